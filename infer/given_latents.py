@@ -17,12 +17,13 @@ from torch import Tensor
 
 from megadit.infer.given import REMAKE, USES, GivenVideo, Media, Target, lengthened, strength_of, trained_as
 from megadit.infer.samplers import Denoise
-from megadit.models.conditioning import Given
+from megadit.models.conditioning import Given, on_host
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.network_config import NetworkConfig
 from megadit.models.noise import Stream, latent_noise
 from megadit.models.settings import SamplingSettings
 from megadit.models.tokenizers import VideoTokenizer
+from megadit.models.transfer import sent_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Known:
 
         With D = x0 there, every solver keeps it on x = x0 + sigma noise: what training saw of such videos.
         """
-        if not self.is_kept_THW.any():
+        if not on_host(self.is_kept_THW).any():
             return denoise
         return lambda x, sigma_B: torch.where(self.is_kept_THW, self.latents_BCTHW, denoise(x, sigma_B))
 
@@ -155,12 +156,16 @@ def _encode(
 
 def _pixels(frames_THWC: np.ndarray, settings: SamplingSettings, device: torch.device) -> Tensor:
     """float32 [1, 3, T, H, W], -1..1, in the size of the settings."""
-    video = torch.from_numpy(np.ascontiguousarray(frames_THWC)).to(device).float() / 127.5 - 1
+    video = _sent(frames_THWC, device).float() / 127.5 - 1
     video_TcHW = rearrange(video, "T H W c -> T c H W")
     if video_TcHW.shape[2:] != (settings.height, settings.width):
         size = (settings.height, settings.width)
         video_TcHW = F.interpolate(video_TcHW, size=size, mode="bilinear", antialias=True, align_corners=False)
     return rearrange(video_TcHW, "T c H W -> 1 c T H W")
+
+
+def _sent(array: np.ndarray, device: torch.device) -> Tensor:
+    return sent_together([torch.from_numpy(np.ascontiguousarray(array))], device)[0]
 
 
 def _kept(medium: GivenVideo, target: Target, device: torch.device) -> Tensor:
@@ -171,7 +176,7 @@ def _kept(medium: GivenVideo, target: Target, device: torch.device) -> Tensor:
     mask_THW = np.broadcast_to(medium.mask, (len(medium.frames), *medium.mask.shape[1:]))
     mask_THW = lengthened(mask_THW, target.num_frames, target.covering)
     size = (target.settings.height, target.settings.width)
-    is_new = torch.from_numpy(np.ascontiguousarray(mask_THW)).to(device).float()[:, None]
+    is_new = _sent(mask_THW, device).float()[:, None]
     is_new_THW = F.interpolate(is_new, size=size, mode="area")[:, 0]
     # a latent is made anew if any of its pixels is; the first has one frame, the others `temporal_compression`
     before = -len(is_new_THW) % target.tokenizer.temporal_compression

@@ -7,16 +7,18 @@ Shapes: B batch, C latent channels, T/H/W latent frames, height, width, L text t
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.infer.guidance import Denoiser
-from megadit.models.conditioning import Conditioning
+from megadit.models.conditioning import Conditioning, Given
+from megadit.models.transfer import levels_on
 
 TEXT_MULTIPLE = 64
 """Texts are padded to a multiple of so many tokens (which nothing reads), so that few lengths are recorded."""
@@ -24,6 +26,9 @@ KEPT = 8
 """Sizes whose recordings stay in memory."""
 WARM_UP = 3
 """Calls before a recording, in which libraries choose kernels and tables are made."""
+
+GIVEN, OTHERS = "given", ("text_length_B", "fps_B", "image_BIE", "pooled_BP")
+"""Conditions beside the text."""
 
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], tuple[Tensor, Callable[[], None]]]
@@ -69,37 +74,54 @@ class _Recording:
 
 
 class RecordedDenoiser:
-    """The same denoiser; the first call of each size of batch, video and text is recorded."""
+    """The same denoiser; the first call of each size of batch, video and text is recorded, and of each choice of places
+    where something is given.
+
+    Calls with adapters are not: these come and go, and with them the memory that a recording would read.
+    """
 
     def __init__(self, denoiser: Denoiser, device: torch.device, record: Record = record_cuda_graph) -> None:
         self._denoiser = denoiser
         self._device = device
         self._record = record
-        self._recordings: OrderedDict[tuple, _Recording] = OrderedDict()
+        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
 
     @torch.no_grad()
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on the device); the inputs may lie anywhere."""
-        if conditioning.given is not None or conditioning.adapter_scale_B:
-            return self._denoiser(x_BCTHW, sigma_B, conditioning)  # which places are given, no recording can change
+        if conditioning.adapter_scale_B:
+            return self._denoiser(x_BCTHW, sigma_B, conditioning)
         # streams and graphs are those of the current device, of which every thread has its own
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             return self._replayed(x_BCTHW, sigma_B, conditioning)
 
     def _replayed(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        sigma_B, given = levels_on(sigma_B.float(), self._device), conditioning.given
         text_BLE = conditioning.text_BLE
         text_BLE = F.pad(text_BLE, (0, 0, 0, -text_BLE.shape[1] % TEXT_MULTIPLE))
-        inputs = (x_BCTHW.float(), sigma_B.float(), text_BLE, conditioning.text_length_B, conditioning.fps_B)
-        key = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        conditions = {"text_BLE": text_BLE, **{name: getattr(conditioning, name) for name in OTHERS}}
+        conditions |= {} if given is None else {GIVEN: given.latents_BCTHW}
+        conditions = {name: tensor for name, tensor in conditions.items() if tensor is not None}
+        inputs = (x_BCTHW.float(), sigma_B, *conditions.values())
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        key = shapes, tuple(conditions), None if given is None else given.places
         if key not in self._recordings:
-            self._recordings[key] = self._recorded(inputs)
+            self._recordings[key] = self._recorded(inputs, tuple(conditions), given)
             if len(self._recordings) > KEPT:
                 self._recordings.popitem(last=False)
         self._recordings.move_to_end(key)
         return self._recordings[key](inputs)
 
-    def _recorded(self, inputs: tuple[Tensor, ...]) -> _Recording:
+    def _recorded(self, inputs: tuple[Tensor, ...], names: tuple[str, ...], given: Given | None) -> _Recording:
         x_BCTHW, sigma_B, *conditions = places = tuple(tensor.to(self._device, copy=True) for tensor in inputs)
-        # conditions of their own for each call: nothing that was computed for others is read when it is replayed
-        output, replay = self._record(lambda: self._denoiser(x_BCTHW, sigma_B, Conditioning(*conditions)))
+        fixed = None if given is None else given.to(self._device)
+
+        def compute() -> Tensor:
+            # conditions of their own for each call: nothing that was computed for others is read when it is replayed
+            by_name: dict[str, Any] = dict(zip(names, conditions, strict=True))
+            latents_BCTHW = by_name.pop(GIVEN, None)
+            shown = None if fixed is None else replace(fixed, latents_BCTHW=latents_BCTHW)
+            return self._denoiser(x_BCTHW, sigma_B, Conditioning(**by_name, given=shown))
+
+        output, replay = self._record(compute)
         return _Recording(places, output, replay)

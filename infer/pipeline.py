@@ -68,6 +68,7 @@ from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
+from megadit.models.transfer import sent_together
 
 
 class TextToVideo:
@@ -370,7 +371,7 @@ class TextToVideo:
         teller: StepTeller,
     ) -> Tensor:
         """Latents BCTHW, float32, of one batch."""
-        key_B = torch.tensor([seed_key(seed) for seed in batch.seeds], device=self.device)
+        [key_B] = sent_together([torch.tensor([seed_key(seed) for seed in batch.seeds])], self.device)
         seen = {} if known is None else known.seen(self.config, key_B)
         fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
 

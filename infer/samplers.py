@@ -21,7 +21,8 @@ from megadit.models.settings import SAMPLERS as TRAITS
 from megadit.models.settings import SamplingSettings
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
-"""(x [B, ...] float32, sigma_B float32) -> clean x0 of x's shape, with every condition already bound."""
+"""(x [B, ...] float32, sigma_B float32) -> clean x0 of x's shape, with every condition already bound. Noise levels are
+on the CPU, wherever x is: who chooses by them asks no device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +277,7 @@ def _steps(sigmas: Tensor) -> list[tuple[float, float]]:
 
 
 def _evaluate(denoise: Denoise, x: Tensor, sigma: float) -> Tensor:
-    sigma_B = torch.full((len(x),), sigma, dtype=torch.float32, device=x.device)
+    sigma_B = torch.full((len(x),), sigma, dtype=torch.float32)
     return denoise(x.float(), sigma_B).double()
 
 

@@ -23,8 +23,9 @@ from torch.distributed import ProcessGroup
 from megadit.models.config import DiTConfig
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.embeddings import Rotary, rotary_table
-from megadit.models.layout import CPU, Layout, PackLayout, sent_with
+from megadit.models.layout import CPU, Layout, PackLayout, computed
 from megadit.models.segments import Piece, Segment, TokenMesh
+from megadit.models.transfer import Need
 
 Axis = Literal["time", "space"]
 Arrangement = Literal["home", "time", "space"]
@@ -69,7 +70,7 @@ def _axial_rotary(
     layout: PackLayout, axis: Axis, config: DiTConfig, device: torch.device, dtype: torch.dtype
 ) -> Rotary:
     """The rotation of each token by its position in its sample, not in its line."""
-    return rotary_table(layout.memo(_plan, device).position_of_axis[axis], config, dtype)
+    return rotary_table(Need(layout, _plan).on(device).position_of_axis[axis], config, dtype)
 
 
 class _Lines(NamedTuple):
@@ -146,24 +147,28 @@ def move(
     """
     if isinstance(layout, DenseLayout):
         return x_SBD
-    moves = layout.memo(_plan, x_SBD.device).move_of_ends
+    moves = Need(layout, _plan).on(x_SBD.device).move_of_ends
     return _Moved.apply(x_SBD, moves[source, target], moves[target, source], group)
 
 
+def axial_needs(layout: PackLayout) -> list[Need]:
+    """What axial attention reads on a device."""
+    return [Need(layout, _plan), *(computed(axial_layout(layout, axis)) for axis in AXES)]
+
+
 class _Plan(NamedTuple):
-    """What axial attention reads on a device, beside the tensors of its layouts."""
+    """What is read beside the tensors of both layouts."""
 
     move_of_ends: dict[tuple[Arrangement, Arrangement], Move]
     position_of_axis: dict[Axis, Tensor]
     """[S, 3] each: the positions of a line's tokens in their samples."""
 
 
-def _plan(layout: PackLayout, device: torch.device) -> _Plan:
-    """All of it goes to a GPU by one copy, with the tensors of both layouts."""
+def _plan(layout: PackLayout) -> _Plan:
     moves = {ends: find_move(layout, *ends) for ends in permutations(ARRANGEMENTS, 2)}
     position_S3 = layout.whole.on(CPU).positions_S3
     positions = {axis: position_S3[_lines(layout, axis).index_S.clamp(min=0)] for axis in AXES}
-    return sent_with([axial_layout(layout, axis) for axis in AXES], _Plan(moves, positions), device)
+    return _Plan(moves, positions)
 
 
 def find_move(layout: PackLayout, source: Arrangement, target: Arrangement) -> Move:

@@ -4,16 +4,18 @@ Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tok
 pooled feature, I tokens of an image, M marks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megadit.models.config import DiTConfig
 from megadit.models.segments import Segment, Span
+from megadit.models.transfer import sent_as_one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,12 +50,14 @@ class Given:
         return marks_BMTHW if config.given.is_among else torch.cat([marks_BMTHW, self.latents_BCTHW], dim=1)
 
     def to(self, device: torch.device | str) -> "Given":
-        return replace(
-            self,
-            latents_BCTHW=self.latents_BCTHW.to(device),
-            is_given_THW=self.is_given_THW.to(device),
-            marks_MTHW=None if self.marks_MTHW is None else self.marks_MTHW.to(device),
-        )
+        tensors = {name: getattr(self, name) for name in ("latents_BCTHW", "is_given_THW", "marks_MTHW")}
+        return replace(self, **sent_as_one(tensors, device))
+
+    @property
+    def places(self) -> Hashable:
+        """The same of two exactly where the same places are given, at the same times."""
+        masks = (mask for mask in (self.is_given_THW, self.marks_MTHW) if mask is not None)
+        return self.extra_times, *((tuple(mask.shape), on_host(mask).numpy().tobytes()) for mask in masks)
 
     @classmethod
     def nothing(cls, x_BCTHW: Tensor) -> "Given":
@@ -84,8 +88,20 @@ def partly_given(
 
 
 def _token_spans(is_given_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
-    edges = F.pad(given_tokens(is_given_THW.cpu(), config), (1, 1)).diff().nonzero()[:, 0].tolist()
+    edges = F.pad(given_tokens(on_host(is_given_THW), config), (1, 1)).diff().nonzero()[:, 0].tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+_ON_HOST = WeakTensorKeyDictionary()
+
+
+def on_host(mask: Tensor) -> Tensor:
+    """A mask of any shape on the CPU, for which its device is waited for once."""
+    if mask.is_cpu or torch.compiler.is_compiling():
+        return mask.cpu()
+    if mask not in _ON_HOST:
+        _ON_HOST[mask] = mask.cpu()
+    return _ON_HOST[mask]
 
 
 def given_tokens(is_given_THW: Tensor, config: DiTConfig) -> Tensor:
@@ -150,16 +166,13 @@ class Conditioning:
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Conditioning":
-        """On another device; `dtype` applies to features of text and images alone."""
-        return Conditioning(
-            self.text_BLE.to(device, dtype or self.text_BLE.dtype),
-            self.text_length_B.to(device),
-            self.fps_B.to(device),
-            {name: scale_B.to(device) for name, scale_B in self.adapter_scale_B.items()},
-            self.given and self.given.to(device),
-            None if self.image_BIE is None else self.image_BIE.to(device, dtype or self.image_BIE.dtype),
-            None if self.pooled_BP is None else self.pooled_BP.to(device, dtype or self.pooled_BP.dtype),
+        """On another device, by one copy that nobody waits for; `dtype` is that of features of text and images."""
+        text, image, pooled = (
+            x if x is None or dtype is None else x.to(dtype) for x in (self.text_BLE, self.image_BIE, self.pooled_BP)
         )
+        given = self.given and self.given.to(device)
+        parts = (text, self.text_length_B, self.fps_B, dict(self.adapter_scale_B), given, image, pooled)
+        return Conditioning(*sent_as_one(parts, device))
 
     @staticmethod
     def concatenate(parts: "list[Conditioning]") -> "Conditioning":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megadit.models.kept import Kept, memo_key
 from megadit.models.segments import DenseRows, Grid, OpenRows
+from megadit.models.transfer import constant
 
 
 def grid_positions(grid: Grid, device: torch.device | str | None = None) -> Tensor:
@@ -31,7 +32,8 @@ class DenseTensors(NamedTuple):
         """Each token's (t, h, w): int64, or float32 where frames have times of their own."""
         position_S3 = grid_positions(self.layout.grid, self.layout.device)
         if self.layout.times is not None:
-            time_T = torch.as_tensor(self.layout.times, device=self.layout.device)
+            times, device = self.layout.times, self.layout.device
+            time_T = times.to(device) if isinstance(times, Tensor) else constant(times, device)
             position_S3 = torch.cat([time_T[position_S3[:, 0], None], position_S3[:, 1:]], dim=1)
         return position_S3.to(self.device)
 

@@ -8,10 +8,10 @@ one row, c segments of a length group, l slots of their longest text.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.kept import memo_key
 from megadit.models.segments import (
+    CPU,
     ONE_RANK,
     ConditionRows,
     GroupTexts,
@@ -31,10 +32,7 @@ from megadit.models.segments import (
     offsets,
 )
 from megadit.models.shared.errors import UserError
-from megadit.models.transfer import sent_as_one
-
-CPU = torch.device("cpu")
-Tree = TypeVar("Tree")
+from megadit.models.transfer import Need
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +80,12 @@ class PackLayout:
     def concatenate(cls, layouts: "Sequence[PackLayout]") -> "PackLayout":
         """Several packs as one micro-batch: one sequence, one after another."""
         return cls(tuple(segment for layout in layouts for segment in layout.segments))
+
+    @cached_property
+    def without_text(self) -> "PackLayout":
+        """The same samples as this rank has them, with the null token in place of their texts."""
+        segments = tuple(replace(segment, text_length=0) for segment in self.segments)
+        return PackLayout(segments).shard(self.mesh)
 
     def shard(self, mesh: TokenMesh) -> "PackLayout":
         """The same pack as `mesh` divides it."""
@@ -189,14 +193,6 @@ class PackLayout:
         items = enumerate(zip(self.segments, self.spans, strict=True))
         return tuple(segment.pieces(span, index, given_row[index]) for index, (segment, span) in items)
 
-    def text_of_group(self, group: LengthGroup) -> tuple[Tensor, Tensor]:
-        """A group's text slots, made rectangular: (indices int64, is valid bool), [c, l]; none of padding."""
-        slots_c1 = torch.tensor(self.text_slots[group.members])[:, None]
-        starts_c1 = torch.tensor(self.text_starts[group.members])[:, None]
-        offset_l = torch.arange(0 if group.is_padding else int(slots_c1.max()))
-        is_valid_cl = offset_l < slots_c1
-        return torch.where(is_valid_cl, starts_c1 + offset_l, starts_c1), is_valid_cl
-
     def on(self, device: torch.device | str) -> "LayoutTensors":
         """Tensors of this layout on a device, each made at its first use and kept."""
         return LayoutTensors(self, torch.device(device))
@@ -218,9 +214,15 @@ class PackLayout:
         return {}
 
     @cached_property
-    def sent(self) -> "dict[torch.device, Computed]":
-        """What was computed of this layout, on every GPU that has it."""
+    def sent(self) -> dict[tuple[torch.device, Hashable], Any]:
+        """What was computed of this layout and is on a GPU; see `Need`."""
         return {}
+
+    def keep(self, device: torch.device, key: Hashable, there: Any) -> None:
+        """Takes what is on a GPU now."""
+        self.sent[device, key] = there
+        if isinstance(there, Computed):
+            self.rows.keep(device, there.row_of_token_S, there.starts_of_runs_P)
 
     def per_condition(self, function: Callable[..., Any], owner: Hashable, *inputs: Any) -> Any:
         """function(owner, *inputs): parameters and conditions are others for every pack; see `DenseLayout`."""
@@ -241,11 +243,13 @@ def _tensor(compute: Callable[["LayoutTensors"], Tensor]) -> property:
 
 
 def _on(layout: PackLayout, compute: Callable[["LayoutTensors"], Tensor], device: torch.device) -> Tensor:
-    return compute(layout.on(CPU)) if device == CPU else _there(layout, device).tensors[_COMPUTED.index(compute)]
+    if device == CPU:
+        return compute(layout.on(CPU))
+    return computed(layout).on(device).tensors[_COMPUTED.index(compute)]
 
 
 class Computed(NamedTuple):
-    """Everything that is computed of a layout."""
+    """Everything that is computed of any layout."""
 
     tensors: tuple[Tensor, ...]
     """What `_COMPUTED` computes."""
@@ -260,24 +264,9 @@ def _compute(layout: PackLayout) -> Computed:
     return Computed(tensors, layout.on(CPU).texts, rows.of_token(CPU), rows.starts_of_runs(CPU))
 
 
-def _there(layout: PackLayout, device: torch.device) -> Computed:
-    if device not in layout.sent:
-        sent_with([layout], (), device)
-    return layout.sent[device]
-
-
-def sent_with(layouts: Sequence[PackLayout], tree: Tree, device: torch.device) -> Tree:
-    """The tensors of `tree` on a device, and all of those of `layouts`, by one copy.
-
-    On the CPU nothing is copied, and layouts compute each of theirs at its first use.
-    """
-    if device == CPU:
-        return tree
-    tree, computed = sent_as_one((tree, tuple(map(_compute, layouts))), device)
-    for layout, there in zip(layouts, computed, strict=True):
-        layout.sent[device] = there
-        layout.rows.keep(device, there.row_of_token_S, there.starts_of_runs_P)
-    return tree
+def computed(layout: PackLayout) -> Need:
+    """The tensors of a layout, as one."""
+    return Need(layout, _compute)
 
 
 class LayoutTensors(NamedTuple):
@@ -335,8 +324,7 @@ class LayoutTensors(NamedTuple):
     @_tensor
     def positions_S3(self) -> Tensor:
         """Each token's (t, h, w) in the grid of its segment: int64, or float32 where frames have times of their own."""
-        grids = [segment.grid for segment in self.layout.segments]
-        _, height_G, width_G = torch.tensor(grids, dtype=torch.long).unbind(-1)
+        _, height_G, width_G = self.grid_G3.unbind(-1)
         segment_S, index_S = self.segment_of_token_S, self.position_in_segment_S
         width_S, area_S = width_G[segment_S], (height_G * width_G)[segment_S]
         time_S = index_S // area_S
@@ -386,15 +374,27 @@ class LayoutTensors(NamedTuple):
         """int32 [G + 1]: the first text slot of each segment, and the number of all."""
         return torch.tensor((0, *accumulate(self.layout.text_slots)), dtype=torch.int32)
 
+    @_tensor
+    def num_tokens_G(self) -> Tensor:
+        """int64: the tokens of each segment, whichever ranks have them; padding may have none."""
+        return torch.tensor([segment.num_tokens for segment in self.layout.segments])
+
+    @_tensor
+    def grid_G3(self) -> Tensor:
+        """int64: the grid of each segment."""
+        return torch.tensor([segment.grid for segment in self.layout.segments])
+
+    @_tensor
+    def paired_N(self) -> Tensor:
+        """int64: the segments that are samples with a text."""
+        return self.has_no_text_G.logical_not().nonzero()[:, 0]
+
     @property
     def texts(self) -> GroupTexts:
         if self.device == CPU:
             return self.layout.memo(_group_texts)
-        return _there(self.layout, self.device).texts
+        return computed(self.layout).on(self.device).texts
 
 
 def _group_texts(layout: PackLayout) -> GroupTexts:
-    slots, are_valid = zip(*map(layout.text_of_group, layout.groups), strict=True)
-    masks = tuple(None if valid.all() else valid[:, None, None] for valid in are_valid)
-    slots_L = torch.cat([slots_cl.flatten() for slots_cl in slots])
-    return GroupTexts(slots_L, tuple(slots_cl.shape for slots_cl in slots), masks)
+    return GroupTexts.of(layout.groups, layout.text_starts, layout.text_slots)

@@ -16,6 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megadit.models.transfer import sent_together
+
+CPU = torch.device("cpu")
 LONGEST_RUN = 32
 """Tokens that one program of a kernel takes: 8,192 of them keep a GPU of 132 processors busy, and what a program leaves
 behind, some float32 rows, is a sixteenth of what it reads."""
@@ -110,6 +113,24 @@ class GroupTexts(NamedTuple):
     masks: tuple[Tensor | None, ...]
     """bool [c, 1, 1, l] of each group: which of its slots have text; None: all."""
 
+    @classmethod
+    def of(cls, groups: "Sequence[LengthGroup]", starts: Sequence[int], lengths: Sequence[int]) -> "GroupTexts":
+        """Those of segments whose text slots start there and are so many."""
+        found = [text_of_group(group, starts, lengths) for group in groups]
+        slots, are_valid = zip(*found, strict=True)
+        masks = tuple(None if valid.all() else valid[:, None, None] for valid in are_valid)
+        slots_L = torch.cat([slots_cl.flatten() for slots_cl in slots])
+        return cls(slots_L, tuple(slots_cl.shape for slots_cl in slots), masks)
+
+
+def text_of_group(group: LengthGroup, starts: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A group's text slots, made rectangular: (indices int64, is valid bool), [c, l]; none of padding."""
+    slots_c1 = torch.tensor(lengths[group.members])[:, None]
+    starts_c1 = torch.tensor(starts[group.members])[:, None]
+    offset_l = torch.arange(0 if group.is_padding else int(slots_c1.max()))
+    is_valid_cl = offset_l < slots_c1
+    return torch.where(is_valid_cl, starts_c1 + offset_l, starts_c1), is_valid_cl
+
 
 def offsets(lengths: Sequence[int]) -> tuple[int, ...]:
     """Where each of several pieces begins that lie one after another."""
@@ -165,7 +186,7 @@ class ConditionRows:
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S]."""
         if device not in self._of_token and device.type != "cpu":
-            self._of_token[device] = self.of_token(torch.device("cpu")).to(device, non_blocking=True)
+            [self._of_token[device]] = sent_together([self.of_token(CPU)], device)
         if device not in self._of_token:
             row_S = torch.empty(sum(group.count * group.length for group in self.groups), dtype=torch.long)
             for group in self.groups:
@@ -176,7 +197,7 @@ class ConditionRows:
     def starts_of_runs(self, device: torch.device) -> Tensor:
         """int32 [P + 1]: where each run of at most `LONGEST_RUN` neighbours with one row begins, and S."""
         if device not in self._starts and device.type != "cpu":
-            self._starts[device] = self.starts_of_runs(torch.device("cpu")).to(device, non_blocking=True)
+            [self._starts[device]] = sent_together([self.starts_of_runs(CPU)], device)
         if device not in self._starts:
             row_S = self.of_token(device)
             changes = (row_S.diff().nonzero().flatten() + 1).tolist()
@@ -217,8 +238,12 @@ class DenseRows:
 
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S, B]."""
-        parts = [torch.arange(rows.start, rows.stop).expand(stop - first, -1) for (first, stop), rows in self.runs]
-        return torch.cat(parts).to(device)
+        return torch.cat(
+            [  # made there: nothing is sent
+                torch.arange(rows.start, rows.stop, device=device).expand(stop - first, -1)
+                for (first, stop), rows in self.runs
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ class UNet(nn.Module):
         if self.config.pooled_size is not None:
             height, width = (side * self.config.pixels_per_latent for side in x_BCTHW.shape[3:])
             # as if the picture had always been of its size, with nothing cut off
-            sizes = torch.tensor([height, width, 0, 0, height, width], device=x_BCTHW.device, dtype=x_BCTHW.dtype)
+            sides = (height, width, 0, 0, height, width)
+            sizes = torch.stack([x_BCTHW.new_full((), side) for side in sides])  # made there: nothing is sent
             # float32 as the features of sizes that it is put beside: exporters convert neither
             pooled_BP = conditioning.pooled_BP.float()
             added = {"text_embeds": pooled_BP, "time_ids": sizes.expand(x_BCTHW.shape[0], -1)}

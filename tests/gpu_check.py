@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ FOR_DATA = ("megatron.energon", "sklearn", "httpx")
 """Without which a run has random samples alone."""
 TRAIN_ITERS = 100
 DATASET_SIZE = ("--num_clips", "2000", "--num_images", "4000", "--num_val", "48")
+PROMPTS = ("a red seven moving left", "a green three moving up", "a blue zero", "a white nine moving right")
+PICTURES_LIMIT = 60
 PROGRAMS = REPOSITORY / "tests" / "gpu"
 TEST_LIMIT = 120
 """Seconds for the tests of one file."""
@@ -58,6 +61,7 @@ MEASUREMENTS = {
     "attention": Measurement(("attention.py",), 75),
     "chains": Measurement(("chains.py",), 60),
     "layers": Measurement(("layers.py",), 75),
+    "optimizer": Measurement(("optimizer.py",), 45),
     "7b": Measurement(("steps.py", "7b"), 120, True, "training on random samples"),
     "7b-fused": Measurement(("steps.py", "7b-fused"), 120, True, "training on random samples"),
     "7b-four": Measurement(("steps.py", "7b-four"), 120, True, "training on random samples"),
@@ -67,6 +71,7 @@ MEASUREMENTS = {
     "xl-mixed": Measurement(("steps.py", "xl-mixed"), 60, True, "training on random samples"),
     "xl-graphs": Measurement(("steps.py", "xl-graphs"), 60, True, "training on random samples"),
     "behaviour": Measurement(("behaviour.py",), 90),
+    "resume": Measurement(("resume.py",), 120, False, "training on random samples"),
     "tiny": Measurement(("steps.py", "tiny"), 90, False, "training on random samples"),
 }
 """In the order in which they matter; `digits` and `tests` follow."""
@@ -305,7 +310,21 @@ def run_digits(report: Report, environment: dict, folder: Path, missing: dict[st
     command = ["-m", "megadit.train", "--recipe", "digits", *source, *overrides]
     if failure := watched(report, "digits", command, environment, 150):
         return [("digits run", failure, True)]
-    return summarize_run(output / "metrics.jsonl", mock="--mock" in source)
+    rows = summarize_run(output / "metrics.jsonl", mock="--mock" in source)
+    return rows if "--mock" in source else rows + pictures(report, environment, output)
+
+
+def pictures(report: Report, environment: dict, trained: Path) -> list[Row]:
+    """Puts into the report's folder what the network of a run, or a bundle, makes of a few prompts, and the curves."""
+    sheet = report.out / "digits.png"
+    command = ["-m", "megadit.models.shared.verbs", "generate", "--checkpoint_path", str(trained), "--prompt", *PROMPTS]
+    command += ["--video_save_path", str(report.out / "digits"), "--contact_sheet", str(sheet)]
+    failure = watched(report, "digits", command, environment, PICTURES_LIMIT)
+    rows = [("  pictures", failure or f"of {len(PROMPTS)} prompts, in {sheet.name}", failure is not None)]
+    if (curves := trained / "curves.png").is_file():
+        shutil.copy(curves, report.out)
+        rows.append(("  curves", "in curves.png", False))
+    return rows
 
 
 def summarize_run(metrics: Path, *, mock: bool) -> list[Row]:

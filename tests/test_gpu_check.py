@@ -1,12 +1,19 @@
 """`make gpu-check`: rows come one by one and stay, whatever becomes of the measurement that told them."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import PIL.Image
 import pytest
+import torch
+
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
+from tests.bundles import write_tiny_bundle
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -80,10 +87,34 @@ def test_every_measurement_is_a_program():
         assert measurement.needs in gpu_check.MODULES and measurement.limit <= 120
 
 
+def test_cudnn_takes_what_its_row_gives_it(monkeypatch):
+    """Of tensors without numbers: arguments are checked before torch finds that only a GPU has the kernel."""
+    monkeypatch.syspath_prepend(gpu_check.PROGRAMS)
+    attention = importlib.import_module("attention")
+    layout = PackLayout.pack([Segment((1, 2, 4), 3), Segment((1, 2, 2), 1)], capacity=12, text_capacity=4)
+    q = torch.empty(12, 1, 2, 16, device="meta", dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="no fake impl or Meta kernel"):
+        attention.attend_cudnn(q, q, q, layout, False)
+
+
 def test_an_unknown_name_is_refused(capsys):
     with pytest.raises(SystemExit):
         gpu_check.main(["--only", "products,7c"])
     assert "there is no '7c'" in capsys.readouterr().err
+
+
+def test_pictures_are_left_in_the_folder(tmp_path):
+    """Of a bundle in place of a run's network; the curves are the run's."""
+    bundle = write_tiny_bundle(tmp_path / "bundle").path
+    (bundle / "curves.png").write_bytes(b"drawn")
+    report = Report(tmp_path / "out", 100)
+    found = gpu_check.pictures(report, dict(os.environ), bundle)
+    assert found == [("  pictures", "of 4 prompts, in digits.png", False), ("  curves", "in curves.png", False)]
+    with PIL.Image.open(report.out / "digits.png") as sheet:
+        assert sheet.height > 16
+    assert (report.out / "curves.png").read_bytes() == b"drawn" and len(
+        list((report.out / "digits").glob("*.mp4"))
+    ) == 4
 
 
 def test_wheels_are_chosen_by_their_python():

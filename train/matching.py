@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megadit.models.clip import CLIP
 from megadit.models.megatron.context_parallel import Shift, round_trip
+from megadit.models.segments import CPU
 from megadit.train.classification import sums_of_samples
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.loss import LossSums
@@ -39,9 +40,7 @@ def matching_loss(
     if not clip.part.is_last:
         return embedded
     images_GE, texts_GE = embedded
-    segments = enumerate(batch.layout.segments)
-    pairs = [index for index, segment in segments if not segment.is_padding and segment.text_length]
-    index_N = torch.tensor(pairs, dtype=torch.long, device=batch.tokens_S1P.device)
+    index_N = batch.layout.on(batch.tokens_S1P.device).paired_N
     images_NE, texts_NE = (F.normalize(x_GE[index_N].float(), dim=-1) for x_GE in (images_GE, texts_GE))
     if clip.score_offset is None:
         loss_N, is_wrong_N = softmax_loss(images_NE, texts_NE, clip.scale, readers, rows)
@@ -60,7 +59,7 @@ def softmax_loss(
 
     The gradient is exact: that of an embedding comes from the losses of all ranks. `scale` is [1].
     """
-    counts, rank = _counts(len(images_NE), images_NE.device, readers)
+    counts, rank = _counts(len(images_NE), readers)
     most = max(counts)
     padded = [F.pad(x_NE, (0, 0, 0, most - len(x_NE))) for x_NE in (images_NE, texts_NE)]
     all_images_ME, all_texts_ME = (_gathered(x, readers) for x in padded)
@@ -94,12 +93,12 @@ def _softmax_rows(
     return loss_n, (scores_nM.amax(1) > scores_nM.gather(1, own_n[:, None])[:, 0]).float()
 
 
-def _counts(count: int, device: torch.device, readers: ProcessGroup | None) -> tuple[list[int], int]:
-    """Pairs of each rank, and which of them this is."""
+def _counts(count: int, readers: ProcessGroup | None) -> tuple[list[int], int]:
+    """Pairs of each rank, and which of them this is. Told from host to host, no GPU is waited for."""
     if readers is None or readers.size() == 1:
         return [count], 0
-    counts = torch.zeros(readers.size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(counts, torch.tensor([count], device=device), group=readers)
+    counts = torch.zeros(readers.size(), dtype=torch.int64, device=CPU)
+    dist.all_gather_into_tensor(counts, torch.tensor([count], device=CPU), group=readers)
     return counts.tolist(), readers.rank()
 
 
@@ -119,7 +118,7 @@ def pairwise_loss(
     `scale` and `offset` are [1]. Texts go round the ring of ranks: none ever has all of them, nor more scores than of
     two ranks' samples.
     """
-    counts, _ = _counts(len(images_NE), images_NE.device, readers)
+    counts, _ = _counts(len(images_NE), readers)
     texts_mE = F.pad(texts_NE, (0, 0, 0, max(counts) - len(texts_NE)))
     return _PairsOfRing.apply(images_NE, texts_mE, scale, offset, counts, readers)
 

@@ -58,17 +58,16 @@ def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayo
     if diffusion.shift_tokens is None:
         return sigma_G
     # padding that is of text alone has no tokens, and needs a level whose logarithm is a number
-    tokens_G = torch.tensor([max(1, segment.num_tokens) for segment in layout.segments], device=sigma_G.device)
+    tokens_G = layout.on(sigma_G.device).num_tokens_G.clamp(min=1)
     return sigma_G * (tokens_G / diffusion.shift_tokens).sqrt()
 
 
 def initial_noise(batch: PackedBatch, model: DiTConfig) -> Tensor:
     """The unit noise [S, 1, P] that sampling begins with under the seeds of the pack's videos: the numbers of
     `noise.latent_noise`, token by token, whichever of the tokens this rank has."""
-    layout, tensors = batch.layout, batch.layout.on(batch.seed_key_G.device)
+    tensors = batch.layout.on(batch.seed_key_G.device)
     segment_S, token_S = tensors.segment_of_token_S, tensors.position_in_segment_S
-    grid_G3 = torch.tensor([segment.grid for segment in layout.segments], device=token_S.device)
-    height_S, width_S = grid_G3[segment_S, 1:].unbind(-1)
+    height_S, width_S = tensors.grid_G3[segment_S, 1:].unbind(-1)
     patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
     places = (token_S // (height_S * width_S), token_S // width_S % height_S, token_S % width_S)
     inner_K3 = torch.cartesian_prod(*(torch.arange(side, device=token_S.device) for side in patch)).view(-1, 3)

@@ -53,7 +53,7 @@ def evaluate(
     pipeline = training.groups.pipeline.size()
 
     def forward_step(iterator, part):
-        return compute(part, next(iterator)), lambda output, non_loss_data: output
+        return compute(part, next(iterator).arrived()), lambda output, non_loss_data: output
 
     # interleaved stages take micro-batches in rounds of as many as there are stages
     missing = -len(batches) % pipeline if len(training.parts) > 1 else 0

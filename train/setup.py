@@ -29,7 +29,7 @@ from megadit.models.adapters import (
 from megadit.models.dit import Part
 from megadit.models.machine import free_memory
 from megadit.models.megatron import groups as process_groups
-from megadit.models.megatron.extensions import give_megatron_a_product
+from megadit.models.megatron.gradient_sums import give_megatron_a_product, leave_unzeroed
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.int8_linears import eight_bits
 from megadit.models.megatron.parallelize import LinearKind, parallelize
@@ -382,7 +382,9 @@ def _replicate(
         use_distributed_optimizer=is_distributed,
     )
     # parts that come later are reduced while earlier ones are computed: their gradients need no smaller buckets
-    return DistributedDataParallel(megatron, settings, network, disable_bucketing=turn > 0)
+    part = DistributedDataParallel(megatron, settings, network, disable_bucketing=turn > 0)
+    leave_unzeroed(part)
+    return part
 
 
 def _threads_per_rank() -> int:

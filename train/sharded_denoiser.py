@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megadit.models.conditioning import Conditioning
 from megadit.models.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
+from megadit.models.transfer import levels_on
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.schedule import evaluate, from_last_stage
 from megadit.train.setup import Training
@@ -30,7 +31,7 @@ class ShardedDenoiser:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
         x_BCTHW = x_BCTHW.to(self.device, torch.float32)
         batch = self._pack(x_BCTHW, conditioning.to(self.device))
-        sigma_G = pad_segments(sigma_B.to(self.device).float(), batch.layout, value=1.0)
+        sigma_G = pad_segments(levels_on(sigma_B.float(), self.device), batch.layout, value=1.0)
         groups = self._training.groups
         mine = batch.shard(groups.mesh)
         found = evaluate(self._training, lambda part, pack: part(pack, sigma_G, is_noisy=True), [mine])

@@ -133,7 +133,7 @@ def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -
     judge = Judge(training.config.health, [])
     for update in range(1, 1 + training.config.train.distill.critic_updates):
         distillation.begin(step, update)
-        made = distillation.made(denoiser_of(training.parts[0]), seen, update)
+        made = distillation.made(denoiser_of(training.parts[0]), [batch.arrived() for batch in seen], update)
         critic.begin_step(step)
         sums = _forward_backward(critic, made)
         exchange_counts(critic)
@@ -151,7 +151,7 @@ def _update(training: Training, step: int, judge: Judge, norm: float) -> tuple[f
     if training.device_update is not None:
         anomaly = judge.gradient(step, norm)
         if anomaly is None:
-            training.device_update.step()
+            training.device_update.step(norm)
         return norm, anomaly
     if (scaler := loss_scaler(optimizer)) is not None:
         scale = scaler.scale.item()
@@ -173,7 +173,7 @@ def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Ten
     """
 
     def forward_step(iterator, part):
-        batch = next(iterator)
+        batch = next(iterator).arrived()
         return part(batch), partial(_loss, batch)
 
     for part in training.parts:

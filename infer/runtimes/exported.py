@@ -19,6 +19,7 @@ from megadit.models.adapters import check_state
 from megadit.models.conditioning import Conditioning, Given
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
+from megadit.models.transfer import levels_on
 
 Run = Callable[[Mapping[str, Tensor], Shape], Tensor]
 """(inputs by name, shape of the output) -> the output, float32, on the runtime's device."""
@@ -85,7 +86,7 @@ def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning
     is_given = given.is_given_THW if given.marks_MTHW is None else given.marks_MTHW
     inputs = {
         "x": F.pad(x_BCTHW, (0, 0, 0, 0, 0, len(given.extra_times))),
-        "sigma": sigma_B.float(),
+        "sigma": levels_on(sigma_B.float(), x_BCTHW.device),
         "text": c.text_BLE,
         "text_length": c.text_length_B,
         "fps": c.fps_B,

@@ -17,6 +17,7 @@ from megadit.models.dense_packs import gather_tokens, pack_dense, pad_segments, 
 from megadit.models.dit import DiT
 from megadit.models.parameterization import denoise_packed
 from megadit.models.shared.errors import UserError
+from megadit.models.transfer import levels_on
 from megadit.models.weights import load_config
 
 
@@ -46,7 +47,7 @@ class ContextParallelDenoiser(AdaptableDenoiser):
     @torch.no_grad()
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        x_BCTHW, sigma_B = x_BCTHW.to(self.device, torch.float32), sigma_B.to(self.device).float()
+        x_BCTHW, sigma_B = x_BCTHW.to(self.device, torch.float32), levels_on(sigma_B.float(), self.device)
         conditioning = conditioning.to(self.device, self.dtype)
         alike = _alike(conditioning)  # a pack has one scale of an adapter for all of its tokens
         if len(alike) == 1:

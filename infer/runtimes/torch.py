@@ -15,6 +15,7 @@ from megadit.models.dense_layout import DenseLayout
 from megadit.models.kept import Kept
 from megadit.models.networks import SavedNetwork
 from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.transfer import levels_on
 
 DTYPES = {
     "float32": torch.float32,
@@ -99,7 +100,7 @@ class TorchDenoiser(AdaptableDenoiser):
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
         here, layout, scales = self._prepared(conditioning, x_BCTHW.shape[2:])
         self._scale_adapters(scales)
-        return self._denoiser(x_BCTHW.to(self.device), sigma_B.to(self.device), here, layout)
+        return self._denoiser(x_BCTHW.to(self.device), levels_on(sigma_B, self.device), here, layout)
 
     def _prepared(self, conditioning: Conditioning, size: torch.Size) -> Prepared:
         if self._is_compiled:

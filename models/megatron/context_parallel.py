@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megadit.models.attention import AttentionCore
-from megadit.models.layout import CPU, Layout, PackLayout
+from megadit.models.layout import CPU, Layout, PackLayout, computed
 from megadit.models.megatron.block_attention import attend_block, attend_block_backward
 from megadit.models.ops.attention import attention
 from megadit.models.segments import TokenMesh
+from megadit.models.transfer import Need
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def attend_shared(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, groups: C
     """
     is_exchanged = groups.heads.size() > 1
     if is_exchanged:
-        order_S = layout.memo(_order, groups.ring.rank(), groups.heads.size(), q.device)
+        order_S = _order_of(layout, groups).on(q.device)
         q, k, v = _Exchange.apply(torch.cat([q, k, v], dim=-1), order_S, groups.heads, True).chunk(3, dim=-1)
     if groups.ring.size() > 1:
         out_S1NK = _Ring.apply(q, k, v, layout, groups)
@@ -81,10 +82,20 @@ def attend_shared(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, groups: C
     return out_S1NK.flatten(2)
 
 
-def _order(layout: PackLayout, ring_rank: int, width: int, device: torch.device) -> Tensor:
+def context_needs(layout: PackLayout, groups: ContextGroups) -> list[Need]:
+    """What `attend_shared` reads on a device."""
+    whole = [computed(layout.whole)] if groups.ring.size() == 1 else []
+    return whole + ([_order_of(layout, groups)] if groups.heads.size() > 1 else [])
+
+
+def _order_of(layout: PackLayout, groups: ContextGroups) -> Need:
+    return Need(layout, _order, (groups.ring.rank(), groups.heads.size()))
+
+
+def _order(layout: PackLayout, ring_rank: int, width: int) -> Tensor:
     """int64: for each token of the neighbours in the order of the sequence, its index among theirs rank after rank."""
     shards = [layout.shard(layout.mesh.at(ring_rank * width + rank)) for rank in range(width)]
-    return torch.cat([shard.on(CPU).index_S for shard in shards]).argsort().to(device)
+    return torch.cat([shard.on(CPU).index_S for shard in shards]).argsort()
 
 
 class _Exchange(torch.autograd.Function):

@@ -21,6 +21,7 @@ from megadit.models.experts import ExpertChoice, Experts
 from megadit.models.layout import CPU, Layout, PackLayout
 from megadit.models.megatron import cpu_shim
 from megadit.models.megatron.context_parallel import ContextGroups
+from megadit.models.transfer import Need
 
 
 class Dispatch:
@@ -72,15 +73,20 @@ def all_tokens(x_S1E: Tensor, layout: PackLayout, context: ContextGroups | None,
     if context is None:
         return shard
     whole = shard.new_empty(layout.whole.capacity, *shard.shape[1:])
-    for index_S, part in zip(layout.memo(_indices, shard.device), _gather(shard, context.group), strict=True):
+    for index_S, part in zip(Need(layout, _indices).on(shard.device), _gather(shard, context.group), strict=True):
         whole[index_S] = part
     return whole
 
 
-def _indices(layout: PackLayout, device: torch.device) -> list[Tensor]:
+def choice_needs(layout: PackLayout) -> list[Need]:
+    """What the choice among tokens that context-parallel ranks share reads on a device."""
+    return [Need(layout, _indices)]
+
+
+def _indices(layout: PackLayout) -> list[Tensor]:
     """int64: the indices in the whole sequence of the tokens of each CP shard."""
     shards = [layout.shard(layout.mesh.at(rank)) for rank in range(layout.mesh.context)]
-    return [shard.on(CPU).index_S.to(device) for shard in shards]
+    return [shard.on(CPU).index_S for shard in shards]
 
 
 def own_tokens(x_S1E: Tensor, layout: PackLayout, cut: ProcessGroup | None) -> Tensor:

@@ -1,10 +1,8 @@
 """Libraries for GPUs that Megatron knows and may lack; asked for by a run before it starts, and without Megatron."""
 
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 
 from megadit.models.ops.attention import has_varlen_attention
 
@@ -33,21 +31,6 @@ def has_gradient_accumulation_fusion() -> bool:
 def has_torch_product() -> bool:
     """Whether torch has products of half precision with float32 sums."""
     return hasattr(torch.ops.aten.addmm, "dtype_out")
-
-
-def give_megatron_a_product() -> None:
-    """Where apex is missing, Megatron gets from torch the one function that it wants of it; before linears are made."""
-    from megatron.core.tensor_parallel import layers
-
-    if not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
-        layers._grad_accum_fusion_available = True
-
-
-def add_weight_gradient(x_NI: Tensor, grad_NO: Tensor, sum_OI: Tensor) -> None:
-    """sum += grad^T x in float32, rounded once: torch's product of half precision, for GPUs, with such an output."""
-    half = {} if x_NI.dtype == torch.float32 else {"out_dtype": torch.float32}
-    torch.addmm(sum_OI, grad_NO.t(), x_NI, **half, out=sum_OI)
 
 
 def has_cuda_graphs() -> bool:

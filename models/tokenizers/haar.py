@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 from megadit.models.bundle import components as parts
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.tokenizers.sizes import frames_covering, latent_size
+from megadit.models.transfer import constant, sent_together
 
+CPU = torch.device("cpu")
 _TEMPORAL_FACTORS = (1, 2, 4, 8)
 _SPATIAL_FACTORS = (1, 2, 4, 8, 16)
 _PIXEL_SIGMA = 0.5
@@ -36,11 +38,22 @@ class LinearBasis:
 
     def project(self, x: Tensor) -> Tensor:
         """x [..., R] -> [..., C]."""
-        return (x - self.mean_R.to(x.device)) @ self.basis_RC.to(x.device) / self.scale_C.to(x.device)
+        basis = self.on(x.device)
+        return (x - basis.mean_R) @ basis.basis_RC / basis.scale_C
 
     def restore(self, z: Tensor) -> Tensor:
         """z [..., C] -> [..., R]."""
-        return (z * self.scale_C.to(z.device)) @ self.basis_RC.to(z.device).T + self.mean_R.to(z.device)
+        basis = self.on(z.device)
+        return (z * basis.scale_C) @ basis.basis_RC.T + basis.mean_R
+
+    def on(self, device: torch.device) -> "LinearBasis":
+        """The same on a device, to which it is sent once."""
+        return self if device == self.mean_R.device else _sent_basis(self, device)
+
+
+@lru_cache(maxsize=16)
+def _sent_basis(basis: LinearBasis, device: torch.device) -> LinearBasis:
+    return LinearBasis(*sent_together([basis.mean_R, basis.basis_RC, basis.scale_C], device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -147,8 +160,7 @@ class HaarTokenizer:
         return torch.cat([first, video[:, :, self.temporal_compression :]], dim=2)
 
     def _haar_matrices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        time, space = haar_matrix(self.temporal_compression), haar_matrix(self.spatial_compression)
-        return time.to(device), space.to(device)
+        return haar_matrix(self.temporal_compression, device), haar_matrix(self.spatial_compression, device)
 
     # -------------------------------------------------------------------------------------------------- fitting
 
@@ -224,18 +236,18 @@ def _along_each(x: Tensor, *matrices: Tensor) -> Tensor:
     return x
 
 
-def haar_matrix(size: int) -> Tensor:
+def haar_matrix(size: int, device: torch.device = CPU) -> Tensor:
     """The orthonormal Haar matrix [coefficient, position] of a power of two; row 0 is the mean times sqrt(size)."""
-    return torch.tensor(_haar(size), dtype=torch.float32)  # a constant, where a graph is traced
+    return constant(_haar(size), device)
 
 
 @cache
-def _haar(size: int) -> np.ndarray:
+def _haar(size: int) -> tuple[tuple[float, ...], ...]:
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         sums, differences = np.kron(matrix, [[1.0, 1.0]]), np.kron(np.eye(len(matrix)), [[1.0, -1.0]])
         matrix = np.concatenate([sums, differences]) / math.sqrt(2)
-    return matrix
+    return tuple(map(tuple, matrix.tolist()))
 
 
 def psnr(tokenizer: HaarTokenizer, videos: Iterable[Tensor]) -> float:

@@ -18,6 +18,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from megadit.models.transfer import constant
+
 Config = Mapping[str, Any]
 
 
@@ -75,7 +77,7 @@ def _statistics_of_frames(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, T
         return _no_statistics(config, like_BCTHW)
     values = []
     for name in ("latents_mean", "latents_std"):
-        table_CT = torch.tensor(config[name], device=like_BCTHW.device).reshape(config["latent_channels"], -1)
+        table_CT = constant(tuple(config[name]), like_BCTHW.device).reshape(config["latent_channels"], -1)
         frame_T = torch.arange(like_BCTHW.shape[2], device=like_BCTHW.device).clamp(max=table_CT.shape[1] - 1)
         values.append(table_CT[:, frame_T][None, :, :, None, None])
     return values[0], values[1]
@@ -83,12 +85,12 @@ def _statistics_of_frames(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, T
 
 def _shift_and_scale(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
     shift, scale = config.get("shift_factor") or 0.0, config.get("scaling_factor") or 1.0
-    return torch.tensor(shift, device=like_BCTHW.device), torch.tensor(1 / scale, device=like_BCTHW.device)
+    return torch.full((), shift, device=like_BCTHW.device), torch.full((), 1 / scale, device=like_BCTHW.device)
 
 
 def _statistics_of_channels(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
     """Of each channel, [1, C, 1, 1, 1]."""
-    mean, std = (torch.tensor(config[name], device=like_BCTHW.device) for name in ("latents_mean", "latents_std"))
+    mean, std = (constant(tuple(config[name]), like_BCTHW.device) for name in ("latents_mean", "latents_std"))
     return mean.reshape(1, -1, 1, 1, 1), std.reshape(1, -1, 1, 1, 1)
 
 

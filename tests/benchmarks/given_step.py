@@ -69,7 +69,7 @@ def _run(argv: list[str]) -> None:
     for name, sizes in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             run = _run_of(*sizes, folder)
-            batch, dit = next(TrainBatches(run, start_processes(run))), randomised(DiT(run.model))
+            batch, dit = next(TrainBatches(run, start_processes(run))).arrived(), randomised(DiT(run.model))
             name += f", {1 - batch.layout.num_wanted / batch.layout.num_tokens:.0%} of them given"
             sides = partial(_step, dit, batch), partial(_step, dit, without(batch))
             found.append(compare(name, *sides, options.rounds, limit=LIMIT))

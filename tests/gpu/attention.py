@@ -1,7 +1,17 @@
 """Attention forward and backward at the size of the 7B network: which kernel is fastest for which packs, how far it is
-from float32, and whether two backwards agree to the bit."""
+from float32, and whether two backwards agree to the bit.
+
+cuDNN with cumulative lengths is measured and never chosen: torch (to 2.13) has it as a private operation, for its own
+nested tensors. `varlen_attn` has it switched off, and gives its backward arguments of another order: switched on, it
+would fail. Where the row here is the fastest, a variant is due.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
+from einops import rearrange
 from rows import DEVICE, HAS_GPU, attempt, normal, seconds, size, tell
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,27 +26,44 @@ PACKS = {
     "8 samples": [EIGHTH] * 8,
     "9 mixed": [EIGHTH // 4] * 4 + [EIGHTH] * 3 + [2 * EIGHTH, TOKENS - 6 * EIGHTH],
 }
+
+
+def attend_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackLayout, cross: bool) -> torch.Tensor:
+    """All segments in one call of cuDNN's kernel, [S, 1, N*K]: q [S, 1, N, K], k and v [L, 1, N, K]."""
+    tensors = layout.on(q.device)
+    bounds_k, longest_k = (tensors.text_bounds, layout.longest_text) if cross else (tensors.bounds, layout.longest)
+    sizes = (tensors.bounds, bounds_k, layout.longest, longest_k)
+    keeps_sums, dropout, is_causal, keeps_mask = True, 0.0, False, False
+    out_SNK, *_ = torch.ops.aten._cudnn_attention_forward(
+        q[:, 0], k[:, 0], v[:, 0], None, *sizes, keeps_sums, dropout, is_causal, keeps_mask
+    )
+    return rearrange(out_SNK, "S N K -> S 1 (N K)")
+
+
 KERNELS = {
-    "by groups": (attend_by_length_group, None),
-    "by groups, flash": (attend_by_length_group, SDPBackend.FLASH_ATTENTION),
-    "by groups, cuDNN": (attend_by_length_group, SDPBackend.CUDNN_ATTENTION),
-    "varlen": (attend_varlen, None),
+    "by groups": (attend_by_length_group, nullcontext),
+    "by groups, flash": (attend_by_length_group, partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
+    "by groups, cuDNN": (attend_by_length_group, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
+    "varlen": (attend_varlen, nullcontext),
+    "varlen, cuDNN": (attend_cudnn, nullcontext),
 }
+"""Kernel -> how it is called, and what within."""
 
 
-def measure(name: str, layout: PackLayout, cross: bool, compute, backend) -> None:
+def measure(
+    name: str, layout: PackLayout, cross: bool, compute: Callable, within: Callable[[], AbstractContextManager]
+) -> None:
     keys = layout.text_capacity if cross else layout.capacity
     q, k, v = (normal(n, 1, HEADS, WIDTH).requires_grad_() for n in (TOKENS, keys, keys))
     grad = normal(TOKENS, 1, HEADS * WIDTH)
 
     def forward() -> torch.Tensor:
-        if backend is None:
-            return compute(q, k, v, layout, cross)
-        with sdpa_kernel(backend):
+        with within():
             return compute(q, k, v, layout, cross)
 
     def both() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(forward(), (q, k, v), grad)
+        with within():
+            return torch.autograd.grad(forward(), (q, k, v), grad)
 
     whole, ahead = seconds(both), seconds(forward)
     pairs = sum(n * (layout.text_slots[i] if cross else n) for i, n in enumerate(layout.lengths))
@@ -44,7 +71,7 @@ def measure(name: str, layout: PackLayout, cross: bool, compute, backend) -> Non
     same = all(torch.equal(a, b) for a, b in zip(both(), both(), strict=True))
     exact = attend_by_length_group(*(x.detach().float() for x in (q, k, v)), layout, cross)
     apart = ((forward().float() - exact).norm() / exact.norm()).item()
-    chosen = attention.choose(q, k, v, layout, cross).compute is compute and backend is None
+    chosen = attention.choose(q, k, v, layout, cross).compute is compute and within is nullcontext
     rates = [flops / ahead / 1e12, 3 * flops / whole / 1e12]
     found = f"forward {rates[0]:,.0f} TFLOP/s, with backward {rates[1]:,.0f}, {whole * 1e3:.2f} ms"
     found += f", error {apart:.1e}, backwards {'the same' if same else 'differ'}{', the one chosen' if chosen else ''}"

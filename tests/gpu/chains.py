@@ -13,7 +13,6 @@ from megadit.models.ops.gated_residual import gated_residual
 from megadit.models.ops.modulated_norm import modulated_norm
 from megadit.models.ops.qk_norm_rope import qk_norm_rope
 from megadit.models.segments import Segment
-from megadit.train.adamw import HalfMomentAdamW
 
 TOKENS, WIDTH, HEADS = size(8192, 256), size(3072, 64), size(24, 2)
 BOUND = 2e-2
@@ -43,18 +42,6 @@ def measure(name: str, op, inputs: tuple, passes: tuple[float, float]) -> None:
     tell(name, told, failed=apart > BOUND, ms=whole * 1e3, forward=rates[0], backward=rates[1], error=apart)
 
 
-def optimizer() -> None:
-    p = torch.nn.Parameter(normal(size(2**28, 2**16), dtype=torch.float32))
-    p.grad = torch.randn_like(p)
-    adamw = HalfMomentAdamW([{"params": [p]}], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    weight = torch.empty_like(p, dtype=DTYPE)
-    adamw.rounded = {p: weight}
-    taken = seconds(adamw.step)
-    rate = p.numel() * (4 + 8 + 8 + 2) / taken / 1e9
-    same = torch.equal(weight, p.detach().to(DTYPE))
-    tell("AdamW", f"{rate:,.0f} GB/s", failed=not same, gb_per_s=rate)
-
-
 def rows() -> None:
     segments = [Segment((1, 1, TOKENS // 8), 1)] * 7
     layout = PackLayout.pack(segments, capacity=TOKENS, text_capacity=16)
@@ -77,7 +64,7 @@ def heads() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for name, of in {"chains of rows": rows, "chains of heads": heads, "AdamW": optimizer}.items():
+    for name, of in {"chains of rows": rows, "chains of heads": heads}.items():
         attempt(name, of)
     if HAS_GPU:
         from torch._dynamo.utils import counters

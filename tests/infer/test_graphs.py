@@ -1,6 +1,7 @@
 """Recorded denoiser calls give what the network gives, for every size, and call it no more."""
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +12,13 @@ from megadit.infer import graphs
 from megadit.infer.given import GivenVideo
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.conditioning import Conditioning
+from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.models import conditioning as conditioning_module
+from megadit.models.conditioning import Conditioning, Given
+from megadit.models.dit import DiT
 from megadit.models.shared.errors import UserError
+from tests.bundles import CONFIG
+from tests.traffic import Traffic
 
 CPU = torch.device("cpu")
 
@@ -76,6 +82,56 @@ def test_what_is_given_is_not_lost(able, able_dir):
     assert abs(found.video.astype(int) - reference.video).max() <= 1
     (free,) = ours(["a red seven"])
     assert abs(found.video.astype(int) - free.video).max() > 1
+
+
+def given_of(seed: int, *places: int, extra: int = 0) -> Given:
+    """Latent frames that are given, and some that are only given."""
+    generator = torch.Generator().manual_seed(seed)
+    is_given = torch.zeros(2 + extra, 4, 6, dtype=torch.bool)
+    is_given[[*places, *range(2, 2 + extra)]] = True
+    return Given(torch.randn(2, 48, 2 + extra, 4, 6, generator=generator), is_given, (0.5,) * extra)
+
+
+def test_what_is_given_is_recorded_once_for_its_places(able, monkeypatch):
+    recordings = []
+
+    def record(compute):
+        recordings.append(compute)
+        return record_on_cpu(compute)
+
+    recorded, kept = RecordedDenoiser(able.denoiser, CPU, record), []
+    for seed, places, extra in ((1, (0,), 0), (2, (0,), 0), (3, (1,), 0), (4, (0,), 1), (5, (0,), 0)):
+        x, sigma, conditioning = inputs(seed)
+        case = x, sigma, replace(conditioning, given=given_of(seed, *places, extra=extra))
+        kept.append((recorded(*case), able.denoiser(*case), able.denoiser(x, sigma, conditioning)))
+    for found, expected, without in kept:
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+        assert (found - without).abs().max() > 1e-3
+    assert len(recordings) == 3
+
+
+@pytest.mark.parametrize("places", [None, (0,), (1,)])
+def test_nothing_is_asked_or_sent_while_it_is_recorded(places, monkeypatch):
+    """On a GPU that would end the recording; once before is not."""
+    device, found = torch.device("meta"), []
+
+    def record(compute):
+        compute()
+        with Traffic() as traffic:
+            output = compute()
+        found.append(traffic)
+        return output, lambda: None
+
+    denoiser = TorchDenoiser(DiT(replace(CONFIG, given_sigma=0.02)), device=device)
+    x, sigma, conditioning = inputs(1)
+    given = None if places is None else given_of(1, *places, extra=1)
+    if given is not None:
+        here, given = given, given.to(device)
+        monkeypatch.setitem(conditioning_module._ON_HOST, given.is_given_THW, here.is_given_THW)  # what it had answered
+    recorded = RecordedDenoiser(denoiser, device, record)
+    recorded(x.to(device), sigma, replace(conditioning.to(device), given=given))
+    [traffic] = found
+    assert not traffic.sent and not traffic.asked, (traffic.sent, traffic.asked)
 
 
 def test_without_a_gpu_it_is_refused(bundle_dir):

@@ -14,7 +14,7 @@ from megadit.models.blocks import BlockInputs
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.kept import Kept
 from megadit.models.layout import CPU, PackLayout
-from megadit.models.segments import LengthGroup, Piece, Segment, TokenMesh
+from megadit.models.segments import LengthGroup, Piece, Segment, TokenMesh, text_of_group
 from megadit.models.shared.errors import UserError
 
 CLIP, IMAGE = Segment((3, 2, 2), 4), Segment((1, 2, 3), 0)
@@ -66,7 +66,7 @@ def test_packs_join_into_one_micro_batch():
 
 def test_the_text_of_a_group_is_rectangular():
     layout = pack(Segment((1, 2, 2), 3), Segment((1, 2, 2), 0), Segment((1, 2, 2), 2))
-    slots, is_valid = layout.text_of_group(layout.groups[0])
+    slots, is_valid = text_of_group(layout.groups[0], layout.text_starts, layout.text_slots)
     assert slots[is_valid].tolist() == [0, 1, 2, 3, 4, 5]
     assert is_valid.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
     texts = layout.on("cpu").texts

@@ -3,49 +3,31 @@
 The meta device stands for a GPU: it computes nothing, and refuses to tell a number.
 """
 
-from collections import Counter
+from contextlib import contextmanager
 
+import numpy
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.samplers import SAMPLERS
+from megadit.models import transfer
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
 from megadit.models.transfer import sent_together
+from megadit.models.unet import UNet
+from megadit.models.unet_config import USUAL, UNetConfig
 from megadit.train.adamw import HalfMomentAdamW
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackFormat, TrainingSample
 from megadit.train.training_model import TrainingModel
+from tests.stable_diffusion import UNETS
+from tests.traffic import Traffic
 
 META = torch.device("meta")
-
-
-class Traffic(TorchDispatchMode):
-    """Counts what goes to the device, and refuses what the host would wait for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if function is torch.ops.aten._local_scalar_dense.default and given[0].is_meta:
-            raise AssertionError("the host asks the device for a number")
-        out = function(*args, **kwargs)
-        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        # a number on the CPU may stand beside tensors of a GPU: it travels with the launch
-        if any(x.is_cpu and x.ndim for x in given) and any(x.is_meta for x in [*made, *given]):
-            self.counts["to the device"] += 1
-        if any(x.is_meta for x in given) and any(x.is_cpu for x in made):
-            raise AssertionError("the host waits for a tensor")
-        return out
 
 
 def config(family="megadit", **changes):
@@ -78,12 +60,67 @@ def test_tensors_arrive_as_they_were(monkeypatch):
     tensors = [torch.randn(3, 5).bfloat16(), torch.arange(7), torch.tensor(True), torch.zeros(0, 4), torch.randn(1, 1)]
     assert all(a is b for a, b in zip(sent_together(tensors, "cpu"), tensors, strict=True))
     # a device of another name that computes like a CPU
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, **_: x.clone())
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device="cpu", **how: empty(*size, **how))
     there = sent_together(tensors, "meta")
+    monkeypatch.undo()
     assert len({x.untyped_storage().data_ptr() for x in there}) == 1
     for sent, tensor in zip(there, tensors, strict=True):
         assert sent.dtype == tensor.dtype and torch.equal(sent, tensor)
         assert sent.data_ptr() % 16 == 0 or sent.numel() == 0
+
+
+class FakeCuda:
+    """The streams of torch.cuda: what is told to them is noted, in order, with the stream that is current."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.told, self.current = [], "main"
+        for name in ("Stream", "current_stream", "stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def Stream(self, device):  # noqa: N802
+        return FakeStream(self, "side")
+
+    def current_stream(self, device):
+        return FakeStream(self, self.current)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+class FakeStream:
+    def __init__(self, cuda, name) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other):
+        self.cuda.told.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        self.cuda.told.append(f"{self.name} records")
+        return "event"
+
+    def wait_event(self, event):
+        self.cuda.told.append(f"{self.name} waits for {event}")
+
+
+def test_a_side_stream_copies_beside_and_who_reads_waits_for_it(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    side, copy_in_turn = transfer.SideStream(META), transfer.copy_in_turn
+
+    def noted(there, here):
+        cuda.told.append(f"{cuda.current} copies {len(here)} bytes")
+        copy_in_turn(there, here)
+
+    monkeypatch.setattr(transfer, "copy_in_turn", noted)
+    [sent] = sent_together([torch.ones(16)], META, side.copy)
+    arrival = side.arrival()
+    assert sent.shape == (16,)
+    assert cuda.told == ["side waits for main", "side copies 64 bytes", "side records"]
+    arrival()
+    assert cuda.told[3:] == ["main waits for event"]
 
 
 @pytest.mark.parametrize("family", ["megadit", "moviegen", "cosmos"])
@@ -97,15 +134,31 @@ def test_a_micro_batch_is_sent_by_three_copies_at_most_and_nothing_is_asked_for(
         sums = training(pack.to(META))
         sums.objective.backward()
     # the batch, its layout, and the words of its length groups, which the kernel for any lengths does without
-    assert traffic.counts["to the device"] <= 3
+    assert traffic.sent.total() <= 3 and not traffic.asked, (traffic.sent, traffic.asked)
+
+
+def test_a_copy_of_ordinary_memory_is_waited_for():
+    """Whatever is asked of it."""
+    with Traffic() as traffic:
+        torch.ones(3).to(META, non_blocking=True)
+        assert traffic.sent.total() == traffic.asked.total() == 1
+        sent_together([torch.ones(3)], META)
+    assert traffic.sent.total() == 2 and traffic.asked.total() == 1
 
 
 def test_what_would_be_waited_for_is_seen():
+    there = torch.empty(3, device=META)
     with Traffic() as traffic:
-        torch.empty(3, device=META).add(torch.ones(3).to(META))
-        assert traffic.counts["to the device"] == 1
-        with pytest.raises(AssertionError, match="a number"):
-            torch.empty((), device=META).item()
+        there.add(torch.ones(3).to(META))
+        torch.tensor([1.0], device=META), there.new_tensor(2.0), torch.as_tensor(numpy.ones(3), device=META)
+        there[[0, 2]], there.copy_(torch.ones(())), torch.where(there > 0, torch.ones(()), there)
+        assert traffic.sent.total() == 7 == sum("copy" in line for line in traffic.asked.elements())
+        assert there.sum().item() == 1 and sum("item" in line for line in traffic.asked) == 1
+    with Traffic() as traffic:  # what a kernel takes along, and what one fills
+        there.mul(torch.ones(())), torch.where(there > 0, 2.0, there), there.new_full((2,), 3.0)
+        there[0] = 1.0
+        torch.as_tensor(there, device=META)
+    assert not traffic.sent and not traffic.asked
 
 
 def test_an_update_sends_one_tensor_for_each_group():
@@ -116,7 +169,7 @@ def test_an_update_sends_one_tensor_for_each_group():
     optimizer = HalfMomentAdamW(groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     with Traffic() as traffic:
         optimizer.step()
-    assert traffic.counts["to the device"] == 2
+    assert traffic.sent.total() == 2 and not traffic.asked
 
 
 NETWORKS = {
@@ -126,15 +179,27 @@ NETWORKS = {
     **{family: {"family": family, **changes} for family, changes in FAMILY_CHANGES.items()},
     "st_dit": {"family": "st_dit"},
 }
+XL = "stable diffusion xl"
+
+
+def denoiser_of(name):
+    if name != XL:
+        return TorchDenoiser(DiT(config(**NETWORKS[name])), device=META)
+    pytest.importorskip("diffusers", reason="diffusers is not installed (megadit[diffusers])")
+    settings = USUAL | UNETS["xl"]
+    return TorchDenoiser(UNet(UNetConfig(settings=settings, prediction="noise", pixels_per_latent=2)), device=META)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", [*NETWORKS, XL])
 def test_sampling_asks_for_nothing_and_sends_nothing(sampler, network):
     """What a recorded graph would hold: the call before has sent whatever is kept."""
-    denoiser = TorchDenoiser(DiT(config(**NETWORKS[network])), device=META)
-    given = Conditioning(torch.randn(2, 5, 16), torch.tensor([5, 0]), torch.full((2,), 8.0)).to(META)
-    x, sigmas = torch.empty(2, 4, 2, 4, 4, device=META).double(), torch.tensor([8.0, 2.0, 0.5, 0.0]).double()
+    denoiser = denoiser_of(network)
+    width, frames = (40, 1) if network == XL else (16, 2)
+    given = Conditioning(
+        torch.randn(2, 5, width), torch.tensor([5, 0]), torch.full((2,), 8.0), pooled_BP=torch.randn(2, 20)
+    ).to(META)
+    x, sigmas = torch.empty(2, 4, frames, 4, 4, device=META).double(), torch.tensor([8.0, 2.0, 0.5, 0.0]).double()
     calls = 0
 
     def denoise(x, sigma_B):
@@ -146,7 +211,7 @@ def test_sampling_asks_for_nothing_and_sends_nothing(sampler, network):
     calls = 0
     with Traffic() as traffic:
         SAMPLERS[sampler](denoise, x, sigmas)
-    assert calls >= 3 and not traffic.counts
+    assert calls >= 3 and not traffic.sent and not traffic.asked, (traffic.sent, traffic.asked)
 
 
 def test_layouts_of_a_pack_are_sent_once():
@@ -156,4 +221,4 @@ def test_layouts_of_a_pack_are_sent_once():
         for name in ("segment_of_token_S", "positions_S3", "bounds", "text_bounds", "is_sample_S"):
             assert getattr(tensors, name).shape == getattr(layout.on("cpu"), name).shape
         assert layout.rows.of_token(META).shape == (20,)
-    assert traffic.counts["to the device"] == 1
+    assert traffic.sent.total() == 1 and not traffic.asked

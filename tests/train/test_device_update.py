@@ -6,15 +6,36 @@ from pathlib import Path
 import pytest
 
 JOB = Path(__file__).parent / "jobs" / "device_update.py"
-CASES = {
-    "two copies": {},
-    "two copies, bf16": {"precision": "bf16"},
-    "distributed optimizer, bf16": {"precision": "bf16", "parallel": {"data_parallel": "distributed_optimizer"}},
-    "two halves of each matrix": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
-    "two stages": {"parallel": {"pipeline_model_parallel_size": 2}},
-    "experts": {"model": {"experts": {"num_experts": 2}}, "parallel": {"expert_model_parallel_size": 2}},
-    "not clipped": {"optimizer": {"clip_grad": 0.0}},
+HALVES = {"optimizer": {"moments": "bf16"}}
+MUON = {"optimizer": {"optimizer": "muon"}}
+TP = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
+DISTRIBUTED = {"precision": "bf16", "parallel": {"data_parallel": "distributed_optimizer"}}
+FSDP = {"parallel": {"data_parallel": "fsdp"}}
+EXPERTS = {"model": {"experts": {"num_experts": 2}}, "parallel": {"expert_model_parallel_size": 2}}
+FOLDED = {
+    "two copies": HALVES,
+    "two copies, bf16": HALVES | {"precision": "bf16"},
+    "distributed optimizer, bf16": HALVES | DISTRIBUTED,
+    "two halves of each matrix": HALVES | TP,
+    "two stages": HALVES | {"parallel": {"pipeline_model_parallel_size": 2}},
+    "experts": HALVES | EXPERTS,
+    "fully sharded": HALVES | FSDP,
+    "not clipped": {"optimizer": {"moments": "bf16", "clip_grad": 0.0}},
 }
+"""AdamW with moments in halves, which multiplies the gradients itself."""
+SAME = {
+    "float32 moments": {},
+    "float32 moments, bf16": {"precision": "bf16"},
+    "float32 moments, distributed optimizer, bf16": DISTRIBUTED,
+    "float32 moments, two halves of each matrix": TP,
+    "float32 moments, two stages": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "float32 moments, experts": EXPERTS,
+    "float32 moments, fully sharded": FSDP,
+    "float32 moments, not clipped": {"optimizer": {"clip_grad": 0.0}},
+    "muon": MUON,
+    "muon, two halves of each matrix": MUON | TP,
+}
+"""Others, for which Megatron's functions do."""
 
 pytestmark = pytest.mark.slow
 
@@ -22,11 +43,11 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def found(run_ranks, tmp_path_factory):
     """On two ranks; of each rank."""
-    outputs = run_ranks(2, JOB, tmp_path_factory.mktemp("update"), json.dumps(CASES))
+    outputs = run_ranks(2, JOB, tmp_path_factory.mktemp("update"), json.dumps(FOLDED | SAME), timeout=500)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FOLDED)
 def test_weights_losses_and_norms_are_the_same(found, name):
     # the same products, rounded in another order: a moment is rounded at random, and sometimes to the other side
     weights, numbers = (4e-3, 1e-2) if "bf16" in name else (1e-3, 1e-3)
@@ -39,12 +60,21 @@ def test_weights_losses_and_norms_are_the_same(found, name):
         assert told["checksums"]
 
 
+@pytest.mark.parametrize("name", SAME)
+def test_megatrons_weights_losses_and_norms_are_the_same_to_the_bit(found, name):
+    for of_rank in found:
+        told = of_rank[name]
+        assert told["apart"][0] == 0, told["apart"]
+        assert told["losses"][1] == told["losses"][0] and told["norms"][1] == told["norms"][0]
+        assert min(told["norms"][0]) > 0.5, "all of these gradients are clipped, where any are"
+
+
 def test_the_host_asks_for_nothing(found):
     assert all(told["asked"] == 0 for of_rank in found for told in of_rank.values())
 
 
 def test_a_wrong_norm_is_seen(run_ranks, tmp_path):
     """The control: clipping by it, weights end elsewhere."""
-    [output] = run_ranks(1, JOB, tmp_path, json.dumps({"one": {}}), "1.1")
+    [output] = run_ranks(1, JOB, tmp_path, json.dumps({"one": HALVES}), "1.1")
     told = json.loads(output.splitlines()[-1])["one"]
     assert told["norms"][1][0] == pytest.approx(1.1 * told["norms"][0][0], rel=1e-4)

@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megadit.models.megatron import extensions
+from megadit.models.megatron import extensions, gradient_sums
 from megadit.models.shared.errors import UserError
 from megadit.train.config.rules import check_inputs
 from megadit.train.config.schema import ParallelConfig
@@ -22,6 +22,7 @@ JOB = Path(__file__).parent / "jobs" / "fused_gradients.py"
 LINEARS = ("qkv", "proj", "q", "kv", "fc1", "fc2")
 CASES = {
     "two copies": {"parallel": {}},
+    "two copies, reduced at the end": {"parallel": {"overlap_grad_reduce": False}},
     "distributed optimizer, bf16": {"precision": "bf16", "parallel": {"data_parallel": "distributed_optimizer"}},
     "two halves of each matrix": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
     "blocks computed again": {"parallel": {"recompute_granularity": "full"}},
@@ -30,19 +31,19 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def found(run_ranks, tmp_path_factory):
-    """On two ranks, with a product of torch's in place of the extension's."""
+    """On two ranks; sums hold NaN before the step, which only what is zeroed, or overwritten, loses."""
     output, _ = run_ranks(2, JOB, tmp_path_factory.mktemp("fused"), json.dumps(CASES))
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the extension is for CPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the product is for CPUs")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_same(found, name):
     # float32: the same products, added up in another order; bfloat16: the plain ones are rounded before they are added
     assert found[name]["apart"] < (1e-2 if "bf16" in name else 1e-5), found[name]["which"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the extension is for CPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the product is for CPUs")
 def test_every_linear_of_a_block_is_fused_and_nothing_else(found):
     for name in CASES:
         assert found[name]["otherwise"] == []
@@ -51,7 +52,14 @@ def test_every_linear_of_a_block_is_fused_and_nothing_else(found):
     assert found["calls"] > len(CASES) * 2 * 7
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the extension is for CPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the product is for CPUs")
+def test_what_products_overwrite_is_not_zeroed(found):
+    """But where a step gives it nothing."""
+    assert all(told["unzeroed"] == told["fused"] for told in (found[name] for name in CASES))
+    assert found["two copies, reduced at the end"]["of nothing"] == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the product is for CPUs")
 def test_a_wrong_product_is_seen(run_ranks, tmp_path):
     [output] = run_ranks(1, JOB, tmp_path, json.dumps({"one": {}}), "0.5")
     assert json.loads(output.splitlines()[-1])["one"]["apart"] > 0.1
@@ -81,11 +89,15 @@ def test_refused_where_the_extension_is_not_installed(monkeypatch):
 def test_torch_takes_the_product_s_place_where_apex_is_missing(monkeypatch):
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", None, raising=False)
-    extensions.give_megatron_a_product()
+    gradient_sums.give_megatron_a_product()
     assert layers._grad_accum_fusion_available
     x, grad, total = torch.randn(7, 5), torch.randn(7, 3), torch.ones(3, 5)
     layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, grad, total)
     torch.testing.assert_close(total, 1 + grad.t() @ x)
+    total.fill_(torch.nan).is_of_before = True
+    for times in (1, 2):
+        gradient_sums.add_weight_gradient(x, grad, total)
+        torch.testing.assert_close(total, times * grad.t() @ x)
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch that was built for CUDA")
@@ -95,7 +107,7 @@ def test_torch_has_such_a_product_for_gpus(dtype):
     with FakeTensorMode():
         x, grad = (torch.empty(16, width, dtype=dtype, device="cuda") for width in (32, 48))
         total = torch.empty(48, 32, device="cuda")
-        extensions.add_weight_gradient(x, grad, total)
+        gradient_sums.add_weight_gradient(x, grad, total)
     assert total.shape == (48, 32) and total.dtype == torch.float32 and extensions.has_torch_product()
 
 

@@ -11,8 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megadit.models.layout import PackLayout
+from megadit.models.axial import axial_needs
+from megadit.models.clip import texts_as_segments
+from megadit.models.config import DiTConfig
+from megadit.models.layout import PackLayout, computed
+from megadit.models.megatron.context_parallel import context_needs
+from megadit.models.megatron.expert_parallel import choice_needs
 from megadit.models.megatron.groups import Groups
+from megadit.models.transfer import Need, SideStream, send_with
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.loader import build_train_loader, build_validation_loader
 from megadit.train.data.packed_batch import BATCH_TENSORS, PackedBatch
@@ -20,40 +26,75 @@ from megadit.train.data.redistribute import redistribute
 
 
 class SharedBatches:
-    """An iterator of micro-batches on this rank's device; all ranks of a copy of the model iterate together."""
+    """An iterator of micro-batches on this rank's device, or on their way there: who reads one asks for it to have
+    `arrived`. All ranks of a copy of the model iterate together.
 
-    def __init__(self, batches: Iterator[PackedBatch] | None, groups: Groups) -> None:
+    A GPU that has a copy to itself gets its micro-batches on a stream beside that on which it computes: while it has
+    one under way, the next arrive.
+    """
+
+    def __init__(self, batches: Iterator[PackedBatch] | None, config: RunConfig, groups: Groups) -> None:
         """`batches` is None on the ranks that do not read."""
         self._batches = batches
+        self._config = config
         self._groups = groups
+        is_alone = groups.device.type == "cuda" and groups.copy.size() == 1
+        self._side = SideStream(groups.device) if is_alone else None
 
     def __iter__(self) -> "SharedBatches":
         return self
 
     def __next__(self) -> PackedBatch:
-        batch = next(self._batches, None) if self._batches is not None else None
-        batch = batch.to(self._groups.device) if batch is not None else None
-        if self._groups.copy.size() > 1:
-            batch = _broadcast(batch, self._groups)
+        groups = self._groups
+        read = next(self._batches, None) if self._batches is not None else None
+        batch = read if groups.copy.size() == 1 else _announced(read, groups)
         if batch is None:
             raise StopIteration
-        return batch.shard(self._groups.mesh)
+        own = batch.layout.shard(groups.mesh)
+        needs = _needs(own, self._config, groups)
+        if read is None:
+            send_with(needs, (), groups.device)
+        else:
+            batch = batch.to(groups.device, needs, self._side)
+        if groups.copy.size() > 1:
+            for name in BATCH_TENSORS:
+                dist.broadcast(getattr(batch, name), dist.get_global_rank(groups.copy, 0), group=groups.copy)
+        return batch.cut(own)
 
 
-def _broadcast(batch: PackedBatch | None, groups: Groups) -> PackedBatch | None:
-    """The batch of the group's first rank: its description as an object, its tensors as tensors."""
-    source = dist.get_global_rank(groups.copy, 0)
-    description = [None if batch is None else _describe(batch)]
-    dist.broadcast_object_list(description, src=source, group=groups.copy)
-    if description[0] is None:
-        return None
+def _needs(layout: PackLayout, config: RunConfig, groups: Groups) -> list[Need]:
+    """All that is read of a pack's layout on a device: with the batch, one copy for each micro-batch.
+
+    What is missing here is sent where it is first read, by a copy of its own.
+    """
+    needs = _network_needs(layout, config.model, groups)
+    if config.train.distill is not None and config.train.distill.guidance != 1:
+        needs += _network_needs(layout.without_text, config.model, groups)
+    return needs
+
+
+def _network_needs(layout: PackLayout, model: DiTConfig, groups: Groups) -> list[Need]:
+    needs = [computed(layout)]
+    if model.structure.block == "st_dit":
+        needs += axial_needs(layout)
+    if model.task == "match":
+        needs.append(computed(layout.memo(texts_as_segments)))
+    if groups.context.size > 1:
+        needs += context_needs(layout, groups.context)
+        if model.experts is not None and model.experts.routing == "expert_choice":
+            needs += choice_needs(layout)
+    return needs
+
+
+def _announced(read: PackedBatch | None, groups: Groups) -> PackedBatch | None:
+    """The batch that the first rank of a copy has read; on the others with room for its tensors, on their device."""
+    description = [None if read is None else _describe(read)]
+    dist.broadcast_object_list(description, dist.get_global_rank(groups.copy, 0), group=groups.copy)
+    if read is not None or description[0] is None:
+        return read
     segments, sample_ids, refused, shapes = description[0]
-    if batch is None:
-        empty = {name: torch.empty(shape, dtype=dtype, device=groups.device) for name, (shape, dtype) in shapes.items()}
-        batch = PackedBatch(layout=PackLayout(segments), sample_ids=sample_ids, refused=refused, **empty)
-    for name in BATCH_TENSORS:
-        dist.broadcast(getattr(batch, name), src=source, group=groups.copy)
-    return batch
+    empty = {name: torch.empty(shape, dtype=dtype, device=groups.device) for name, (shape, dtype) in shapes.items()}
+    return PackedBatch(layout=PackLayout(segments), sample_ids=sample_ids, refused=refused, **empty)
 
 
 def _describe(batch: PackedBatch) -> tuple[Any, ...]:
@@ -65,9 +106,8 @@ class TrainBatches(SharedBatches):
     """The endless training data of this rank."""
 
     def __init__(self, config: RunConfig, groups: Groups) -> None:
-        self._config = config
         self._loader = _build(build_train_loader, config, groups)
-        super().__init__(None, groups)
+        super().__init__(None, config, groups)
 
     def __next__(self) -> PackedBatch:
         if self._loader is not None and self._batches is None:
@@ -101,7 +141,7 @@ class TrainBatches(SharedBatches):
 def validation_batches(config: RunConfig, groups: Groups, *, of_all: bool = False) -> SharedBatches:
     """This rank's packs of the validation split, from the first one on; `of_all`, everyone's."""
     loader = _build(build_validation_loader, config, groups, is_alone=of_all)
-    return SharedBatches(None if loader is None else iter(loader), groups)
+    return SharedBatches(None if loader is None else iter(loader), config, groups)
 
 
 def _build(build, config: RunConfig, groups: Groups, *, is_alone: bool = False) -> Any:

@@ -4,7 +4,7 @@ Shapes: B samples of one size, C latent channels, T/H/W latent frames, height, w
 E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding included).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -17,7 +17,7 @@ from megadit.models.embeddings import token_sequence
 from megadit.models.layout import PackLayout
 from megadit.models.noise import Stream, sample_key, seed_key, uniform
 from megadit.models.segments import Segment, TokenMesh
-from megadit.models.transfer import sent_together
+from megadit.models.transfer import Need, SideStream, copy_in_turn, send_with
 from megadit.train.data.given import Drawn, GivenPart, draw
 from megadit.train.data.mixup import draw_mixture
 from megadit.train.data.training_sample import TrainingSample
@@ -58,16 +58,28 @@ class PackedBatch:
     """One for each segment, "" for padding."""
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
     """Samples that its reader left out since the batch before, by reason."""
+    arrival: Callable[[], None] | None = None
+    """Makes the current stream of a GPU wait for the tensors, which are on their way."""
 
     @property
     def num_tokens(self) -> int:
         """Video tokens of samples at hand that are to be predicted."""
         return self.layout.num_wanted
 
-    def to(self, device: torch.device | str) -> "PackedBatch":
-        """On another device, by one copy that nobody waits for."""
-        tensors = sent_together([getattr(self, name) for name in BATCH_TENSORS], device)
-        return replace(self, **dict(zip(BATCH_TENSORS, tensors, strict=True)))
+    def to(
+        self, device: torch.device | str, needs: Sequence[Need] = (), side: SideStream | None = None
+    ) -> "PackedBatch":
+        """On another device, with what is needed of layouts there, by one copy that nobody waits for; on the stream
+        `side`, who reads it asks for it to have `arrived`."""
+        copy = copy_in_turn if side is None else side.copy
+        tensors = send_with(needs, {name: getattr(self, name) for name in BATCH_TENSORS}, torch.device(device), copy)
+        return replace(self, **tensors, arrival=None if side is None else side.arrival())
+
+    def arrived(self) -> "PackedBatch":
+        """The same, for what is computed from now on."""
+        if self.arrival is not None:
+            self.arrival()
+        return self
 
     def noisy(self, sigma_G: Tensor, noise_S1P: Tensor, given_noise: float = 0.0) -> Tensor:
         """x0 + sigma n, [S, 1, P]; what is given has the noise `given_noise` (`DiTConfig`), which is mostly none."""
@@ -77,15 +89,17 @@ class PackedBatch:
 
     def without_text(self) -> "PackedBatch":
         """The same samples, as this rank has them, with the null token in place of their texts."""
-        segments = tuple(replace(segment, text_length=0) for segment in self.layout.segments)
-        layout = PackLayout(segments).shard(self.layout.mesh)
+        layout = self.layout.without_text
         text_L1E = self.text_L1E.new_zeros(layout.text_capacity, *self.text_L1E.shape[1:])
         return replace(self, text_L1E=text_L1E, layout=layout)
 
     def shard(self, mesh: TokenMesh) -> "PackedBatch":
         """The same samples as `mesh` divides them, with the tokens of this rank's CP shard."""
-        layout = self.layout.shard(mesh)
-        if mesh.context == 1:
+        return self.cut(self.layout.shard(mesh))
+
+    def cut(self, layout: PackLayout) -> "PackedBatch":
+        """The same samples, with the tokens of `layout`, a CP shard of the whole."""
+        if layout.mesh.context == 1:
             return replace(self, layout=layout)
         tokens_S1P = self.tokens_S1P[layout.on(self.tokens_S1P.device).index_S]
         return replace(self, tokens_S1P=tokens_S1P, layout=layout)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megadit.models.config import DiTConfig
 from megadit.models.noise import Stream, derived_keys, uniform
 from megadit.models.parameterization import Parameterization, parameterization_of
+from megadit.models.transfer import constant
 from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
@@ -164,7 +165,7 @@ def wanted_of(batch: PackedBatch, x0_S1P: Tensor) -> Tensor:
 
 def _drawn_interval(batch: PackedBatch, sigmas: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     """(sigma_G, the next lower one) of a list that ends in 0, drawn for each sample by its key."""
-    levels = torch.tensor((*sigmas, 0.0), device=batch.fps_G.device)
+    levels = constant((*sigmas, 0.0), batch.fps_G.device)
     number_G = uniform(batch.noise_key_G, torch.zeros_like(batch.noise_key_G), 1, stream=Stream.LEVEL)[:, 0]
     index_G = (number_G * len(sigmas)).long()
     return levels[index_G], levels[index_G + 1]

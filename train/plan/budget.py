@@ -119,18 +119,22 @@ def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part
     is_half = config.train.is_half
     size = 2 if is_half else 4
     is_muon, half_moments = config.optimizer.optimizer == "muon", config.optimizer.moments == "bf16"
-    # `train/device_update.py`: AdamW reads gradients once, and writes the weights too
-    on_device = half_moments and not is_muon and layout.data_parallel != "fsdp"
-    added = 8 if config.parallel.gradient_accumulation_fusion else 8 + size
+    # `train/device_update.py`: AdamW reads gradients once, and writes the weights too, which under FSDP are float32
+    folds = half_moments and not is_muon
+    writes = folds and is_half and layout.data_parallel != "fsdp"
+    fuses = config.parallel.gradient_accumulation_fusion
+    # `models/megatron/gradient_sums.py`: a step's first product overwrites a sum, which nothing has zeroed
+    overwrites = fuses and config.parallel.transformer_impl == "local"
+    added = (8 if fuses else 8 + size) * layout.num_micro_batches
     moments = 4 if is_muon else 2 * 2 * (2 if half_moments else 4)
     passes = {
-        "zeroing of gradients": 4 * held,
-        "adding of gradients": added * held * layout.num_micro_batches,
-        "division of gradients": 0 if on_device else 8 * held,
+        "zeroing of gradients": 0 if overwrites else 4 * held,
+        "adding of gradients": (added - 4 if overwrites else added) * held,
+        "division of gradients": 0 if folds else 8 * held,
         "norm of the gradient": 4 * updated,
-        "clipping": 0 if on_device else 8 * updated,
-        "update": (4 + 8 + moments + (size if on_device and is_half else 0)) * updated,
-        "copies of weights": 6 * updated if is_half and not on_device else 0,
+        "clipping": 0 if folds else 8 * updated,
+        "update": (4 + 8 + moments + (size if writes else 0)) * updated,
+        "copies of weights": 6 * updated if is_half and not writes else 0,
         "averages": 12 * len(config.ema.sigma_rels) * owned,
     }
     yield from (_stream(name, moved, gpu, STREAM) for name, moved in passes.items() if moved)

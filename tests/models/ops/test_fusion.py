@@ -12,8 +12,9 @@ from itertools import product
 import pytest
 import torch
 
-from megadit.models.conditioning import Conditioning
+from megadit.models.conditioning import Conditioning, Given
 from megadit.models.config import DiTConfig
+from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dit import DiT
 from megadit.models.layout import PackLayout
 from megadit.models.ops import condition_rows, fusion, gated_residual, modulated_norm, qk_norm_rope
@@ -21,7 +22,9 @@ from megadit.models.ops.fusion import fused
 from megadit.models.segments import RowsByToken, Segment
 from megadit.train.adamw import HalfMomentAdamW
 
-CONFIG = DiTConfig(num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=4, crossattn_emb_size=16)
+CONFIG = DiTConfig(
+    num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=4, crossattn_emb_size=16, given_sigma=0.02
+)
 CAPACITY, TEXT_CAPACITY = 96, 24
 MOST = 2
 """Kinds of one chain: heads that lie side by side, and those of a fused projection, which lie apart."""
@@ -58,18 +61,28 @@ def network():
     return dit
 
 
+def given(chance, num_tokens):
+    """Nothing, or some of the tokens: the first, the last, or two runs."""
+    if num_tokens < 4:
+        return ()
+    a, b, c = sorted(chance.sample(range(1, num_tokens), 3))
+    return chance.choice(((), ((0, a),), ((c, num_tokens),), ((0, a), (b, c))))
+
+
 def pack(chance):
-    """Of one segment that fills it, of one and padding, or of many; clips and images, with text or without."""
+    """Of one segment that fills it, of one and padding, or of many; clips and images, with text or without, parts of
+    them given or none."""
     most = chance.choice((1, 1, 2, 7))
     if most == 1 and chance.random() < 0.5:
-        return PackLayout.pack([Segment((6, 4, 4), TEXT_CAPACITY)], capacity=CAPACITY, text_capacity=TEXT_CAPACITY)
+        whole = Segment((6, 4, 4), TEXT_CAPACITY, given=given(chance, CAPACITY))
+        return PackLayout.pack([whole], capacity=CAPACITY, text_capacity=TEXT_CAPACITY)
     segments, left, text_left = [], CAPACITY, TEXT_CAPACITY
     while left and len(segments) < most:
         num_tokens, text = chance.choice((1, 2, 6, 12, 48)), chance.choice((0, 0, 1, 5))
         if num_tokens > left or max(text, 1) > text_left:
             break
         grid = (1, 1, num_tokens) if num_tokens % 2 else (2, 1, num_tokens // 2)
-        segments.append(Segment(grid, text))
+        segments.append(Segment(grid, text, given=given(chance, num_tokens)))
         left, text_left = left - num_tokens, text_left - max(text, 1)
     return PackLayout.pack(segments, capacity=CAPACITY, text_capacity=TEXT_CAPACITY)
 
@@ -80,20 +93,30 @@ def run_pack(dit, chance, *, is_training=True):
     tokens = torch.randn(CAPACITY, 1, 16)
     with torch.set_grad_enabled(is_training):
         out = dit.forward_packed(
-            tokens, torch.zeros(layout.num_segments), text, torch.full((layout.num_segments,), 8.0), layout
+            tokens, torch.zeros(len(layout.segment_of_row)), text, torch.full((layout.num_segments,), 8.0), layout
         )
     if is_training:
         out.square().mean().backward()
 
 
 def run_batch(dit, chance):
-    """As a sampler asks: videos and images, several at once, with guidance (twice as many) or without."""
+    """As a sampler asks: videos and images, several at once, with guidance (twice as many) or without, some given."""
     batch, length = chance.choice((1, 2, 3, 4)) * chance.choice((1, 2)), chance.choice((1, 2, 9, 20))
     size = chance.choice(((1, 2, 4), (1, 4, 4), (2, 4, 6), (3, 4, 4)))
     lengths = torch.tensor([chance.randint(0, length) for _ in range(batch)])
-    conditioning = Conditioning(torch.randn(batch, length, 16), lengths, torch.full((batch,), 8.0))
+    x = torch.randn(batch, 4, *size)
+    is_given = torch.zeros(size, dtype=torch.bool)
+    is_given[0, : size[1] // 2] = True
+    some = Given(torch.randn_like(x), is_given) if chance.random() < 0.3 else None
+    conditioning = Conditioning(torch.randn(batch, length, 16), lengths, torch.full((batch,), 8.0), given=some)
     with torch.no_grad():
-        dit(torch.randn(batch, 4, *size), torch.zeros(batch), conditioning)
+        EDMDenoiser(dit)(x, torch.ones(batch), conditioning)
+
+
+def test_packs_of_every_kind_are_drawn():
+    packs = [pack(random.Random(seed)) for seed in range(100)]
+    assert min(sum(x.has_given for x in packs), sum(not x.has_given for x in packs)) > 20
+    assert {len(x.groups) > 1 for x in packs} == {len(x.segments) > 1 for x in packs} == {True, False}
 
 
 @pytest.mark.costs("compiles about twenty graphs, and runs five hundred packs and batches through a network")

@@ -47,7 +47,7 @@ def losses_by_heart(config):
         train=replace(config.train, train_iters=STEPS_BY_HEART),
     )
     with built(config) as training:
-        batch = next(TrainBatches(config, training.groups))
+        batch = next(TrainBatches(config, training.groups)).arrived()
         return [train_step(training, itertools.repeat(batch), 1 + step).loss for step in range(STEPS_BY_HEART)]
 
 

@@ -85,7 +85,7 @@ def run_config(out, case):
         data=replace(run.data, **data),
         train=replace(run.train, **train | case.get("train", {})),
         optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
-        diffusion=replace(run.diffusion, learned_uncertainty=is_of_noise),
+        diffusion=replace(run.diffusion, learned_uncertainty=is_of_noise, **case.get("diffusion", {})),
         checkpoint=replace(run.checkpoint, init_from=case.get("init_from")),
         parallel=ParallelConfig(**case.get("parallel", {})),
     )
@@ -188,8 +188,8 @@ def _at_the_level_of_the_sample(dit, x, sigma_G, text, fps, pack, before=None):
         return parameterization.denoise_packed(dit, x, sigma_G, text, fps, pack, before)
 
 
-def _first_to_last(layout, ring_rank, width, device):
-    return torch.arange(width * layout.capacity, device=device)
+def _first_to_last(layout, ring_rank, width):
+    return torch.arange(width * layout.capacity)
 
 
 def _reversed(found):
