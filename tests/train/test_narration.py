@@ -1,10 +1,12 @@
 """A run says what it is, how far it is, what validation found, where its files are, and what comes next."""
 
 import fcntl
+import json
 import os
 import pty
 import re
 import shlex
+import statistics
 import struct
 import subprocess
 import sys
@@ -34,10 +36,11 @@ def test_what_a_run_says(told, tiny_dataset):
     out, (first, second) = told
     for line in (
         r"digits_tiny: [\d,]+ parameters, on 2 rank\(s\)",
-        rf"data: 32 samples of {tiny_dataset}; at most 192 video tokens a step, in 2 packs of 96",
+        rf"data: 32 samples of {tiny_dataset}, about \d+ a step: at most 192 video tokens, in 2 packs of 96",
         r"as the data set has it: model.in_channels=24 \(recipe: 32\), .*",
         r"memory of a rank: about \S+ GiB beside what Python and torch take; \S+ are free",
         rf"folder: {out}",
+        r"estimated time: about \S+ s for 4 steps of \S+ s",
         rf"validation at step 2: loss \S+ of .* \(best of .*\); 4 video\(s\) in {out}/samples/step_0000002",
         rf"checkpoint: {out}/checkpoints/iter_0000002",
         rf"checkpoint: {out}/checkpoints/iter_0000004",
@@ -47,6 +50,8 @@ def test_what_a_run_says(told, tiny_dataset):
     ):
         assert re.search(f"^{line}$", first, re.MULTILINE), line
     assert len(LINE.findall(first)) == 4
+    steps = [json.loads(line)["samples"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert float(re.search(r"about (\d+) a step", first)[1]) == pytest.approx(statistics.mean(steps), rel=0.2)
     assert not any(word in second for word in ("parameters", "validation at", "checkpoint:", "done:", "next:"))
 
 
@@ -72,8 +77,8 @@ def test_what_depends_on_the_run(tmp_path):
     import torch
 
     lines = beginning(run, 2, torch.device("cpu"))
-    assert "data: random samples; at most 3,840 video tokens a step" in lines[1]
-    assert free_memory(torch.device("cpu")) > 0 and len(lines) == 4
+    assert "data: random samples, about 120 a step: at most 3,840 video tokens, in 2 packs" in lines[1]
+    assert free_memory(torch.device("cpu")) > 0 and len(lines) == 5
     end = ending(run, RunState(iteration=10**9), steps=1, seconds=2.0, caption=None)
     assert not any("next:" in line for line in end), "nothing encodes prompts of random samples"
     (tmp_path / "curves.png").touch()
