@@ -139,6 +139,7 @@ SHORT = {
     "models/shared/ports.py": "shared by ranks and servers",
     "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",
+    "serve/examples/with_openai.py": "a program to copy",
     "train/cpu_memory.py": "a switch of the allocator",
     "train/digits/samples.py": "a data set, written like that of shapes",
     "train/shapes/samples.py": "a data set, written like that of digits",

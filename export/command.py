@@ -8,6 +8,7 @@ from typing import Literal
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.engines import add_engines, find_refittable, prepared_for_engines
 from megadit.export.to_tensorrt import EngineSettings
+from megadit.models.machine import enough_memory
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(_export, sys.argv[1:] if argv is None else argv)
 
 
+@enough_memory("export for smaller sizes (--profile), or where there is more: it takes twice the network's weights")
 def _export(argv: list[str]) -> None:
     options = read_options(
         ExportOptions,

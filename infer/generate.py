@@ -34,7 +34,7 @@ from megadit.infer.windows import given_later
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.words import unseen_words
 from megadit.models.convert.adapter_files import read_adapter_of
-from megadit.models.machine import free_memory
+from megadit.models.machine import enough_memory, free_memory
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import told_once
@@ -48,6 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(_generate, sys.argv[1:] if argv is None else argv)
 
 
+@enough_memory(
+    "make smaller or shorter videos or fewer at a time (--height, --width, --num_frames, --batch_size 1), or keep less "
+    "on the device (--sequential_guidance, --offload_text_encoder, --resident_blocks); --dry-run says what fits"
+)
 def _generate(argv: list[str]) -> None:
     with told_once():
         options, bundle, grid = _plan(parse(argv))

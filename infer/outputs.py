@@ -181,7 +181,7 @@ def read_record(path: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             record = None
     if not isinstance(record, dict) or "megadit_record" not in record:
-        raise UserError(f"--repeat={path} says nothing of how it was made: it is not a file of this command")
+        raise UserError(f"--repeat={path} says nothing of how it was made: give a file that this command wrote")
     return record
 
 

@@ -84,7 +84,10 @@ def latent_size(
     num_tokens = config.num_tokens(*shape[1:])
     if num_tokens > MOST_TOKENS:
         size = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
-        raise UserError(f"{size} are {num_tokens:,} video tokens, more than the {MOST_TOKENS:,} that are possible")
+        raise UserError(
+            f"{size} are {num_tokens:,} video tokens, more than the {MOST_TOKENS:,} that are possible; "
+            "make it smaller or shorter"
+        )
     return frames, shape
 
 

@@ -6,12 +6,15 @@ import resource
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from megadit.models.shared.errors import UserError
 
 DATASHEET = {
     ("GB200", torch.bfloat16): 2500e12,
@@ -88,9 +91,35 @@ def free_memory(device: torch.device) -> int:
     return min(left) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not allocate what was asked for, on a GPU or a CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+NO_MEMORY = (
+    *("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "Unable to allocate"),
+    *("bad_alloc", "Failed to allocate memory"),
+)
+"""What says so of memory that is not there: CUDA, torch, Linux, numpy, C++, ONNX Runtime."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether what was asked for could not be allocated, on a GPU or a CPU."""
+    is_told = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_told or any(words in str(error) for words in NO_MEMORY)
+
+
+@contextmanager
+def enough_memory(remedy: str) -> Iterator[None]:
+    """Tells what could not be allocated within, and what helps, as a mistake that a user can mend.
+
+    Raises:
+        UserError: in place of the library's error.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # each library has one of its own
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"no memory for this ({said}): {remedy}") from error
 
 
 def _available_memory() -> int:

@@ -4,7 +4,8 @@ A block of shell or Python runs as it stands, page by page, in a folder that hol
 puts there; but for one under `<!-- needs: NAME -->`, NAME of `NEEDS`. `<!-- file: NAME -->` above a block of another
 language says that it is a file, which the blocks below find. Blocks of `text` are what a command prints. A table
 under `<!-- run -->` is a block of the commands in its cells, row after row. `<!-- after: PAGE -->` says that the folder
-is the one that all blocks of another page have left.
+is the one that all blocks of another page have left. docs/commands.md lists commands of all pages: what another page
+runs, word for word, is not run again there.
 """
 
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+COMMANDS = ROOT / "docs" / "commands.md"
 NEEDS = {
     "gpu": "a CUDA device",
     "cluster": "several nodes, or Slurm",
@@ -37,14 +39,32 @@ SMALLER = (
     (r"--nproc \d+", "", "one rank"),
     (r"--count \d+", "--count 8", "few videos"),
     (r"--total_frames \d+", "--total_frames 17", "short ones"),
+    (r"--num_images \d+", "--num_images 200", "a small data set"),
+    (r"(megadit prepare digit_\w+ )(?!.*--num_images)", r"\1--num_images 200 ", "a small data set"),
     (r"--num_clips \d+", "--num_clips 60 --num_images 30 --num_val 12", "a small data set"),
     (
-        r"^(megadit train (?!.*--(?:dry-run|plan|print-config)).*)$",
-        r"\1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0",
-        "two steps, and no videos between",
+        r"(megadit prepare digits )(?!.*--num_clips)",
+        r"\1--num_clips 60 --num_images 30 --num_val 12 ",
+        "a small data set",
     ),
-    (r"(megadit prepare digit_(?:classes|captions|images|images_64) )", r"\1--num_images 200 ", "a small data set"),
-    (r"(?<=megadit prepare videos )", "--num_workers 0 ", "no processes of its own"),
+    (
+        r"^(megadit train (?!.*--(?:dry-run|plan|print-config)).*)$",
+        r"\1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 train.num_threads=1",
+        "two steps, and no videos between, on a core",
+    ),
+    (r"--sizes 224x224", "--sizes 32x32", "pictures of the size that the shelf has"),
+    (r"--num_steps 35", "--num_steps 4", "few steps"),
+    (r"^(megadit tune-sampler .*)$", r"\1 --count 8 --evaluations 4", "few videos, of few candidates"),
+    (
+        r"^(megadit distill .*)$",
+        r"\1 --spread 0.001 1000 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 "
+        "train.num_threads=1",
+        "two steps, after which a student may be of any kind",
+    ),
+    (r"^megadit benchmark train --recipe digits\b", "megadit benchmark train --recipe digits_tiny --steps 1", "a step"),
+    (r"^(megadit benchmark growth .*)$", r"\1 --along tokens --points 2", "two points of one curve"),
+    (r"^(megadit benchmark generate .*)$", r"\1 --rounds 1", "a video"),
+    (r"(megadit prepare (?:videos|images) )", r"\1--num_workers 0 ", "no processes of its own"),
 )
 """(what a page says, what runs here instead, why): the only changes."""
 
@@ -71,6 +91,12 @@ class Block:
         """Of shell: its lines, those that go on in the next joined, without comments."""
         lines = self.text.replace("\\\n", " ").splitlines() if self.language in SHELL else []
         return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run_elsewhere(page: Path) -> set[str]:
+    """The commands of a page that others run: of docs/commands.md alone."""
+    others = [block for other in PAGES if other != COMMANDS for block in blocks(other) if not block.needs]
+    return {command for block in others for command in block.commands} if page == COMMANDS else set()
 
 
 def blocks(page: Path) -> list[Block]:

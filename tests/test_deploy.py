@@ -1,4 +1,5 @@
 """What `[deploy]` brings is enough: a bundle of Cosmos' tokenizer and T5 generates, exports, is served with that alone.
+So are the dependencies for videos of a bundle with nothing to download, and `[train]` for training one.
 
 An environment here sees, of what is installed, the distributions alone that the extra's requirements lead to. Its
 tritonserver stands on the PATH, as the base image's does.
@@ -28,7 +29,7 @@ from megadit.models.tokenizers import Autoencoder
 from megadit.models.tokenizers.kinds import KINDS
 from megadit.models.tokenizers.network import Network, complete_config
 
-from .bundles import CONFIG, random_dit
+from .bundles import CONFIG, random_dit, write_tiny_bundle
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -216,6 +217,40 @@ def test_without_one_of_its_libraries_it_fails(image, bundle, library, command):
     done = run(MEGADIT, json.dumps([[str(bundle) if word == "BUNDLE" else word for word in command]]))
     assert done.returncode != 0 and library in done.stderr, done.stderr
     assert run("import megatron.core").returncode != 0, "an extra that is not asked for"
+
+
+LEAST = """
+import sys
+from megadit import TextToVideo
+
+bundle, out = sys.argv[1:]
+(video,) = TextToVideo.from_pretrained(bundle, device="cpu")(["a red seven"], seeds=1)
+video.save(out)
+help(TextToVideo)
+"""
+
+
+@pytest.mark.slow
+def test_the_dependencies_alone_make_a_video(image, tmp_path):
+    bundle = write_tiny_bundle(tmp_path / "bundle").path
+    _, run = image(distributions([]))
+    done = run(LEAST, bundle, tmp_path / "video.mp4")
+    assert done.returncode == 0 and "from_pretrained" in done.stdout, done.stderr
+    assert (tmp_path / "video.mp4").stat().st_size > 0
+    assert "No module named 'fastapi'" in run("import fastapi").stderr, "an extra that is not asked for"
+
+
+@pytest.mark.slow
+def test_the_extra_prepares_and_trains(image, tmp_path):
+    _, run = image(distributions(["train"]))
+    data, out, bundle = (str(tmp_path / name) for name in ("data", "run", "bundle"))
+    commands = [
+        ["prepare", "digits", data, "--num_clips", "40", "--num_images", "20", "--num_val", "8"],
+        ["train", "--recipe", "digits_tiny", f"data.path={data}", f"train.output_dir={out}", "train.train_iters=2"],
+        ["bundle", out, bundle],
+    ]
+    done = run(MEGADIT, json.dumps(commands))
+    assert done.returncode == 0 and (tmp_path / "bundle" / "megadit.json").is_file(), done.stdout + done.stderr
 
 
 def test_doctor_names_what_is_missing(monkeypatch, capsys):

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megadit.train.config.load import resolve_config
 
 from . import test_extend
 from .bundles import write_able_bundle, write_classifier_bundle, write_clip_bundle
-from .documents import PAGES, PYTHON, ROOT, SHOWN, Block, blocks, page_before, read_blocks, smaller
+from .documents import COMMANDS, PAGES, PYTHON, ROOT, SHOWN, Block, blocks, page_before, read_blocks, run_elsewhere, smaller
 from .stable_diffusion import make_pipeline
 from .test_flags import parsers
 
@@ -46,6 +47,17 @@ def test_every_command_exists_and_has_its_options(page):
                 pytest.fail(f"{block.place}: {command}\n{error}")
 
 
+def test_every_verb_is_listed():
+    commands = [shlex.split(command) for block in blocks(COMMANDS) for command in block.commands]
+    listed = {verb_of(words).partition(" ")[0] if words[1] == "prepare" else verb_of(words) for words in commands}
+    assert not set(verbs.VERBS) - listed, "docs/commands.md says that it has every verb"
+
+
+def verb_of(words: list[str]) -> str:
+    """Of a command, the longest that it begins with; "" for none."""
+    return max((verb for verb in parsers() if words[1 : 1 + len(verb.split())] == verb.split()), key=len, default="")
+
+
 def check(command: str) -> None:
     """Raises UserError for a command of ours that does not exist, has not such options, or trains with unknown keys."""
     words = shlex.split(command)
@@ -59,7 +71,7 @@ def check(command: str) -> None:
         words = ["megadit", *found[0].split(), *words[place + 1 :]]
     if words[0] != "megadit" or words[1:2] == ["--version"]:
         return
-    verb = max((each for each in parsers() if words[1 : 1 + len(each.split())] == each.split()), key=len, default="")
+    verb = verb_of(words)
     if not verb:
         raise UserError(f"there is no {command!r}")
     arguments, parser = words[1 + len(verb.split()) :], parsers()[verb]
@@ -120,10 +132,10 @@ def test_a_command_that_does_not_exist_is_noticed(command):
 
 @pytest.fixture(scope="module")
 def run(run_ranks):
-    """run(block): in this folder, all that it says."""
+    """run(block): in this folder, all that it says; but for commands that `run_elsewhere` names."""
 
-    def run_block(block: Block) -> None:
-        for command in map(smaller, block.commands):
+    def run_block(block: Block, elsewhere: Collection[str] = ()) -> None:
+        for command in (smaller(command) for command in block.commands if command not in elsewhere):
             try:
                 run_ranks(1, "-m", "megadit.models.shared.verbs", *shlex.split(command)[1:])
             except AssertionError as error:
@@ -222,6 +234,7 @@ def left_by(shelf, run, tmp_path_factory):
     def folder(page: Path) -> Path:
         before, here = page_before(page), tmp_path_factory.mktemp("page") / "here"
         shutil.copytree(shelf if before is None else folder(before), here)
+        elsewhere = run_elsewhere(page)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(here)
             for block in to_run(page):
@@ -229,7 +242,7 @@ def left_by(shelf, run, tmp_path_factory):
                     Path(block.file).parent.mkdir(parents=True, exist_ok=True)
                     Path(block.file).write_text(block.text)
                 else:
-                    run(block)
+                    run(block, elsewhere)
         return here
 
     return folder

@@ -293,7 +293,7 @@ SHOWN_BY = {
     },
     "new": {
         "train/test_new.py::test_options_reach_the_proposal": "--out --captions --gpu --gpus --minutes",
-        "train/test_new.py::test_three_clips_become_a_model": "--go",
+        "train/test_new.py::test_what_is_proposed_becomes_a_model": "--go",
     },
     "doctor": {
         f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",

@@ -136,8 +136,9 @@ def _train(config: RunConfig) -> int:
 
 
 def _parse(argv: list[str]) -> TrainOptions:
+    width = max(map(len, RECIPES))
     recipes = "\n".join(
-        f"  {name:28}{(function.__doc__ or '').partition(chr(10))[0]}" for name, function in RECIPES.items()
+        f"  {name:{width}}  {(function.__doc__ or '').partition(chr(10))[0]}" for name, function in RECIPES.items()
     )
     options = read_options(
         TrainOptions,

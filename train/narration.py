@@ -17,7 +17,8 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.curves import CURVES_FILE
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.plan.doubts import doubts
-from megadit.train.plan.hardware import GIB
+from megadit.train.plan.hardware import GIB, this_device
+from megadit.train.plan.pace import samples_of_a_step, time_in_words, with_shapes_of
 from megadit.train.plan.recompute import needed_memory, with_recompute
 from megadit.train.plan.work import count_parameters, count_trained
 from megadit.train.recipes import RECIPES
@@ -35,15 +36,16 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device") -> list[str
     adapter = f" and {count_trained(config).total:,} of the adapter, which alone learn" if config.train.adapter else ""
     samples = "random samples" if info is None else f"{info.num_samples.get('train', 0):,} samples of {data.path}"
     tokens = data.global_batch_size * data.seq_length
-    free = free_memory(device)
-    needed = needed_memory(with_recompute(config, ranks, free), ranks)
+    free, counted = free_memory(device), with_shapes_of(info, config)
+    needed = needed_memory(with_recompute(counted, ranks, free), ranks)
     return [
         f"{config.recipe}: {count_parameters(config.model).total:,} parameters{adapter}, on {ranks} rank(s)",
-        f"data: {samples}; at most {tokens:,} video tokens a step, in {data.global_batch_size} packs of "
-        f"{data.seq_length:,}",
+        f"data: {samples}, about {samples_of_a_step(counted):,} a step: at most {tokens:,} video tokens, in "
+        f"{data.global_batch_size} packs of {data.seq_length:,}",
         f"memory of a rank: about {needed / GIB:.2g} GiB beside what Python and torch take; {free / GIB:.3g} are free",
         *_taken_from(info, config),
         f"folder: {config.train.output_dir}",
+        f"estimated time: {time_in_words(counted, ranks, this_device(ranks))}",
         *(f"note: {doubt}" for doubt in doubts(config, info, needed=needed, free=free)),
     ]
 

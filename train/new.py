@@ -64,14 +64,11 @@ def _run(argv: list[str]) -> int:
 
 def _machine(options: NewOptions) -> Machine:
     if options.gpu is not None:
-        return Machine(gpu=find_gpu(options.gpu), ranks=options.gpus, is_gpu=True)
+        return Machine(gpu=find_gpu(options.gpu), ranks=options.gpus)
     import torch
 
-    if torch.cuda.is_available():
-        ranks = torch.cuda.device_count()
-        return Machine(gpu=this_device(ranks), ranks=ranks, is_gpu=True)
-    ranks = min(2, len(os.sched_getaffinity(0)))
-    return Machine(gpu=this_device(ranks), ranks=ranks, is_gpu=False)
+    ranks = torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
+    return Machine(gpu=this_device(ranks), ranks=ranks)
 
 
 def _commands(

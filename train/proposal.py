@@ -19,10 +19,8 @@ from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.ingest.look import Look, Seen
 from megadit.train.plan.hardware import Gpu
-from megadit.train.plan.layout import Layout
+from megadit.train.plan.pace import step_seconds
 from megadit.train.plan.recompute import needed_memory, with_recompute
-from megadit.train.plan.search import assess
-from megadit.train.plan.work import work_of
 
 SPATIAL, TEMPORAL = 8, 4
 """Pixels and frames that the built-in tokenizer turns into one."""
@@ -41,8 +39,6 @@ LONG_ENOUGH = 0.75
 FEW = 20
 """Sources of which none can be spared for validation."""
 MEMORY_SHARE = 0.8
-CPU_SHARE = 0.2
-"""Of the rate of a large matrix product, what a small network on a CPU reaches."""
 LEAST_STEPS = 100
 MOST_PASSES = 4000
 """Over the sources; by then a network knows them by heart."""
@@ -144,7 +140,6 @@ class Machine:
 
     gpu: Gpu
     ranks: int
-    is_gpu: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +173,7 @@ def propose(seen: Look, machine: Machine, *, data: str, out: str, minutes: float
     Raises:
         UserError: for videos too short to train on, or a machine too small for the smallest run.
     """
-    scale = GPU if machine.is_gpu else CPU
+    scale = CPU if machine.gpu.is_cpu else GPU
     sizes = choose_sizes(seen.seen, scale)
     num_frames, fps = (1, 0.0) if seen.kind == "image" else choose_length(seen.seen, scale)
     latent_frames = 1 + (num_frames - 1) // TEMPORAL
@@ -191,7 +186,7 @@ def propose(seen: Look, machine: Machine, *, data: str, out: str, minutes: float
             break
     else:
         raise UserError(f"{machine.gpu.name} has no room for the smallest run of this folder")
-    seconds = _seconds(config, machine)
+    seconds = step_seconds(config, machine.ranks, machine.gpu)
     samples = config.data.global_batch_size * config.data.seq_length // _most_tokens(latents, scale)
     most = MOST_PASSES * seen.count / samples
     steps = _round(max(LEAST_STEPS, min(most, 60 * (minutes or scale.minutes) / seconds)))
@@ -311,14 +306,6 @@ def _rows(
 def _fits(config: RunConfig, machine: Machine) -> bool:
     available = MEMORY_SHARE * machine.gpu.memory
     return needed_memory(with_recompute(config, machine.ranks, available), machine.ranks) <= available
-
-
-def _seconds(config: RunConfig, machine: Machine) -> float:
-    """Of a step, estimated."""
-    layout = Layout.of(with_recompute(config, machine.ranks, machine.gpu.memory), machine.ranks)
-    if machine.is_gpu:
-        return assess(config, layout, machine.gpu).time.total
-    return work_of(config, layout).flops * layout.num_micro_batches / (CPU_SHARE * machine.gpu.bf16_flops)
 
 
 def _round(value: float) -> int:

@@ -51,6 +51,7 @@ from megadit.train.fully_sharded import FullySharded
 from megadit.train.given_network import GivenNetwork, Weights, given_network, read_teacher
 from megadit.train.optimizer import DTYPES, build_optimizer, build_scheduler, loss_scaler, uses_distributed_optimizer
 from megadit.train.optimizer_state import DataParallel, assign, find_ownership, named_parameters
+from megadit.train.plan.hardware import cores_of_a_rank
 from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
 from megadit.train.training_model import TrainingModel
 
@@ -121,7 +122,7 @@ def start_processes(config: RunConfig) -> Groups:
     """Threads, process groups and the folder of the run."""
     _quieten_megatron()
     check_layout(config, process_groups.world_size())
-    torch.set_num_threads(config.train.num_threads or _threads_per_rank())
+    torch.set_num_threads(config.train.num_threads or cores_of_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     _set_matmul_precision(config.train.matmul_precision)
     if not torch.cuda.is_available():
         keep_freed_memory()
@@ -385,8 +386,3 @@ def _replicate(
     part = DistributedDataParallel(megatron, settings, network, disable_bucketing=turn > 0)
     leave_unzeroed(part)
     return part
-
-
-def _threads_per_rank() -> int:
-    """The machine's cores divided among its ranks."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

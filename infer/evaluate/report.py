@@ -85,6 +85,8 @@ def read_report(path: Path) -> dict[str, Any]:
         UserError: if it is none.
     """
     file = path / REPORT_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; give an OUT of `megadit evaluate BUNDLE --real DATA --out OUT`")
     report = read_json(file)
     is_report = isinstance(report, dict) and isinstance(report.get("figures"), list)
     if not is_report or report.get("format_version") != FORMAT_VERSION:

@@ -82,7 +82,7 @@ def write_page(path: Path, page: Path, facts: Facts) -> None:
 
         write_dataset_page(path, page, facts)
     else:
-        raise UserError(f"--html is the page of a training run or a dataset, and {path} is neither")
+        raise UserError(f"--html is the page of a training run or a dataset, and {path} is neither; leave it out")
 
 
 def describe(path: Path) -> Facts:
@@ -92,7 +92,7 @@ def describe(path: Path) -> Facts:
         UserError: if nothing is there, or nothing that megadit writes.
     """
     if not path.exists():
-        raise UserError(f"{path} does not exist")
+        raise UserError(f"{path} does not exist; give a bundle, an adapter, a run, a checkpoint or a data set")
     if is_bundle(path):
         return describe_bundle(path)
     if is_adapter(path):

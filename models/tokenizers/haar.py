@@ -181,14 +181,23 @@ class HaarTokenizer:
         Raises:
             UserError: if there are no videos, or if they do not have that many components.
         """
-        videos = list(videos)
-        lossless = cls(temporal_compression=temporal_compression, spatial_compression=spatial_compression)
+        sizes = {"temporal_compression": temporal_compression, "spatial_compression": spatial_compression}
+        return cls.fit_beside(videos, channels, (), whitening, **sizes)[0]
+
+    @classmethod
+    def fit_beside(
+        cls, videos: Iterable[Tensor], channels: int, others: Iterable[int], whitening: float = 0.5, **sizes: int
+    ) -> tuple["HaarTokenizer", dict[int, float]]:
+        """As `fit`, and the decibels that other numbers of channels would give: of those that the videos have
+        components for."""
+        videos, lossless = list(videos), cls(**sizes)
         if not 1 <= channels <= lossless.raw_channels:
             raise UserError(f"channels={channels} must lie between 1 and {lossless.raw_channels}")
-        mean_R, covariance_RR = _moments([lossless._to_coefficients(video).flatten(0, 3) for video in videos])
-        pca = _principal_components(mean_R, covariance_RR, channels, whitening)
+        moments = _moments([lossless._to_coefficients(video) for video in videos], lossless.temporal_compression)
+        pca = _principal_components(moments, channels, whitening)
         fitted = replace(lossless, sigma_data=1.0, pca=pca)
-        return replace(fitted, reconstruction_psnr=round(psnr(fitted, videos), 2))
+        foreseen = {count: round(moments.psnr(count), 2) for count in others if count <= moments.num_components}
+        return replace(fitted, reconstruction_psnr=round(psnr(fitted, videos), 2)), foreseen
 
     # ------------------------------------------------------------------------------------------------- on disk
 
@@ -259,31 +268,75 @@ def psnr(tokenizer: HaarTokenizer, videos: Iterable[Tensor]) -> float:
     return 10 * math.log10(4 * count / max(error, 1e-30))
 
 
-def _moments(batches: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of the rows of all batches, in float64."""
-    count = sum(len(batch) for batch in batches)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Moments:
+    """Of the coefficients of all patches of some videos, in float64; `first` are those of first frames, each of which
+    fills its patch with copies of itself."""
+
+    mean_R: Tensor
+    covariance_RR: Tensor
+    first_RR: Tensor
+    """Of the first ones alone: the sum of (x - mean) (x - mean)^T."""
+    eigenvalues: Tensor
+    """Of the covariance, ascending."""
+    eigenvectors: Tensor
+    count: int
+    count_first: int
+    copies: int
+
+    @property
+    def num_components(self) -> int:
+        return int((self.eigenvalues > 1e-10 * self.eigenvalues[-1].clamp(min=1e-20)).sum())
+
+    def psnr(self, channels: int) -> float:
+        """What `psnr` would find after fitting so many channels.
+
+        The orthonormal transform keeps squared errors, so that those of a patch are the squares of the components left
+        out; but of a first frame's, the mean over the copies is what is seen.
+        """
+        left_out = self.eigenvectors[:, : len(self.mean_R) - channels]
+        whole_error = (left_out.T @ (self.count * self.covariance_RR - self.first_RR) @ left_out).trace()
+        of_mean = left_out.unflatten(0, (3, self.copies, -1))[:, 0].flatten(0, 1)
+        first_error = (of_mean @ (left_out.T @ self.first_RR @ left_out) @ of_mean.T).trace() / self.copies
+        num_pixels = len(self.mean_R) * (self.count - self.count_first + self.count_first / self.copies)
+        return 10 * math.log10(4 * num_pixels / max((whole_error + first_error).item(), 1e-30))
+
+
+def _moments(batches: list[Tensor], copies: int) -> _Moments:
+    """Of batches of BTHWR."""
+    rows, firsts = [batch.flatten(0, 3) for batch in batches], [batch[:, 0].flatten(0, 2) for batch in batches]
+    count = sum(map(len, rows))
     if not count:
         raise UserError("a PCA needs videos to be fitted to, and there are none")
-    mean = torch.stack([batch.double().sum(dim=0) for batch in batches]).sum(dim=0) / count
-    covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
-    for batch in batches:
-        centred = batch.double() - mean
+    mean = torch.stack([batch.double().sum(dim=0) for batch in rows]).sum(dim=0) / count
+    covariance, first = (torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device) for _ in range(2))
+    for batch, of_first in zip(rows, firsts, strict=True):
+        centred, centred_first = batch.double() - mean, of_first.double() - mean
         covariance += centred.T @ centred / count
-    return mean, covariance
+        first += centred_first.T @ centred_first
+    eigenvalues, eigenvectors = torch.linalg.eigh(covariance)
+    return _Moments(
+        mean_R=mean,
+        covariance_RR=covariance,
+        first_RR=first,
+        eigenvalues=eigenvalues,
+        eigenvectors=eigenvectors,
+        count=count,
+        count_first=sum(map(len, firsts)),
+        copies=copies,
+    )
 
 
-def _principal_components(mean_R: Tensor, covariance_RR: Tensor, channels: int, whitening: float) -> LinearBasis:
-    eigenvalues, eigenvectors = torch.linalg.eigh(covariance_RR)
-    variance_C, basis_RC = eigenvalues.flip(0)[:channels], eigenvectors.flip(1)[:, :channels]
-    num_components = int((eigenvalues > 1e-10 * eigenvalues[-1].clamp(min=1e-20)).sum())
-    if num_components < channels:
-        raise UserError(f"channels={channels}, but the videos have only {num_components} principal components")
+def _principal_components(moments: _Moments, channels: int, whitening: float) -> LinearBasis:
+    variance_C, basis_RC = moments.eigenvalues.flip(0)[:channels], moments.eigenvectors.flip(1)[:, :channels]
+    if moments.num_components < channels:
+        raise UserError(f"channels={channels}, but the videos have only {moments.num_components} principal components")
     # An eigenvector's sign is arbitrary, and differs between libraries: make its largest entry positive.
     largest_1C = basis_RC.gather(0, basis_RC.abs().argmax(dim=0, keepdim=True))
     basis_RC = basis_RC * largest_1C.sign()
     scale_C = variance_C ** (whitening / 2)
     overall = (variance_C / scale_C**2).mean().sqrt()
-    return LinearBasis(mean_R.float(), basis_RC.float().contiguous(), (scale_C * overall).float())
+    return LinearBasis(moments.mean_R.float(), basis_RC.float().contiguous(), (scale_C * overall).float())
 
 
 def _read_basis(directory: str | os.PathLike, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -19,8 +19,8 @@ from megadit.serve.gateway.schemas import Health
 from megadit.serve.gateway.service import Gateway
 
 _DESCRIPTION = """Videos from text. `POST /v1/videos` takes a request, `GET /v1/videos/{id}` tells how far it is (or
-`/events`, as a stream), and `GET /v1/videos/{id}/content` gives the video. The shapes are
-those of OpenAI's video API."""
+`/events`, as a stream), and `GET /v1/videos/{id}/content` gives the video. `GET /v1/models`
+has the models with their defaults and limits."""
 _bearer = HTTPBearer(auto_error=False, description="A key made by `megadit serve keys add`")
 
 

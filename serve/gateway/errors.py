@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: one shape for every error, that of OpenAI's API."""
+"""What a client is told when something is wrong: one shape for every error."""
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError

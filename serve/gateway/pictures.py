@@ -32,7 +32,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "spritesheet": Variant(most_frames=16, num_columns=4, most_side=256, suffix=".jpg", media_type="image/jpeg"),
     }
 )
-"""By the names of OpenAI's video API."""
+"""By the names that `?variant=` gives."""
 
 
 def picture_of(data: bytes, media_type: str, variant: Variant) -> bytes:

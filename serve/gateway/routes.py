@@ -193,7 +193,7 @@ def _find(gateway: Gateway, key: Key, video_id: str) -> Job:
 
 
 async def _read(request: Request, model: type[_Body]) -> _Body:
-    """The body, as JSON or as a form; `openai`'s client sends either."""
+    """The body, as JSON or as a form, which may bring files."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         if kind == "application/json":

@@ -1,4 +1,4 @@
-"""What goes in and out over HTTP: the shapes of OpenAI's video API, with this service's own settings beside them."""
+"""What goes in and out over HTTP: a video, how far it is, and the settings of this service as fields."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,8 +1,10 @@
 """Options of the training command do something; those of the planner are tried in plan/test_plan.py."""
 
+import pytest
 import yaml
 
 from megadit.train.__main__ import _parse, main
+from megadit.train.recipes import RECIPES
 
 
 def shown(capsys, *argv):
@@ -27,3 +29,15 @@ def test_options_of_the_command(capsys):
     assert "# parameters:" in capsys.readouterr().out
     assert _parse(["--recipe", "digits", "--nproc", "3"]).nproc == 3
     assert main(["--recipe", "digits", "--nproc", "0"]) == 2
+
+
+def test_help_has_recipes_in_columns(capsys):
+    """However long a name is: what a recipe does begins in the same column on every line."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out.partition("recipes:\n")[2].splitlines()
+    columns = set()
+    for name, function in RECIPES.items():
+        (line,) = [line for line in shown if line.split()[:1] == [name]]
+        columns.add(line.index(function.__doc__.partition("\n")[0]))
+    assert columns == {4 + max(map(len, RECIPES))}

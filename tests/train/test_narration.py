@@ -1,10 +1,12 @@
 """A run says what it is, how far it is, what validation found, where its files are, and what comes next."""
 
 import fcntl
+import json
 import os
 import pty
 import re
 import shlex
+import statistics
 import struct
 import subprocess
 import sys
@@ -20,7 +22,11 @@ from megadit.train.checkpoint import RunState
 from megadit.train.narration import beginning, ending
 from megadit.train.recipes import load_recipe
 
-LINE = re.compile(r"Training iteration \d+/\d+ \| .* \| ETA: \d+ s")
+LINE = re.compile(
+    r"^Training iteration \d+/\d+ \| .* \| reduced_train_loss: \d\S* \| .* \| ETA: (?:\d+ (?:h|min|s) ?)+$",
+    re.MULTILINE,
+)
+"""A step in a pipe or a file: where it is, of how many, its loss, the time left."""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +40,11 @@ def test_what_a_run_says(told, tiny_dataset):
     out, (first, second) = told
     for line in (
         r"digits_tiny: [\d,]+ parameters, on 2 rank\(s\)",
-        rf"data: 32 samples of {tiny_dataset}; at most 192 video tokens a step, in 2 packs of 96",
+        rf"data: 32 samples of {tiny_dataset}, about \d+ a step: at most 192 video tokens, in 2 packs of 96",
         r"as the data set has it: model.in_channels=24 \(recipe: 32\), .*",
         r"memory of a rank: about \S+ GiB beside what Python and torch take; \S+ are free",
         rf"folder: {out}",
+        r"estimated time: about \S+ s for 4 steps of \S+ s",
         rf"validation at step 2: loss \S+ of .* \(best of .*\); 4 video\(s\) in {out}/samples/step_0000002",
         rf"checkpoint: {out}/checkpoints/iter_0000002",
         rf"checkpoint: {out}/checkpoints/iter_0000004",
@@ -47,6 +54,8 @@ def test_what_a_run_says(told, tiny_dataset):
     ):
         assert re.search(f"^{line}$", first, re.MULTILINE), line
     assert len(LINE.findall(first)) == 4
+    steps = [json.loads(line)["samples"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert float(re.search(r"about (\d+) a step", first)[1]) == pytest.approx(statistics.mean(steps), rel=0.2)
     assert not any(word in second for word in ("parameters", "validation at", "checkpoint:", "done:", "next:"))
 
 
@@ -72,8 +81,8 @@ def test_what_depends_on_the_run(tmp_path):
     import torch
 
     lines = beginning(run, 2, torch.device("cpu"))
-    assert "data: random samples; at most 3,840 video tokens a step" in lines[1]
-    assert free_memory(torch.device("cpu")) > 0 and len(lines) == 4
+    assert "data: random samples, about 120 a step: at most 3,840 video tokens, in 2 packs" in lines[1]
+    assert free_memory(torch.device("cpu")) > 0 and len(lines) == 5
     end = ending(run, RunState(iteration=10**9), steps=1, seconds=2.0, caption=None)
     assert not any("next:" in line for line in end), "nothing encodes prompts of random samples"
     (tmp_path / "curves.png").touch()
@@ -87,40 +96,63 @@ def frames_of(recorded):
     return [line for line in re.split(r"[\r\n]+", plain) if line.strip()]
 
 
-@pytest.mark.slow
-def test_progress_on_terminals_of_three_widths_in_one_run(tmp_path):
-    """The same run on a pseudo-terminal that is made wider on the way."""
-    command = ("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "validation.interval=0")
-    steps = ("train.train_iters=400", "checkpoint.save_interval=100", f"train.output_dir={tmp_path / 'run'}")
+def shown_on_terminal(*arguments, widths):
+    """Columns -> what a run shows on a pseudo-terminal, which is made wider each time that a few steps were seen."""
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "validation.interval=0"]
     ours, theirs = pty.openpty()
-    widths, recorded = iter((80, 100, 160)), {}
+    left, recorded = list(widths), {}
 
-    def resize(columns):
+    def resize():
+        recorded[columns := left.pop(0)] = ""
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        recorded[columns] = ""
         return columns
 
-    columns = resize(next(widths))
+    columns = resize()
     process = subprocess.Popen(
-        [sys.executable, *command, *steps], stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm"}
+        [*command, *arguments], stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm"}
     )
     os.close(theirs)
     with suppress(OSError):  # what reading ends with when the run has
         while part := os.read(ours, 1 << 14):
             recorded[columns] += part.decode(errors="replace")
-            if columns < 160 and len(re.findall(r"training \d+/400  ETA \d", recorded[columns])) > 4:
-                columns = resize(next(widths))
+            if left and len(re.findall(r"training \d+/\d+  ETA \d", recorded[columns])) > 4:
+                columns = resize()
     process.wait()
-    assert process.returncode == 0 and list(recorded) == [80, 100, 160]
+    assert process.returncode == 0 and list(recorded) == list(widths), recorded
+    return recorded
+
+
+def steps_seen(shown, columns):
+    """The numbers of the steps on a terminal of so many columns, each with total, time left, loss and step time."""
+    # the first one may have been drawn before the change of width
+    lines = [line for line in frames_of(shown) if re.match(r"training [1-9]\d*/\d+  ETA", line)][1:]
+    assert lines and all(len(line) <= columns for line in lines)
+    shown_first = r"training (\d+)/\d+  ETA (?:\d+ (?:h|min|s) ?){1,2} loss \d\S*  s/step \S+"
+    assert all(re.match(shown_first, line) for line in lines), lines
+    return [int(re.match(shown_first, line)[1]) for line in lines]
+
+
+@pytest.mark.slow
+def test_progress_on_terminals_of_three_widths_in_one_run(tmp_path):
+    """The same run on a pseudo-terminal that is made wider on the way."""
+    steps = ("train.train_iters=400", "checkpoint.save_interval=100", f"train.output_dir={tmp_path / 'run'}")
+    recorded = shown_on_terminal(*steps, widths=(80, 100, 160))
     for columns, shown in recorded.items():
-        # the first one may have been drawn before the change of width
-        lines = [line for line in frames_of(shown) if re.match(r"training [1-9]\d*/400  ETA", line)][1:]
-        assert lines and all(len(line) <= columns for line in lines)
-        shown_first = r"training \d+/400  ETA \d+ (h|min|s)( \d+ (min|s))?  loss \d\S*  s/step \S+"
-        assert all(re.match(shown_first, line) for line in lines), lines
+        assert steps_seen(shown, columns)
     everything = "".join(recorded.values())
     assert "checkpoint:" in everything and "parameters, on 1 rank" in everything and "estimated time:" in everything
+
+
+@pytest.mark.slow
+def test_progress_of_two_ranks_on_a_terminal(tmp_path):
+    """`--nproc 2`: the ranks are processes of their own, and the first one alone draws."""
+    recorded = shown_on_terminal(
+        "--nproc", "2", "train.train_iters=60", f"train.output_dir={tmp_path / 'run'}", widths=(80,)
+    )
+    seen = steps_seen(recorded[80], 80)
+    assert seen == sorted(seen) and recorded[80].count("parameters, on 2 rank(s)") == 1
+    assert recorded[80].count("done: 60 of 60 steps") == 1
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megadit.infer.video_io import write_video
+from megadit.infer.video_io import read_video, write_video
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.look import Seen, look
@@ -136,8 +136,8 @@ def test_options_reach_the_proposal(folder, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["few"], indirect=True)
-def test_three_clips_become_a_model(folder, tmp_path, capfd):
+@pytest.mark.parametrize("folder", KINDS, indirect=True)
+def test_what_is_proposed_becomes_a_model(folder, tmp_path, capfd):
     """All four commands; of training and sampling a few steps."""
     out = tmp_path / "out"
     assert main([str(folder), "--out", str(out)]) == 0
@@ -145,9 +145,19 @@ def test_three_clips_become_a_model(folder, tmp_path, capfd):
     (out / "run.yaml").write_text(text.replace("lr_warmup_iters: 2", "lr_warmup_iters: 1"))
     assert main([str(folder), "--out", str(out), "--go"]) == 0
     shown = capfd.readouterr().out
-    assert (out / "video.mp4").stat().st_size > 0 and (out / "bundle" / "megadit.json").is_file()
     assert "validation at step 2" in shown and "done: 2 of 2 steps" in shown
-    assert (out / "train" / "curves.png").is_file()
+    assert (out / "train" / "curves.png").is_file() and (out / "bundle" / "megadit.json").is_file()
+    (made,) = (path for path in (out / "video.mp4", out / "picture.png") if path.is_file())
+    run = yaml.safe_load(text)
+    frames, *_ = read_video(made)
+    sizes = [tuple(8 * side for side in shape[1:]) for shape in run["data"]["mock_latent_shapes"]]
+    assert frames.shape[1:3] in sizes and (len(frames) == 1) == (made.suffix == ".png")
+    assert (made.suffix == ".png") == (folder_kind(shown) == "images")
+
+
+def folder_kind(shown):
+    """ "videos" or "images": what a folder was found to hold."""
+    return re.search(r"\d+ (videos|images), ", shown)[1]
 
 
 @pytest.mark.parametrize(

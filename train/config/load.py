@@ -183,8 +183,10 @@ def _read_optional(path: str | Path | None) -> DictConfig:
 def _read_yaml(path: str | Path) -> DictConfig:
     if not Path(path).is_file():
         shipped = Path(__file__).parents[1] / "conf" / Path(path).name
-        hint = f"; megadit has one of this name to copy: {shipped}" if shipped.is_file() else ""
-        raise UserError(f"config file {path} does not exist{hint}")
+        hint = (
+            f"megadit has one of this name to copy: {shipped}" if shipped.is_file() else "give the path of a YAML file"
+        )
+        raise UserError(f"config file {path} does not exist; {hint}")
     try:
         config = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:

@@ -7,6 +7,8 @@ from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 
 MAX_DESCRIPTION_BYTES = 1 << 20
+MAX_HEADER_BYTES = 1 << 16
+"""Of a sample's safetensors: some hundred tensors."""
 SLOWEST_FPS, FASTEST_FPS = 0.01, 10_000.0
 """Of videos: the time between frames is divided by."""
 LARGEST_SIDE = 1 << 20

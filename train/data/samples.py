@@ -15,14 +15,12 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from torch import Tensor
 
 from megadit.models.shared.documents import check_tensor_header
-from megadit.train.data.description import Description, UnreadableSampleError, read_description
+from megadit.train.data.description import MAX_HEADER_BYTES, Description, UnreadableSampleError, read_description
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.data.training_sample import Frames, TrainingSample
 
 OCCURRENCE = "__occurrence__"
 """Field of a crude sample: the pass over the data set that it was read in."""
-MAX_HEADER_BYTES = 1 << 16
-"""Of a sample's safetensors: some hundred tensors."""
 
 
 @edataclass

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.manifest import is_bundle
@@ -9,6 +10,8 @@ from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.data.ingest.plan import Notes
+from megadit.train.data.ingest.report import more_channels_in_words
 from megadit.train.plan.hardware import GIB
 from megadit.train.recipes import RECIPES
 
@@ -41,7 +44,7 @@ def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, 
     if psnr is not None and psnr < FAITHFUL_PSNR:
         found.append(
             f"the tokenizer of {info.root} gives its videos back at {psnr:.1f} dB only ({info.latent_channels} "
-            "channels): prepare with more --channels, or another --tokenizer, for sharper ones"
+            f"channels): prepare with more --channels, or another --tokenizer, for sharper ones{_more_channels(info)}"
         )
     return found
 
@@ -67,9 +70,21 @@ def reconstruction_psnr(info: DatasetInfo) -> float | None:
     """Decibels, as the tokenizer says of what it was fitted to; None where it does not say."""
     if not isinstance(info.root, Path):
         return None  # nothing is fetched for a remark
-    path = info.root / "tokenizer" / "config.json"
-    try:
-        value = parse_json(path.read_bytes(), str(path)).get("reconstruction_psnr")
-    except (OSError, UserError, AttributeError):
-        return None
+    value = _noted(info.root / "tokenizer" / "config.json").get("reconstruction_psnr")
     return float(value) if isinstance(value, int | float) else None
+
+
+def _more_channels(info: DatasetInfo) -> str:
+    """How much more channels would give, as `megadit prepare` noted it."""
+    noted = _noted(Notes(root=info.root).channels).items()
+    known = {int(name): psnr for name, psnr in noted if name.isdecimal() and isinstance(psnr, int | float)}
+    return more_channels_in_words(known, than=info.latent_channels)
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    """Names and values; none where they cannot be read."""
+    try:
+        values = parse_json(path.read_bytes(), str(path))
+    except (OSError, UserError):
+        return {}
+    return values if isinstance(values, dict) else {}

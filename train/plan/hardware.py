@@ -1,5 +1,6 @@
 """The machines that the planner knows, from their data sheets."""
 
+import os
 from dataclasses import dataclass
 
 from megadit.models.shared.errors import choose_one
@@ -11,7 +12,7 @@ TERA = 10**12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One accelerator and the links it hangs on; rates are the data sheet's, in one direction."""
+    """One accelerator, or a share of a CPU, and the links it hangs on; rates are the data sheet's, in one direction."""
 
     name: str
     memory: float
@@ -25,6 +26,8 @@ class Gpu:
     network_bandwidth: float
     """Bytes per second of this GPU's share of the node's network."""
     per_node: int = 8
+    is_cpu: bool = False
+    """Whether it is none, but a share of this machine's cores."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -93,7 +96,8 @@ GPUS: dict[str, Gpu] = {
 
 
 def this_device(ranks: int) -> Gpu:
-    """What one of `ranks` ranks of this machine has: its GPU as the table knows it, or as far as torch can tell."""
+    """What one of `ranks` ranks of this machine has: its GPU as the table knows it, or as far as torch can tell; of a
+    CPU its share of the cores, which this process may have all of."""
     import torch
 
     from megadit.models.machine import matmul_flops
@@ -103,15 +107,23 @@ def this_device(ranks: int) -> Gpu:
         alike = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in found.name.lower()]
         if alike:
             return min(alike, key=lambda gpu: abs(gpu.memory - found.total_memory))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        rate = matmul_flops(torch.device("cuda"), torch.bfloat16)
+    else:
+        rate = matmul_flops(torch.device("cpu"), torch.float32) * cores_of_a_rank(ranks) / torch.get_num_threads()
     return Gpu(
-        name=f"this machine's {device.type}",
+        name=f"this machine's {'cuda' if torch.cuda.is_available() else 'cpu'}",
         memory=this_machines_memory(ranks),
-        bf16_flops=matmul_flops(device, torch.bfloat16 if device.type == "cuda" else torch.float32),
+        bf16_flops=rate,
         memory_bandwidth=10 * GB,  # of a CPU's core; loopback carries about as much
         link_bandwidth=2 * GB,
         network_bandwidth=2 * GB,
+        is_cpu=not torch.cuda.is_available(),
     )
+
+
+def cores_of_a_rank(ranks: int) -> int:
+    """The cores of this machine divided among its ranks; one at least."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def this_machines_memory(ranks: int) -> float:

@@ -12,9 +12,10 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.plan.budget import budget
 from megadit.train.plan.doubts import doubts
 from megadit.train.plan.estimate import tokens_per_second
-from megadit.train.plan.hardware import GIB, Gpu, this_machines_memory
+from megadit.train.plan.hardware import GIB, Gpu, this_device, this_machines_memory
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import Memory, memory_of
+from megadit.train.plan.pace import samples_of_a_step, time_in_words, with_shapes_of
 from megadit.train.plan.recompute import choice_in_words, with_recompute
 from megadit.train.plan.search import Choice, assess, rank_layouts, usable_memory
 from megadit.train.plan.work import count_parameters, count_trained, typical_pack, upstream_flops, work_of
@@ -30,6 +31,7 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> str:
         UserError: if the run does not fit the memory of `gpu`, with both figures, or its data set cannot be used.
     """
     info = None if config.data.mock or config.data.path is None else check_dataset(config)
+    config = with_shapes_of(info, config)
     decided = config if gpu is None else with_recompute(config, gpus, gpu.memory)
     layout = Layout.of(decided, gpus)
     memory = memory_of(decided, layout)
@@ -39,6 +41,8 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> str:
         lines += [f"recomputed: {choice_in_words(decided)} of each part"] if decided is not config else []
         lines += _time_lines(config, assess(config, layout, gpu))
     free = math.inf if gpu is not None else this_machines_memory(gpus)
+    if memory.total <= free < math.inf:
+        lines.append(f"estimated on this machine: {time_in_words(config, gpus, this_device(gpus))}")
     lines += [f"note: {doubt}" for doubt in doubts(config, info, needed=memory.total, free=free)]
     return "\n".join(f"# {line}" for line in lines)
 
@@ -114,7 +118,8 @@ def _size_lines(config: RunConfig) -> list[str]:
     return [
         f"parameters: {count_parameters(config.model).total:,}",
         *(adapter if config.train.adapter is not None else []),
-        f"video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (at most: packs have a tail)",
+        f"video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (at most: packs have a tail); "
+        f"about {samples_of_a_step(config):,} samples a step",
     ]
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from megadit.models.machine import NO_MEMORY
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import duration
@@ -28,7 +29,6 @@ from megadit.train.plan.hardware import GIB, Gpu
 from megadit.train.plan.search import Choice, rank_layouts
 
 Outcome = Literal["measured", "crashed", "out of memory", "hung"]
-NO_MEMORY = ("out of memory", "OutOfMemoryError", "Cannot allocate memory", "bad_alloc")
 WARMUP = 2
 KILLED = 137
 """The code of a process that the kernel ended with SIGKILL, as it does where memory is gone."""

@@ -20,6 +20,22 @@ def test_a_video_is_taken_with_everything_that_decides_it(visit):
     assert (settings["seed"], settings["guidance"], settings["num_frames"], settings["sampler"]) == (7, 1.5, 8, "euler")
 
 
+def test_health_that_is_well_leaves_no_line_in_the_log(visit, caplog):
+    """It is asked for every few seconds; what is not well is told."""
+    caplog.set_level("INFO", logger="megadit.gateway")
+    client = visit()
+    statuses = {path: client.get(path).status_code for path in ("/health/live", "/health/ready", "/v1/models")}
+    assert statuses == {"/health/live": 200, "/health/ready": 503, "/v1/models": 200}
+    told = [record.fields["route"] for record in caplog.records if record.getMessage() == "request"]
+    assert told == ["/health/ready", "/v1/models"]
+
+
+def test_the_interface_is_described_as_it_is(visit):
+    described = visit().get("/openapi.json").json()
+    assert "GET /v1/models" in described["info"]["description"] and "OpenAI" not in described["info"]["description"]
+    assert "/v1/videos/{video_id}/content" in described["paths"]
+
+
 def test_forms_say_the_same_as_json(visit):
     client = visit()
     body = VIDEO | {"size": "32x16", "seconds": "1", "seed": "7"}

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import av
 import httpx
@@ -149,9 +150,14 @@ def one_line_for_each_request(gateway) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-def test_the_openai_client_works(gateway, wait_until):
+def test_the_openai_client_works(gateway, wait_until, tmp_path, monkeypatch):
     openai = pytest.importorskip("openai")
+    from megadit.serve.examples import with_openai
+
     key = gateway.new_key()
+    monkeypatch.chdir(tmp_path)
+    with_openai.main(gateway.url, key, "a red seven")
+    assert len(frames_of(Path("video.mp4").read_bytes())) == 5
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, timeout=120)
     video = client.videos.create_and_poll(
         prompt="a red seven", size="24x16", seconds="1", model="text_to_video", poll_interval_ms=100
@@ -162,7 +168,8 @@ def test_the_openai_client_works(gateway, wait_until):
         assert client.videos.download_content(video.id, variant=variant).content.startswith(beginning)
     second = client.videos.create(prompt="b", extra_body={"seed": 3, "num_steps": 2})
     assert client.videos.poll(second.id, poll_interval_ms=100).status == "completed"
-    assert [each.id for each in client.videos.list(limit=1)] == [second.id, video.id], "pages follow each other"
+    listed = [each.id for each in client.videos.list(limit=1)]
+    assert listed[:2] == [second.id, video.id] and len(listed) == 3, "pages follow each other"
     assert client.videos.retrieve(second.id).status == "completed"
     assert client.videos.delete(second.id).deleted
     with pytest.raises(openai.NotFoundError):

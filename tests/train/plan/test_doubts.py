@@ -1,6 +1,7 @@
 """What is allowed and doubtful is said: before a run, and by a dry run, which opens the data set."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -79,6 +80,18 @@ def test_a_tokenizer_that_loses_much(tiny_dataset, blurred):
     assert "gives its videos back at 21.0 dB only (24 channels)" in said
 
 
+def test_what_more_channels_would_give(blurred):
+    noted = blurred / "prepare" / "channels.json"
+    noted.parent.mkdir()
+    noted.write_text('{"16": 19.04, "32": 25.06, "48": 27.3, "x": 1, "64": "many"}')
+    (said,) = doubts(load_recipe("digits"), DatasetInfo.read(blurred))
+    assert said.endswith("for sharper ones; --channels 32, 48 would give 25.1, 27.3 dB")
+    for broken in ("[", "[1]", '{"16": 19.0}'):
+        noted.write_text(broken)
+        (said,) = doubts(load_recipe("digits"), DatasetInfo.read(blurred))
+        assert said.endswith("for sharper ones"), broken
+
+
 def test_a_dry_run_opens_the_data_set(blurred, tmp_path, capsys):
     command = ["--recipe", "digits_tiny", "--dry-run"]
     assert main([*command, f"data.path={blurred}"]) == 0
@@ -91,7 +104,10 @@ def test_a_dry_run_opens_the_data_set(blurred, tmp_path, capsys):
 
 def test_a_dry_run_compares_with_this_machine(capsys):
     assert main(["--recipe", "pretrain_7b", "--dry-run", "data.micro_batch_size=1", "data.global_batch_size=1"]) == 0
-    assert "# note: a rank needs about" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "# note: a rank needs about" in shown and "estimated on this machine" not in shown, "it cannot run here"
+    assert main(["--recipe", "digits", "--dry-run"]) == 0
+    assert re.search(r"# estimated on this machine: about .* for 1,050 steps of \S+ s\n", capsys.readouterr().out)
 
 
 def test_a_gpu_by_the_beginning_of_its_name(capsys):

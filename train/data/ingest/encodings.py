@@ -33,6 +33,8 @@ PRECISIONS = {"float16": torch.float16, "float32": torch.float32}
 MODALITIES = ("video", "text")
 HAAR, LABELS, TOKENS = "haar", "labels", "tokens"
 """Encoders that are made of the clips, or of their captions; in the notes of a preparation each has its folder."""
+USUAL_CHANNELS = (32, 48, 64, 96)
+"""Of a fitted tokenizer: what they would give is said beside those that it has."""
 BUILT_IN: dict[str, Callable[[], VideoTokenizer | TextEncoder]] = {
     HAAR: HaarTokenizer,
     "pixels": partial(HaarTokenizer, temporal_compression=1, spatial_compression=1),
@@ -173,11 +175,12 @@ def gather_labels(captions: Iterable[str]) -> ClassLabels:
     return ClassLabels(names=tuple(names))
 
 
-def fit_haar(videos: Iterable[Tensor], channels: int) -> HaarTokenizer:
-    """A tokenizer of `channels` channels for these videos (batches BCTHW), always by the same arithmetic."""
+def fit_haar(videos: Iterable[Tensor], channels: int) -> tuple[HaarTokenizer, dict[int, float]]:
+    """A tokenizer of `channels` channels for these videos (batches BCTHW), always by the same arithmetic; and the dB
+    that each of `USUAL_CHANNELS` would give."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in another order would give other bytes
     try:
-        return HaarTokenizer.fit(videos, channels=channels)
+        return HaarTokenizer.fit_beside(videos, channels, USUAL_CHANNELS)
     finally:
         torch.set_num_threads(threads)

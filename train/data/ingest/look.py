@@ -53,7 +53,7 @@ def look(root: str, table: str | None = None) -> Look:
     """
     folder = open_folder(root)
     if folder is None:
-        raise UserError(f"{root} is not a folder, or does not exist")
+        raise UserError(f"{root} is not a folder, or does not exist; give one of videos or images")
     kind: Kind = "video" if any(is_of_kind(folder, name, "video") for name in folder.names()) else "image"
     sources = list_folder(root, kind, table).sources
     count = min(len(sources), LOOKED_AT)

@@ -272,6 +272,11 @@ class Notes:
         return self.folder / "scores.jsonl"
 
     @property
+    def channels(self) -> Path:
+        """How many dB a fitted tokenizer would give with other numbers of channels."""
+        return self.folder / "channels.json"
+
+    @property
     def left_out(self) -> Path:
         """Pictures of a few sources of each reason for which some are left out."""
         return self.folder / "left_out"

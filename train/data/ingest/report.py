@@ -1,6 +1,7 @@
 """What a preparation did: counts, reasons, hours, and histograms as a picture."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from megadit.train.data.ingest.select import SPLITS
 REPORT = "report.json"
 PICTURE = "report.png"
 FLAGS = {
-    "near-duplicate": " (--max_duplicate_bits -1 keeps all)",
+    "near-duplicate": " (--max_duplicate_bits: how alike, -1 keeps all; --duplicates: of one caption or of any)",
     "in another data set": " (--not_in)",
     "static": " (--min_motion)",
     "slow": " (--min_flow)",
@@ -90,6 +91,13 @@ def summary(report: Report, notes: Notes) -> str:
     if report.skips:
         lines.append(f"each by its name: {notes.skips}")
     return "\n".join(lines)
+
+
+def more_channels_in_words(psnr_by_channels: Mapping[int, float], *, than: int) -> str:
+    """What a tokenizer fitted with more channels would give, to be added to a sentence about one with `than`."""
+    more = {channels: psnr for channels, psnr in psnr_by_channels.items() if channels > than}
+    counts, decibels = ", ".join(map(str, more)), ", ".join(f"{psnr:.1f}" for psnr in more.values())
+    return f"; --channels {counts} would give {decibels} dB" if more else ""
 
 
 def draw(path: Path, report: Report, clips: list[Clip]) -> None:

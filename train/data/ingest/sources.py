@@ -82,7 +82,7 @@ def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listi
     folder = open_folder(root)
     if folder is None:
         is_missing = not is_url(root) and not Path(root).exists()
-        raise UserError(f"{root} {'does not exist' if is_missing else f'is not a folder of {kind}s'}")
+        raise UserError(f"{root} {'does not exist' if is_missing else 'is not a folder'}; give a folder of {kind}s")
     table = table or next(filter(None, (folder.path(f"metadata{suffix}") for suffix in TABLES)), None)
     listing = Listing()
     if table not in (None, BY_FOLDER):
@@ -171,6 +171,8 @@ def read_table(path: str) -> Iterator[dict[str, Any]]:
                         yield _row(parse_json(line, f"line {number} of {path}"), path)
         else:
             raise UserError(f"{path} is no table; give a name that ends in {', '.join(TABLES)}")
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give a table of files and captions: {', '.join(TABLES)}") from None
     except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 

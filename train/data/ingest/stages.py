@@ -22,7 +22,7 @@ from megadit.infer.checkpoints import open_any_bundle
 from megadit.models.bundle.bundle import check_kind
 from megadit.models.bundle.components import part_folder
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory
+from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import ClassLabels, TokenIds
 from megadit.models.text_encoders.token_ids import learned_words
@@ -59,7 +59,7 @@ from megadit.train.data.ingest.plan import (
     write_lines,
 )
 from megadit.train.data.ingest.pool import Pool
-from megadit.train.data.ingest.report import summary, write_report
+from megadit.train.data.ingest.report import more_channels_in_words, summary, write_report
 from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.select import SPLITS, Filter, add_caption, check_not_in, drop_known, select, shards
 from megadit.train.data.ingest.sources import Listing
@@ -215,9 +215,11 @@ def _fit(preparation: Preparation) -> HaarTokenizer:
             to_video(decoded.frames_THWC[None])
             for decoded in islice(decoded_clips(train[:FITTING_CLIPS], settings, pool), FITTING_CLIPS)
         ]
-    tokenizer = fit_haar(videos, preparation.channels)
+    tokenizer, usual = fit_haar(videos, preparation.channels)
+    write_json(preparation.notes.channels, usual)
     print(
         f"tokenizer: {preparation.channels} channels, {tokenizer.reconstruction_psnr:.1f} dB on what it was fitted to"
+        + more_channels_in_words(usual, than=preparation.channels)
     )
     return tokenizer
 

@@ -62,6 +62,13 @@ def prepared(videos, tmp_path_factory):
     return root
 
 
+def test_what_more_channels_would_give_is_noted(prepared):
+    noted = {int(name): psnr for name, psnr in json.loads((prepared / "prepare" / "channels.json").read_text()).items()}
+    fitted = load_tokenizer(prepared / "tokenizer")
+    assert noted[fitted.latent_channels] == pytest.approx(fitted.reconstruction_psnr, abs=0.02)
+    assert sorted(noted, key=noted.get) == [32, 48, 64, 96]
+
+
 def test_every_source_is_a_sample_or_counted_with_its_reason(prepared, videos):
     report = json.loads((prepared / "report.json").read_text())
     assert report["sources"] == 43 == len([path for path in videos.iterdir() if path.suffix != ".txt"])
