@@ -90,6 +90,7 @@ class RecordedDenoiser:
         text_BLE = conditioning.text_BLE
         text_BLE = F.pad(text_BLE, (0, 0, 0, -text_BLE.shape[1] % TEXT_MULTIPLE))
         inputs = (x_BCTHW.float(), sigma_B.float(), text_BLE, conditioning.text_length_B, conditioning.fps_B)
+        inputs += () if conditioning.guidance_B is None else (conditioning.guidance_B,)
         key = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
         if key not in self._recordings:
             self._recordings[key] = self._recorded(inputs)
@@ -99,7 +100,12 @@ class RecordedDenoiser:
         return self._recordings[key](inputs)
 
     def _recorded(self, inputs: tuple[Tensor, ...]) -> _Recording:
-        x_BCTHW, sigma_B, *conditions = places = tuple(tensor.to(self._device, copy=True) for tensor in inputs)
-        # conditions of their own for each call: nothing that was computed for others is read when it is replayed
-        output, replay = self._record(lambda: self._denoiser(x_BCTHW, sigma_B, Conditioning(*conditions)))
+        places = tuple(tensor.to(self._device, copy=True) for tensor in inputs)
+        x_BCTHW, sigma_B, text_BLE, length_B, fps_B, *told = places
+
+        def conditions() -> Conditioning:
+            """Of its own for each call: nothing that was computed for others is read when it is replayed."""
+            return Conditioning(text_BLE, length_B, fps_B, guidance_B=next(iter(told), None))
+
+        output, replay = self._record(lambda: self._denoiser(x_BCTHW, sigma_B, conditions()))
         return _Recording(places, output, replay)

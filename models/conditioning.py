@@ -112,6 +112,8 @@ class Conditioning:
     """Features of a given image (I tokens, E wide), for networks that attend to them."""
     pooled_BP: Tensor | None = None
     """One feature of each whole text, for networks that read it."""
+    guidance_B: Tensor | None = None
+    """float32, the scale of guidance that a network is told, of those that are."""
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]
@@ -147,6 +149,7 @@ class Conditioning:
             self.given and replace(self.given, latents_BCTHW=self.given.latents_BCTHW[places]),
             None if self.image_BIE is None else self.image_BIE[places],
             None if self.pooled_BP is None else self.pooled_BP[places],
+            None if self.guidance_B is None else self.guidance_B[places],
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Conditioning":
@@ -159,6 +162,7 @@ class Conditioning:
             self.given and self.given.to(device),
             None if self.image_BIE is None else self.image_BIE.to(device, dtype or self.image_BIE.dtype),
             None if self.pooled_BP is None else self.pooled_BP.to(device, dtype or self.pooled_BP.dtype),
+            None if self.guidance_B is None else self.guidance_B.to(device),
         )
 
     @staticmethod
@@ -174,4 +178,5 @@ class Conditioning:
             Given.concatenate([part.given for part in parts]),
             None if parts[0].image_BIE is None else torch.cat([part.image_BIE for part in parts]),
             None if parts[0].pooled_BP is None else torch.cat([part.pooled_BP for part in parts]),
+            None if parts[0].guidance_B is None else torch.cat([part.guidance_B for part in parts]),
         )

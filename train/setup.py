@@ -192,6 +192,7 @@ def _with_teacher(training: Training) -> Training:
     if asked.has_critic:
         critic = _build_trained(_critic_config(config), groups, teacher, prefix=CRITIC)
     frozen = _build_frozen(config, groups, teacher)
+    is_told = teacher.config.guidance_range is not None
     distillation = Distillation(
         frozen=frozen,
         seed=config.train.seed,
@@ -199,11 +200,12 @@ def _with_teacher(training: Training) -> Training:
             config=asked,
             diffusion=config.diffusion,
             model=config.model,
-            teacher=guided(denoiser_of(frozen), asked.guidance),
+            teacher=denoiser_of(frozen) if is_told else guided(denoiser_of(frozen), asked.guidance),
             critic=None if critic is None else denoiser_of(critic.parts[0]),
             sum_over_context=partial(_summed, group=groups.context.group),
         ),
-        teacher_fingerprint=fingerprint(network_shapes(config.model), teacher.read),
+        teacher_fingerprint=fingerprint(network_shapes(teacher.config), teacher.read),
+        is_guided=not is_told and (asked.guidance != 1 or config.model.guidance_range is not None),
     )
     training.network.objective = distillation.loss
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)

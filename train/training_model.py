@@ -4,7 +4,9 @@ Shapes: G segments of a pack (padding included).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -70,6 +72,7 @@ class TrainingModel(nn.Module):
             return matching_loss(self.dit, batch, None if is_alone else self.readers, self.contrast_rows)
         if self.dit.config.task == "classify":
             return classification_loss(self.dit, batch, self.label_smoothing, self._before)
+        batch = self._told(batch)
         if is_noisy:
             return self._denoise(batch, batch.tokens_S1P, sigma_G)
         if sigma_G is None and self.objective is not None:
@@ -79,7 +82,15 @@ class TrainingModel(nn.Module):
         return edm_loss(self.dit, batch, sigma_G, token_noise(batch), uncertainty, self._before)
 
     def _denoise(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
-        return denoise_packed(self.dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, self._before)
+        return denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, before=self._before)
+
+    def _told(self, batch: PackedBatch) -> PackedBatch:
+        """The pack with the lowest scale of guidance, which is nearest to the samples themselves, where a network is
+        told one and nobody has said which."""
+        scales = self.dit.config.guidance_range
+        if scales is None or batch.guidance_G is not None:
+            return batch
+        return replace(batch, guidance_G=torch.full_like(batch.fps_G, scales[0]))
 
     def _announce_direct_reads(self) -> None:
         """Runs the hooks of modules whose parameters are read without a call of the module.

@@ -110,6 +110,7 @@ EFFECTS = {
     "model.preconditioner": told("vp"),
     "model.given_sigma": told("0.2", "data.given=[first_frame:0.9]", "model.given_sigma=0.02"),
     "model.given_form": told("augmented", "data.given=[first_frame:0.9]", "model.given_sigma=0.02"),
+    "model.guidance_range": told("[1.0,9.0]", *STUDENT),
     "model.image_size": ends("is for model.family=wan", "8"),
     "model.image_positions": ends("needs model.image_size", "8"),
     "model.family": told("nemo", "model.hidden_size=256", "model.position_embedding=sincos"),

@@ -20,7 +20,8 @@ class DistillConfig:
     the video that it made of that noise (`regression`, 2101.02388; of `megadit prepare trajectories`),
     or, of noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
     guidance: float = setting(1.0, low=1)
-    """Scale of the teacher's classifier-free guidance; 1 asks it once, as is right of one that is distilled itself."""
+    """Scale of the teacher's classifier-free guidance; 1 asks it once, as is right of one that is distilled itself. A
+    student with `model.guidance_range` is told a scale, drawn evenly from that, in its place."""
     sigmas: tuple[float, ...] = setting((), above=0)
     """Noise levels, decreasing, a last 0 understood: those at which the student is to be called, and of `consistency`
     those between which its teacher steps; `guidance` learns at all levels, and takes none."""
@@ -44,11 +45,10 @@ class DistillConfig:
         """Of noise and what the teacher made of it, in place of samples."""
         return self.objective == "regression"
 
-    @property
-    def forwards(self) -> float:
+    def forwards(self, is_guided: bool) -> float:
         """Forward passes of a step beside the student's own with its backward, a mean over what is drawn; of a critic's
-        update, too, whose backward is two."""
-        of_teacher = 1 if self.guidance == 1 else 2
+        update, too, whose backward is two. A teacher that `is_guided` is asked twice."""
+        of_teacher = 2 if is_guided else 1
         way = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
         return {
             "guidance": of_teacher,

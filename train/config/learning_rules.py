@@ -187,6 +187,18 @@ LEARNING: tuple[Rule[Run], ...] = (
         remedy="{train.distill.objective=} learns what the teacher made of noise and text alone: leave out data.given, "
         "and give latents (`megadit prepare trajectories`)",
     ),
+    Rule(
+        when=lambda run: run.is_student and run.model.guidance_range is not None,
+        needs=lambda run: run.train.distill.guidance == 1,
+        remedy="{train.distill.guidance=} is one scale, and the student is told those of {model.guidance_range=}: "
+        "leave one of them out",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.model.guidance_range is not None,
+        needs=lambda run: not run.train.distill.learns_of_pairs,
+        remedy="{train.distill.objective=} learns videos that were made at one scale of guidance, and "
+        "{model.guidance_range=} would be told others; leave that out, or choose another objective",
+    ),
     accepted_by(check_student_sigmas, where="train.distill.", when=attrgetter("is_student")),
     Rule(
         when=lambda run: run.is_student and run.train.distill.objective == "distribution_matching",

@@ -7,6 +7,7 @@ E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding in
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -58,11 +59,23 @@ class PackedBatch:
     """One for each segment, "" for padding."""
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
     """Samples that its reader left out since the batch before, by reason."""
+    guidance_G: Tensor | None = None
+    """float32, the scale of guidance that a network is told of each sample; who computes with the pack adds it."""
 
     @property
     def num_tokens(self) -> int:
         """Video tokens of samples at hand that are to be predicted."""
         return self.layout.num_wanted
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What `denoise_packed` takes beside the noisy tokens and their levels."""
+        return {
+            "text_L1E": self.text_L1E,
+            "fps_G": self.fps_G,
+            "layout": self.layout,
+            "guidance_G": self.guidance_G,
+        }
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """On another device, by one copy that nobody waits for."""

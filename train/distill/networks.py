@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from megadit.models.noise import seed_key, uniform
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.distill.objectives import OBJECTIVES, Denoise, Teaching, made_batch, student_state, wanted_of
+from megadit.train.distill.objectives import (
+    OBJECTIVES,
+    Denoise,
+    Teaching,
+    made_batch,
+    of_tokens,
+    student_state,
+    wanted_of,
+    with_scale,
+)
 from megadit.train.loss import LossSums
 
 CALLS = 1
@@ -29,6 +38,8 @@ class Distillation:
     """The teacher's network, as this rank holds it."""
     teacher_fingerprint: str
     """`adapters.fingerprint` of the teacher's weights."""
+    is_guided: bool
+    """Guidance asks the teacher twice."""
     calls: int = field(default=1, init=False)
     """Of the student, in what is computed next."""
 
@@ -42,13 +53,14 @@ class Distillation:
 
     def loss(self, student: Denoise, batch: PackedBatch) -> LossSums:
         """What the student minimises (`objectives.Objective`)."""
+        batch = with_scale(batch, self.teaching.model)
         return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.calls)
 
     @torch.no_grad()
     def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
         """Packs with what the student makes of others' conditions, which an update (1, 2, ...) of the critic sees."""
         found = []
-        for batch in seen:
+        for batch in (with_scale(batch, self.teaching.model) for batch in seen):
             own = made_batch(batch, batch.tokens_S1P, number=2 * update)
             x_S1P, sigma_G = student_state(student, self.teaching, own, self.calls)
             x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
@@ -62,13 +74,17 @@ def denoiser_of(part: Callable[..., Tensor]) -> Denoise:
 
 
 def guided(denoise: Denoise, scale: float) -> Denoise:
-    """D(no text) + scale (D(text) - D(no text)) (arXiv 2207.12598); what is given of videos stays given in both."""
-    if scale == 1:
-        return denoise
+    """D(no text) + scale (D(text) - D(no text)) (arXiv 2207.12598); what is given of videos stays given in both.
+
+    The scale of each sample is that of the pack, where its student is told one.
+    """
 
     def denoise_guided(batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
         D_S1P = denoise(batch, x_S1P, sigma_G)
+        if batch.guidance_G is None and scale == 1:
+            return D_S1P
         base_S1P = denoise(batch.without_text(), x_S1P, sigma_G)
-        return base_S1P + scale * (D_S1P - base_S1P)
+        scales = scale if batch.guidance_G is None else of_tokens(batch, batch.guidance_G)
+        return base_S1P + scales * (D_S1P - base_S1P)
 
     return denoise_guided

@@ -73,7 +73,7 @@ def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, calls:
     sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
     x_S1P = teaching.noisy(batch, sigma_G)
     y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, teaching.config.teacher_steps)
-    ratio_S11 = _of_tokens(batch, next_G / sigma_G)
+    ratio_S11 = of_tokens(batch, next_G / sigma_G)
     target_S1P = (y_S1P - ratio_S11 * x_S1P) / (1 - ratio_S11)
     weight_G = teaching.parameterization.loss_weight(sigma_G)
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
@@ -87,7 +87,7 @@ def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, calls:
     sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
     x_S1P = teaching.noisy(batch, sigma_G)
     y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, 1)
-    is_end_S11 = _of_tokens(batch, next_G) == 0
+    is_end_S11 = of_tokens(batch, next_G) == 0
     with torch.no_grad():
         target_S1P = student(batch, y_S1P, torch.where(next_G == 0, sigma_G, next_G))
     target_S1P = torch.where(is_end_S11, y_S1P, target_S1P)  # at sigma = 0 nothing is left to answer
@@ -103,7 +103,7 @@ def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: 
     first = teaching.config.sigmas[0]
     start = replace(batch, tokens_S1P=wanted_of(batch, torch.zeros_like(batch.tokens_S1P)))
     x_S1P = start.noisy(sigma_G, initial_noise(batch, teaching.model), teaching.model.given_noise)
-    x_S1P = torch.where(_of_tokens(batch, sigma_G) == first, x_S1P, teaching.noisy(batch, sigma_G))
+    x_S1P = torch.where(of_tokens(batch, sigma_G) == first, x_S1P, teaching.noisy(batch, sigma_G))
     weight_G = teaching.parameterization.loss_weight(sigma_G)
     return weighted_error(batch, student(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
 
@@ -121,7 +121,7 @@ def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBat
         y_S1P = teaching.noisy(judged, tau_G)
         real_S1P, fake_S1P = teaching.teacher(batch, y_S1P, tau_G), teaching.critic(batch, y_S1P, tau_G)
         scale_G = _mean_of_samples(teaching, batch, (judged.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
-        step_S1P = (fake_S1P - real_S1P) / _of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
+        step_S1P = (fake_S1P - real_S1P) / of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
         target_S1P = judged.tokens_S1P - step_S1P / 2
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
 
@@ -149,6 +149,16 @@ def student_state(student: Denoise, teaching: Teaching, batch: PackedBatch, call
         if call + 1 < calls:
             x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
     return x_S1P, sigma_G
+
+
+def with_scale(batch: PackedBatch, model: DiTConfig) -> PackedBatch:
+    """The pack with a scale of guidance for each sample, drawn evenly by its key, where the student is told one (Meng
+    et al., arXiv 2210.03142, section 3.2)."""
+    if model.guidance_range is None:
+        return batch
+    low, high = model.guidance_range
+    number_G = uniform(batch.noise_key_G, torch.zeros_like(batch.noise_key_G), 1, stream=Stream.GUIDANCE)[:, 0]
+    return replace(batch, guidance_G=low + (high - low) * number_G)
 
 
 def made_batch(batch: PackedBatch, x0_S1P: Tensor, *, number: int) -> PackedBatch:
@@ -179,12 +189,13 @@ def _teacher_steps(
     for step in range(1, count + 1):
         low_G = next_G if step == count else (start_G + step / count * (stop_G - start_G)) ** RHO
         x0_S1P = wanted_of(replace(batch, tokens_S1P=x_S1P), teaching.teacher(batch, x_S1P, sigma_G))
-        x_S1P = x0_S1P + _of_tokens(batch, low_G / sigma_G) * (x_S1P - x0_S1P)
+        x_S1P = x0_S1P + of_tokens(batch, low_G / sigma_G) * (x_S1P - x0_S1P)
         sigma_G = low_G
     return x_S1P
 
 
-def _of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
+def of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
+    """What each token has, [S, 1, 1], of values of the samples."""
     return value_G[batch.layout.on(value_G.device).segment_of_token_S][:, None, None]
 
 

@@ -136,7 +136,7 @@ def _gates_learn(config: RunConfig) -> bool:
     """Whether gradients reach the modulation of blocks."""
     if config.train.adapter is None:
         return True
-    of_condition = ("blocks.*.modulation.*", "sigma_embedder.*", "fps_embedder.*", "shared_*")
+    of_condition = ("blocks.*.modulation.*", "sigma_embedder.*", "fps_embedder.*", "guidance_embedder.*", "shared_*")
     targets = chosen_targets(config.model, config.train.adapter.targets)
     return any(fnmatchcase(name, pattern) for name in targets for pattern in of_condition)
 

@@ -154,6 +154,7 @@ SPECIAL = {
     "validation.extractors": ["judge.safetensors"],
     "model.family": "nemo",
     "model.text_tower.num_words": 600,
+    "model.guidance_range": [1.0, 9.0],
     "model.num_query_groups": 1,
     "model.hidden_size": 192,
     "model.num_attention_heads": 4,

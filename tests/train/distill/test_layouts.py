@@ -41,9 +41,17 @@ LAYOUTS = {
     },
     "matching distributed optimizer": {"data_parallel": "distributed_optimizer"},
     "matching given, ring": {**CP, "context_parallel_comm": "ring"},
+    "guidance told sp": SP,
+    "guidance told given cp": CP,
+    "guidance told fsdp": {"data_parallel": "fsdp"},
+    "guidance told two readers": {},
+    "matching told sp": SP,
     **{f"{name} experts": {"expert_model_parallel_size": 2} for name in OBJECTIVES},
 }
-"""The first word is the objective; `given` and `experts` are what the network has."""
+"""The first word is the objective; `given` and `experts` are what the network has, `told` says that the student is told
+scales of guidance."""
+KINDS = ("given", "experts", "told")
+SCALES = [1.0, 6.0]
 BROKEN = {"sum over the ranks of a sample": ("matching", CP), "text left out": ("guidance", SP)}
 
 
@@ -59,10 +67,14 @@ def teachers(tmp_path_factory):
         "given": replace(plain, given_sigma=0.02),
         "experts": replace(plain, experts=ExpertConfig(**EXPERTS)),
     }
-    return {
-        kind: [write(tmp_path_factory.mktemp("network") / "bundle", model, seed) for seed in (3, 4)]
-        for kind, model in kinds.items()
-    }
+
+    def two(model, of_student):
+        models = {3: model, 4: of_student}
+        return [write(tmp_path_factory.mktemp("network") / "bundle", each, seed) for seed, each in models.items()]
+
+    pairs = {kind: two(model, model) for kind, model in kinds.items()}
+    told = {kind: two(kinds[kind], replace(kinds[kind], guidance_range=tuple(SCALES))) for kind in ("", "given")}
+    return pairs | {f"{kind} told".strip(): pair for kind, pair in told.items()}
 
 
 def write(path, model, seed):
@@ -81,21 +93,23 @@ def write(path, model, seed):
 
 def case_of(name, teachers):
     objective, *kinds = name.replace(",", "").split()
-    kind = next((kind for kind in kinds if kind in teachers), "")
+    kind = " ".join(kind for kind in KINDS if kind in kinds)
     teacher, start = map(str, teachers[kind])
     case = {"distill": {**OBJECTIVES[objective], "teacher": teacher}, "init_from": start, "steps": 5}
     case |= {"model": {"in_channels": CHANNELS}, "data": {"global_batch_size": 2}}
-    if kind == "given":
+    if "given" in kinds:
         case["given"] = ["first_frame:0.3", "prefix:0.2", "edit:1.0"]
-    if kind == "experts":
+    if "experts" in kinds:
         case["model"]["experts"] = EXPERTS
+    if "told" in kinds:
+        case["model"]["guidance_range"], case["distill"]["guidance"] = SCALES, 1.0
     return case
 
 
 def counterpart(name):
     """The case of one rank."""
     objective, *kinds = name.replace(",", "").split()
-    return " ".join([objective, *(kind for kind in kinds if kind in ("given", "experts"))])
+    return " ".join([objective, *(kind for kind in KINDS if kind in kinds)])
 
 
 def digests(teachers):

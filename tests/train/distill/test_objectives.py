@@ -13,8 +13,8 @@ from megadit.models.segments import Segment
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.distill.networks import guided
-from megadit.train.distill.objectives import OBJECTIVES, Teaching, student_state
+from megadit.train.distill.networks import Distillation, guided
+from megadit.train.distill.objectives import OBJECTIVES, Teaching, of_tokens, student_state
 
 MEAN, DEVIATION = 0.7, 0.5
 MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5, patch_spatial=1)
@@ -67,6 +67,16 @@ def teaching(objective, teacher, critic=None, model=MODEL, **settings):
 def loss(objective, student, teacher, critic=None, *, batch=None, calls=1, **settings):
     of = teaching(objective, teacher, critic, **settings)
     return OBJECTIVES[objective](student, of, pack() if batch is None else batch, calls)
+
+
+def distillation(objective, teacher, critic=None, *, model=MODEL, **settings):
+    return Distillation(
+        seed=1,
+        teaching=teaching(objective, teacher, critic, model=model, **settings),
+        frozen=None,
+        teacher_fingerprint="",
+        is_guided=False,
+    )
 
 
 TEACHER = of_normal(MEAN, DEVIATION)
@@ -203,6 +213,53 @@ def test_what_is_given_with_noise_has_it_in_every_objective():
         loss(objective, asked, asked, asked, batch=batch, calls=2, model=model, **settings)
         found = torch.stack([x_S1P[:2] for x_S1P in seen]) - batch.tokens_S1P[:2]
         assert seen and ((found.std((1, 2, 3)) / 0.01 - 1).abs() < 0.7).all(), objective
+
+
+def test_a_student_that_is_told_the_scale_learns_all_of_them():
+    """Its scales are drawn for each sample, and it has learnt everything when it answers as the teacher at each."""
+    seen, model = [], replace(MODEL, guidance_range=(2.0, 5.0))
+
+    def network(batch, x_S1P, sigma_G):
+        has_text = torch.tensor([float(s.text_length > 0) for s in batch.layout.segments])
+        return x_S1P + of_tokens(batch, has_text)
+
+    def student(batch, x_S1P, sigma_G):
+        seen.append(batch.guidance_G)
+        return x_S1P + of_tokens(batch, batch.guidance_G)
+
+    def other(batch, x_S1P, sigma_G):
+        return x_S1P + 3.0
+
+    for key in range(200):
+        batch = replace(pack(), noise_key_G=torch.tensor([key + 1, 1000 + key, 0]))
+        of = distillation("guidance", guided(network, 1.0), model=model)
+        assert of.loss(student, batch).error < 1e-10
+        assert key or of.loss(other, batch).error > 0.1
+    scales = torch.stack(seen)[:, :2].flatten()
+    assert 2 < scales.min() < 2.1 and 4.9 < scales.max() < 5 and abs(scales.mean() - 3.5) < 0.1
+    assert len(scales.unique()) == 400
+
+
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "regression"])
+def test_every_network_is_asked_at_the_students_scale(objective):
+    """The student, its teacher and its critic, in the student's step and in the critic's."""
+    asked, model = {}, replace(MODEL, guidance_range=(2.0, 5.0))
+
+    def network(name):
+        def denoise(batch, x_S1P, sigma_G):
+            asked.setdefault(name, []).append(batch.guidance_G[:2].tolist())
+            return torch.zeros_like(x_S1P, requires_grad=True)
+
+        return denoise
+
+    of = distillation(objective, network("teacher"), network("critic"), model=model, sigmas=(20.0, 2.0))
+    of.begin(step=4, update=0)
+    of.loss(network("student"), pack())
+    assert {"student", "teacher"} <= asked.keys()
+    scales = {tuple(pair) for pairs in asked.values() for pair in pairs}
+    assert len(scales) == 1 and all(2 < scale < 5 for scale in next(iter(scales)))
+    (made,) = of.made(network("student"), [pack()], update=1)
+    assert all(2 < scale < 5 for scale in made.guidance_G[:2].tolist())
 
 
 def test_guidance_leads_away_from_no_text():
