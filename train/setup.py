@@ -203,6 +203,7 @@ def _with_teacher(training: Training) -> Training:
             teacher=denoiser_of(frozen) if is_told else guided(denoiser_of(frozen), asked.guidance),
             critic=None if critic is None else denoiser_of(critic.parts[0]),
             sum_over_context=partial(_summed, group=groups.context.group),
+            uncertainty=training.network.uncertainty,
         ),
         teacher_fingerprint=fingerprint(network_shapes(teacher.config), teacher.read),
         is_guided=not is_told and (asked.guidance != 1 or config.model.guidance_range is not None),

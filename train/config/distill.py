@@ -5,7 +5,19 @@ from typing import Literal
 
 from megadit.models.shared.setting import check_settings, setting
 
-ObjectiveName = Literal["guidance", "progressive", "consistency", "regression", "distribution_matching"]
+ObjectiveName = Literal[
+    "guidance",
+    "progressive",
+    "consistency",
+    "continuous_consistency",
+    "consistency_limit",
+    "regression",
+    "distribution_matching",
+]
+AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit")
+"""Objectives that learn at noise levels drawn as those of samples are, not at a list of them."""
+BY_TANGENT = ("continuous_consistency", "consistency_limit")
+"""Objectives that differentiate the student along the teacher's ODE."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +28,8 @@ class DistillConfig:
     """A bundle. The student starts from its weights too, unless `checkpoint.init_from` names others."""
     objective: ObjectiveName
     """What the student answers: at every noise level what the guided teacher does (`guidance`, arXiv 2210.03142), where
-    `teacher_steps` of its Euler steps lead (`progressive`, 2202.00512), where its ODE ends (`consistency`, 2303.01469),
+    `teacher_steps` of its Euler steps lead (`progressive`, 2202.00512), where its ODE ends (`consistency`, 2303.01469,
+    between the levels of a list; `continuous_consistency`, 2410.11081, and `consistency_limit`, at all levels),
     the video that it made of that noise (`regression`, 2101.02388; of `megadit prepare trajectories`),
     or, of noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
     guidance: float = setting(1.0, low=1)
@@ -24,9 +37,12 @@ class DistillConfig:
     student with `model.guidance_range` is told a scale, drawn evenly from that, in its place."""
     sigmas: tuple[float, ...] = setting((), above=0)
     """Noise levels, decreasing, a last 0 understood: those at which the student is to be called, and of `consistency`
-    those between which its teacher steps; `guidance` learns at all levels, and takes none."""
+    those between which its teacher steps; those that learn at all levels take none."""
     teacher_steps: int = setting(2, low=1)
     """Euler steps of the teacher in one of the student's (`progressive`)."""
+    tangent_warmup: int = setting(1000, low=0)
+    """Steps in which the tangent through the student comes in, in place of its difference from the teacher
+    (`continuous_consistency`; 2410.11081, section 4, where it is 10,000)."""
     critic_lr: float | None = setting(None, above=0)
     """Learning rate of the critic, which learns what the student's videos look like (`distribution_matching`); None is
     twice `optimizer.lr`."""
@@ -39,6 +55,11 @@ class DistillConfig:
     @property
     def has_critic(self) -> bool:
         return self.objective == "distribution_matching"
+
+    @property
+    def takes_tangent(self) -> bool:
+        """The student is differentiated along the teacher's ODE."""
+        return self.objective in BY_TANGENT
 
     @property
     def learns_of_pairs(self) -> bool:
@@ -54,6 +75,7 @@ class DistillConfig:
             "guidance": of_teacher,
             "progressive": of_teacher * self.teacher_steps,
             "consistency": of_teacher + 1,
+            **dict.fromkeys(BY_TANGENT, of_teacher + 2),
             "regression": 0,
             "distribution_matching": way + of_teacher + 1 + self.critic_updates * (way + 1 + 3),
         }[self.objective]

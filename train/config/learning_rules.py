@@ -3,6 +3,7 @@
 from operator import attrgetter
 
 from megadit.models.shared.rules import Rule, accepted_by
+from megadit.train.config.distill import AT_ALL_LEVELS
 from megadit.train.config.facts import Run
 from megadit.train.config.rule_forms import (
     MOST_MODE,
@@ -14,6 +15,7 @@ from megadit.train.config.rule_forms import (
     of_int8_base,
     of_judge,
     of_match,
+    of_tangent,
 )
 
 LEARNING: tuple[Rule[Run], ...] = (
@@ -170,13 +172,23 @@ LEARNING: tuple[Rule[Run], ...] = (
         "parallel.pipeline_model_parallel_size=1, and tensor or context parallelism or fsdp",
     ),
     Rule(
-        when=attrgetter("is_student"),
+        when=lambda run: run.is_student and run.train.distill.objective != "continuous_consistency",
         needs=lambda run: not run.diffusion.learned_uncertainty,
-        remedy="diffusion.learned_uncertainty=true weights the loss of samples, of which train.distill has none; leave "
-        "it out",
+        remedy="diffusion.learned_uncertainty=true weights the loss of samples, of which train.distill has none (but "
+        "for objective=continuous_consistency); leave it out",
+    ),
+    of_tangent(
+        lambda run: run.model.preconditioner != "vp",
+        "changes a noise level by as little as can be, and {model.preconditioner=} tells the network the nearest of "
+        "DDPM's; use model.preconditioner=edm or flow, which may learn of the same teacher",
+    ),
+    of_tangent(
+        lambda run: not run.has_engine and not run.is_fp8 and run.train.base_precision == "same",
+        "differentiates forward, which products of TransformerEngine or in eight bits do not know; leave "
+        "parallel.transformer_impl, train.fp8 and train.base_precision out",
     ),
     Rule(
-        when=lambda run: run.is_student and run.train.distill.objective != "guidance",
+        when=lambda run: run.is_student and run.train.distill.objective not in AT_ALL_LEVELS,
         needs=lambda run: run.train.distill.sigmas,
         remedy="{train.distill.objective=} needs the noise levels of the student's calls: "
         "train.distill.sigmas=[80,6,1.3,0.3]",

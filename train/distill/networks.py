@@ -16,6 +16,7 @@ from megadit.train.distill.objectives import (
     OBJECTIVES,
     Denoise,
     Teaching,
+    Turn,
     made_batch,
     of_tokens,
     student_state,
@@ -40,21 +41,21 @@ class Distillation:
     """`adapters.fingerprint` of the teacher's weights."""
     is_guided: bool
     """Guidance asks the teacher twice."""
-    calls: int = field(default=1, init=False)
-    """Of the student, in what is computed next."""
+    turn: Turn = field(default=Turn(calls=1, step=1), init=False)
+    """Of what is computed next."""
 
     def begin(self, step: int, update: int) -> None:
-        """Draws for all samples and ranks alike how often the student is called in an update of a step: 0 is the
-        student's own, 1, 2, ... are those of the critic before it.
+        """Draws for all samples and ranks alike how often the student is called in an update of a step (1, 2, ...): 0
+        is the student's own, 1, 2, ... are those of the critic before it.
         """
         key_R, position_R = torch.tensor([seed_key(self.seed)]), torch.tensor([step])
         number = uniform(key_R, position_R, update + 1, stream=CALLS)[0, update].item()
-        self.calls = 1 + int(number * len(self.teaching.config.sigmas))
+        self.turn = Turn(calls=1 + int(number * len(self.teaching.config.sigmas)), step=step)
 
     def loss(self, student: Denoise, batch: PackedBatch) -> LossSums:
         """What the student minimises (`objectives.Objective`)."""
         batch = with_scale(batch, self.teaching.model)
-        return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.calls)
+        return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.turn)
 
     @torch.no_grad()
     def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
@@ -62,7 +63,7 @@ class Distillation:
         found = []
         for batch in (with_scale(batch, self.teaching.model) for batch in seen):
             own = made_batch(batch, batch.tokens_S1P, number=2 * update)
-            x_S1P, sigma_G = student_state(student, self.teaching, own, self.calls)
+            x_S1P, sigma_G = student_state(student, self.teaching, own, self.turn.calls)
             x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
             found.append(made_batch(batch, x0_S1P, number=2 * update + 1))
         return found

@@ -9,6 +9,8 @@ Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from megadit.models.parameterization import Parameterization, parameterization_o
 from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.distill.tangent import derivative
 from megadit.train.loss import LossSums, weighted_error
 from megadit.train.noise_levels import draw_sigma, initial_noise, token_noise
 
@@ -28,6 +31,8 @@ RHO = 7
 """Of the levels between two of a list (arXiv 2206.00364, eq. 5)."""
 FEWEST_DIFFERENCE = 1e-4
 """Of teacher and student, by which a gradient is divided."""
+LEAST_TANGENT = 0.1
+"""c of arXiv 2410.11081, section 4: added to the root mean square by which a tangent is divided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,8 @@ class Teaching:
     critic: Denoise | None
     sum_over_context: Callable[[Tensor], Tensor]
     """Adds up what the ranks have that share the tokens of a pack."""
+    uncertainty: Callable[[Tensor], Tensor] | None = None
+    """c_noise_G -> u_G, the logarithm of the loss to expect at a noise level, where that is learnt."""
 
     @property
     def parameterization(self) -> Parameterization:
@@ -53,11 +60,20 @@ class Teaching:
         return batch.noisy(sigma_G, token_noise(batch, stream), self.model.given_noise)
 
 
-Objective = Callable[[Denoise, Teaching, PackedBatch, int], LossSums]
-"""(student, teaching, pack, calls); see `student_state` for the last."""
+class Turn(NamedTuple):
+    """What is the same for all samples and ranks in a step."""
+
+    calls: int
+    """Of the student, on its own way (`student_state`)."""
+    step: int
+    """1, 2, ..."""
 
 
-def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+Objective = Callable[[Denoise, Teaching, PackedBatch, Turn], LossSums]
+"""(student, teaching, pack, turn)."""
+
+
+def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """lambda(sigma) |D(x; sigma) - D_guided(x; sigma)|^2 (Meng et al., arXiv 2210.03142, eq. 2): one call for two."""
     sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
     x_S1P = teaching.noisy(batch, sigma_G)
@@ -66,7 +82,7 @@ def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: in
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
 
 
-def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """One Euler step of the student from a level to the next is `teacher_steps` of the teacher's (Salimans and Ho,
     arXiv 2202.00512, algorithm 2): the x0 that leads there, weighted by lambda(sigma).
     """
@@ -79,7 +95,7 @@ def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, calls:
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
 
 
-def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """The student answers the same at both ends of a step of the teacher's ODE, and after the last the teacher's x0:
     |D(x; sigma) - stopgrad D(x'; sigma')|^2 / (sigma - sigma') (Song et al., arXiv 2303.01469, algorithm 2; the weight,
     and no average of the weights in the target, of Song and Dhariwal, 2310.14189, sections 3.2 and 3.3).
@@ -94,7 +110,44 @@ def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, calls:
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, 1 / (sigma_G - next_G))
 
 
-def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+def continuous_consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+    """Consistency between levels that are next to each other (sCM: Lu and Song, arXiv 2410.11081, algorithm 1), of any
+    parameterization.
+
+    With t = arctan(sigma / sigma_d) and x_t = cos(t) x, TrigFlow's network is F = (cos(t) x_t - D) / (sin(t) sigma_d),
+    and EDM's is -F. As cos(t) sin(t) d/dt is d / d ln(sigma), the tangent along the teacher's ODE is
+    g = cos(t) dD/dt = (dD / d ln(sigma)) / sin(t). In the first steps a share of it is cos(t)^2 (D - D_teacher) /
+    sin(t), which is stable (tangent warm-up); it is brought to less than unit mean square (tangent normalization); and
+    |F - stopgrad(F) - g|^2 is weighted by what is learnt of its size, with `diffusion.learned_uncertainty` (adaptive
+    weighting).
+    """
+    sigma_G, x_S1P, teacher_S1P, slope_S1P = _slope(student, teaching, batch)
+    D_S1P = student(batch, x_S1P, sigma_G)
+    sigma_d, warmup = teaching.model.sigma_data, teaching.config.tangent_warmup
+    cos2_G, sin_G = sigma_d**2 / (sigma_G**2 + sigma_d**2), sigma_G / (sigma_G**2 + sigma_d**2).sqrt()
+    r = min(1.0, turn.step / warmup) if warmup else 1.0
+    stable_S1P = of_tokens(batch, cos2_G) * (D_S1P.detach() - teacher_S1P)
+    g_S1P = (r * slope_S1P + (1 - r) * stable_S1P) / of_tokens(batch, sin_G)
+    rms_G = _mean_of_samples(teaching, batch, g_S1P.square().mean(dim=(1, 2))).sqrt()
+    g_S1P = g_S1P / of_tokens(batch, rms_G + LEAST_TANGENT)
+    target_S1P = D_S1P.detach() - of_tokens(batch, sigma_d * sin_G) * g_S1P
+    u_G = None
+    if teaching.uncertainty is not None:
+        u_G = teaching.uncertainty(teaching.parameterization.scalings(sigma_G).c_noise)
+    return weighted_error(batch, D_S1P, target_S1P, 1 / (sigma_d * sin_G) ** 2, u_G)
+
+
+def consistency_limit(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+    """The gradient of `consistency` as its levels come together: that of |D - stopgrad(D - dD/dsigma)|^2, where
+    dD/dsigma is along the teacher's ODE (Song et al., arXiv 2303.01469, appendix B.1, of squared distances).
+    """
+    sigma_G, x_S1P, _, slope_S1P = _slope(student, teaching, batch)
+    D_S1P = student(batch, x_S1P, sigma_G)
+    target_S1P = D_S1P.detach() - slope_S1P / of_tokens(batch, sigma_G)
+    return weighted_error(batch, D_S1P, target_S1P, torch.ones_like(sigma_G))
+
+
+def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """lambda(sigma) |D(x; sigma) - x0|^2, where x0 is the video that the teacher made: at the first level of that very
     noise (Luhman and Luhman, arXiv 2101.02388, eq. 7), at those below, which the sampler `restart` comes to by adding
     noise, of x0 with any. The pack has no others (`megadit prepare trajectories`).
@@ -108,12 +161,12 @@ def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: 
     return weighted_error(batch, student(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
 
 
-def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """Moves the student's x0 to where the teacher finds them likelier than the critic does: the gradient is
     (D_critic - D_teacher) / mean |x0 - D_teacher|, of x0 with new noise (Yin et al., arXiv 2311.18828, eqs. 7 and 8),
     after `calls` calls on the student's own way (2405.14867, section 4.4). The samples give conditions alone.
     """
-    x_S1P, sigma_G = student_state(student, teaching, batch, calls)
+    x_S1P, sigma_G = student_state(student, teaching, batch, turn.calls)
     x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
     with torch.no_grad():
         judged = made_batch(batch, x0_S1P.detach(), number=1)
@@ -130,6 +183,8 @@ OBJECTIVES: dict[ObjectiveName, Objective] = {
     "guidance": guidance,
     "progressive": progressive,
     "consistency": consistency,
+    "continuous_consistency": continuous_consistency,
+    "consistency_limit": consistency_limit,
     "regression": regression,
     "distribution_matching": distribution_matching,
 }
@@ -192,6 +247,18 @@ def _teacher_steps(
         x_S1P = x0_S1P + of_tokens(batch, low_G / sigma_G) * (x_S1P - x0_S1P)
         sigma_G = low_G
     return x_S1P
+
+
+@torch.no_grad()
+def _slope(student: Denoise, teaching: Teaching, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(sigma_G, x, D_teacher, dD / d ln(sigma)), all but the first [S, 1, P]: at noise levels as they are drawn for
+    samples, how the student's answer changes along the teacher's ODE (`tangent.derivative`)."""
+    sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
+    x_S1P = teaching.noisy(batch, sigma_G)
+    teacher_S1P = teaching.teacher(batch, x_S1P, sigma_G)
+    direction_S1P = x_S1P - wanted_of(replace(batch, tokens_S1P=x_S1P), teacher_S1P)
+    asked = partial(student, batch)
+    return sigma_G, x_S1P, teacher_S1P, derivative(asked, (x_S1P, sigma_G), (direction_S1P, sigma_G))
 
 
 def of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:

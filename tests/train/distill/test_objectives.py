@@ -14,7 +14,7 @@ from megadit.train.config.distill import DistillConfig
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.distill.networks import Distillation, guided
-from megadit.train.distill.objectives import OBJECTIVES, Teaching, of_tokens, student_state
+from megadit.train.distill.objectives import OBJECTIVES, Teaching, Turn, of_tokens, student_state
 
 MEAN, DEVIATION = 0.7, 0.5
 MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5, patch_spatial=1)
@@ -64,9 +64,9 @@ def teaching(objective, teacher, critic=None, model=MODEL, **settings):
     )
 
 
-def loss(objective, student, teacher, critic=None, *, batch=None, calls=1, **settings):
+def loss(objective, student, teacher, critic=None, *, batch=None, calls=1, step=1, **settings):
     of = teaching(objective, teacher, critic, **settings)
-    return OBJECTIVES[objective](student, of, pack() if batch is None else batch, calls)
+    return OBJECTIVES[objective](student, of, pack() if batch is None else batch, Turn(calls=calls, step=step))
 
 
 def distillation(objective, teacher, critic=None, *, model=MODEL, **settings):
