@@ -15,6 +15,7 @@ from megadit.models.parameterization import denoise_packed
 from megadit.train.classification import classification_loss
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.distill.adversary import Adversary
 from megadit.train.loss import LossSums, Uncertainty, edm_loss
 from megadit.train.matching import matching_loss
 from megadit.train.noise_levels import draw_sigma, token_noise
@@ -38,6 +39,7 @@ class TrainingModel(nn.Module):
         label_smoothing: float = 0.0,
         contrast_rows: int | None = None,
         readers: ProcessGroup | None = None,
+        adversary: Adversary | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -51,6 +53,8 @@ class TrainingModel(nn.Module):
         """Or what stands in its place."""
         self.objective: Callable[[Callable[..., Tensor], PackedBatch], LossSums] | None = None
         """(D of packs, pack) -> what is minimised in place of the EDM loss."""
+        self.adversary = adversary
+        """Tells what a student made from real samples, beside a critic."""
         has_uncertainty = diffusion.learned_uncertainty and dit.part.is_last
         self.uncertainty = Uncertainty() if has_uncertainty else None
         self._before: Tensor | None = None
@@ -60,12 +64,18 @@ class TrainingModel(nn.Module):
         self._before = input_tensor[0]
 
     def forward(
-        self, batch: PackedBatch, sigma_G: Tensor | None = None, *, is_noisy: bool = False, is_alone: bool = False
-    ) -> LossSums | Tensor:
+        self,
+        batch: PackedBatch,
+        sigma_G: Tensor | None = None,
+        *,
+        is_noisy: bool = False,
+        is_judged: bool = False,
+        is_alone: bool = False,
+    ) -> LossSums | Tensor | tuple[Tensor, Tensor]:
         """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of
-        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not
-        the last part. What denoises nothing knows no noise; with `is_alone`, images are matched with the texts of this
-        micro-batch alone.
+        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma), and with `is_judged` beside that
+        what the adversary says. Activations, where this is not the last part. What denoises nothing knows no noise;
+        with `is_alone`, images are matched with the texts of this micro-batch alone.
         """
         self._announce_direct_reads()
         if self.dit.config.task == "match":
@@ -73,8 +83,8 @@ class TrainingModel(nn.Module):
         if self.dit.config.task == "classify":
             return classification_loss(self.dit, batch, self.label_smoothing, self._before)
         batch = self._told(batch)
-        if is_noisy:
-            return self._denoise(batch, batch.tokens_S1P, sigma_G)
+        if is_noisy or is_judged:
+            return (self.judge if is_judged else self._denoise)(batch, batch.tokens_S1P, sigma_G)
         if sigma_G is None and self.objective is not None:
             return self.objective(self._denoise, batch)
         uncertainty = self.uncertainty if sigma_G is None else None
@@ -83,6 +93,11 @@ class TrainingModel(nn.Module):
 
     def _denoise(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
         return denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, before=self._before)
+
+    def judge(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> tuple[Tensor, Tensor]:
+        """D(x; sigma) [S, 1, P], and the adversary's logits [S]."""
+        D_S1P = self._denoise(batch, x_S1P, sigma_G)
+        return D_S1P, self.adversary(self.dit.leave(self.adversary.take()))
 
     def _told(self, batch: PackedBatch) -> PackedBatch:
         """The pack with the lowest scale of guidance, which is nearest to the samples themselves, where a network is
@@ -99,6 +114,7 @@ class TrainingModel(nn.Module):
         module where the module is called.
         """
         readers = [self.dit] if self.uncertainty is None else [self.dit, self.uncertainty.linear]
+        readers += [] if self.adversary is None else [self.adversary.linear_1, self.adversary.linear_2]
         for module in readers:
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())

@@ -58,6 +58,7 @@ STUDENT = (
     *("train.distill.teacher={finished}", "train.distill.objective=distribution_matching"),
     *("train.distill.sigmas=[20,2]", "diffusion.learned_uncertainty=false", "optimizer.lr=0.002"),
 )
+CONTINUOUS = (*STUDENT, "train.distill.objective=continuous_consistency")
 PROGRESSIVE = (*STUDENT, "train.distill.objective=progressive")
 LOGGED = ("logger.wandb_exp_name=first",)
 
@@ -185,6 +186,7 @@ EFFECTS = {
     "train.distill.guidance": told("3.0", *STUDENT),
     "train.distill.sigmas": told("[20,3]", *STUDENT),
     "train.distill.teacher_steps": told("3", *PROGRESSIVE),
+    "train.distill.tangent_warmup": told("1", *CONTINUOUS),
     "train.distill.critic_lr": told("0.02", *STUDENT),
     "train.distill.critic_updates": told("1", *STUDENT),
     "optimizer.optimizer": told("adamw"),

@@ -49,8 +49,16 @@ class DistillConfig:
     critic_updates: int = setting(2, low=1)
     """Of the critic, before each one of the student (2405.14867, section 4.2: two time scales)."""
 
+    adversarial_weight: float = setting(0.0, low=0)
+    """Of a head on the critic's features that tells samples from what the student makes (`distribution_matching`;
+    2405.14867, section 4.3): of its loss beside the critic's, and of what it adds to the student's; 0: none."""
+
     def __post_init__(self) -> None:
         check_settings(self, "train.distill.")
+
+    @property
+    def has_adversary(self) -> bool:
+        return self.adversarial_weight > 0
 
     @property
     def has_critic(self) -> bool:
@@ -71,11 +79,12 @@ class DistillConfig:
         update, too, whose backward is two. A teacher that `is_guided` is asked twice."""
         of_teacher = 2 if is_guided else 1
         way = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
+        head = 2 if self.has_adversary else 0  # samples through the critic, and back through half of it
         return {
             "guidance": of_teacher,
             "progressive": of_teacher * self.teacher_steps,
             "consistency": of_teacher + 1,
             **dict.fromkeys(BY_TANGENT, of_teacher + 2),
             "regression": 0,
-            "distribution_matching": way + of_teacher + 1 + self.critic_updates * (way + 1 + 3),
+            "distribution_matching": way + of_teacher + 1 + head / 2 + self.critic_updates * (way + 1 + 3 + head),
         }[self.objective]

@@ -211,6 +211,18 @@ LEARNING: tuple[Rule[Run], ...] = (
         remedy="{train.distill.objective=} learns videos that were made at one scale of guidance, and "
         "{model.guidance_range=} would be told others; leave that out, or choose another objective",
     ),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.has_adversary,
+        needs=lambda run: run.train.distill.has_critic,
+        remedy="{train.distill.adversarial_weight=} is of a critic's head, which "
+        "train.distill.objective=distribution_matching has alone; leave it out",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.has_adversary and run.has_experts,
+        needs=lambda run: run.model.experts.routing == "expert_choice",
+        remedy="{train.distill.adversarial_weight=} takes gradients through the critic, whose experts would add that "
+        "of their balance; use model.experts.routing=expert_choice, or leave it out",
+    ),
     accepted_by(check_student_sigmas, where="train.distill.", when=attrgetter("is_student")),
     Rule(
         when=lambda run: run.is_student and run.train.distill.objective == "distribution_matching",

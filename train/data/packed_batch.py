@@ -61,6 +61,8 @@ class PackedBatch:
     """Samples that its reader left out since the batch before, by reason."""
     guidance_G: Tensor | None = None
     """float32, the scale of guidance that a network is told of each sample; who computes with the pack adds it."""
+    real_S1P: Tensor | None = None
+    """Clean tokens of the samples, where `tokens_S1P` are what a student made of their conditions."""
 
     @property
     def num_tokens(self) -> int:

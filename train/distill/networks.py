@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadit.models.noise import seed_key, uniform
 from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.distill.adversary import Judge, critic_loss
 from megadit.train.distill.objectives import (
     OBJECTIVES,
     Denoise,
@@ -57,6 +59,11 @@ class Distillation:
         batch = with_scale(batch, self.teaching.model)
         return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.turn)
 
+    def critic_objective(self, judge: Judge) -> Callable[[Denoise, PackedBatch], LossSums]:
+        """What a critic with a head minimises on packs that were `made`."""
+        diffusion, model, weight = self.teaching.diffusion, self.teaching.model, self.teaching.config.adversarial_weight
+        return lambda _, batch: critic_loss(judge, batch, diffusion=diffusion, model=model, weight=weight)
+
     @torch.no_grad()
     def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
         """Packs with what the student makes of others' conditions, which an update (1, 2, ...) of the critic sees."""
@@ -65,13 +72,25 @@ class Distillation:
             own = made_batch(batch, batch.tokens_S1P, number=2 * update)
             x_S1P, sigma_G = student_state(student, self.teaching, own, self.turn.calls)
             x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
-            found.append(made_batch(batch, x0_S1P, number=2 * update + 1))
+            made = made_batch(batch, x0_S1P, number=2 * update + 1)
+            found.append(replace(made, real_S1P=batch.tokens_S1P))
         return found
+
+
+def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over a group of tensors of any shape, in place."""
+    dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 def denoiser_of(part: Callable[..., Tensor]) -> Denoise:
     """A whole network, in its wrapper for data parallelism or without, as a denoiser of packs."""
     return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_noisy=True)
+
+
+def judge_of(part: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
+    """A critic with a head, as `denoiser_of` takes it."""
+    return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_judged=True)
 
 
 def guided(denoise: Denoise, scale: float) -> Denoise:

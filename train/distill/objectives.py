@@ -21,6 +21,7 @@ from megadit.models.parameterization import Parameterization, parameterization_o
 from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.distill.adversary import Judge, towards_real
 from megadit.train.distill.tangent import derivative
 from megadit.train.loss import LossSums, weighted_error
 from megadit.train.noise_levels import draw_sigma, initial_noise, token_noise
@@ -46,6 +47,8 @@ class Teaching:
     teacher: Denoise
     """Guided; it keeps nothing for gradients, nor does the critic."""
     critic: Denoise | None
+    judge: Judge | None
+    """The critic with its head, which keeps what gradients need."""
     sum_over_context: Callable[[Tensor], Tensor]
     """Adds up what the ranks have that share the tokens of a pack."""
     uncertainty: Callable[[Tensor], Tensor] | None = None
@@ -164,7 +167,9 @@ def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: T
 def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """Moves the student's x0 to where the teacher finds them likelier than the critic does: the gradient is
     (D_critic - D_teacher) / mean |x0 - D_teacher|, of x0 with new noise (Yin et al., arXiv 2311.18828, eqs. 7 and 8),
-    after `calls` calls on the student's own way (2405.14867, section 4.4). The samples give conditions alone.
+    after `calls` calls on the student's own way (2405.14867, section 4.4). The samples give conditions alone, but for
+    the critic's head, which has learnt from them: it adds `adversarial_weight` times the gradient of
+    -log P(x0 with noise is real) (section 4.3).
     """
     x_S1P, sigma_G = student_state(student, teaching, batch, turn.calls)
     x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
@@ -172,9 +177,15 @@ def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBat
         judged = made_batch(batch, x0_S1P.detach(), number=1)
         tau_G = draw_sigma(judged.noise_key_G, teaching.diffusion, batch.layout)
         y_S1P = teaching.noisy(judged, tau_G)
-        real_S1P, fake_S1P = teaching.teacher(batch, y_S1P, tau_G), teaching.critic(batch, y_S1P, tau_G)
+        real_S1P, pull_S1P = teaching.teacher(batch, y_S1P, tau_G), 0.0
+        if teaching.config.has_adversary:
+            fake_S1P, pull_S1P = towards_real(teaching.judge, batch, y_S1P, tau_G)
+        else:
+            fake_S1P = teaching.critic(batch, y_S1P, tau_G)
         scale_G = _mean_of_samples(teaching, batch, (judged.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
         step_S1P = (fake_S1P - real_S1P) / of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
+        # an error is a mean over P, and the head's loss is not
+        step_S1P = step_S1P + teaching.config.adversarial_weight * y_S1P.shape[-1] * pull_S1P
         target_S1P = judged.tokens_S1P - step_S1P / 2
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
 

@@ -12,6 +12,7 @@ import pytest
 from megadit.models.shared.errors import UserError
 from megadit.models.text_tower_config import TextTowerConfig
 from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
+from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import config_from_dict, known_keys, load_config, resolve_config, to_yaml
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
@@ -182,7 +183,7 @@ MATCHING = [
     *("model.position_embedding=learned", "model.learned_positions=[1,4,4]", "diffusion.learned_uncertainty=false"),
 ]
 TEXT_TOWER = [field.name for field in fields(TextTowerConfig)]
-STUDENT_SETTINGS = ("teacher", "objective", "guidance", "sigmas", "teacher_steps", "critic_lr", "critic_updates")
+STUDENT_SETTINGS = [field.name for field in fields(DistillConfig)]
 NEEDS = {
     "model.experts.num_experts": ["optimizer.optimizer=adamw"],
     "parallel.expert_model_parallel_size": EXPERTS,

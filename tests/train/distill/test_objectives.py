@@ -53,13 +53,14 @@ def of_normal(mean, deviation):
     return denoise
 
 
-def teaching(objective, teacher, critic=None, model=MODEL, **settings):
+def teaching(objective, teacher, critic=None, model=MODEL, judge=None, **settings):
     return Teaching(
         config=DistillConfig(teacher="", objective=objective, **settings),
         diffusion=DiffusionConfig(),
         model=model,
         teacher=teacher,
         critic=critic,
+        judge=judge,
         sum_over_context=lambda sums: sums,
     )
 

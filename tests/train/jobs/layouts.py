@@ -85,7 +85,7 @@ def run_config(out, case):
         data=replace(run.data, **data),
         train=replace(run.train, **train | case.get("train", {})),
         optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
-        diffusion=replace(run.diffusion, learned_uncertainty=is_of_noise),
+        diffusion=replace(run.diffusion, learned_uncertainty=case.get("learned_uncertainty", is_of_noise)),
         checkpoint=replace(run.checkpoint, init_from=case.get("init_from")),
         parallel=ParallelConfig(**case.get("parallel", {})),
     )
