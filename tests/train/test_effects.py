@@ -188,6 +188,7 @@ EFFECTS = {
     "train.distill.teacher_steps": told("3", *PROGRESSIVE),
     "train.distill.tangent_warmup": told("1", *CONTINUOUS),
     "train.distill.critic_lr": told("0.02", *STUDENT),
+    "train.distill.adversarial_weight": told("0.5", *STUDENT),
     "train.distill.critic_updates": told("1", *STUDENT),
     "optimizer.optimizer": told("adamw"),
     "optimizer.lr": told("0.01"),

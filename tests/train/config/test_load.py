@@ -165,6 +165,7 @@ SPECIAL = {
     "train.adapter.targets": ["blocks.*.fc1"],
     "train.distill.sigmas": [80.0, 1.0],
     "train.distill.guidance": 3.0,
+    "train.distill.adversarial_weight": 0.1,
     "train.distill.teacher": "elsewhere",
 }
 """Another legal value where it cannot be guessed."""
@@ -200,6 +201,7 @@ NEEDS = {
     "train.base_precision": ["train.adapter.rank=4"],
     **{f"validation.sampling.{name}": ["validation.sampling.sampler=euler"] for name in ("eta", "churn")},
     **{f"train.distill.{name}": STUDENT for name in STUDENT_SETTINGS},
+    "train.distill.adversarial_weight": [*STUDENT, "train.distill.objective=distribution_matching"],
     "train.precision": ["optimizer.optimizer=adamw"],
     "train.contrast_rows": MATCHING,
     "model.quick_gelu": MATCHING,

@@ -219,6 +219,15 @@ BREACHES = (
         train={"distill": DistillConfig(teacher="nowhere", objective="progressive", sigmas=(1.0, 2.0))},
     ),
     breach(
+        "train.distill.adversarial_weight=0.1 is of a critic's head, which",
+        train={"distill": DistillConfig(teacher="nowhere", objective="guidance", adversarial_weight=0.1)},
+    ),
+    breach(
+        "train.distill.adversarial_weight=0.1 takes gradients through the critic, whose experts",
+        train={"distill": replace(MATCHING["distill"], adversarial_weight=0.1)},
+        model=EXPERTS,
+    ),
+    breach(
         "train.distill.objective=distribution_matching updates two networks in a step",
         train=MATCHING,
         health={"on_not_finite": "skip"},
