@@ -15,7 +15,6 @@ from megadit.train.config.rule_forms import (
     of_int8_base,
     of_judge,
     of_match,
-    of_tangent,
 )
 
 LEARNING: tuple[Rule[Run], ...] = (
@@ -177,15 +176,11 @@ LEARNING: tuple[Rule[Run], ...] = (
         remedy="diffusion.learned_uncertainty=true weights the loss of samples, of which train.distill has none (but "
         "for objective=continuous_consistency); leave it out",
     ),
-    of_tangent(
-        lambda run: run.model.preconditioner != "vp",
-        "changes a noise level by as little as can be, and {model.preconditioner=} tells the network the nearest of "
-        "DDPM's; use model.preconditioner=edm or flow, which may learn of the same teacher",
-    ),
-    of_tangent(
-        lambda run: not run.has_engine and not run.is_fp8 and run.train.base_precision == "same",
-        "differentiates forward, which products of TransformerEngine or in eight bits do not know; leave "
-        "parallel.transformer_impl, train.fp8 and train.base_precision out",
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.takes_tangent,
+        needs=lambda run: not run.has_engine and not run.is_fp8 and run.train.base_precision == "same",
+        remedy="{train.distill.objective=} differentiates forward, which products of TransformerEngine or in eight "
+        "bits do not know; leave parallel.transformer_impl, train.fp8 and train.base_precision out",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.objective not in AT_ALL_LEVELS,

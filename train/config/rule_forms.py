@@ -64,15 +64,6 @@ def of_int8_base(needs: Condition, words: str) -> Rule[Run]:
     )
 
 
-def of_tangent(needs: Condition, words: str) -> Rule[Run]:
-    """Of objectives that differentiate the student along the teacher's ODE."""
-    return Rule(
-        when=lambda run: run.is_student and run.train.distill.takes_tangent,
-        needs=needs,
-        remedy="{train.distill.objective=} " + words,
-    )
-
-
 def of_fp16(needs: Condition, words: str) -> Rule[Run]:
     """Megatron's loss scaler, without which fp16 loses small gradients, is beside one AdamW for all parameters."""
     return Rule(

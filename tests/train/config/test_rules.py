@@ -178,11 +178,6 @@ BREACHES = (
         diffusion={"learned_uncertainty": True},
     ),
     breach(
-        "train.distill.objective=consistency_limit changes a noise level by as little as can be",
-        train={"distill": DistillConfig(teacher="nowhere", objective="consistency_limit")},
-        model={"preconditioner": "vp"},
-    ),
-    breach(
         "train.distill.objective=continuous_consistency differentiates forward, which products of TransformerEngine",
         train={"distill": DistillConfig(teacher="nowhere", objective="continuous_consistency")},
         parallel={"transformer_impl": "transformer_engine"},

@@ -1,5 +1,7 @@
 """The derivative of a network along a direction is that of finite differences, in float64, whatever the network."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from megadit.train.distill.tangent import EXCHANGES, derivative
 
 SMALL = dict(num_layers=2, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
 LEARNED = {"position_embedding": "learned", "learned_positions": (4, 8, 8)}
+NEMO = DiTConfig(**SMALL | {"hidden_size": 256}, family="nemo", position_embedding="sincos")
 NETWORKS = {
     "megadit": DiTConfig(**SMALL),
     "given": DiTConfig(**SMALL, given_sigma=0.02),
@@ -24,7 +27,8 @@ NETWORKS = {
     "st_dit": DiTConfig(**SMALL, family="st_dit", preconditioner="flow"),
     "moviegen": DiTConfig(**SMALL, family="moviegen", num_query_groups=2, **LEARNED),
     "experts": DiTConfig(**SMALL, experts=ExpertConfig(num_experts=4, ffn_hidden_size=24)),
-    "nemo": DiTConfig(**SMALL | {"hidden_size": 256}, family="nemo", position_embedding="sincos"),
+    "nemo": NEMO,
+    "vp": replace(NEMO, preconditioner="vp"),
 }
 STEP = 1e-5
 
