@@ -149,6 +149,14 @@ STAGES = {
             else _levels(karras_sigmas(CONSISTENCY_LEVELS, LOWEST_SIGMA / 10 * run.model.sigma_data, sigmas[0])[:-1]),
         ]
     ),
+    "continuous_consistency": Stage(
+        overrides=lambda run, sigmas: [
+            *_gently(run, 1 / 6, 0.2),
+            f"train.distill.tangent_warmup={run.train.train_iters // 20}",
+            "diffusion.learned_uncertainty=true",
+        ]
+    ),
+    "consistency_limit": Stage(overrides=lambda run, sigmas: _gently(run, 1 / 24, 0.2)),
     "regression": Stage(
         overrides=lambda run, sigmas: [*_gently(run, 1 / 3, 0.3), _levels(sigmas)],
         takes_pairs=True,
@@ -313,12 +321,12 @@ def _runs(
         overrides = [
             *_model_of(model, plain),
             *of_told,
-            *STAGES[name].overrides(plain, sigmas),
             f"train.distill.teacher={path}",
             f"train.distill.objective={name}",
             f"train.distill.guidance={guidance:g}",
             f"train.output_dir={folder}",
             *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0"),
+            *STAGES[name].overrides(plain, sigmas),
             *([] if options.data is None else [f"data.path={options.data}"]),
             *(*of_all, *of_pairs, *of_stage),
         ]
