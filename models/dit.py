@@ -189,6 +189,7 @@ class DiT(nn.Module):
         layout: PackLayout,
         beside_S1Q: Tensor | None = None,
         guidance_G: Tensor | None = None,
+        through: int | None = None,
     ) -> Tensor:
         """Predicts F (S1P) for a pack: row g of `fps_G` and `guidance_G` belongs to segment g of `layout`.
 
@@ -196,7 +197,8 @@ class DiT(nn.Module):
         `beside_S1Q` are the channels of what is given (`config.given_dim`), where that is not among the tokens; else
         these follow from the layout.
         A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
-        one that is not the last gives its own.
+        one that is not the last gives its own. With `through`, what comes out of so many blocks is given (S1D), and no
+        more is computed.
         """
         for segment in layout.segments:
             if not segment.is_padding:
@@ -212,7 +214,7 @@ class DiT(nn.Module):
             of_segments = (None if values_G is None else values_G[rows] for values_G in of_segments)
         condition = self._embed_condition(c_noise_R, *of_segments)
         text_L1D = self._embed_text(text_L1E, tensors.null_text_L[:, None, None])
-        return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout)
+        return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout, through=through)
 
     def _told(self, guidance: Tensor | None) -> Tensor | None:
         """The scales of guidance of samples or segments, for a network that is told them; None for others."""
@@ -265,6 +267,7 @@ class DiT(nn.Module):
         fps: Tensor,
         layout: Layout,
         image_IBD: Tensor | None = None,
+        through: int | None = None,
     ) -> Tensor:
         """`fps` is [1, B] for a dense batch, and [G, 1] for a pack."""
         device = tokens_SBP.device
@@ -280,6 +283,8 @@ class DiT(nn.Module):
             **self._axial(layout, rotary, device),
         )
         x_SBD = self._embed(tokens_SBP, layout) if self.part.is_first else tokens_SBP
+        if through is not None:
+            return self.leave(self.blocks.first(through)(x_SBD, inputs))
         x_SBD = self.blocks(x_SBD, inputs)
         return self.leave(self.final_layer(x_SBD, inputs)) if self.part.is_last else x_SBD
 

@@ -376,7 +376,7 @@ def _build_network(
             label_smoothing=config.train.label_smoothing,
             contrast_rows=config.train.contrast_rows,
             readers=groups.readers,
-            adversary=Adversary(dit, config.train.seed) if has_adversary else None,
+            adversary=Adversary(config.model.hidden_size, config.train.seed) if has_adversary else None,
         )
 
 

@@ -71,11 +71,11 @@ class TrainingModel(nn.Module):
         is_noisy: bool = False,
         is_judged: bool = False,
         is_alone: bool = False,
-    ) -> LossSums | Tensor | tuple[Tensor, Tensor]:
+    ) -> LossSums | Tensor:
         """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of
-        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma), and with `is_judged` beside that
-        what the adversary says. Activations, where this is not the last part. What denoises nothing knows no noise;
-        with `is_alone`, images are matched with the texts of this micro-batch alone.
+        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma); with `is_judged`, what the adversary
+        says of them. Activations, where this is not the last part. What denoises nothing knows no noise; with
+        `is_alone`, images are matched with the texts of this micro-batch alone.
         """
         self._announce_direct_reads()
         if self.dit.config.task == "match":
@@ -94,10 +94,10 @@ class TrainingModel(nn.Module):
     def _denoise(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
         return denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, before=self._before)
 
-    def judge(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> tuple[Tensor, Tensor]:
-        """D(x; sigma) [S, 1, P], and the adversary's logits [S]."""
-        D_S1P = self._denoise(batch, x_S1P, sigma_G)
-        return D_S1P, self.adversary(self.dit.leave(self.adversary.take()))
+    def judge(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+        """The adversary's logits [S], of what comes out of the first half of the blocks."""
+        through = (len(self.dit.blocks) + 1) // 2
+        return self.adversary(denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, through=through))
 
     def _told(self, batch: PackedBatch) -> PackedBatch:
         """The pack with the lowest scale of guidance, which is nearest to the samples themselves, where a network is

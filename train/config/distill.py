@@ -79,12 +79,12 @@ class DistillConfig:
         update, too, whose backward is two. A teacher that `is_guided` is asked twice."""
         of_teacher = 2 if is_guided else 1
         way = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
-        head = 2 if self.has_adversary else 0  # samples through the critic, and back through half of it
+        head = 1.5 if self.has_adversary else 0  # through half of the critic, and back
         return {
             "guidance": of_teacher,
             "progressive": of_teacher * self.teacher_steps,
             "consistency": of_teacher + 1,
             **dict.fromkeys(BY_TANGENT, of_teacher + 2),
             "regression": 0,
-            "distribution_matching": way + of_teacher + 1 + head / 2 + self.critic_updates * (way + 1 + 3 + head),
+            "distribution_matching": way + of_teacher + 1 + head + self.critic_updates * (way + 1 + 3 + 2 * head),
         }[self.objective]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.dit import DiT
+from megadit.models.config import DiTConfig
 from megadit.models.initialize import initial_value
 from megadit.models.noise import derived_keys
 from megadit.models.parameterization import parameterization_of
@@ -23,8 +23,10 @@ from megadit.train.loss import LossSums, weighted_error
 from megadit.train.noise_levels import draw_sigma, token_noise
 
 HIDDEN = 256
-Judge = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(pack, x [S, 1, P], sigma_G) -> D(x; sigma), and the logits [S] that each token is of a real sample."""
+Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
+"""(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] under the conditions of the pack, whatever its own tokens."""
+Judge = Callable[[PackedBatch, Tensor, Tensor], Tensor]
+"""(pack, x [S, 1, P], sigma_G) -> the logits [S] that each token is of a real sample."""
 
 
 def head_parameters(width: int) -> int:
@@ -38,58 +40,42 @@ class Adversary(nn.Module):
     It says nothing at first. It is trained with the critic and thrown away.
     """
 
-    def __init__(self, dit: DiT, seed: int) -> None:
-        """Sees what comes out of the middle block of `dit` whenever that computes."""
+    def __init__(self, width: int, seed: int) -> None:
         super().__init__()
-        width = dit.config.hidden_size
         self.linear_1, self.linear_2 = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, 1)
         self.linear_1.weight.data.copy_(initial_value("adversary.linear_1.weight", self.linear_1.weight.shape, seed))
         for parameter in (self.linear_1.bias, *self.linear_2.parameters()):
             nn.init.zeros_(parameter)
-        self._seen: Tensor | None = None
-        blocks = list(dit.blocks.values())
-        blocks[(len(blocks) - 1) // 2].register_forward_hook(self._keep)
-
-    def _keep(self, block: nn.Module, inputs: tuple, x_SBD: Tensor) -> None:
-        self._seen = x_SBD
-
-    def take(self) -> Tensor:
-        """This rank's tokens behind the middle block, as it computed them last, [S, 1, D]; they are forgotten."""
-        seen, self._seen = self._seen, None
-        return seen
 
     def forward(self, x_S1D: Tensor) -> Tensor:
         """[S, 1, D] -> [S]."""
         h_SD = F.layer_norm(x_S1D[:, 0].float(), x_S1D.shape[-1:])
-        for index, layer in enumerate((self.linear_1, self.linear_2)):
-            h_SD = F.linear(h_SD if index == 0 else F.silu(h_SD), layer.weight.float(), layer.bias.float())
+        for layer in (self.linear_1, self.linear_2):
+            h_SD = F.linear(F.silu(h_SD) if layer is self.linear_2 else h_SD, layer.weight.float(), layer.bias.float())
         return h_SD[:, 0]
 
 
-def critic_loss(judge: Judge, batch: PackedBatch, *, diffusion: DiffusionConfig, model, weight: float) -> LossSums:
+def critic_loss(
+    denoise: Denoise, batch: PackedBatch, *, judge: Judge, diffusion: DiffusionConfig, model: DiTConfig, weight: float
+) -> LossSums:
     """What a critic with a head minimises: the loss of denoising what a student made (`edm_loss`), and `weight` times
     -log P(made | made) - log P(real | real), of the samples that the pack has beside it, at the same noise levels.
     """
     sigma_G = draw_sigma(batch.noise_key_G, diffusion, batch.layout)
     real = replace(batch, tokens_S1P=batch.real_S1P, noise_key_G=derived_keys(batch.noise_key_G, 0))
-    D_S1P, of_made_S = _judged(judge, batch, sigma_G, model)
-    _, of_real_S = _judged(judge, real, sigma_G, model)
-    sums = weighted_error(batch, D_S1P, batch.tokens_S1P, parameterization_of(model).loss_weight(sigma_G))
-    told_S = F.softplus(of_made_S) + F.softplus(-of_real_S)
+    x_S1P, of_real_S1P = (each.noisy(sigma_G, token_noise(each), model.given_noise) for each in (batch, real))
+    weight_G = parameterization_of(model).loss_weight(sigma_G)
+    sums = weighted_error(batch, denoise(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
+    told_S = F.softplus(judge(batch, x_S1P, sigma_G)) + F.softplus(-judge(real, of_real_S1P, sigma_G))
     return sums._replace(objective=sums.objective + weight * _sum_of_wanted(batch, told_S))
 
 
-def _judged(judge: Judge, batch: PackedBatch, sigma_G: Tensor, model) -> tuple[Tensor, Tensor]:
-    return judge(batch, batch.noisy(sigma_G, token_noise(batch), model.given_noise), sigma_G)
-
-
-def towards_real(judge: Judge, batch: PackedBatch, y_S1P: Tensor, sigma_G: Tensor) -> tuple[Tensor, Tensor]:
-    """(D, the gradient of -log P(y is real) with respect to y), both [S, 1, P]; nothing of the critic gets any."""
+def towards_real(judge: Judge, batch: PackedBatch, y_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+    """The gradient of -log P(y is real) with respect to y, [S, 1, P]; nothing of the critic gets any."""
     with torch.enable_grad():
         y_S1P = y_S1P.detach().requires_grad_()
-        D_S1P, logit_S = judge(batch, y_S1P, sigma_G)
-        (grad_S1P,) = torch.autograd.grad(_sum_of_wanted(batch, F.softplus(-logit_S)), y_S1P)
-    return D_S1P.detach(), grad_S1P
+        loss = _sum_of_wanted(batch, F.softplus(-judge(batch, y_S1P, sigma_G)))
+        return torch.autograd.grad(loss, y_S1P)[0]
 
 
 def _sum_of_wanted(batch: PackedBatch, value_S: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ trained as any network is, on packs that the student made.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class Distillation:
     def critic_objective(self, judge: Judge) -> Callable[[Denoise, PackedBatch], LossSums]:
         """What a critic with a head minimises on packs that were `made`."""
         diffusion, model, weight = self.teaching.diffusion, self.teaching.model, self.teaching.config.adversarial_weight
-        return lambda _, batch: critic_loss(judge, batch, diffusion=diffusion, model=model, weight=weight)
+        return partial(critic_loss, judge=judge, diffusion=diffusion, model=model, weight=weight)
 
     @torch.no_grad()
     def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
@@ -88,8 +89,8 @@ def denoiser_of(part: Callable[..., Tensor]) -> Denoise:
     return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_noisy=True)
 
 
-def judge_of(part: Callable[..., tuple[Tensor, Tensor]]) -> Judge:
-    """A critic with a head, as `denoiser_of` takes it."""
+def judge_of(part: Callable[..., Tensor]) -> Judge:
+    """The head of a critic, in its wrapper, as what tells real samples."""
     return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_judged=True)
 
 

@@ -21,13 +21,11 @@ from megadit.models.parameterization import Parameterization, parameterization_o
 from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.distill.adversary import Judge, towards_real
+from megadit.train.distill.adversary import Denoise, Judge, towards_real
 from megadit.train.distill.tangent import derivative
 from megadit.train.loss import LossSums, weighted_error
 from megadit.train.noise_levels import draw_sigma, initial_noise, token_noise
 
-Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
-"""(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] under the conditions of the pack, whatever its own tokens."""
 RHO = 7
 """Of the levels between two of a list (arXiv 2206.00364, eq. 5)."""
 FEWEST_DIFFERENCE = 1e-4
@@ -48,7 +46,7 @@ class Teaching:
     """Guided; it keeps nothing for gradients, nor does the critic."""
     critic: Denoise | None
     judge: Judge | None
-    """The critic with its head, which keeps what gradients need."""
+    """The critic's head, of one that has one; it keeps what gradients need."""
     sum_over_context: Callable[[Tensor], Tensor]
     """Adds up what the ranks have that share the tokens of a pack."""
     uncertainty: Callable[[Tensor], Tensor] | None = None
@@ -177,15 +175,11 @@ def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBat
         judged = made_batch(batch, x0_S1P.detach(), number=1)
         tau_G = draw_sigma(judged.noise_key_G, teaching.diffusion, batch.layout)
         y_S1P = teaching.noisy(judged, tau_G)
-        real_S1P, pull_S1P = teaching.teacher(batch, y_S1P, tau_G), 0.0
-        if teaching.config.has_adversary:
-            fake_S1P, pull_S1P = towards_real(teaching.judge, batch, y_S1P, tau_G)
-        else:
-            fake_S1P = teaching.critic(batch, y_S1P, tau_G)
+        real_S1P, fake_S1P = teaching.teacher(batch, y_S1P, tau_G), teaching.critic(batch, y_S1P, tau_G)
         scale_G = _mean_of_samples(teaching, batch, (judged.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
         step_S1P = (fake_S1P - real_S1P) / of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
-        # an error is a mean over P, and the head's loss is not
-        step_S1P = step_S1P + teaching.config.adversarial_weight * y_S1P.shape[-1] * pull_S1P
+        if (weight := teaching.config.adversarial_weight) > 0:  # an error is a mean over P, which the head's is not
+            step_S1P += weight * y_S1P.shape[-1] * towards_real(teaching.judge, batch, y_S1P, tau_G)
         target_S1P = judged.tokens_S1P - step_S1P / 2
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
 

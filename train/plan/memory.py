@@ -40,6 +40,7 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
     """What a rank of the first pipeline stage holds, which keeps the most micro-batches."""
     trained, head, learners = count_trained(config), _head(config), _num_learners(config)
     is_spread, kept_per_layer = spreads_optimizer(config, layout), _layer_bytes(config, layout)
+    # with a head, what a student made and samples go through the critic, and the student's own step through both
     learnt = learners * _stored(trained, layout) + _stored(head, layout)
 
     def updated(parameters: Parameters) -> float:
@@ -51,7 +52,7 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
         gradients=4 * learnt,
         optimizer=_optimizer_bytes(config) * (learners * updated(trained) + updated(head)),
         averages=4 * len(config.ema.sigma_rels) * trained.share(layout),
-        activations=_kept_activations(config, layout, kept_per_layer),
+        activations=(1 + (head.total > 0)) * _kept_activations(config, layout, kept_per_layer),
         passing=_passing(config, layout, kept_per_layer),
     )
 

@@ -97,7 +97,7 @@ class RawNetwork:
     def __init__(self, preconditioner, mean=MEAN):
         self.config, self.mean = replace(MODEL, preconditioner=preconditioner), mean
 
-    def forward_packed(self, z_S1P, c_noise_R, text_L1E, fps_G, layout, beside_S1Q=None, guidance_G=None):
+    def forward_packed(self, z_S1P, c_noise_R, text_L1E, fps_G, layout, **more):
         told = c_noise_R.double()[layout.on("cpu").row_of_token_S][:, None, None]
         if self.config.preconditioner == "flow":  # z = (1 - t) x0 + t n
             of_data, of_noise = 1 - told, told
