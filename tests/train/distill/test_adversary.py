@@ -1,5 +1,6 @@
 """The head beside a critic: what it learns, and where it leads a student, without touching the critic."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.ops import ledger
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.distill.adversary import Adversary, critic_loss, head_parameters, towards_real
 from megadit.train.distill.objectives import OBJECTIVES, Turn
@@ -94,6 +96,23 @@ def test_the_way_to_real_is_a_gradient_and_the_critic_gets_none(critic):
     step = 1e-2
     expected = (value(y_S1P + step * along) - value(y_S1P - step * along)) / (2 * step)
     assert (grad_S1P * along).sum().item() == pytest.approx(expected, rel=1e-2) and abs(expected) > 1e-3
+
+
+def test_no_graph_is_left_behind(critic, monkeypatch):
+    """One of which a part is never gone back through would stay: what blocks keep for their backward holds itself."""
+
+    def num_left():
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in gc.get_objects())
+
+    monkeypatch.setattr(ledger, "SMALL", 0)
+    torch.nn.init.normal_(critic.adversary.linear_2.weight)
+    batch, before = made_and_real(), num_left()
+    towards_real(critic.judge, batch, batch.tokens_S1P, torch.tensor([1.5, 0.4, 1.0]))
+    loss_of(critic, batch).objective.backward()
+    assert num_left() == before
+    critic._denoise(batch, batch.tokens_S1P, torch.ones(3)).sum()
+    assert num_left() > before, "negative control"
 
 
 def test_a_student_follows_it():
