@@ -51,7 +51,8 @@ def given_inputs(
     known = encode_given(media, bundle.takes, target, torch.device("cpu"), bundle.load_image_encoder())
     given = Given.concatenate([known.given] * batch)
     image = None if known.image_BIE is None else known.image_BIE.expand(batch, -1, -1)
-    conditioning = Conditioning(inputs["text"], inputs["text_length"], inputs["fps"], given=given, image_BIE=image)
+    told = {"given": given, "image_BIE": image, "guidance_B": inputs.get("guidance")}
+    conditioning = Conditioning(inputs["text"], inputs["text_length"], inputs["fps"], **told)
     noise_BCTHW = torch.randn(batch, *target.shape, generator=torch.Generator().manual_seed(seed))
     x_BCTHW = noise_BCTHW * (inputs["sigma"] ** 2 + bundle.config.sigma_data**2).sqrt()[:, None, None, None, None]
     found = denoiser_inputs(x_BCTHW, inputs["sigma"], conditioning)

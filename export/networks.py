@@ -1,6 +1,6 @@
 """The networks of a bundle as modules of tensors alone, which is what an exporter can trace."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -41,9 +41,15 @@ class DenoiserGraph(nn.Module):
         self.denoiser = denoiser
         self.filled = nullcontext if slots is None else SlottedLinears(denoiser.dit, slots).filled
 
-    def forward(self, x, sigma, text, text_length, fps, *adapters: Tensor) -> Tensor:
+    def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
+        guidance, adapters = self.told(more)
         with self.filled(adapters):
-            return self.denoiser(x, sigma, Conditioning(text, text_length, fps))
+            return self.denoiser(x, sigma, Conditioning(text, text_length, fps, guidance_B=guidance))
+
+    def told(self, more: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """The scales of guidance [B], of a network that is told them, which come first of further inputs; and the
+        others."""
+        return (None, more) if self.denoiser.dit.config.guidance_range is None else (more[0], more[1:])
 
 
 class GivenDenoiserGraph(DenoiserGraph):
@@ -52,8 +58,10 @@ class GivenDenoiserGraph(DenoiserGraph):
     Frames that are only given come after those of the video, in `x` and `x0` too, where they have no meaning.
     """
 
-    def forward(self, x, sigma, text, text_length, fps, given, is_given, times, *adapters: Tensor) -> Tensor:
-        conditioning = Conditioning(text, text_length, fps, given=Given(given, is_given.bool()))
+    def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
+        guidance, (given, is_given, times, *adapters) = self.told(more)
+        given = Given(given, is_given.bool())
+        conditioning = Conditioning(text, text_length, fps, given=given, guidance_B=guidance)
         with self.filled(adapters):
             return self.denoiser(x, sigma, conditioning, _open_layout(conditioning, times, self.denoiser.dit.config))
 
@@ -62,7 +70,8 @@ class BesideDenoiserGraph(DenoiserGraph):
     """The same of a network that reads what is given beside its latents, which of the frames of each latent are given
     (M, T, H, W), and maybe features of images."""
 
-    def forward(self, x, sigma, text, text_length, fps, given, is_given, *more: Tensor) -> Tensor:
+    def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
+        guidance, (given, is_given, *more) = self.told(more)
         count = 0 if self.denoiser.dit.config.image_size is None else 1
         image, adapters = more[:count], more[count:]
         marks = is_given.bool()
@@ -72,6 +81,7 @@ class BesideDenoiserGraph(DenoiserGraph):
             fps,
             given=Given(given, marks.any(0), marks_MTHW=marks),
             image_BIE=next(iter(image), None),
+            guidance_B=guidance,
         )
         with self.filled(adapters):
             return self.denoiser(x, sigma, conditioning)

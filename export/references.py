@@ -91,8 +91,9 @@ def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tens
     noise = inputs["x"] / inputs["x"].std()
     x = noise * (sigma**2 + bundle.config.sigma_data**2) ** 0.5
     pooled_BP = None if features.pooled_BP is None else features.pooled_BP[rows]
+    told = {"pooled_BP": pooled_BP, "guidance_B": inputs.get("guidance")}
     fps_B = inputs.get("fps", torch.zeros(batch))
-    conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), fps_B, pooled_BP=pooled_BP)
+    conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), fps_B, **told)
     values = denoiser_inputs(x, torch.full((batch,), sigma), conditioning)
     if not bundle.config.given.is_among:  # without which it is never asked
         values |= {name: inputs[name] for name in BESIDE_INPUTS if name in inputs}

@@ -34,7 +34,7 @@ class Profiles:
     """(smallest, best, largest) of what a user varies; sizes in pixels and frames of the decoded video."""
 
     batch: Range
-    """Videos at once; guidance doubles them in the denoiser."""
+    """Videos at once; guidance doubles them in the denoiser, unless that is told the scale."""
     frames: Range
     height: Range
     width: Range
@@ -125,7 +125,8 @@ def specs(
         _axis("video_height", profiles.height, step=spatial),
         _axis("video_width", profiles.width, step=spatial),
     )
-    doubled = (profiles.batch[0], GUIDANCE_BATCH * profiles.batch[1], GUIDANCE_BATCH * profiles.batch[2])
+    halves = GUIDANCE_BATCH if config.guidance_range is None else 1
+    doubled = (profiles.batch[0], halves * profiles.batch[1], halves * profiles.batch[2])
     batch, one = _axis("batch", doubled), _axis("batch", (1, 1, max(2, profiles.batch[2])))
     # classes stand for texts in one token, whatever the longest text is
     text = _axis("text", profiles.text) if config.has_text else 1
@@ -148,6 +149,7 @@ def specs(
         "text": {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
         "text_length": {"dtype": "int64", "axes": (batch,)},
         "fps": {"dtype": "float32", "axes": (batch,)},
+        "guidance": {"dtype": "float32", "axes": (batch,)},
         "pooled": {"dtype": "float32", "axes": (batch, config.pooled_size)},
     }
     seen_by_denoisers = {
@@ -290,6 +292,7 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
         "text": normal(shapes["text"]),
         "text_length": length_B,
         "fps": torch.tensor([24.0 if place % 3 else 0.0 for place in range(1, batch + 1)]),
+        "guidance": 1.0 + torch.arange(batch) % 4,
     }
     inputs = {name: value for name, value in inputs.items() if name in shapes}
     inputs |= {"pooled": normal(shapes["pooled"])} if "pooled" in shapes else {}

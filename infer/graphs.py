@@ -27,7 +27,7 @@ KEPT = 8
 WARM_UP = 3
 """Calls before a recording, in which libraries choose kernels and tables are made."""
 
-GIVEN, OTHERS = "given", ("text_length_B", "fps_B", "image_BIE", "pooled_BP")
+GIVEN, OTHERS = "given", ("text_length_B", "fps_B", "image_BIE", "pooled_BP", "guidance_B")
 """Conditions beside the text."""
 
 Compute = Callable[[], Tensor]

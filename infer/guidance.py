@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megadit.infer.samplers import Denoise
 from megadit.models.conditioning import Conditioning
+from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import choose_one
 
@@ -160,6 +161,23 @@ def guided_by_settings(
         evaluate=evaluate,
         num_wanted=num_wanted,
     )
+
+
+def told_guidance(
+    settings: SamplingSettings, config: NetworkConfig, condition: Callable[[list[str]], Conditioning]
+) -> tuple[SamplingSettings, Callable[[list[str]], Conditioning]]:
+    """Settings and conditions as a network is asked: one that is told the scale of guidance once, without any.
+
+    (Meng et al., arXiv 2210.03142, section 3.2.)
+    """
+    if config.guidance_range is None:
+        return settings, condition
+
+    def with_scale(texts: list[str]) -> Conditioning:
+        conditioning = condition(texts)
+        return replace(conditioning, guidance_B=torch.full_like(conditioning.fps_B, settings.guidance))
+
+    return replace(settings, guidance=1.0), with_scale
 
 
 def within(interval: tuple[float, float], inside: Denoise, outside: Denoise) -> Denoise:

@@ -176,9 +176,11 @@ def _network_bytes(config: NetworkConfig, choices: Choices) -> tuple[int, int]:
     return blocks * (resident + 1) // count + around, blocks
 
 
-def _rows(settings: SamplingSettings) -> int:
+def _rows(settings: SamplingSettings, config: NetworkConfig) -> int:
     """Conditions of a video for which one call of the network asks: those wanted, and the one that guidance leads away
-    from, unless it is another network's (`guidance.in_one_batch`)."""
+    from, unless it is another network's (`guidance.in_one_batch`), or the network is told the scale."""
+    if config.guidance_range is not None:
+        return 1
     wanted, total = 1 + bool(settings.second_prompt), settings.guidance + settings.second_guidance
     return wanted if total == 1 or settings.autoguidance else wanted + 1
 
@@ -193,7 +195,7 @@ def _sampling_bytes(
     state = 8 * SAMPLER_STATES * prod(shape) * videos
     numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))
     sets = 2 if settings.adapter_interval else 1  # filled for the noise levels within, empty for the others
-    rows = videos * (1 if choices.sequential_guidance else _rows(settings))
+    rows = videos * (1 if choices.sequential_guidance else _rows(settings, config))
     activations = _ACTIVATIONS[type(config)](config, shape, rows, choices.dtype.itemsize)
     return activations + state + 4 * rows * sets * numbers
 

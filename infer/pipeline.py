@@ -40,6 +40,7 @@ from megadit.infer.guidance import (
     guidance_scale,
     in_one_batch,
     in_turn,
+    told_guidance,
 )
 from megadit.infer.one_batch import denoise_by_settings, solve
 from megadit.infer.preview import LinearPreview, fit_preview
@@ -378,6 +379,7 @@ class TextToVideo:
         def condition(texts: list[str]) -> Conditioning:
             return replace(self.text_encoder.conditioning(texts, fps).to(self.device), **seen)
 
+        settings, condition = told_guidance(settings, self.config, condition)
         weaker = self._weaker_denoiser(settings.autoguidance) if settings.autoguidance else None
         denoise = denoise_by_settings(settings, batch, self.denoiser, condition, weaker=weaker, evaluate=self.evaluate)
         denoise = cached(denoise, skipped, self.config.sigma_data)

@@ -7,7 +7,7 @@ from typing import Any
 from megadit.infer.schedules import settings_sigmas
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.network_config import NetworkConfig
-from megadit.models.settings import SamplingSettings, resolve
+from megadit.models.settings import SamplingSettings, check_guidance, resolve
 from megadit.models.shared.errors import UserError, nearest_multiples
 from megadit.models.shared.options import read_assignments
 from megadit.models.shared.setting import setting
@@ -72,8 +72,9 @@ def latent_size(
 
     Raises:
         UserError: if tokenizer and patch together cannot divide height or width (names the nearest sizes they can),
-            or for a video beyond any machine.
+            for a video beyond any machine, and as `settings.check_guidance`.
     """
+    check_guidance(settings, config.guidance_range)
     multiple = tokenizer.spatial_compression * config.patch_spatial
     for name, size in (("height", settings.height), ("width", settings.width)):
         if size % multiple:

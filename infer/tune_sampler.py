@@ -30,6 +30,7 @@ from megadit.infer.runtimes.torch import find_device
 from megadit.infer.samplers import num_denoiser_calls
 from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.models.bundle.bundle import Bundle, update_manifest
+from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one
@@ -128,7 +129,8 @@ class Tuner:
         part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
         if self.evaluation.extractors and not self.evaluation.possible(len(part)):
             part = self.prompts  # a Fréchet distance wants more videos than its features have dimensions
-        own = Way(settings=self.maker.defaults, evaluations=num_evaluations(self.maker.defaults))
+        defaults = self.maker.defaults
+        own = Way(settings=defaults, evaluations=num_evaluations(defaults, self.maker.bundle.config))
         tried = self.measured([own, *ways_to_sample(self.maker.bundle, evaluations)], part)
         finalists = [own]
         for cost in sorted(set(evaluations)):
@@ -146,8 +148,8 @@ def ways_to_sample(bundle: Bundle, evaluations: Sequence[int]) -> Iterator[Way]:
     own, unit = bundle.defaults, bundle.config.sigma_data
     highest = settings_sigmas(own)[0].item()
     for cost in sorted(set(evaluations)):
-        for guidance in sorted({1.0, *(max(1.0, own.guidance * scale) for scale in SCALES)}):
-            num_steps = cost if guidance == 1 else cost // 2
+        for guidance in _scales(own.guidance, bundle.config.guidance_range):
+            num_steps = cost if guidance == 1 or bundle.config.guidance_range else cost // 2
             if not num_steps:
                 continue
             for sigmas in _levels(num_steps, highest, unit):
@@ -155,8 +157,14 @@ def ways_to_sample(bundle: Bundle, evaluations: Sequence[int]) -> Iterator[Way]:
                     levels = {"sigmas": sigmas, "num_steps": num_steps, "shift": 1.0}
                     given = {"churn": 0.0, "eta": 0.0, "guidance": guidance} | levels | solver
                     settings = resolve_settings(own, **given)
-                    if num_evaluations(settings) == cost:
+                    if num_evaluations(settings, bundle.config) == cost:
                         yield Way(settings=settings, evaluations=cost)
+
+
+def _scales(own: float, told: tuple[float, float] | None) -> list[float]:
+    """None, and some around the model's own; of a network that is told its scale, within those that it knows."""
+    low, high = told or (1.0, math.inf)
+    return sorted({low, *(min(max(low, own * scale), high) for scale in SCALES)})
 
 
 def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ...]]:
@@ -171,9 +179,10 @@ def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ..
     return found
 
 
-def num_evaluations(settings: SamplingSettings) -> int:
-    """How often a network is asked for a video: guidance asks twice."""
-    halves = 1 + (settings.guidance != 1) + bool(settings.second_prompt)
+def num_evaluations(settings: SamplingSettings, config: NetworkConfig) -> int:
+    """How often a network is asked for a video: guidance asks twice, but one that is told the scale."""
+    is_guided = settings.guidance != 1 and config.guidance_range is None
+    halves = 1 + is_guided + bool(settings.second_prompt)
     return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * halves
 
 

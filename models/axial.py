@@ -209,12 +209,16 @@ def _home_tokens(whole: PackLayout, mesh: TokenMesh) -> Tensor:
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, there, back, group):
-        ctx.back, ctx.group = back, group
+        ctx.there, ctx.back, ctx.group = there, back, group
         return _send(x, there, group)
 
     @staticmethod
     def backward(ctx, grad):
         return _send(grad, ctx.back, ctx.group), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return _send(tangent, ctx.there, ctx.group)
 
 
 def _send(x_SBD: Tensor, plan: Move, group: ProcessGroup | None) -> Tensor:

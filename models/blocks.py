@@ -7,6 +7,7 @@ batch).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -320,6 +321,10 @@ class BlockStack(nn.ModuleDict):
             with cheap_values_recomputed():
                 x = block(x, *context)
         return x
+
+    def first(self, count: int) -> "BlockStack":
+        """The first of them, the same modules, computed as here."""
+        return BlockStack(dict(islice(self.items(), count)))
 
 
 class FinalLayer(nn.Module):

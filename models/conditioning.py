@@ -128,6 +128,8 @@ class Conditioning:
     """Features of a given image (I tokens, E wide), for networks that attend to them."""
     pooled_BP: Tensor | None = None
     """One feature of each whole text, for networks that read it."""
+    guidance_B: Tensor | None = None
+    """float32, the scale of guidance that a network is told, of those that are."""
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]
@@ -163,6 +165,7 @@ class Conditioning:
             self.given and replace(self.given, latents_BCTHW=self.given.latents_BCTHW[places]),
             None if self.image_BIE is None else self.image_BIE[places],
             None if self.pooled_BP is None else self.pooled_BP[places],
+            None if self.guidance_B is None else self.guidance_B[places],
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Conditioning":
@@ -171,7 +174,7 @@ class Conditioning:
             x if x is None or dtype is None else x.to(dtype) for x in (self.text_BLE, self.image_BIE, self.pooled_BP)
         )
         given = self.given and self.given.to(device)
-        parts = (text, self.text_length_B, self.fps_B, dict(self.adapter_scale_B), given, image, pooled)
+        parts = (text, self.text_length_B, self.fps_B, dict(self.adapter_scale_B), given, image, pooled, self.guidance_B)
         return Conditioning(*sent_as_one(parts, device))
 
     @staticmethod
@@ -187,4 +190,5 @@ class Conditioning:
             Given.concatenate([part.given for part in parts]),
             None if parts[0].image_BIE is None else torch.cat([part.image_BIE for part in parts]),
             None if parts[0].pooled_BP is None else torch.cat([part.pooled_BP for part in parts]),
+            None if parts[0].guidance_B is None else torch.cat([part.guidance_B for part in parts]),
         )

@@ -80,6 +80,10 @@ class DiTConfig:
     image_positions: int | None = None
     """Learned positions of these features, where several images are given at once; None has none."""
 
+    guidance_range: tuple[float, float] | None = None
+    """Scales of guidance, lowest and highest, that it is told beside the noise level: one call gives what two did
+    (arXiv 2210.03142, section 3.2). None: it is told none."""
+
     family: str = "megadit"
     """Whose structure: ours, or that of published weights. `families.py` lists what differs."""
     compat: Literal["nemo", "predict2_5"] | None = None
@@ -146,8 +150,8 @@ class DiTConfig:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """Texts of any length, and how fast a video runs."""
-        return "text", "text_length", "fps"
+        """Texts of any length, how fast a video runs, and maybe a scale of guidance."""
+        return ("text", "text_length", "fps", *("guidance",) * (self.guidance_range is not None))
 
     @property
     def has_text(self) -> bool:

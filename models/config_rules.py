@@ -104,6 +104,17 @@ RULES: tuple[Rule[Any], ...] = (
         needs=lambda config: config.image_size is not None,
         remedy="model.image_positions needs model.image_size",
     ),
+    # guidance
+    Rule(
+        when=lambda config: config.guidance_range is not None,
+        needs=lambda config: 1 <= config.guidance_range[0] < config.guidance_range[1],
+        remedy="model.guidance_range={guidance_range} must be two scales from 1, the lower first",
+    ),
+    Rule(
+        when=lambda config: config.guidance_range is not None,
+        needs=lambda config: config.denoises,
+        remedy="model.guidance_range is told to networks that denoise, which model.family={family} does not; leave it",
+    ),
     # heads
     Rule(
         needs=lambda config: config.num_attention_heads % config.key_heads == 0,

@@ -28,6 +28,8 @@ class DensePack(NamedTuple):
     layout: PackLayout
     beside_S1Q: Tensor | None = None
     """Given channels beside the tokens, in networks that have them there."""
+    guidance_G: Tensor | None = None
+    """Scales of guidance, of networks that are told them."""
 
 
 def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, multiple: int) -> DensePack:
@@ -41,6 +43,7 @@ def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, m
     capacity = -(-len(tokens_S1P) // multiple) * multiple
     layout = PackLayout.pack(segments, capacity=capacity, text_capacity=text_capacity)
     has_channels = given is not None and not config.given.is_among
+    guidance_B = conditioning.guidance_B
     text = [features_LE[: max(length, 1)] for features_LE, length in zip(conditioning.text_BLE, lengths, strict=True)]
     return DensePack(
         tokens_S1P=_filled_up(tokens_S1P, capacity),
@@ -48,6 +51,7 @@ def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, m
         fps_G=pad_segments(conditioning.fps_B.float(), layout),
         layout=layout,
         beside_S1Q=_filled_up(_one_by_one(given.channels(config), config), capacity) if has_channels else None,
+        guidance_G=None if guidance_B is None else pad_segments(guidance_B, layout, value=1.0),
     )
 
 

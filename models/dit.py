@@ -28,6 +28,7 @@ from megadit.models.embeddings import (
     Rotary,
     TextMLP,
     fps_embedder,
+    guidance_embedder,
     patchify,
     rotary_table,
     shared_embedder,
@@ -88,6 +89,7 @@ class DiT(nn.Module):
             self.x_embedder = Linear(config.token_dim, width, bias=structure.patch_bias)
         self.sigma_embedder = sigma_embedder(config)
         self.fps_embedder = fps_embedder(config)
+        self.guidance_embedder = guidance_embedder(config)
         self.shared_embedder = shared_embedder(config)
         self.shared_modulation = SharedModulation(config) if structure.single_modulation else None
         self.class_embedder = self.condition_layernorm = self.text_embedder = self.null_text = self.positions = None
@@ -143,9 +145,9 @@ class DiT(nn.Module):
             tokens_SBP = F.pad(tokens_SBP, (0, self.config.given_dim))
         if padding_mask_B1THW is not None and self.config.padding_mask_channel:
             tokens_SBP = torch.cat([tokens_SBP, patchify(padding_mask_B1THW.to(x_BCTHW), self.config)], dim=-1)
-        of_samples = (conditioning.fps_B, text_LBE[0], is_null_B)
+        of_samples = (conditioning.fps_B, text_LBE[0], is_null_B, self._told(conditioning.guidance_B))
         if given is not None and self.config.given.is_among:
-            of_samples = (torch.cat([values_B, values_B]) for values_B in of_samples)
+            of_samples = (None if values_B is None else torch.cat([values_B, values_B]) for values_B in of_samples)
         condition = self._embed_condition(c_noise_B, *of_samples)
         text_LBD = layout.per_condition(DiT._embed_text, self, text_LBE, is_null_B[None, :, None])
         image_IBD = None
@@ -186,14 +188,17 @@ class DiT(nn.Module):
         fps_G: Tensor,
         layout: PackLayout,
         beside_S1Q: Tensor | None = None,
+        guidance_G: Tensor | None = None,
+        through: int | None = None,
     ) -> Tensor:
-        """Predicts F (S1P) for a pack: row g of `fps_G` belongs to segment g of `layout`.
+        """Predicts F (S1P) for a pack: row g of `fps_G` and `guidance_G` belongs to segment g of `layout`.
 
         `c_noise_R` is of the condition rows: of the segments, then of what is given in some of them.
         `beside_S1Q` are the channels of what is given (`config.given_dim`), where that is not among the tokens; else
         these follow from the layout.
         A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
-        one that is not the last gives its own.
+        one that is not the last gives its own. With `through`, what comes out of so many blocks is given (S1D), and no
+        more is computed.
         """
         for segment in layout.segments:
             if not segment.is_padding:
@@ -203,21 +208,34 @@ class DiT(nn.Module):
             beside_S1Q = tensors.is_given_S[:, None, None].expand(-1, -1, self.config.given_dim)
         if self.part.is_first and beside_S1Q is not None:
             tokens_S1P = torch.cat([tokens_S1P, beside_S1Q.to(tokens_S1P)], dim=-1)
-        of_segments = (fps_G, text_L1E[tensors.first_text_G, 0], tensors.has_no_text_G)
+        of_segments = (fps_G, text_L1E[tensors.first_text_G, 0], tensors.has_no_text_G, self._told(guidance_G))
         if layout.has_given:
-            of_segments = (values_G[tensors.segment_of_row_R] for values_G in of_segments)
+            rows = tensors.segment_of_row_R
+            of_segments = (None if values_G is None else values_G[rows] for values_G in of_segments)
         condition = self._embed_condition(c_noise_R, *of_segments)
         text_L1D = self._embed_text(text_L1E, tensors.null_text_L[:, None, None])
-        return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout)
+        return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout, through=through)
+
+    def _told(self, guidance: Tensor | None) -> Tensor | None:
+        """The scales of guidance of samples or segments, for a network that is told them; None for others."""
+        assert self.guidance_embedder is None or guidance is not None, "the network is told a scale of guidance"
+        return None if self.guidance_embedder is None else guidance
 
     def _embed_condition(
-        self, c_noise_R: Tensor, fps_R: Tensor, first_text_RE: Tensor, is_null_R: Tensor
+        self,
+        c_noise_R: Tensor,
+        fps_R: Tensor,
+        first_text_RE: Tensor,
+        is_null_R: Tensor,
+        guidance_R: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """(condition_RD, shared_RM or None); the first text token is read where it stands for a class."""
         condition_RD = self.sigma_embedder(c_noise_R, self.dtype)
         if self.fps_embedder is not None:
             fps_RF = self.fps_embedder(fps_R, self.dtype)
             condition_RD = condition_RD + F.pad(fps_RF, (0, self.config.hidden_size - fps_RF.shape[-1]))
+        if guidance_R is not None:
+            condition_RD = condition_RD + self.guidance_embedder(guidance_R, self.dtype)
         if self.class_embedder is not None:
             condition_RD = condition_RD + self.class_embedder(first_text_RE, is_null_R)
         if self.condition_layernorm is not None:
@@ -249,6 +267,7 @@ class DiT(nn.Module):
         fps: Tensor,
         layout: Layout,
         image_IBD: Tensor | None = None,
+        through: int | None = None,
     ) -> Tensor:
         """`fps` is [1, B] for a dense batch, and [G, 1] for a pack."""
         device = tokens_SBP.device
@@ -264,6 +283,8 @@ class DiT(nn.Module):
             **self._axial(layout, rotary, device),
         )
         x_SBD = self._embed(tokens_SBP, layout) if self.part.is_first else tokens_SBP
+        if through is not None:
+            return self.leave(self.blocks.first(through)(x_SBD, inputs))
         x_SBD = self.blocks(x_SBD, inputs)
         return self.leave(self.final_layer(x_SBD, inputs)) if self.part.is_last else x_SBD
 

@@ -220,6 +220,11 @@ def fps_embedder(config: DiTConfig) -> nn.Module | None:
             return None
 
 
+def guidance_embedder(config: DiTConfig) -> nn.Module | None:
+    """Of the scale of guidance, where the network is told one."""
+    return None if config.guidance_range is None else ScalarEmbedder(Sinusoids(), config.hidden_size)
+
+
 class LearnedPositions(nn.Module):
     """One vector for each place along each axis; a token's is their sum (MovieGen), brought to unit mean square
     (Cosmos) where `is_normalized`."""

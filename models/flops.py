@@ -20,7 +20,9 @@ from megadit.models.weights import network_shapes
 
 _TABLES = ("positions.", "class_embedder.", "x_embedder.positions", "x_embedder.words")
 """Rows of these are looked up, not multiplied."""
-_OF_CONDITION = ("sigma_embedder.", "fps_embedder.", "shared_embedder.", "shared_modulation.", "head.")
+_OF_CONDITION = (
+    *("sigma_embedder.", "fps_embedder.", "guidance_embedder.", "shared_embedder.", "shared_modulation.", "head."),
+)
 """What reads the condition of a sample, or its class token."""
 
 

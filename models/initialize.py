@@ -16,13 +16,19 @@ FullShape = Callable[[nn.Parameter], torch.Size]
 CONSTANTS = {"log_scale": math.log(1 / 0.07), "score_offset": -10.0}
 """What scores of CLIP begin with (arXiv 2103.00020, section 2.5; 2303.15343, section 3.2)."""
 
+ZERO = (
+    *("final_layer.linear.", "head.linear.", "shared_modulation."),
+    *("shared_embedder.linear_2.", "guidance_embedder.linear_2."),
+)
+"""Beginnings of the names of what starts at zero."""
+
 
 def is_zero_initialised(name: str) -> bool:
-    """adaLN-Zero (arXiv 2212.09748, section 3.2): modulation and output start at zero, every block as identity."""
+    """adaLN-Zero (arXiv 2212.09748, section 3.2): modulation and output start at zero, every block as identity; what is
+    told of guidance, too, so that a student starts as its teacher."""
     if name.endswith("modulation.down.weight"):  # of a product of two matrices, one must not be zero
         return False
-    zero_prefixes = ("final_layer.linear.", "head.linear.", "shared_embedder.linear_2.", "shared_modulation.")
-    return "modulation." in name or name.startswith(zero_prefixes) or name.endswith("bias")
+    return "modulation." in name or name.startswith(ZERO) or name.endswith("bias")
 
 
 def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -49,6 +49,8 @@ class NetworkConfig(Protocol):
     """The noise level of what is given of a video; None: it was trained without, and takes nothing."""
     given_noise: float
     given_scaled_as: float
+    guidance_range: tuple[float, float] | None
+    """Scales of guidance that it is told; None: none, and guidance asks it twice."""
     image_size: int | None
     """Width of the features of a given image; None: it reads none."""
     outline: str

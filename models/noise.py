@@ -45,6 +45,8 @@ class Stream(IntEnum):
     """Noise added to what is given, in networks that see it with some."""
     MIXUP = 8
     """How much of a sample is left where another is mixed into it."""
+    GUIDANCE = 9
+    """The scale of guidance that a student is told of a sample."""
     DERIVED = 1 << 8
     """The first of the streams of derived keys: the n-th further use of a sample takes DERIVED + n."""
     STEP = 1 << 16

@@ -141,11 +141,11 @@ def denoise_packed(
     fps_G: Tensor,
     layout: PackLayout,
     before: Tensor | None = None,
-    beside_S1Q: Tensor | None = None,
+    **more: Tensor | int | None,
 ) -> Tensor:
     """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
 
-    Tokens that are given are as `config.given` says. `before`, [S, 1, D], and `beside_S1Q`: see `DiT.forward_packed`.
+    Tokens that are given are as `config.given` says. `before`, [S, 1, D], and `more`: see `DiT.forward_packed`.
     """
     config, tensors, scalings = dit.config, layout.on(sigma_G.device), parameterization_of(dit.config).scalings
     sigma_R = sigma_G[tensors.segment_of_row_R]
@@ -155,5 +155,5 @@ def denoise_packed(
     of_given = scalings(sigma_G.new_full((1,), config.given_scaled_as)).c_in
     c_in = torch.where(tensors.is_given_S[:, None, None], of_given, c_in)
     tokens = (c_in * x_S1P).to(dit.dtype) if dit.part.is_first else before
-    F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout, beside_S1Q)
-    return c_skip * x_S1P + c_out * F_S1P.float() if dit.part.is_last else F_S1P
+    F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout, **more)
+    return c_skip * x_S1P + c_out * F_S1P.float() if dit.part.is_last and "through" not in more else F_S1P

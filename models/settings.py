@@ -48,6 +48,11 @@ STOCHASTIC = tuple(name for name, traits in SAMPLERS.items() if traits.adds_nois
 SCHEDULES = ("karras", "log_linear", "exponential", "linear", "flow", "ddpm", "stable_diffusion")
 AUTO_SHIFTS = ("auto", "auto_video")
 """As `shift`: the one that suits the pixels of a frame, or those of all frames (see `fitting_shift`)."""
+OF_TWO_CALLS: dict[str, Any] = {
+    **{"negative_prompt": "", "second_prompt": "", "autoguidance": ""},
+    **{"guidance_interval": (), "guidance_rescale": 0.0, "image_guidance": 1.0},
+}
+"""Settings of guidance by two answers of a network, and the values without."""
 _ADDED_NOISE = {"churn": 0.0, "eta": 0.0}
 """Settings of the noise that a sampler adds, and the values that switch it off."""
 _OF_SCHEDULE = ("num_steps", "schedule", "sigma_min", "sigma_max", "rho")
@@ -233,6 +238,24 @@ def check_together(settings: SamplingSettings) -> None:
         raise UserError("autoguidance leads away from a weaker network, image_guidance from nothing given: choose one")
     if settings.autoguidance and settings.guidance == 1:
         raise UserError("autoguidance needs a guidance other than 1, which is none")
+
+
+def check_guidance(settings: SamplingSettings, told: tuple[float, float] | None) -> None:
+    """Raises UserError for guidance that a network does not know which is `told` its scale, of these (None: is not)."""
+    if told is None:
+        return
+    low, high = told
+    if not low <= settings.guidance <= high:
+        raise UserError(
+            f"guidance={settings.guidance:g} is none of the scales that this network has learnt to be told, "
+            f"{low:g} to {high:g}"
+        )
+    for name, unguided in OF_TWO_CALLS.items():
+        if getattr(settings, name) != unguided:
+            raise UserError(
+                f"{name}={getattr(settings, name)} needs a second call of the network, which this one, told the scale "
+                "of guidance, does without: leave it out"
+            )
 
 
 def find_sampler(name: str) -> str:

@@ -220,6 +220,11 @@ class UNetConfig:
         return 0.0
 
     @property
+    def guidance_range(self) -> None:
+        """Guidance asks it twice."""
+        return None
+
+    @property
     def image_size(self) -> None:
         return None
 

@@ -195,7 +195,7 @@ SHOWN_BY = {
     "distill": {
         "train/distill/test_command.py::test_every_option_reaches_its_part": """
             --data --recipe --config-file --stages --calls --sigmas --guidance --nproc --prompts --count --extractors
-            --spread --distance --device --pairs --num_pairs --pair_steps
+            --spread --distance --device --pairs --num_pairs --pair_steps --guidance_range
         """,
     },
     "tune-sampler": {

@@ -32,6 +32,9 @@ MAY_CHANGE = ("given_sigma", "preconditioner")
 """Settings of a network that no tensor depends on: it can go on with others."""
 MAY_CHANGE_OF_POSITIONS = ("rope_scale", "rope_interpolation")
 """Nor on these, by which it goes on at another size; but an adapter is used beside its base, whose they stay."""
+MAY_COME = ("guidance_range",)
+"""A network can go on with these, which it was without or at other values, but not without them; nor can an adapter's
+base."""
 MAY_CHANGE_OF_CLASSIFIER = ("learned_positions", "num_classes")
 """It can go on at another size, with its positions resized, and with other classes, which a new head learns."""
 
@@ -58,12 +61,20 @@ def read_teacher(config: RunConfig) -> GivenNetwork:
     """The network that a student learns from.
 
     Raises:
-        UserError: as `read_given`, and where samples are to be given parts that it never saw any of.
+        UserError: as `read_given`, and where samples are to be given parts that it never saw any of, or the student
+            is to be told scales of guidance that it does not know.
     """
     source = config.train.distill.teacher
     teacher = read_given(config, source)
     if config.data.given and teacher.config.given_sigma is None:
         raise UserError(f"the teacher {source} was not trained to be given parts of videos: leave out data.given")
+    if (known := teacher.config.guidance_range) is not None:
+        low, high = config.model.guidance_range
+        if low < known[0] or high > known[1]:
+            raise UserError(
+                f"model.guidance_range=[{low:g},{high:g}] is more than the teacher {source} knows, which is told "
+                f"scales from {known[0]:g} to {known[1]:g}"
+            )
     return teacher
 
 
@@ -77,21 +88,28 @@ def read_given(config: RunConfig, source: str) -> GivenNetwork:
         checkpoint = find_checkpoint(Path(source))
         model = load_config(checkpoint / CONFIG).model
         _check_same_network(config, model, source)
-        return GivenNetwork(model, _adapted(read_network(checkpoint).__getitem__, model, config.model))
+        return GivenNetwork(
+            model, _adapted(read_network(checkpoint).__getitem__, model, config.model, config.train.seed)
+        )
     bundle = Bundle.open(source)
     check_single(bundle)
     check_transformer(bundle, UNTRAINED)
     _check_same_network(config, bundle.config, source)
     read = open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read
-    return GivenNetwork(bundle.config, _adapted(read, bundle.config, config.model))
+    return GivenNetwork(bundle.config, _adapted(read, bundle.config, config.model, config.train.seed))
 
 
-def _adapted(read: Weights, theirs: DiTConfig, ours: DiTConfig) -> Weights:
-    """The tensors of a network of class tokens as one of another size or of other classes begins with them."""
-    if ours.denoises:
+def _adapted(read: Weights, theirs: DiTConfig, ours: DiTConfig, seed: int) -> Weights:
+    """The tensors of a network as another begins with them: one that is told scales of guidance, of one that was not;
+    one of class tokens at another size or with other classes."""
+    if ours.denoises and (ours.guidance_range is None or theirs.guidance_range is not None):
         return read
 
     def value(name: str) -> Tensor:
+        if name.startswith("guidance_embedder."):
+            return initial_value(name, torch.Size(network_shapes(ours)[name]), seed)
+        if ours.denoises:
+            return read(name)
         if name.removeprefix("image_tower.") == "x_embedder.positions":
             return resized_positions(read(name), theirs.learned_positions, ours.learned_positions)
         if name.startswith("head.linear.") and theirs.num_classes != ours.num_classes:
@@ -106,6 +124,7 @@ def _check_same_network(config: RunConfig, model: DiTConfig, source: str) -> Non
     may_change = (
         *MAY_CHANGE,
         *MAY_CHANGE_OF_POSITIONS * (config.train.adapter is None and config.train.distill is None),
+        *(name for name in MAY_COME if ours[name] is not None and config.train.adapter is None),
         *MAY_CHANGE_OF_CLASSIFIER * (not config.model.denoises),
     )
     if differing := [name for name in ours if ours[name] != theirs[name] and name not in may_change]:

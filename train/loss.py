@@ -82,7 +82,7 @@ def edm_loss(
     """
     parameterization = parameterization_of(dit.config)
     x_S1P = batch.noisy(sigma_G, noise_S1P, dit.config.given_noise)
-    D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
+    D_S1P = denoise_packed(dit, x_S1P, sigma_G, **batch.conditions, before=before)
     if not dit.part.is_last:
         return D_S1P
     u_G = None if uncertainty is None else uncertainty(parameterization.scalings(sigma_G).c_noise)

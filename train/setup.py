@@ -44,7 +44,8 @@ from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import EmaConfig, MatmulPrecision, RunConfig
 from megadit.train.cpu_memory import keep_freed_memory
 from megadit.train.device_update import DeviceUpdate, device_update
-from megadit.train.distill.networks import Distillation, denoiser_of, guided
+from megadit.train.distill.adversary import Adversary
+from megadit.train.distill.networks import Distillation, denoiser_of, guided, judge_of, summed
 from megadit.train.distill.objectives import Teaching
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
@@ -158,10 +159,12 @@ def build_training(config: RunConfig, groups: Groups) -> Training:
     return training if config.train.distill is None else _with_teacher(training)
 
 
-def _build_trained(config: RunConfig, groups: Groups, given: GivenNetwork | None, *, prefix: str = "") -> Training:
+def _build_trained(
+    config: RunConfig, groups: Groups, given: GivenNetwork | None, *, prefix: str = "", has_adversary: bool = False
+) -> Training:
     """A network that is trained; `prefix` comes before the names of its tensors in checkpoints."""
     weights = None if given is None else given.read
-    parts = build_parts(config, groups, _starting_weights(config, weights))
+    parts = build_parts(config, groups, _starting_weights(config, weights), has_adversary=has_adversary)
     optimizer = build_optimizer(config, parts)
     update = device_update(optimizer, parts)
     if update is not None:
@@ -191,8 +194,10 @@ def _with_teacher(training: Training) -> Training:
     asked, teacher = config.train.distill, read_teacher(config)
     critic = None
     if asked.has_critic:
-        critic = _build_trained(_critic_config(config), groups, teacher, prefix=CRITIC)
+        has_adversary = asked.has_adversary
+        critic = _build_trained(_critic_config(config), groups, teacher, prefix=CRITIC, has_adversary=has_adversary)
     frozen = _build_frozen(config, groups, teacher)
+    is_told = teacher.config.guidance_range is not None
     distillation = Distillation(
         frozen=frozen,
         seed=config.train.seed,
@@ -200,13 +205,18 @@ def _with_teacher(training: Training) -> Training:
             config=asked,
             diffusion=config.diffusion,
             model=config.model,
-            teacher=guided(denoiser_of(frozen), asked.guidance),
+            teacher=denoiser_of(frozen) if is_told else guided(denoiser_of(frozen), asked.guidance),
             critic=None if critic is None else denoiser_of(critic.parts[0]),
-            sum_over_context=partial(_summed, group=groups.context.group),
+            judge=None if critic is None else judge_of(critic.parts[0]),
+            sum_over_context=partial(summed, group=groups.context.group),
+            uncertainty=training.network.uncertainty,
         ),
-        teacher_fingerprint=fingerprint(network_shapes(config.model), teacher.read),
+        teacher_fingerprint=fingerprint(network_shapes(teacher.config), teacher.read),
+        is_guided=not is_told and (asked.guidance != 1 or config.model.guidance_range is not None),
     )
     training.network.objective = distillation.loss
+    if asked.has_adversary:
+        critic.network.objective = distillation.critic_objective(critic.network.judge)
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)
     tensors = replace(training.tensors, others=others)
     return replace(training, distillation=distillation, critic=critic, tensors=tensors)
@@ -221,12 +231,6 @@ def _critic_config(config: RunConfig) -> RunConfig:
         optimizer=replace(config.optimizer, lr=rate),
         ema=EmaConfig(sigma_rels=()),
     )
-
-
-def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over a group of tensors of any shape, in place."""
-    dist.all_reduce(tensor, group=group)
-    return tensor
 
 
 def _build_frozen(config: RunConfig, groups: Groups, given: GivenNetwork) -> nn.Module:
@@ -261,10 +265,10 @@ def _starting_weights(config: RunConfig, given: Weights | None) -> Weights:
 
 
 def build_parts(
-    config: RunConfig, groups: Groups, weights: Weights, *, is_frozen: bool = False
+    config: RunConfig, groups: Groups, weights: Weights, *, is_frozen: bool = False, has_adversary: bool = False
 ) -> tuple[DataParallel, ...]:
     """This rank's parts of the network, ready for Megatron's schedules: gradients are summed in float32. A frozen
-    network is wrapped only where it is sharded.
+    network is wrapped only where it is sharded; one that `has_adversary` has a head that tells real samples.
     """
     config = _with_recompute(config, groups)
     sizes, is_sharded = config.parallel.sizes, config.parallel.data_parallel == "fsdp"
@@ -280,12 +284,14 @@ def build_parts(
         fp8=None if config.train.fp8 == "none" else config.train.fp8,
         fp8_recipe=config.train.fp8_recipe,
     )
+    build = partial(_build_network, config, groups, megatron, has_adversary=has_adversary)
     if is_sharded:
-        parts = (_shard(config, groups, megatron, weights, is_frozen=is_frozen),)
+        parts = (_shard(config, groups, build(0, torch.device("meta")), weights, is_frozen=is_frozen),)
     else:
         indices = [turn * sizes.pipeline + groups.pipeline.rank() for turn in range(sizes.virtual_pipeline)]
         networks = [
-            _initialized(config, groups, megatron, index, weights).to(groups.device, dtype) for index in indices
+            _initialized(config, groups, build(index, groups.device), weights).to(groups.device, dtype)
+            for index in indices
         ]
         if is_frozen:
             return tuple(network.requires_grad_(False) for network in networks)
@@ -312,22 +318,18 @@ def _with_recompute(config: RunConfig, groups: Groups) -> RunConfig:
 
 
 def _shard(
-    config: RunConfig, groups: Groups, megatron: TransformerConfig, weights: Weights, *, is_frozen: bool
+    config: RunConfig, groups: Groups, network: TrainingModel, weights: Weights, *, is_frozen: bool
 ) -> FullySharded:
     """The network divided among the ranks, none of which ever holds more than its share and one whole tensor."""
-    network = _build_network(config, groups, megatron, 0, torch.device("meta"))
     if is_frozen:
         network.requires_grad_(False)
-    part = FullySharded(megatron, network, groups, precision(config))
+    part = FullySharded(network.config, network, groups, precision(config))
     initialize_dit_(network.dit, config.train.seed, groups.axes, weights, assign=assign)
     return part
 
 
-def _initialized(
-    config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int, weights: Weights
-) -> TrainingModel:
-    """Part `index` of the network, with the weights that it has in any layout."""
-    network = _build_network(config, groups, megatron, index, groups.device)
+def _initialized(config: RunConfig, groups: Groups, network: TrainingModel, weights: Weights) -> TrainingModel:
+    """A part of the network, with the weights that it has in any layout."""
     initialize_dit_(network.dit, config.train.seed, groups.axes, weights)
     return network
 
@@ -340,7 +342,13 @@ def _kind_of_linears(config: RunConfig) -> LinearKind:
 
 
 def _build_network(
-    config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int, device: torch.device
+    config: RunConfig,
+    groups: Groups,
+    megatron: TransformerConfig,
+    index: int,
+    device: torch.device,
+    *,
+    has_adversary: bool,
 ) -> TrainingModel:
     """Part `index` of the network; of the DiT no values, and on the meta device no memory."""
     parallel = config.parallel
@@ -369,6 +377,7 @@ def _build_network(
             label_smoothing=config.train.label_smoothing,
             contrast_rows=config.train.contrast_rows,
             readers=groups.readers,
+            adversary=Adversary(config.model.hidden_size, config.train.seed) if has_adversary else None,
         )
 
 

@@ -48,6 +48,7 @@ class ShardedDenoiser:
             text_L1E=pack.text_L1E,
             layout=pack.layout,
             fps_G=pack.fps_G,
+            guidance_G=pack.guidance_G,
             noise_key_G=nothing_G,
             seed_key_G=nothing_G,
             loss_weight_G=torch.ones_like(pack.fps_G),

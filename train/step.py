@@ -197,7 +197,8 @@ def _reduce(
     With `norm`, which all ranks have: what the host asks a GPU for in a step, it asks for here, once.
     """
     groups, config = training.groups, training.config
-    forwards = 0 if config.train.distill is None else config.train.distill.forwards
+    distillation = training.distillation
+    forwards = 0 if distillation is None else config.train.distill.forwards(distillation.is_guided)
     objective, weighted, error = sums.double().sum(0)
     bad_rank = (~sums.isfinite()).any().double()
     share = groups.is_last_stage / groups.context.size  # of samples that all ranks of a copy know whole

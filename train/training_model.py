@@ -4,7 +4,9 @@ Shapes: G segments of a pack (padding included).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -13,6 +15,7 @@ from megadit.models.parameterization import denoise_packed
 from megadit.train.classification import classification_loss
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.distill.adversary import Adversary
 from megadit.train.loss import LossSums, Uncertainty, edm_loss
 from megadit.train.matching import matching_loss
 from megadit.train.noise_levels import draw_sigma, token_noise
@@ -36,6 +39,7 @@ class TrainingModel(nn.Module):
         label_smoothing: float = 0.0,
         contrast_rows: int | None = None,
         readers: ProcessGroup | None = None,
+        adversary: Adversary | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -49,6 +53,8 @@ class TrainingModel(nn.Module):
         """Or what stands in its place."""
         self.objective: Callable[[Callable[..., Tensor], PackedBatch], LossSums] | None = None
         """(D of packs, pack) -> what is minimised in place of the EDM loss."""
+        self.adversary = adversary
+        """Tells what a student made from real samples, beside a critic."""
         has_uncertainty = diffusion.learned_uncertainty and dit.part.is_last
         self.uncertainty = Uncertainty() if has_uncertainty else None
         self._before: Tensor | None = None
@@ -58,12 +64,18 @@ class TrainingModel(nn.Module):
         self._before = input_tensor[0]
 
     def forward(
-        self, batch: PackedBatch, sigma_G: Tensor | None = None, *, is_noisy: bool = False, is_alone: bool = False
+        self,
+        batch: PackedBatch,
+        sigma_G: Tensor | None = None,
+        *,
+        is_noisy: bool = False,
+        is_judged: bool = False,
+        is_alone: bool = False,
     ) -> LossSums | Tensor:
         """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of
-        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not
-        the last part. What denoises nothing knows no noise; with `is_alone`, images are matched with the texts of this
-        micro-batch alone.
+        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma); with `is_judged`, what the adversary
+        says of them. Activations, where this is not the last part. What denoises nothing knows no noise; with
+        `is_alone`, images are matched with the texts of this micro-batch alone.
         """
         self._announce_direct_reads()
         if self.dit.config.task == "match":
@@ -71,8 +83,9 @@ class TrainingModel(nn.Module):
             return matching_loss(self.dit, batch, readers, self.contrast_rows, self._before)
         if self.dit.config.task == "classify":
             return classification_loss(self.dit, batch, self.label_smoothing, self._before)
-        if is_noisy:
-            return self._denoise(batch, batch.tokens_S1P, sigma_G)
+        batch = self._told(batch)
+        if is_noisy or is_judged:
+            return (self.judge if is_judged else self._denoise)(batch, batch.tokens_S1P, sigma_G)
         if sigma_G is None and self.objective is not None:
             return self.objective(self._denoise, batch)
         uncertainty = self.uncertainty if sigma_G is None else None
@@ -80,7 +93,20 @@ class TrainingModel(nn.Module):
         return edm_loss(self.dit, batch, sigma_G, token_noise(batch), uncertainty, self._before)
 
     def _denoise(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
-        return denoise_packed(self.dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, self._before)
+        return denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, before=self._before)
+
+    def judge(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+        """The adversary's logits [S], of what comes out of the first half of the blocks."""
+        through = (len(self.dit.blocks) + 1) // 2
+        return self.adversary(denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, through=through))
+
+    def _told(self, batch: PackedBatch) -> PackedBatch:
+        """The pack with the lowest scale of guidance, which is nearest to the samples themselves, where a network is
+        told one and nobody has said which."""
+        scales = self.dit.config.guidance_range
+        if scales is None or batch.guidance_G is not None:
+            return batch
+        return replace(batch, guidance_G=torch.full_like(batch.fps_G, scales[0]))
 
     def _announce_direct_reads(self) -> None:
         """Runs the hooks of modules whose parameters are read without a call of the module.
@@ -89,6 +115,7 @@ class TrainingModel(nn.Module):
         module where the module is called.
         """
         readers = [self.dit] if self.uncertainty is None else [self.dit, self.uncertainty.linear]
+        readers += [] if self.adversary is None else [self.adversary.linear_1, self.adversary.linear_2]
         for module in readers:
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())

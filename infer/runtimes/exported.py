@@ -90,6 +90,7 @@ def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning
         "text": c.text_BLE,
         "text_length": c.text_length_B,
         "fps": c.fps_B,
+        "guidance": c.guidance_B,
         "pooled": c.pooled_BP,
         "given": given.latents_BCTHW,
         "is_given": is_given.long(),

@@ -23,7 +23,9 @@ TOWERS = ("image_tower", "text_tower")
 """Those of a network that matches images and texts."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("tokens", "mask"),
-    **dict.fromkeys(DENOISERS, ("x", "sigma", "text", "text_length", "fps", "pooled", *GIVEN_INPUTS, "image")),
+    **dict.fromkeys(
+        DENOISERS, ("x", "sigma", "text", "text_length", "fps", "guidance", "pooled", *GIVEN_INPUTS, "image")
+    ),
     "video_decoder": ("latents",),
     "video_encoder": ("video",),
     "classifier": ("x",),

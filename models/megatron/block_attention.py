@@ -36,6 +36,23 @@ def attend_block_backward(
     return tuple(rearrange(x, "c N s K -> c s N K") for x in grads)
 
 
+def attend_block_tangent(
+    q: Tensor, q_tangent: Tensor, lse: Tensor, k: Tensor, v: Tensor, k_tangent: Tensor, v_tangent: Tensor
+) -> tuple[Tensor, Tensor]:
+    """sum of P (dS v + dv) [c, s, N, K] and of P dS [c, s, N] over these keys, float32: the derivative of all attention
+    along the tangents is the sum of the first over all keys, less that of the second times out.
+
+    `lse` is that of all keys; shapes are those of `attend_block`.
+    """
+    scale = 1 / math.sqrt(q.shape[-1])
+    q, dq, k, v, dk, dv = (
+        rearrange(x.float(), "c s N K -> c N s K") for x in (q, q_tangent, k, v, k_tangent, v_tangent)
+    )
+    P = (q @ k.mT * scale - rearrange(lse, "c s N -> c N s 1")).exp()
+    P_dS = P * (dq @ k.mT + q @ dk.mT) * scale
+    return rearrange(P_dS @ v + P @ dv, "c N s K -> c s N K"), rearrange(P_dS.sum(-1), "c N s -> c s N")
+
+
 def _kernel(q: Tensor):
     if not q.is_cuda:
         return _cpu_forward, _cpu_backward

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megadit.models.attention import AttentionCore
 from megadit.models.layout import CPU, Layout, PackLayout, computed
-from megadit.models.megatron.block_attention import attend_block, attend_block_backward
+from megadit.models.megatron.block_attention import attend_block, attend_block_backward, attend_block_tangent
 from megadit.models.ops.attention import attention
 from megadit.models.segments import TokenMesh
 from megadit.models.transfer import Need
@@ -103,15 +103,18 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, order, group, to_heads):
-        ctx.save_for_backward(order)
-        ctx.group, ctx.to_heads = group, to_heads
+        ctx.order, ctx.group, ctx.to_heads = order, group, to_heads
         return _to_heads(x, order, group) if to_heads else _to_tokens(x, order, group)
 
     @staticmethod
     def backward(ctx, grad):
-        (order,) = ctx.saved_tensors
         back = _to_tokens if ctx.to_heads else _to_heads
-        return back(grad, order, ctx.group), None, None, None
+        return back(grad, ctx.order, ctx.group), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        there = _to_heads if ctx.to_heads else _to_tokens
+        return there(tangent, ctx.order, ctx.group)
 
 
 def _to_heads(x_S1NK: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
@@ -186,6 +189,7 @@ class _Ring(torch.autograd.Function):
                 _join(pair.queries(out), pair.queries(lse), part, part_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
+        ctx.save_for_forward(q, kv, out, lse)
         ctx.layout, ctx.groups = layout, groups
         return out[:, None]
 
@@ -205,6 +209,19 @@ class _Ring(torch.autograd.Function):
             grad_kv = Shift(grad_kv, ring).wait()  # travels with its keys and values; the last shift brings it back
         grad_k, grad_v = grad_kv.to(kv.dtype)
         return grad_q.to(q.dtype)[:, None], grad_k[:, None], grad_v[:, None], None, None
+
+    @staticmethod
+    def jvp(ctx, q_tangent, k_tangent, v_tangent, *_):
+        q, kv, out, lse = ctx.saved_tensors
+        moving = torch.cat([kv, torch.stack([k_tangent[:, 0], v_tangent[:, 0]])])
+        total, shift = torch.zeros_like(out, dtype=torch.float32), torch.zeros_like(lse)
+        for source, (k, v, dk, dv) in round_trip(moving, ctx.groups.ring):
+            for pair in _pairs_with(source, ctx.layout, ctx.groups):
+                here, there = (pair.queries(x) for x in (q, q_tangent[:, 0], lse)), map(pair.keys, (k, v, dk, dv))
+                part, part_shift = attend_block_tangent(*here, *there)
+                pair.queries(total).add_(part)
+                pair.queries(shift).add_(part_shift)
+        return (total - shift[..., None] * out).to(q.dtype)[:, None]
 
 
 def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

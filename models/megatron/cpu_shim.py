@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
@@ -77,6 +78,8 @@ def _redirect_factories() -> None:
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # forward-mode differentiation would first compile what it needs of backward functions alone, out of such factories
+    forward_ad._maybe_load_decompositions = lambda: None
     for name in _FACTORY_METHODS:
         setattr(Tensor, name, _on_cpu(getattr(Tensor, name)))
 

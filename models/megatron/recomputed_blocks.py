@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 
 from torch import Tensor, nn
 
@@ -29,6 +30,10 @@ class RecomputedBlocks(BlockStack):
                 with cheap_values_recomputed():
                     x = self._compute(block, x, *context)
         return x
+
+    def first(self, count: int) -> "RecomputedBlocks":
+        """The first of them, the same modules, computed as here."""
+        return RecomputedBlocks(dict(islice(self.items(), count)), self.num_recomputed, self.arithmetic)
 
     def _compute(self, block: nn.Module, x: Tensor, *context) -> Tensor:
         with self.arithmetic():

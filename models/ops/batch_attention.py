@@ -13,6 +13,8 @@ from torch import Tensor
 from megadit.models.ops.registry import Op
 from megadit.models.ops.tiled_attention import TiledAttention, suits_tiles
 
+QUERIES = 1024
+"""Whose scores the reference has in memory at once."""
 _matmul = torch.backends.mkldnn.matmul
 
 
@@ -20,10 +22,15 @@ def _reference(q_BNSK: Tensor, k_BNLK: Tensor, v_BNLK: Tensor, mask_B11L: Tensor
     """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; `mask_B11L` is True where a key may be attended, by each query in turn
     where it has a row for each."""
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_BNSK, k_BNLK, v_BNLK))
-    score_BNSL = q @ k.mT * q.shape[-1] ** -0.5
-    if mask_B11L is not None:
-        score_BNSL = score_BNSL.masked_fill(~mask_B11L, float("-inf"))
-    return (score_BNSL.softmax(-1) @ v).to(q_BNSK.dtype)
+    outputs, start = [], 0
+    for some in q.split(QUERIES, dim=2):  # of a long video, the scores of all would not fit in memory
+        score_BNSL = some @ k.mT * q.shape[-1] ** -0.5
+        if mask_B11L is not None:
+            rows = mask_B11L if mask_B11L.shape[2] == 1 else mask_B11L[:, :, start : start + QUERIES]
+            score_BNSL = score_BNSL.masked_fill(~rows, float("-inf"))
+        outputs.append(score_BNSL.softmax(-1) @ v)
+        start += QUERIES
+    return torch.cat(outputs, dim=2).to(q_BNSK.dtype)
 
 
 batch_attention = Op("batch_attention", _reference)

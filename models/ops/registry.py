@@ -11,7 +11,8 @@ Every call goes through `Op.choose`; no other code decides by device, precision 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +109,19 @@ def force_variants(choices: Iterable[str]) -> None:
         forced[name] = choose_one(variant, ("reference", *op.variants), f"{name} has no variant {variant!r}")
     FORCED.clear()
     FORCED.update(forced)
+
+
+@contextmanager
+def by_reference() -> Iterator[None]:
+    """Within it the definitions compute, which can be differentiated in any way: references, and `attention` sample by
+    sample, which takes no more memory than that of the longest one."""
+    before = dict(FORCED)
+    FORCED.update({name: "reference" for name in OPS} | {"attention": "by_length_group"})
+    try:
+        yield
+    finally:
+        FORCED.clear()
+        FORCED.update(before)
 
 
 def variants_run() -> dict[str, dict[str, int]]:

@@ -36,6 +36,7 @@ def test_impossible_values_are_named(values, message):
 
 
 CLIP = {"family": "clip", "crossattn_emb_size": 2, "text_tower": TextTowerConfig(num_layers=1)}
+CLIP_GRID = {**CLIP, "position_embedding": "learned", "learned_positions": (1, 4, 4)}
 CLASSES = {"family": "dit", "num_classes": 10, "crossattn_emb_size": 2}
 BREACHES = (
     ({"num_layers": 10**6}, "model.num_layers=1000000 are more than any network has; at most 1000"),
@@ -56,6 +57,11 @@ BREACHES = (
     ({"given_sigma": 0.0}, "model.given_sigma=0.0 must be greater than 0, or 0 with model.preconditioner=flow"),
     ({"image_size": 8}, "model.image_size is for model.family=wan, not for megadit"),
     ({"family": "wan", "image_positions": 8}, "model.image_positions needs model.image_size"),
+    ({"guidance_range": (6.0, 2.0)}, "model.guidance_range=[6.0, 2.0] must be two scales from 1, the lower first"),
+    (
+        {**CLIP_GRID, "guidance_range": (1.0, 2.0)},
+        "model.guidance_range is told to networks that denoise, which model.family=clip",
+    ),
     ({"position_embedding": "learned"}, "needs model.learned_positions, the largest grid"),
     (
         {"family": "vit", "num_classes": 5, "crossattn_emb_size": 2},

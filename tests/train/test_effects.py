@@ -58,6 +58,7 @@ STUDENT = (
     *("train.distill.teacher={finished}", "train.distill.objective=distribution_matching"),
     *("train.distill.sigmas=[20,2]", "diffusion.learned_uncertainty=false", "optimizer.lr=0.002"),
 )
+CONTINUOUS = (*STUDENT, "train.distill.objective=continuous_consistency")
 PROGRESSIVE = (*STUDENT, "train.distill.objective=progressive")
 LOGGED = ("logger.wandb_exp_name=first",)
 
@@ -110,6 +111,7 @@ EFFECTS = {
     "model.preconditioner": told("vp"),
     "model.given_sigma": told("0.2", "data.given=[first_frame:0.9]", "model.given_sigma=0.02"),
     "model.given_form": told("augmented", "data.given=[first_frame:0.9]", "model.given_sigma=0.02"),
+    "model.guidance_range": told("[1.0,9.0]", *STUDENT),
     "model.image_size": ends("is for model.family=wan", "8"),
     "model.image_positions": ends("needs model.image_size", "8"),
     "model.family": told("nemo", "model.hidden_size=256", "model.position_embedding=sincos"),
@@ -184,7 +186,9 @@ EFFECTS = {
     "train.distill.guidance": told("3.0", *STUDENT),
     "train.distill.sigmas": told("[20,3]", *STUDENT),
     "train.distill.teacher_steps": told("3", *PROGRESSIVE),
+    "train.distill.tangent_warmup": told("1", *CONTINUOUS),
     "train.distill.critic_lr": told("0.02", *STUDENT),
+    "train.distill.adversarial_weight": told("0.5", *STUDENT),
     "train.distill.critic_updates": told("1", *STUDENT),
     "optimizer.optimizer": told("adamw"),
     "optimizer.lr": told("0.01"),

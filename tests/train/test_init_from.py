@@ -13,10 +13,13 @@ from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, checkpoin
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
+from megadit.models.tokenizers import HaarTokenizer
+from megadit.models.weights import network_shapes
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import to_yaml
 from megadit.train.given_network import given_network, read_teacher
 from megadit.train.recipes import load_recipe
+from tests.bundles import write_tiny_bundle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -99,6 +102,41 @@ def test_a_teacher_that_was_given_nothing_is_no_teacher_of_what_is_given(other_r
     assert read_teacher(student).config.given_sigma is None
     with pytest.raises(UserError, match="was not trained to be given parts of videos: leave out data.given"):
         read_teacher(replace(student, data=replace(student.data, given=("first_frame:0.5",))))
+
+
+def told(source, *scales, adapter=None, **model):
+    """A run whose network is told these scales, and starts from `source`, which is its teacher too."""
+    run = run_from(source, guidance_range=scales or None, **model)
+    distill = DistillConfig(teacher=str(source), objective="guidance")
+    return replace(
+        run,
+        train=replace(run.train, distill=distill, adapter=adapter),
+        optimizer=replace(run.optimizer, optimizer="adamw"),
+        diffusion=replace(run.diffusion, learned_uncertainty=False),
+    )
+
+
+def test_a_network_goes_on_to_be_told_guidance_and_never_back(other_run, tmp_path):
+    plain, run = other_run[0], told(other_run[0], 1.0, 6.0)
+    given = given_network(run)
+    shapes = network_shapes(run.model)
+    state = {name: given.read(name) for name in shapes}
+    of_guidance = {name for name in shapes if name.startswith("guidance_embedder.")}
+    assert len(of_guidance) == 4 and not state["guidance_embedder.linear_2.weight"].any()
+    assert state["guidance_embedder.linear_1.weight"].std() > 0.01
+    assert read_teacher(run).config.guidance_range is None
+    with pytest.raises(UserError, match=r"has model\.guidance_range=None \(not \(1\.0, 6\.0\)\)"):
+        given_network(told(plain, 1.0, 6.0, adapter=AdapterConfig(rank=2)))
+
+    channels, model = {"in_channels": 12}, replace(run.model, in_channels=12)
+    tokenizer = HaarTokenizer(temporal_compression=1, spatial_compression=2, sigma_data=model.sigma_data)
+    path = write_tiny_bundle(tmp_path / "told", model, tokenizer).path
+    assert given_network(told(path, 1.0, 4.0, **channels)).config.guidance_range == (1.0, 6.0)
+    assert read_teacher(told(path, 2.0, 6.0, **channels)).config.guidance_range == (1.0, 6.0)
+    with pytest.raises(UserError, match=r"model\.guidance_range=\[1,8\] is more than the teacher .* from 1 to 6"):
+        read_teacher(told(path, 1.0, 8.0, **channels))
+    with pytest.raises(UserError, match=r"has model\.guidance_range=\(1\.0, 6\.0\) \(not None\)"):
+        given_network(told(path, **channels))
 
 
 def test_a_teacher_of_other_positions_is_none(other_run):

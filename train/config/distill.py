@@ -5,7 +5,19 @@ from typing import Literal
 
 from megadit.models.shared.setting import check_settings, setting
 
-ObjectiveName = Literal["guidance", "progressive", "consistency", "regression", "distribution_matching"]
+ObjectiveName = Literal[
+    "guidance",
+    "progressive",
+    "consistency",
+    "continuous_consistency",
+    "consistency_limit",
+    "regression",
+    "distribution_matching",
+]
+AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit")
+"""Objectives that learn at noise levels drawn as those of samples are, not at a list of them."""
+BY_TANGENT = ("continuous_consistency", "consistency_limit")
+"""Objectives that differentiate the student along the teacher's ODE."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,44 +28,63 @@ class DistillConfig:
     """A bundle. The student starts from its weights too, unless `checkpoint.init_from` names others."""
     objective: ObjectiveName
     """What the student answers: at every noise level what the guided teacher does (`guidance`, arXiv 2210.03142), where
-    `teacher_steps` of its Euler steps lead (`progressive`, 2202.00512), where its ODE ends (`consistency`, 2303.01469),
+    `teacher_steps` of its Euler steps lead (`progressive`, 2202.00512), where its ODE ends (`consistency`, 2303.01469,
+    between the levels of a list; `continuous_consistency`, 2410.11081, and `consistency_limit`, at all levels),
     the video that it made of that noise (`regression`, 2101.02388; of `megadit prepare trajectories`),
     or, of noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
     guidance: float = setting(1.0, low=1)
-    """Scale of the teacher's classifier-free guidance; 1 asks it once, as is right of one that is distilled itself."""
+    """Scale of the teacher's classifier-free guidance; 1 asks it once, as is right of one that is distilled itself. A
+    student with `model.guidance_range` is told a scale, drawn evenly from that, in its place."""
     sigmas: tuple[float, ...] = setting((), above=0)
     """Noise levels, decreasing, a last 0 understood: those at which the student is to be called, and of `consistency`
-    those between which its teacher steps; `guidance` learns at all levels, and takes none."""
+    those between which its teacher steps; those that learn at all levels take none."""
     teacher_steps: int = setting(2, low=1)
     """Euler steps of the teacher in one of the student's (`progressive`)."""
+    tangent_warmup: int = setting(1000, low=0)
+    """Steps in which the tangent through the student comes in, in place of its difference from the teacher
+    (`continuous_consistency`; 2410.11081, section 4, where it is 10,000)."""
     critic_lr: float | None = setting(None, above=0)
     """Learning rate of the critic, which learns what the student's videos look like (`distribution_matching`); None is
     twice `optimizer.lr`."""
     critic_updates: int = setting(2, low=1)
     """Of the critic, before each one of the student (2405.14867, section 4.2: two time scales)."""
 
+    adversarial_weight: float = setting(0.0, low=0)
+    """Of a head on the critic's features that tells samples from what the student makes (`distribution_matching`;
+    2405.14867, section 4.3): of its loss beside the critic's, and of what it adds to the student's; 0: none."""
+
     def __post_init__(self) -> None:
         check_settings(self, "train.distill.")
+
+    @property
+    def has_adversary(self) -> bool:
+        return self.adversarial_weight > 0
 
     @property
     def has_critic(self) -> bool:
         return self.objective == "distribution_matching"
 
     @property
+    def takes_tangent(self) -> bool:
+        """The student is differentiated along the teacher's ODE."""
+        return self.objective in BY_TANGENT
+
+    @property
     def learns_of_pairs(self) -> bool:
         """Of noise and what the teacher made of it, in place of samples."""
         return self.objective == "regression"
 
-    @property
-    def forwards(self) -> float:
+    def forwards(self, is_guided: bool) -> float:
         """Forward passes of a step beside the student's own with its backward, a mean over what is drawn; of a critic's
-        update, too, whose backward is two."""
-        of_teacher = 1 if self.guidance == 1 else 2
+        update, too, whose backward is two. A teacher that `is_guided` is asked twice."""
+        of_teacher = 2 if is_guided else 1
         way = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
+        head = 1.5 if self.has_adversary else 0  # through half of the critic, and back
         return {
             "guidance": of_teacher,
             "progressive": of_teacher * self.teacher_steps,
             "consistency": of_teacher + 1,
+            **dict.fromkeys(BY_TANGENT, of_teacher + 2),
             "regression": 0,
-            "distribution_matching": way + of_teacher + 1 + self.critic_updates * (way + 1 + 3),
+            "distribution_matching": way + of_teacher + 1 + head + self.critic_updates * (way + 1 + 3 + 2 * head),
         }[self.objective]

@@ -3,6 +3,7 @@
 from operator import attrgetter
 
 from megadit.models.shared.rules import Rule, accepted_by
+from megadit.train.config.distill import AT_ALL_LEVELS
 from megadit.train.config.facts import Run
 from megadit.train.config.rule_forms import (
     MOST_MODE,
@@ -164,13 +165,19 @@ LEARNING: tuple[Rule[Run], ...] = (
         "parallel.pipeline_model_parallel_size=1, and tensor or context parallelism or fsdp",
     ),
     Rule(
-        when=attrgetter("is_student"),
+        when=lambda run: run.is_student and run.train.distill.objective != "continuous_consistency",
         needs=lambda run: not run.diffusion.learned_uncertainty,
-        remedy="diffusion.learned_uncertainty=true weights the loss of samples, of which train.distill has none; leave "
-        "it out",
+        remedy="diffusion.learned_uncertainty=true weights the loss of samples, of which train.distill has none (but "
+        "for objective=continuous_consistency); leave it out",
     ),
     Rule(
-        when=lambda run: run.is_student and run.train.distill.objective != "guidance",
+        when=lambda run: run.is_student and run.train.distill.takes_tangent,
+        needs=lambda run: not run.has_engine and not run.is_fp8 and run.train.base_precision == "same",
+        remedy="{train.distill.objective=} differentiates forward, which products of TransformerEngine or in eight "
+        "bits do not know; leave parallel.transformer_impl, train.fp8 and train.base_precision out",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.objective not in AT_ALL_LEVELS,
         needs=lambda run: run.train.distill.sigmas,
         remedy="{train.distill.objective=} needs the noise levels of the student's calls: "
         "train.distill.sigmas=[80,6,1.3,0.3]",
@@ -180,6 +187,30 @@ LEARNING: tuple[Rule[Run], ...] = (
         needs=lambda run: not run.data.given and run.data.encode != "on_the_fly",
         remedy="{train.distill.objective=} learns what the teacher made of noise and text alone: leave out data.given, "
         "and give latents (`megadit prepare trajectories`)",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.model.guidance_range is not None,
+        needs=lambda run: run.train.distill.guidance == 1,
+        remedy="{train.distill.guidance=} is one scale, and the student is told those of {model.guidance_range=}: "
+        "leave one of them out",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.model.guidance_range is not None,
+        needs=lambda run: not run.train.distill.learns_of_pairs,
+        remedy="{train.distill.objective=} learns videos that were made at one scale of guidance, and "
+        "{model.guidance_range=} would be told others; leave that out, or choose another objective",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.has_adversary,
+        needs=lambda run: run.train.distill.has_critic,
+        remedy="{train.distill.adversarial_weight=} is of a critic's head, which "
+        "train.distill.objective=distribution_matching has alone; leave it out",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.has_adversary and run.has_experts,
+        needs=lambda run: run.model.experts.routing == "expert_choice",
+        remedy="{train.distill.adversarial_weight=} takes gradients through the critic, whose experts would add that "
+        "of their balance; use model.experts.routing=expert_choice, or leave it out",
     ),
     accepted_by(check_student_sigmas, where="train.distill.", when=attrgetter("is_student")),
     Rule(

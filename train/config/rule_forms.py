@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import Any
 
 from megadit.models.megatron.parallel_sizes import Division, refusal
-from megadit.models.settings import SamplingSettings, resolve
+from megadit.models.settings import SamplingSettings, check_guidance, resolve
 from megadit.models.shared.errors import nearest_multiples
 from megadit.models.shared.rules import Rule, always
 from megadit.train.config.facts import Run, agree
@@ -151,8 +151,9 @@ def check_uses(run: Run) -> None:
 
 
 def check_sampling(run: Run) -> None:
-    """Raises UserError for a sampler or schedule that does not exist, or settings that exclude each other."""
-    resolve(SINGLE_IMAGE, **run.given_sampling)
+    """Raises UserError for a sampler or schedule that does not exist, settings that exclude each other, or guidance
+    that the network is not told."""
+    check_guidance(resolve(SINGLE_IMAGE, **run.given_sampling), run.model.guidance_range)
 
 
 def check_schedule(run: Run) -> None:

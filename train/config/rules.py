@@ -150,6 +150,12 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="train.adapter is trained beside weights that exist; give checkpoint.init_from=BUNDLE, or a run",
     ),
     Rule(
+        when=lambda run: run.starts_here and run.model.guidance_range is not None,
+        needs=attrgetter("is_student"),
+        remedy="{model.guidance_range=} is learnt of a teacher at any of these scales, of samples at none: give "
+        "train.distill.teacher",
+    ),
+    Rule(
         when=lambda run: run.starts_here and run.is_student,
         needs=lambda run: Path(run.train.distill.teacher).exists(),
         remedy="{train.distill.teacher=} is not there; give a bundle, or the folder of a run",

@@ -7,6 +7,7 @@ E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding in
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -58,6 +59,10 @@ class PackedBatch:
     """One for each segment, "" for padding."""
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
     """Samples that its reader left out since the batch before, by reason."""
+    guidance_G: Tensor | None = None
+    """float32, the scale of guidance that a network is told of each sample; who computes with the pack adds it."""
+    real_S1P: Tensor | None = None
+    """Clean tokens of the samples, where `tokens_S1P` are what a student made of their conditions."""
     arrival: Callable[[], None] | None = None
     """Makes the current stream of a GPU wait for the tensors, which are on their way."""
 
@@ -65,6 +70,16 @@ class PackedBatch:
     def num_tokens(self) -> int:
         """Video tokens of samples at hand that are to be predicted."""
         return self.layout.num_wanted
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What `denoise_packed` takes beside the noisy tokens and their levels."""
+        return {
+            "text_L1E": self.text_L1E,
+            "fps_G": self.fps_G,
+            "layout": self.layout,
+            "guidance_G": self.guidance_G,
+        }
 
     def to(
         self, device: torch.device | str, needs: Sequence[Need] = (), side: SideStream | None = None

@@ -115,11 +115,11 @@ def _score(demo: DistillDemo) -> None:
     real = _features(seer, _as_uint8(round_trip(score.real_clips(demo.seen))))
     found, count = {}, len(demo.seen)
     for name, bundle in demo.models.items():
-        video_BCTHW = load_file(demo.clips(name))["video_BCTHW"]
+        opened, video_BCTHW = Bundle.open(bundle), load_file(demo.clips(name))["video_BCTHW"]
         first, unseen, second = video_BCTHW.split([count, len(demo.unseen), len(range(0, count, TWICE))])
         made, again = _features(seer, first), _features(seer, second)
         found[name] = {
-            "evaluations": num_evaluations(Bundle.open(bundle).defaults),
+            "evaluations": num_evaluations(opened.defaults, opened.config),
             "seen": score.score(reader, _as_float(first), demo.seen),
             "unseen": score.score(reader, _as_float(unseen), demo.unseen),
             "distance": frechet(moments(made[:, None]), moments(real[:, None])),

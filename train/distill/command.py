@@ -26,7 +26,7 @@ from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_s
 from megadit.infer.tune_sampler import write_defaults
 from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
 from megadit.models.config import DiTConfig
-from megadit.models.settings import SamplingSettings
+from megadit.models.settings import OF_TWO_CALLS, SamplingSettings
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_directory, write_json
@@ -65,6 +65,9 @@ class DistillOptions:
     calls: int = setting(4, "of the student for a video (default: {default})", low=1, high=64)
     sigmas: Sequence[float] = setting((), "noise levels of these calls, decreasing (default: chosen)", above=0)
     guidance: float | None = setting(None, "the teacher's scale (default: its own)", low=1)
+    guidance_range: Sequence[float] = setting(
+        (), "lowest and highest scale, any of which the student is told, in place of one for all", nargs=2
+    )
     nproc: int = setting(1, "ranks on this machine (default: {default})", low=1)
     pairs: Path | None = setting(
         None, "what regression learns from, of `megadit prepare trajectories` (default: made of the teacher)"
@@ -146,6 +149,14 @@ STAGES = {
             else _levels(karras_sigmas(CONSISTENCY_LEVELS, LOWEST_SIGMA / 10 * run.model.sigma_data, sigmas[0])[:-1]),
         ]
     ),
+    "continuous_consistency": Stage(
+        overrides=lambda run, sigmas: [
+            *_gently(run, 1 / 6, 0.2),
+            f"train.distill.tangent_warmup={run.train.train_iters // 20}",
+            "diffusion.learned_uncertainty=true",
+        ]
+    ),
+    "consistency_limit": Stage(overrides=lambda run, sigmas: _gently(run, 1 / 24, 0.2)),
     "regression": Stage(
         overrides=lambda run, sigmas: [*_gently(run, 1 / 3, 0.3), _levels(sigmas)],
         takes_pairs=True,
@@ -173,12 +184,19 @@ def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
     return (highest, *log_linear_sigmas(calls - 1, LOWEST_SIGMA * unit, MIDDLE_SIGMA * unit).tolist()[:-1])
 
 
-def student_settings(teacher: SamplingSettings, sampler: str, sigmas: tuple[float, ...]) -> SamplingSettings:
-    """How a student is called: unguided, at its own noise levels; all else as the teacher."""
+def student_settings(
+    teacher: SamplingSettings, sampler: str, sigmas: tuple[float, ...], told: tuple[float, float] | None = None
+) -> SamplingSettings:
+    """How a student is called: once a step, unguided or `told` a scale of these, at its own noise levels; all else as
+    the teacher."""
     levels = {"sigmas": sigmas, "num_steps": len(sigmas), "shift": 1.0}
-    plain = {"guidance": 1.0, "image_guidance": 1.0, "guidance_interval": (), "guidance_rescale": 0.0}
-    plain |= {"churn": 0.0, "eta": 0.0, "cache_budget": 0.0}
-    return resolve_settings(teacher, sampler=sampler, **levels, **plain)
+    plain = {**OF_TWO_CALLS, "second_guidance": 0.0, "churn": 0.0, "eta": 0.0, "cache_budget": 0.0}
+    return resolve_settings(teacher, sampler=sampler, guidance=_told_scale(teacher, told), **levels, **plain)
+
+
+def _told_scale(teacher: SamplingSettings, told: tuple[float, float] | None) -> float:
+    """Of those that a student is told, the one nearest to the teacher's own; 1, which is no guidance, without."""
+    return 1.0 if told is None else min(max(told[0], teacher.guidance), told[1])
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -205,6 +223,7 @@ def _run(argv: list[str]) -> None:
     )
     for stage in {override.partition(".")[0] for override in options.overrides} & STAGES.keys() - {*stages}:
         raise UserError(f"{stage}.section.key=value is of a stage that is not run; these are: {', '.join(stages)}")
+    refuse(options.guidance and options.guidance_range, "give --guidance or --guidance_range, not both")
     refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas are as many as --calls")
     teacher = open_bundle(options.teacher)
     check_single(teacher)
@@ -212,7 +231,7 @@ def _run(argv: list[str]) -> None:
     sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
     recipe = options.recipe or (teacher.manifest.get("training") or {}).get("recipe")
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
-    runs = _runs(options, stages, recipe, teacher, sigmas)
+    runs, told = _runs(options, stages, recipe, teacher, sigmas), _told(options, teacher)
     check = _check(options, teacher)
     before = teacher
     for number, (name, run) in enumerate(zip(stages, runs, strict=True), start=1):
@@ -222,7 +241,7 @@ def _run(argv: list[str]) -> None:
             if STAGES[name].takes_pairs and options.pairs is None:
                 _make_pairs(options, teacher)
             run_module("megadit.train", *run.command)
-            _bundle(run.folder, student_settings(teacher.defaults, STAGES[name].sampler, sigmas))
+            _bundle(run.folder, student_settings(teacher.defaults, STAGES[name].sampler, sigmas, told))
         found = check(options.out / "check", Bundle.open(student))
         write_json(run.folder / "comparison.json", found.to_dict())
         print(f"{student}: {found.text}", flush=True)
@@ -234,7 +253,13 @@ def _run(argv: list[str]) -> None:
             )
         before = Bundle.open(student)
     _publish(before.path, options.out / "bundle")
-    print(f"{options.out / 'bundle'}: calls for a video, without guidance: {len(sigmas)}; export and serve it")
+    how = "without guidance" if told is None else f"at any guidance from {told[0]:g} to {told[1]:g}"
+    print(f"{options.out / 'bundle'}: calls for a video, {how}: {len(sigmas)}; export and serve it")
+
+
+def _told(options: DistillOptions, teacher: Bundle) -> tuple[float, float] | None:
+    """The scales of guidance that the students are told."""
+    return tuple(options.guidance_range) or teacher.config.guidance_range
 
 
 def _make_pairs(options: DistillOptions, teacher: Bundle) -> None:
@@ -284,7 +309,10 @@ def _runs(
     ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
     plain = resolve_config(recipe, config_file=options.config_file)
     model, path, guidance = teacher.config, teacher.path, options.guidance or teacher.defaults.guidance
-    runs = []
+    runs, of_told = [], []
+    if (told := _told(options, teacher)) is not None:
+        guidance, scale = 1.0, _told_scale(teacher.defaults, told)
+        of_told = [f"model.guidance_range=[{told[0]:g},{told[1]:g}]", f"validation.sampling.guidance={scale:g}"]
     for number, name in enumerate(stages, start=1):
         folder, of_pairs = options.out / f"{number}_{name}", []
         if STAGES[name].takes_pairs:
@@ -292,12 +320,13 @@ def _runs(
         of_all, of_stage = _overrides(options, name)
         overrides = [
             *_model_of(model, plain),
-            *STAGES[name].overrides(plain, sigmas),
+            *of_told,
             f"train.distill.teacher={path}",
             f"train.distill.objective={name}",
             f"train.distill.guidance={guidance:g}",
             f"train.output_dir={folder}",
             *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0"),
+            *STAGES[name].overrides(plain, sigmas),
             *([] if options.data is None else [f"data.path={options.data}"]),
             *(*of_all, *of_pairs, *of_stage),
         ]

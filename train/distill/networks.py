@@ -6,13 +6,26 @@ trained as any network is, on packs that the student made.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadit.models.noise import seed_key, uniform
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.distill.objectives import OBJECTIVES, Denoise, Teaching, made_batch, student_state, wanted_of
+from megadit.train.distill.adversary import Judge, critic_loss
+from megadit.train.distill.objectives import (
+    OBJECTIVES,
+    Denoise,
+    Teaching,
+    Turn,
+    made_batch,
+    of_tokens,
+    student_state,
+    wanted_of,
+    with_scale,
+)
 from megadit.train.loss import LossSums
 
 CALLS = 1
@@ -29,31 +42,46 @@ class Distillation:
     """The teacher's network, as this rank holds it."""
     teacher_fingerprint: str
     """`adapters.fingerprint` of the teacher's weights."""
-    calls: int = field(default=1, init=False)
-    """Of the student, in what is computed next."""
+    is_guided: bool
+    """Guidance asks the teacher twice."""
+    turn: Turn = field(default=Turn(calls=1, step=1), init=False)
+    """Of what is computed next."""
 
     def begin(self, step: int, update: int) -> None:
-        """Draws for all samples and ranks alike how often the student is called in an update of a step: 0 is the
-        student's own, 1, 2, ... are those of the critic before it.
+        """Draws for all samples and ranks alike how often the student is called in an update of a step (1, 2, ...): 0
+        is the student's own, 1, 2, ... are those of the critic before it.
         """
         key_R, position_R = torch.tensor([seed_key(self.seed)]), torch.tensor([step])
         number = uniform(key_R, position_R, update + 1, stream=CALLS)[0, update].item()
-        self.calls = 1 + int(number * len(self.teaching.config.sigmas))
+        self.turn = Turn(calls=1 + int(number * len(self.teaching.config.sigmas)), step=step)
 
     def loss(self, student: Denoise, batch: PackedBatch) -> LossSums:
         """What the student minimises (`objectives.Objective`)."""
-        return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.calls)
+        batch = with_scale(batch, self.teaching.model)
+        return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.turn)
+
+    def critic_objective(self, judge: Judge) -> Callable[[Denoise, PackedBatch], LossSums]:
+        """What a critic with a head minimises on packs that were `made`."""
+        diffusion, model, weight = self.teaching.diffusion, self.teaching.model, self.teaching.config.adversarial_weight
+        return partial(critic_loss, judge=judge, diffusion=diffusion, model=model, weight=weight)
 
     @torch.no_grad()
     def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
         """Packs with what the student makes of others' conditions, which an update (1, 2, ...) of the critic sees."""
         found = []
-        for batch in seen:
+        for batch in (with_scale(batch, self.teaching.model) for batch in seen):
             own = made_batch(batch, batch.tokens_S1P, number=2 * update)
-            x_S1P, sigma_G = student_state(student, self.teaching, own, self.calls)
+            x_S1P, sigma_G = student_state(student, self.teaching, own, self.turn.calls)
             x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
-            found.append(made_batch(batch, x0_S1P, number=2 * update + 1))
+            made = made_batch(batch, x0_S1P, number=2 * update + 1)
+            found.append(replace(made, real_S1P=batch.tokens_S1P))
         return found
+
+
+def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over a group of tensors of any shape, in place."""
+    dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 def denoiser_of(part: Callable[..., Tensor]) -> Denoise:
@@ -61,14 +89,23 @@ def denoiser_of(part: Callable[..., Tensor]) -> Denoise:
     return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_noisy=True)
 
 
+def judge_of(part: Callable[..., Tensor]) -> Judge:
+    """The head of a critic, in its wrapper, as what tells real samples."""
+    return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_judged=True)
+
+
 def guided(denoise: Denoise, scale: float) -> Denoise:
-    """D(no text) + scale (D(text) - D(no text)) (arXiv 2207.12598); what is given of videos stays given in both."""
-    if scale == 1:
-        return denoise
+    """D(no text) + scale (D(text) - D(no text)) (arXiv 2207.12598); what is given of videos stays given in both.
+
+    The scale of each sample is that of the pack, where its student is told one.
+    """
 
     def denoise_guided(batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
         D_S1P = denoise(batch, x_S1P, sigma_G)
+        if batch.guidance_G is None and scale == 1:
+            return D_S1P
         base_S1P = denoise(batch.without_text(), x_S1P, sigma_G)
-        return base_S1P + scale * (D_S1P - base_S1P)
+        scales = scale if batch.guidance_G is None else of_tokens(batch, batch.guidance_G)
+        return base_S1P + scales * (D_S1P - base_S1P)
 
     return denoise_guided

@@ -9,6 +9,8 @@ Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +22,17 @@ from megadit.models.transfer import constant
 from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.distill.adversary import Denoise, Judge, towards_real
+from megadit.train.distill.tangent import derivative
 from megadit.train.loss import LossSums, weighted_error
 from megadit.train.noise_levels import draw_sigma, initial_noise, token_noise
 
-Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
-"""(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] under the conditions of the pack, whatever its own tokens."""
 RHO = 7
 """Of the levels between two of a list (arXiv 2206.00364, eq. 5)."""
 FEWEST_DIFFERENCE = 1e-4
 """Of teacher and student, by which a gradient is divided."""
+LEAST_TANGENT = 0.1
+"""c of arXiv 2410.11081, section 4: added to the root mean square by which a tangent is divided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +46,12 @@ class Teaching:
     teacher: Denoise
     """Guided; it keeps nothing for gradients, nor does the critic."""
     critic: Denoise | None
+    judge: Judge | None
+    """The critic's head, of one that has one; it keeps what gradients need."""
     sum_over_context: Callable[[Tensor], Tensor]
     """Adds up what the ranks have that share the tokens of a pack."""
+    uncertainty: Callable[[Tensor], Tensor] | None = None
+    """c_noise_G -> u_G, the logarithm of the loss to expect at a noise level, where that is learnt."""
 
     @property
     def parameterization(self) -> Parameterization:
@@ -54,11 +62,20 @@ class Teaching:
         return batch.noisy(sigma_G, token_noise(batch, stream), self.model.given_noise)
 
 
-Objective = Callable[[Denoise, Teaching, PackedBatch, int], LossSums]
-"""(student, teaching, pack, calls); see `student_state` for the last."""
+class Turn(NamedTuple):
+    """What is the same for all samples and ranks in a step."""
+
+    calls: int
+    """Of the student, on its own way (`student_state`)."""
+    step: int
+    """1, 2, ..."""
 
 
-def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+Objective = Callable[[Denoise, Teaching, PackedBatch, Turn], LossSums]
+"""(student, teaching, pack, turn)."""
+
+
+def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """lambda(sigma) |D(x; sigma) - D_guided(x; sigma)|^2 (Meng et al., arXiv 2210.03142, eq. 2): one call for two."""
     sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
     x_S1P = teaching.noisy(batch, sigma_G)
@@ -67,20 +84,20 @@ def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: in
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
 
 
-def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """One Euler step of the student from a level to the next is `teacher_steps` of the teacher's (Salimans and Ho,
     arXiv 2202.00512, algorithm 2): the x0 that leads there, weighted by lambda(sigma).
     """
     sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
     x_S1P = teaching.noisy(batch, sigma_G)
     y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, teaching.config.teacher_steps)
-    ratio_S11 = _of_tokens(batch, next_G / sigma_G)
+    ratio_S11 = of_tokens(batch, next_G / sigma_G)
     target_S1P = (y_S1P - ratio_S11 * x_S1P) / (1 - ratio_S11)
     weight_G = teaching.parameterization.loss_weight(sigma_G)
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
 
 
-def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """The student answers the same at both ends of a step of the teacher's ODE, and after the last the teacher's x0:
     |D(x; sigma) - stopgrad D(x'; sigma')|^2 / (sigma - sigma') (Song et al., arXiv 2303.01469, algorithm 2; the weight,
     and no average of the weights in the target, of Song and Dhariwal, 2310.14189, sections 3.2 and 3.3).
@@ -88,14 +105,51 @@ def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, calls:
     sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
     x_S1P = teaching.noisy(batch, sigma_G)
     y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, 1)
-    is_end_S11 = _of_tokens(batch, next_G) == 0
+    is_end_S11 = of_tokens(batch, next_G) == 0
     with torch.no_grad():
         target_S1P = student(batch, y_S1P, torch.where(next_G == 0, sigma_G, next_G))
     target_S1P = torch.where(is_end_S11, y_S1P, target_S1P)  # at sigma = 0 nothing is left to answer
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, 1 / (sigma_G - next_G))
 
 
-def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+def continuous_consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+    """Consistency between levels that are next to each other (sCM: Lu and Song, arXiv 2410.11081, algorithm 1), of any
+    parameterization.
+
+    With t = arctan(sigma / sigma_d) and x_t = cos(t) x, TrigFlow's network is F = (cos(t) x_t - D) / (sin(t) sigma_d),
+    and EDM's is -F. As cos(t) sin(t) d/dt is d / d ln(sigma), the tangent along the teacher's ODE is
+    g = cos(t) dD/dt = (dD / d ln(sigma)) / sin(t). In the first steps a share of it is cos(t)^2 (D - D_teacher) /
+    sin(t), which is stable (tangent warm-up); it is brought to less than unit mean square (tangent normalization); and
+    |F - stopgrad(F) - g|^2 is weighted by what is learnt of its size, with `diffusion.learned_uncertainty` (adaptive
+    weighting).
+    """
+    sigma_G, x_S1P, teacher_S1P, slope_S1P = _slope(student, teaching, batch)
+    D_S1P = student(batch, x_S1P, sigma_G)
+    sigma_d, warmup = teaching.model.sigma_data, teaching.config.tangent_warmup
+    cos2_G, sin_G = sigma_d**2 / (sigma_G**2 + sigma_d**2), sigma_G / (sigma_G**2 + sigma_d**2).sqrt()
+    r = min(1.0, turn.step / warmup) if warmup else 1.0
+    stable_S1P = of_tokens(batch, cos2_G) * (D_S1P.detach() - teacher_S1P)
+    g_S1P = (r * slope_S1P + (1 - r) * stable_S1P) / of_tokens(batch, sin_G)
+    rms_G = _mean_of_samples(teaching, batch, g_S1P.square().mean(dim=(1, 2))).sqrt()
+    g_S1P = g_S1P / of_tokens(batch, rms_G + LEAST_TANGENT)
+    target_S1P = D_S1P.detach() - of_tokens(batch, sigma_d * sin_G) * g_S1P
+    u_G = None
+    if teaching.uncertainty is not None:
+        u_G = teaching.uncertainty(teaching.parameterization.scalings(sigma_G).c_noise)
+    return weighted_error(batch, D_S1P, target_S1P, 1 / (sigma_d * sin_G) ** 2, u_G)
+
+
+def consistency_limit(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+    """The gradient of `consistency` as its levels come together: that of |D - stopgrad(D - dD/dsigma)|^2, where
+    dD/dsigma is along the teacher's ODE (Song et al., arXiv 2303.01469, appendix B.1, of squared distances).
+    """
+    sigma_G, x_S1P, _, slope_S1P = _slope(student, teaching, batch)
+    D_S1P = student(batch, x_S1P, sigma_G)
+    target_S1P = D_S1P.detach() - slope_S1P / of_tokens(batch, sigma_G)
+    return weighted_error(batch, D_S1P, target_S1P, torch.ones_like(sigma_G))
+
+
+def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """lambda(sigma) |D(x; sigma) - x0|^2, where x0 is the video that the teacher made: at the first level of that very
     noise (Luhman and Luhman, arXiv 2101.02388, eq. 7), at those below, which the sampler `restart` comes to by adding
     noise, of x0 with any. The pack has no others (`megadit prepare trajectories`).
@@ -104,17 +158,19 @@ def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: 
     first = teaching.config.sigmas[0]
     start = replace(batch, tokens_S1P=wanted_of(batch, torch.zeros_like(batch.tokens_S1P)))
     x_S1P = start.noisy(sigma_G, initial_noise(batch, teaching.model), teaching.model.given_noise)
-    x_S1P = torch.where(_of_tokens(batch, sigma_G) == first, x_S1P, teaching.noisy(batch, sigma_G))
+    x_S1P = torch.where(of_tokens(batch, sigma_G) == first, x_S1P, teaching.noisy(batch, sigma_G))
     weight_G = teaching.parameterization.loss_weight(sigma_G)
     return weighted_error(batch, student(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
 
 
-def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """Moves the student's x0 to where the teacher finds them likelier than the critic does: the gradient is
     (D_critic - D_teacher) / mean |x0 - D_teacher|, of x0 with new noise (Yin et al., arXiv 2311.18828, eqs. 7 and 8),
-    after `calls` calls on the student's own way (2405.14867, section 4.4). The samples give conditions alone.
+    after `calls` calls on the student's own way (2405.14867, section 4.4). The samples give conditions alone, but for
+    the critic's head, which has learnt from them: it adds `adversarial_weight` times the gradient of
+    -log P(x0 with noise is real) (section 4.3).
     """
-    x_S1P, sigma_G = student_state(student, teaching, batch, calls)
+    x_S1P, sigma_G = student_state(student, teaching, batch, turn.calls)
     x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
     with torch.no_grad():
         judged = made_batch(batch, x0_S1P.detach(), number=1)
@@ -122,7 +178,9 @@ def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBat
         y_S1P = teaching.noisy(judged, tau_G)
         real_S1P, fake_S1P = teaching.teacher(batch, y_S1P, tau_G), teaching.critic(batch, y_S1P, tau_G)
         scale_G = _mean_of_samples(teaching, batch, (judged.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
-        step_S1P = (fake_S1P - real_S1P) / _of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
+        step_S1P = (fake_S1P - real_S1P) / of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
+        if (weight := teaching.config.adversarial_weight) > 0:  # an error is a mean over P, which the head's is not
+            step_S1P += weight * y_S1P.shape[-1] * towards_real(teaching.judge, batch, y_S1P, tau_G)
         target_S1P = judged.tokens_S1P - step_S1P / 2
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
 
@@ -131,6 +189,8 @@ OBJECTIVES: dict[ObjectiveName, Objective] = {
     "guidance": guidance,
     "progressive": progressive,
     "consistency": consistency,
+    "continuous_consistency": continuous_consistency,
+    "consistency_limit": consistency_limit,
     "regression": regression,
     "distribution_matching": distribution_matching,
 }
@@ -150,6 +210,16 @@ def student_state(student: Denoise, teaching: Teaching, batch: PackedBatch, call
         if call + 1 < calls:
             x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
     return x_S1P, sigma_G
+
+
+def with_scale(batch: PackedBatch, model: DiTConfig) -> PackedBatch:
+    """The pack with a scale of guidance for each sample, drawn evenly by its key, where the student is told one (Meng
+    et al., arXiv 2210.03142, section 3.2)."""
+    if model.guidance_range is None:
+        return batch
+    low, high = model.guidance_range
+    number_G = uniform(batch.noise_key_G, torch.zeros_like(batch.noise_key_G), 1, stream=Stream.GUIDANCE)[:, 0]
+    return replace(batch, guidance_G=low + (high - low) * number_G)
 
 
 def made_batch(batch: PackedBatch, x0_S1P: Tensor, *, number: int) -> PackedBatch:
@@ -180,12 +250,25 @@ def _teacher_steps(
     for step in range(1, count + 1):
         low_G = next_G if step == count else (start_G + step / count * (stop_G - start_G)) ** RHO
         x0_S1P = wanted_of(replace(batch, tokens_S1P=x_S1P), teaching.teacher(batch, x_S1P, sigma_G))
-        x_S1P = x0_S1P + _of_tokens(batch, low_G / sigma_G) * (x_S1P - x0_S1P)
+        x_S1P = x0_S1P + of_tokens(batch, low_G / sigma_G) * (x_S1P - x0_S1P)
         sigma_G = low_G
     return x_S1P
 
 
-def _of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
+@torch.no_grad()
+def _slope(student: Denoise, teaching: Teaching, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(sigma_G, x, D_teacher, dD / d ln(sigma)), all but the first [S, 1, P]: at noise levels as they are drawn for
+    samples, how the student's answer changes along the teacher's ODE (`tangent.derivative`)."""
+    sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
+    x_S1P = teaching.noisy(batch, sigma_G)
+    teacher_S1P = teaching.teacher(batch, x_S1P, sigma_G)
+    direction_S1P = x_S1P - wanted_of(replace(batch, tokens_S1P=x_S1P), teacher_S1P)
+    asked = partial(student, batch)
+    return sigma_G, x_S1P, teacher_S1P, derivative(asked, (x_S1P, sigma_G), (direction_S1P, sigma_G))
+
+
+def of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
+    """What each token has, [S, 1, 1], of values of the samples."""
     return value_G[batch.layout.on(value_G.device).segment_of_token_S][:, None, None]
 
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from megadit.models.adapters import chosen_targets
 from megadit.models.ops.ledger import SMALL
 from megadit.train.config.schema import RunConfig
+from megadit.train.distill.adversary import head_parameters
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.work import Parameters, count_parameters, count_trained, num_self_attentions, num_sublayers
 
@@ -37,18 +38,21 @@ class Memory:
 
 def memory_of(config: RunConfig, layout: Layout) -> Memory:
     """What a rank of the first pipeline stage holds, which keeps the most micro-batches."""
-    trained = count_trained(config)
-    owned = trained.share(layout)
-    whole = _whole(trained, layout)
-    stored = _stored(trained, layout)
-    learners = _num_learners(config)
-    kept_per_layer = _layer_bytes(config, layout)
+    trained, head, learners = count_trained(config), _head(config), _num_learners(config)
+    is_spread, kept_per_layer = spreads_optimizer(config, layout), _layer_bytes(config, layout)
+    # with a head, what a student made and samples go through the critic, and the student's own step through both
+    learnt = learners * _stored(trained, layout) + _stored(head, layout)
+
+    def updated(parameters: Parameters) -> float:
+        """Those whose optimizer state a rank keeps."""
+        return parameters.share(layout) if is_spread else _whole(parameters, layout)
+
     return Memory(
-        parameters=_frozen_bytes(config, layout) + _size(config) * learners * stored,
-        gradients=4 * learners * stored,
-        optimizer=learners * _optimizer_bytes(config) * (owned if spreads_optimizer(config, layout) else whole),
-        averages=4 * len(config.ema.sigma_rels) * owned,
-        activations=_kept_activations(config, layout, kept_per_layer),
+        parameters=_frozen_bytes(config, layout) + _size(config) * learnt,
+        gradients=4 * learnt,
+        optimizer=_optimizer_bytes(config) * (learners * updated(trained) + updated(head)),
+        averages=4 * len(config.ema.sigma_rels) * trained.share(layout),
+        activations=(1 + (head.total > 0)) * _kept_activations(config, layout, kept_per_layer),
         passing=_passing(config, layout, kept_per_layer),
     )
 
@@ -65,6 +69,13 @@ def _num_learners(config: RunConfig) -> int:
     """How many networks are trained, or have an adapter trained."""
     distill = config.train.distill
     return 1 if distill is None or not distill.has_critic else 2
+
+
+def _head(config: RunConfig) -> Parameters:
+    """Of the head beside a critic's features."""
+    distill, width = config.train.distill, config.model.hidden_size
+    has_head = distill is not None and distill.has_adversary
+    return Parameters(split=0, whole=0, outside=head_parameters(width) if has_head else 0)
 
 
 def _frozen_bytes(config: RunConfig, layout: Layout) -> float:
@@ -136,7 +147,7 @@ def _gates_learn(config: RunConfig) -> bool:
     """Whether gradients reach the modulation of blocks."""
     if config.train.adapter is None:
         return True
-    of_condition = ("blocks.*.modulation.*", "sigma_embedder.*", "fps_embedder.*", "shared_*")
+    of_condition = ("blocks.*.modulation.*", "sigma_embedder.*", "fps_embedder.*", "guidance_embedder.*", "shared_*")
     targets = chosen_targets(config.model, config.train.adapter.targets)
     return any(fnmatchcase(name, pattern) for name in targets for pattern in of_condition)
 

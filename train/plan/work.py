@@ -151,7 +151,8 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
     attention = _attention_flops(pack, model) * packs / share
     tokens = packs * config.data.seq_length / layout.context  # of one context-parallel rank
     layers = model.num_layers / layout.pipeline
-    forwards = 0 if config.train.distill is None else config.train.distill.forwards
+    distill = config.train.distill
+    forwards = 0 if distill is None else distill.forwards(distill.guidance != 1 or model.guidance_range is not None)
     own_attention, attention = attention, attention * (1 + forwards / 3)
     linears = training_flops(pack, model, config.train.adapter, forwards) * packs / share - attention
     return Work(

@@ -17,7 +17,7 @@ from megadit.models.settings import SamplingSettings
 from .conftest import write_folder
 
 OWN = SamplingSettings(num_steps=10, guidance=4.0, num_frames=9, height=32, width=32, fps=8, sampler="euler", eta=1.0)
-BUNDLE = SimpleNamespace(defaults=OWN, config=SimpleNamespace(sigma_data=1.0))
+BUNDLE = SimpleNamespace(defaults=OWN, config=SimpleNamespace(sigma_data=1.0, guidance_range=None))
 
 
 def test_ways_cost_what_is_asked_for():
@@ -26,7 +26,7 @@ def test_ways_cost_what_is_asked_for():
     assert {way.settings.sampler for way in ways} == {"restart", "dpmpp_2m", "euler"}
     assert len({way.settings for way in ways}) == len(ways), "none is tried twice"
     for way in ways:
-        assert num_evaluations(way.settings) == way.evaluations
+        assert num_evaluations(way.settings, BUNDLE.config) == way.evaluations
         assert way.settings.sigmas[0] == OWN.sigma_max and way.settings.num_frames == OWN.num_frames
     assert any(way.settings.guidance == 1 and len(way.settings.sigmas) == 8 for way in ways)
 
@@ -110,7 +110,8 @@ def test_the_command_changes_the_bundle(tmp_path, bundle_dir, reader_file, capsy
     assert Bundle.open(tmp_path / "bundle").defaults == own
     assert main(command) == 0
     assert "takes 1 evaluations" in capsys.readouterr().out
-    changed = Bundle.open(tmp_path / "bundle").defaults
+    bundle = Bundle.open(tmp_path / "bundle")
+    changed = bundle.defaults
     found = json.loads((tmp_path / "out" / "tuned.json").read_text())
-    assert changed == SamplingSettings.from_dict(found["chosen"]) and num_evaluations(changed) == 1
+    assert changed == SamplingSettings.from_dict(found["chosen"]) and num_evaluations(changed, bundle.config) == 1
     assert sum(way["is_chosen"] for way in found["ways"]) == 1

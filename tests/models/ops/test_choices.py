@@ -137,3 +137,13 @@ def test_without_norm_and_rotation_queries_stay_what_they_are():
     norm = QKNorm(DiTConfig(hidden_size=24, num_attention_heads=2, qk_layernorm=False))
     x = torch.randn(12, 1, 2, 12)
     assert not list(norm.parameters()) and norm(x) is x
+
+
+@pytest.mark.parametrize("rows", [1, 12])
+def test_attentions_definition_takes_some_queries_at_a_time(monkeypatch, rows):
+    q, k, v = torch.randn(3, 2, 2, 12, 8, dtype=torch.float64)
+    mask = torch.rand(2, 1, rows, 12) < 0.7
+    mask[..., 0] = True
+    whole = batch_attention.batch_attention.reference.compute(q, k, v, mask)
+    monkeypatch.setattr(batch_attention, "QUERIES", 5)
+    torch.testing.assert_close(batch_attention.batch_attention.reference.compute(q, k, v, mask), whole)

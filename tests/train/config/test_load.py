@@ -12,6 +12,7 @@ import pytest
 from megadit.models.shared.errors import UserError
 from megadit.models.text_tower_config import TextTowerConfig
 from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
+from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import config_from_dict, known_keys, load_config, resolve_config, to_yaml
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
@@ -154,6 +155,7 @@ SPECIAL = {
     "validation.extractors": ["judge.safetensors"],
     "model.family": "nemo",
     "model.text_tower.num_words": 600,
+    "model.guidance_range": [1.0, 9.0],
     "model.num_query_groups": 1,
     "model.hidden_size": 192,
     "model.num_attention_heads": 2,
@@ -163,6 +165,7 @@ SPECIAL = {
     "train.adapter.targets": ["blocks.*.fc1"],
     "train.distill.sigmas": [80.0, 1.0],
     "train.distill.guidance": 3.0,
+    "train.distill.adversarial_weight": 0.1,
     "train.distill.teacher": "elsewhere",
 }
 """Another legal value where it cannot be guessed."""
@@ -181,7 +184,7 @@ MATCHING = [
     *("model.position_embedding=learned", "model.learned_positions=[1,4,4]", "diffusion.learned_uncertainty=false"),
 ]
 TEXT_TOWER = [field.name for field in fields(TextTowerConfig)]
-STUDENT_SETTINGS = ("teacher", "objective", "guidance", "sigmas", "teacher_steps", "critic_lr", "critic_updates")
+STUDENT_SETTINGS = [field.name for field in fields(DistillConfig)]
 NEEDS = {
     "model.experts.num_experts": ["optimizer.optimizer=adamw"],
     "parallel.expert_model_parallel_size": EXPERTS,
@@ -198,6 +201,7 @@ NEEDS = {
     "train.base_precision": ["train.adapter.rank=4"],
     **{f"validation.sampling.{name}": ["validation.sampling.sampler=euler"] for name in ("eta", "churn")},
     **{f"train.distill.{name}": STUDENT for name in STUDENT_SETTINGS},
+    "train.distill.adversarial_weight": [*STUDENT, "train.distill.objective=distribution_matching"],
     "train.precision": ["optimizer.optimizer=adamw"],
     "train.contrast_rows": MATCHING,
     "model.quick_gelu": MATCHING,

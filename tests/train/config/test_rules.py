@@ -177,6 +177,11 @@ BREACHES = (
         diffusion={"learned_uncertainty": True},
     ),
     breach(
+        "train.distill.objective=continuous_consistency differentiates forward, which products of TransformerEngine",
+        train={"distill": DistillConfig(teacher="nowhere", objective="continuous_consistency")},
+        parallel={"transformer_impl": "transformer_engine"},
+    ),
+    breach(
         "train.distill.objective=consistency needs the noise levels of the student's calls",
         train={"distill": DistillConfig(teacher="nowhere", objective="consistency")},
     ),
@@ -187,8 +192,34 @@ BREACHES = (
         model={"given_sigma": 0.02},
     ),
     breach(
+        "validation.sampling: guidance=9 is none of the scales that this network has learnt to be told, 1 to 6",
+        model={"guidance_range": (1.0, 6.0)},
+        validation={"sampling": {"guidance": 9.0}},
+    ),
+    breach(
+        "train.distill.guidance=3.0 is one scale, and the student is told those of model.guidance_range=[1.0, 6.0]",
+        train={"distill": DistillConfig(teacher="nowhere", objective="guidance", guidance=3.0)},
+        model={"guidance_range": (1.0, 6.0)},
+        validation={"sampling": {"guidance": 3.0}},
+    ),
+    breach(
+        "train.distill.objective=regression learns videos that were made at one scale of guidance",
+        train={"distill": DistillConfig(teacher="nowhere", objective="regression", sigmas=(80.0,))},
+        model={"guidance_range": (1.0, 6.0)},
+        validation={"sampling": {"guidance": 3.0}},
+    ),
+    breach(
         "train.distill.sigmas=[1.0, 2.0] must decrease",
         train={"distill": DistillConfig(teacher="nowhere", objective="progressive", sigmas=(1.0, 2.0))},
+    ),
+    breach(
+        "train.distill.adversarial_weight=0.1 is of a critic's head, which",
+        train={"distill": DistillConfig(teacher="nowhere", objective="guidance", adversarial_weight=0.1)},
+    ),
+    breach(
+        "train.distill.adversarial_weight=0.1 takes gradients through the critic, whose experts",
+        train={"distill": replace(MATCHING["distill"], adversarial_weight=0.1)},
+        model=EXPERTS,
     ),
     breach(
         "train.distill.objective=distribution_matching updates two networks in a step",
@@ -340,6 +371,10 @@ BREACHES = (
     on_start(
         "train.adapter is trained beside weights that exist; give checkpoint.init_from",
         train={"output_dir": "runs/x", **ADAPTER},
+    ),
+    on_start(
+        "model.guidance_range=[1.0, 9.0] is learnt of a teacher at any of these scales, of samples at none",
+        model={"guidance_range": (1.0, 9.0)},
     ),
     on_start("train.distill.teacher=nowhere is not there", train={"output_dir": "runs/x", **STUDENT}),
     on_start("validation.sampling: sigmas=[1.0, 2.0] must decrease", validation={"sampling": {"sigmas": (1.0, 2.0)}}),

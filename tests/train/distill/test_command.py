@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from megadit.infer.evaluate.videos import videos_in_memory
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.settings import SamplingSettings
+from megadit.models.settings import SamplingSettings, check_guidance
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
 from megadit.train.distill.check import Bounds, Comparison, compare, spread
@@ -96,6 +96,11 @@ def test_the_levels_of_a_student(tmp_path):
     settings = student_settings(with_others, "restart", four)
     assert (settings.image_guidance, settings.cache_budget, settings.eta) == (1, 0, 0), "each would cost calls, or take"
     assert (settings.guidance, settings.num_steps, settings.num_frames) == (1, 4, teacher.defaults.num_frames)
+    with_prompts = replace(teacher.defaults, negative_prompt="grey", second_prompt="two", second_guidance=2.0)
+    for told, scale in (((1.0, 5.0), 3.0), ((4.0, 6.0), 4.0), ((1.0, 2.0), 2.0)):
+        settings = student_settings(with_prompts, "restart", four, told)
+        check_guidance(settings, told)
+        assert (settings.guidance, settings.negative_prompt, settings.second_prompt) == (scale, "", "")
     assert isinstance(settings, SamplingSettings)
 
 
@@ -145,6 +150,12 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
     [
         (["--stages", "guidence"], "--stages guidence is unknown; did you mean 'guidance'"),
         (["--sigmas", "80", "2", "--calls", "4"], "--sigmas are as many as --calls"),
+        (["--guidance", "2", "--guidance_range", "1", "4"], "give --guidance or --guidance_range, not both"),
+        (["--recipe", "digits_tiny", "--guidance_range", "4", "1"], "must be two scales from 1, the lower first"),
+        (
+            ["--recipe", "digits_tiny", "--calls", "2", "--guidance_range", "1", "4"],
+            "train.distill.objective=regression learns videos that were made at one scale",
+        ),
         (["--calls", "0"], "--calls=0 must lie between 1 and 64"),
         (["consistency.optimizer.lr=9"], "a stage that is not run; these are: guidance"),
         (["train.adapter.rank=4"], "a stage begins with the whole network of the one before"),
@@ -246,6 +257,17 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     shutil.rmtree(out)
     assert main([str(bundle), str(out), *more, "--spread", "0.5", "1.7", "--distance", "1.2"]) == 2
     assert not (out / "bundle").exists()
+    shutil.rmtree(out)
+    told = ["--recipe", "digits", "--prompts", more[more.index("--prompts") + 1], "--guidance_range", "1", "2.5"]
+    assert main([str(bundle), str(out), *told, "--stages", "guidance", "continuous_consistency"]) == 0
+    of_told = {"model.guidance_range=[1,2.5]", "train.distill.guidance=1", "validation.sampling.guidance=2.5"}
+    assert all(of_told <= {*arguments} for module, arguments in asked[-4:] if module == "megadit.train")
+    runs = [resolve_config(arguments[1], overrides=list(arguments[2:])) for _, arguments in asked[-4::2]]
+    assert [run.train.distill.objective for run in runs] == ["guidance", "continuous_consistency"]
+    assert [run.diffusion.learned_uncertainty for run in runs] == [False, True]
+    assert runs[1].train.distill.teacher == str(out / "1_guidance" / "bundle")
+    settings = Bundle.open(out / "bundle").defaults
+    assert (settings.guidance, settings.sampler) == (2.5, "restart")
     shutil.rmtree(out)
     monkeypatch.setattr("megadit.train.distill.pairs.launch", lambda *request, **ranks: made.append((request, ranks)))
     of_pairs = ["--recipe", "digits", "--prompts", more[more.index("--prompts") + 1], "--stages", "regression"]

@@ -23,14 +23,19 @@ pytestmark = pytest.mark.slow
 
 CHANNELS = 24
 SIGMAS = [20.0, 2.0, 0.4]
+MATCHING = {"objective": "distribution_matching", "guidance": 3.0, "sigmas": SIGMAS}
 OBJECTIVES = {
     "guidance": {"objective": "guidance", "guidance": 3.0},
     "progressive": {"objective": "progressive", "guidance": 3.0, "sigmas": SIGMAS},
     "consistency": {"objective": "consistency", "sigmas": SIGMAS},
+    "continuous": {"objective": "continuous_consistency", "guidance": 3.0, "tangent_warmup": 3},
+    "limit": {"objective": "consistency_limit"},
     "regression": {"objective": "regression", "sigmas": SIGMAS},
-    "matching": {"objective": "distribution_matching", "guidance": 3.0, "sigmas": SIGMAS},
+    "matching": MATCHING,
+    "adversarial": {**MATCHING, "adversarial_weight": 0.3},
 }
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24}
+AXES = {"family": "st_dit", "adaln_lora_dim": 4}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CP = {"context_parallel_size": 2}
 LAYOUTS = {
@@ -40,10 +45,24 @@ LAYOUTS = {
         for layout, parallel in (("sp", SP), ("cp", CP), ("fsdp", {"data_parallel": "fsdp"}), ("two readers", {}))
     },
     "matching distributed optimizer": {"data_parallel": "distributed_optimizer"},
+    "adversarial distributed optimizer": {"data_parallel": "distributed_optimizer"},
+    "adversarial given, recomputed sp": {**SP, "recompute_granularity": "full"},
     "matching given, ring": {**CP, "context_parallel_comm": "ring"},
-    **{f"{name} experts": {"expert_model_parallel_size": 2} for name in OBJECTIVES},
+    "continuous distributed optimizer": {"data_parallel": "distributed_optimizer"},
+    "continuous given, ring": {**CP, "context_parallel_comm": "ring"},
+    "continuous recomputed sp": {**SP, "recompute_granularity": "full"},
+    "continuous of axes cp": CP,
+    "guidance told sp": SP,
+    "guidance told given cp": CP,
+    "guidance told fsdp": {"data_parallel": "fsdp"},
+    "guidance told two readers": {},
+    "matching told sp": SP,
+    **{f"{name} experts": {"expert_model_parallel_size": 2} for name in OBJECTIVES if name != "adversarial"},
 }
-"""The first word is the objective; `given` and `experts` are what the network has."""
+"""The first word is the objective; `given`, `experts` and `axes` are what the network has, `told` says that the student
+is told scales of guidance."""
+KINDS = ("given", "experts", "axes", "told")
+SCALES = [1.0, 6.0]
 BROKEN = {"sum over the ranks of a sample": ("matching", CP), "text left out": ("guidance", SP)}
 
 
@@ -58,11 +77,16 @@ def teachers(tmp_path_factory):
         "": plain,
         "given": replace(plain, given_sigma=0.02),
         "experts": replace(plain, experts=ExpertConfig(**EXPERTS)),
+        "axes": replace(plain, **AXES),
     }
-    return {
-        kind: [write(tmp_path_factory.mktemp("network") / "bundle", model, seed) for seed in (3, 4)]
-        for kind, model in kinds.items()
-    }
+
+    def two(model, of_student):
+        models = {3: model, 4: of_student}
+        return [write(tmp_path_factory.mktemp("network") / "bundle", each, seed) for seed, each in models.items()]
+
+    pairs = {kind: two(model, model) for kind, model in kinds.items()}
+    told = {kind: two(kinds[kind], replace(kinds[kind], guidance_range=tuple(SCALES))) for kind in ("", "given")}
+    return pairs | {f"{kind} told".strip(): pair for kind, pair in told.items()}
 
 
 def write(path, model, seed):
@@ -81,21 +105,26 @@ def write(path, model, seed):
 
 def case_of(name, teachers):
     objective, *kinds = name.replace(",", "").split()
-    kind = next((kind for kind in kinds if kind in teachers), "")
+    kind = " ".join(kind for kind in KINDS if kind in kinds)
     teacher, start = map(str, teachers[kind])
     case = {"distill": {**OBJECTIVES[objective], "teacher": teacher}, "init_from": start, "steps": 5}
     case |= {"model": {"in_channels": CHANNELS}, "data": {"global_batch_size": 2}}
-    if kind == "given":
+    case["diffusion"] = {"learned_uncertainty": objective == "continuous"}
+    if "given" in kinds:
         case["given"] = ["first_frame:0.3", "prefix:0.2", "edit:1.0"]
-    if kind == "experts":
+    if "experts" in kinds:
         case["model"]["experts"] = EXPERTS
+    if "axes" in kinds:
+        case["model"] |= AXES
+    if "told" in kinds:
+        case["model"]["guidance_range"], case["distill"]["guidance"] = SCALES, 1.0
     return case
 
 
 def counterpart(name):
     """The case of one rank."""
     objective, *kinds = name.replace(",", "").split()
-    return " ".join([objective, *(kind for kind in kinds if kind in ("given", "experts"))])
+    return " ".join([objective, *(kind for kind in KINDS if kind in kinds)])
 
 
 def digests(teachers):
@@ -120,6 +149,10 @@ def folder(folders_of, teachers, before):
     return folders_of({1: one, 2: two}.__getitem__, JOB, timeout=560)
 
 
+def has_critic(name):
+    return name.startswith(("matching", "adversarial"))
+
+
 def numbers(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
@@ -133,12 +166,13 @@ def deviation(ours, one):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_student_learns_in_any_layout_as_on_one_rank(folder, name):
     ours, one = numbers(folder(2), name), numbers(folder(1), counterpart(name))
-    assert len(one["loss"]) == 5 and bool(one["critic_loss"]) == name.startswith("matching")
+    assert len(one["loss"]) == 5 and bool(one["critic_loss"]) == has_critic(name)
     assert deviation(ours, one) < 1e-6 and ours["spread"] == 0
     expected = _read(folder(1) / counterpart(name) / "tensors", "")
     found = _read(folder(2) / name / "tensors", "")
     assert expected.keys() == found.keys()
-    assert any(key.startswith("critic.optimizer.") for key in found) == name.startswith("matching")
+    assert any(key.startswith("critic.optimizer.") for key in found) == has_critic(name)
+    assert any("critic.model.adversary." in key for key in found) == name.startswith("adversarial")
     weights = [key for key in expected if "model." in key]
     assert max(((found[key] - expected[key]).norm() / expected[key].norm()).item() for key in weights) < 1e-4
 

@@ -2,19 +2,24 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from megadit.models.config import DiTConfig
+from megadit.models.ddpm import ddpm_sigmas
+from megadit.models.dit import WHOLE_NETWORK
 from megadit.models.embeddings import patchify
 from megadit.models.layout import PackLayout
 from megadit.models.noise import latent_noise
+from megadit.models.parameterization import denoise_packed, parameterization_of
 from megadit.models.segments import Segment
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.distill.networks import guided
-from megadit.train.distill.objectives import OBJECTIVES, Teaching, student_state
+from megadit.train.distill.networks import Distillation, guided
+from megadit.train.distill.objectives import OBJECTIVES, Teaching, Turn, of_tokens, student_state
+from megadit.train.noise_levels import draw_sigma
 
 MEAN, DEVIATION = 0.7, 0.5
 MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5, patch_spatial=1)
@@ -53,32 +58,91 @@ def of_normal(mean, deviation):
     return denoise
 
 
-def teaching(objective, teacher, critic=None, model=MODEL, **settings):
+def teaching(objective, teacher, critic=None, model=MODEL, judge=None, **settings):
     return Teaching(
         config=DistillConfig(teacher="", objective=objective, **settings),
         diffusion=DiffusionConfig(),
         model=model,
         teacher=teacher,
         critic=critic,
+        judge=judge,
         sum_over_context=lambda sums: sums,
     )
 
 
-def loss(objective, student, teacher, critic=None, *, batch=None, calls=1, **settings):
+def loss(objective, student, teacher, critic=None, *, batch=None, calls=1, step=1, **settings):
     of = teaching(objective, teacher, critic, **settings)
-    return OBJECTIVES[objective](student, of, pack() if batch is None else batch, calls)
+    return OBJECTIVES[objective](student, of, pack() if batch is None else batch, Turn(calls=calls, step=step))
+
+
+def distillation(objective, teacher, critic=None, *, model=MODEL, **settings):
+    return Distillation(
+        seed=1,
+        teaching=teaching(objective, teacher, critic, model=model, **settings),
+        frozen=None,
+        teacher_fingerprint="",
+        is_guided=False,
+    )
 
 
 TEACHER = of_normal(MEAN, DEVIATION)
 
 
-def test_one_that_answers_as_the_teacher_has_nothing_to_learn_of_guidance():
-    assert loss("guidance", TEACHER, TEACHER).objective == 0
-    assert loss("guidance", of_normal(0.0, DEVIATION), TEACHER).objective > 0.1
+class RawNetwork:
+    """The network of an exact denoiser of normal data, which predicts what its parameterization has it predict: the
+    expected noise (`vp`), or noise minus x0 (`flow`), of its own input, at the level that it is told."""
+
+    part, dtype = WHOLE_NETWORK, torch.float32
+
+    def __init__(self, preconditioner, mean=MEAN):
+        self.config, self.mean = replace(MODEL, preconditioner=preconditioner), mean
+
+    def forward_packed(self, z_S1P, c_noise_R, text_L1E, fps_G, layout, **more):
+        told = c_noise_R.double()[layout.on("cpu").row_of_token_S][:, None, None]
+        if self.config.preconditioner == "flow":  # z = (1 - t) x0 + t n
+            of_data, of_noise = 1 - told, told
+        else:  # z = a x0 + s n, s / a = sigma of DDPM's step
+            sigmas = ddpm_sigmas().log().numpy()
+            sigma = torch.from_numpy(np.exp(np.interp(told.numpy(), np.arange(len(sigmas)), sigmas)))
+            of_data = 1 / (1 + sigma**2).sqrt()
+            of_noise = sigma * of_data
+        ratio = (z_S1P - of_data * self.mean) / (of_data**2 * DEVIATION**2 + of_noise**2)
+        noise, x0 = of_noise * ratio, self.mean + of_data * DEVIATION**2 * ratio
+        return (noise - x0 if self.config.preconditioner == "flow" else noise).float()
 
 
+def of_network(preconditioner, mean=MEAN):
+    dit = RawNetwork(preconditioner, mean)
+    return lambda batch, x_S1P, sigma_G: denoise_packed(dit, x_S1P, sigma_G, **batch.conditions)
+
+
+TEACHERS = {"edm": TEACHER, "flow": of_network("flow"), "vp": of_network("vp")}
+"""The same denoiser, through networks that predict other things."""
+of_every_kind = pytest.mark.parametrize("kind", TEACHERS)
+
+
+@of_every_kind
+def test_networks_of_every_kind_are_one_denoiser(kind):
+    batch, sigma_G = pack(), torch.tensor([3.0, 0.2, 1.0])
+    found = TEACHERS[kind](batch, batch.tokens_S1P, sigma_G)
+    torch.testing.assert_close(found, TEACHER(batch, batch.tokens_S1P, sigma_G), rtol=1e-5, atol=1e-5)
+
+
+@of_every_kind
+def test_one_that_answers_as_the_teacher_has_nothing_to_learn_of_guidance(kind):
+    model = replace(MODEL, preconditioner=kind)
+    assert loss("guidance", TEACHER, TEACHERS[kind], model=model).error < 1e-9
+    off = loss("guidance", lambda *asked: TEACHER(*asked) + 0.1, TEACHERS[kind], model=model)
+    batch = pack()
+    sigma_G = draw_sigma(batch.noise_key_G, DiffusionConfig(), batch.layout)
+    weight_G = parameterization_of(model).loss_weight(sigma_G)
+    assert off.error == pytest.approx(0.01 * 12, rel=1e-3)
+    assert off.weighted == pytest.approx(0.01 * (4 * weight_G[0] + 8 * weight_G[1]).item(), rel=1e-3)
+
+
+@of_every_kind
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_one_step_of_the_student_is_several_of_the_teacher(steps):
+def test_one_step_of_the_student_is_several_of_the_teacher(steps, kind):
     sigmas, rho = (10.0, 1.0), 7
 
     def student(batch, x_S1P, sigma_G):
@@ -94,13 +158,14 @@ def test_one_step_of_the_student_is_several_of_the_teacher(steps):
             x0_S1P = torch.where(sigma_of(batch, sigma_G) == high, found_S1P, x0_S1P)
         return x0_S1P
 
-    sums = loss("progressive", student, TEACHER, sigmas=sigmas, teacher_steps=steps)
+    sums = loss("progressive", student, TEACHERS[kind], sigmas=sigmas, teacher_steps=steps)
     assert sums.error < 1e-8
     if steps > 1:
-        assert loss("progressive", TEACHER, TEACHER, sigmas=sigmas, teacher_steps=steps).error > 1e-4
+        assert loss("progressive", TEACHER, TEACHERS[kind], sigmas=sigmas, teacher_steps=steps).error > 1e-4
 
 
-def test_the_end_of_the_ode_is_consistent():
+@of_every_kind
+def test_the_end_of_the_ode_is_consistent(kind):
     """x0 = mean + (x - mean) deviation / sqrt(deviation^2 + sigma^2) is where the exact flow of normal data ends; small
     steps are near it."""
 
@@ -109,8 +174,22 @@ def test_the_end_of_the_ode_is_consistent():
         return MEAN + (x_S1P - MEAN) * DEVIATION / (DEVIATION**2 + sigma**2).sqrt()
 
     fine = tuple(torch.logspace(1, -2, 200).tolist())
-    of_end, of_others = (loss("consistency", each, TEACHER, sigmas=fine).error for each in (end, TEACHER))
+    of_end, of_others = (loss("consistency", each, TEACHERS[kind], sigmas=fine).error for each in (end, TEACHER))
     assert of_end < 1e-2 * of_others
+    for objective, most in (("continuous_consistency", 1e-4), ("consistency_limit", 1e-6)):
+        settings = {} if objective == "consistency_limit" else {"tangent_warmup": 0}
+        of_end, of_others = (
+            loss(objective, each, TEACHERS[kind], **settings).weighted.item() for each in (end, TEACHER)
+        )
+        assert of_end < most * of_others, objective
+
+
+@of_every_kind
+def test_a_pair_is_weighted_as_its_students_parameterization_says(kind):
+    batch, model, sigma = pack(), replace(MODEL, preconditioner=kind), 20.0
+    sums = loss("regression", lambda *_: batch.tokens_S1P + 1, None, batch=batch, model=model, sigmas=(sigma,))
+    weight = parameterization_of(model).loss_weight(torch.tensor(sigma)).item()
+    assert sums.error == 12 and sums.weighted == pytest.approx(12 * weight)
 
 
 def test_a_pair_begins_with_the_noise_of_its_seed_and_ends_with_its_video():
@@ -135,7 +214,8 @@ def test_a_pair_begins_with_the_noise_of_its_seed_and_ends_with_its_video():
     assert not torch.equal(seen[-1][0], x_S1P)
 
 
-def test_a_student_moves_to_where_the_teacher_is_and_stays_there():
+@of_every_kind
+def test_a_student_moves_to_where_the_teacher_is_and_stays_there(kind):
     """A student of one number: its mean. Beside a critic that knows it, the gradient leads to the teacher's."""
 
     def step(mean):
@@ -144,12 +224,12 @@ def test_a_student_moves_to_where_the_teacher_is_and_stays_there():
         def student(batch, x_S1P, sigma_G):
             return shift + DEVIATION * x_S1P / sigma_of(batch, sigma_G)
 
-        critic = of_normal(mean, DEVIATION)
-        loss("distribution_matching", student, TEACHER, critic, sigmas=(80.0,)).objective.backward()
+        critic = of_normal(mean, DEVIATION) if kind == "edm" else of_network(kind, mean)
+        loss("distribution_matching", student, TEACHERS[kind], critic, sigmas=(80.0,)).objective.backward()
         return shift.grad.item()
 
     assert step(MEAN - 0.5) < -0.1 and step(MEAN + 0.5) > 0.1, "against the gradient"
-    assert abs(step(MEAN)) < 1e-6
+    assert abs(step(MEAN)) < 1e-5
 
 
 def test_the_way_of_a_student_is_the_restart_samplers():
@@ -203,6 +283,53 @@ def test_what_is_given_with_noise_has_it_in_every_objective():
         loss(objective, asked, asked, asked, batch=batch, calls=2, model=model, **settings)
         found = torch.stack([x_S1P[:2] for x_S1P in seen]) - batch.tokens_S1P[:2]
         assert seen and ((found.std((1, 2, 3)) / 0.01 - 1).abs() < 0.7).all(), objective
+
+
+def test_a_student_that_is_told_the_scale_learns_all_of_them():
+    """Its scales are drawn for each sample, and it has learnt everything when it answers as the teacher at each."""
+    seen, model = [], replace(MODEL, guidance_range=(2.0, 5.0))
+
+    def network(batch, x_S1P, sigma_G):
+        has_text = torch.tensor([float(s.text_length > 0) for s in batch.layout.segments])
+        return x_S1P + of_tokens(batch, has_text)
+
+    def student(batch, x_S1P, sigma_G):
+        seen.append(batch.guidance_G)
+        return x_S1P + of_tokens(batch, batch.guidance_G)
+
+    def other(batch, x_S1P, sigma_G):
+        return x_S1P + 3.0
+
+    for key in range(200):
+        batch = replace(pack(), noise_key_G=torch.tensor([key + 1, 1000 + key, 0]))
+        of = distillation("guidance", guided(network, 1.0), model=model)
+        assert of.loss(student, batch).error < 1e-10
+        assert key or of.loss(other, batch).error > 0.1
+    scales = torch.stack(seen)[:, :2].flatten()
+    assert 2 < scales.min() < 2.1 and 4.9 < scales.max() < 5 and abs(scales.mean() - 3.5) < 0.1
+    assert len(scales.unique()) == 400
+
+
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "regression"])
+def test_every_network_is_asked_at_the_students_scale(objective):
+    """The student, its teacher and its critic, in the student's step and in the critic's."""
+    asked, model = {}, replace(MODEL, guidance_range=(2.0, 5.0))
+
+    def network(name):
+        def denoise(batch, x_S1P, sigma_G):
+            asked.setdefault(name, []).append(batch.guidance_G[:2].tolist())
+            return torch.zeros_like(x_S1P, requires_grad=True)
+
+        return denoise
+
+    of = distillation(objective, network("teacher"), network("critic"), model=model, sigmas=(20.0, 2.0))
+    of.begin(step=4, update=0)
+    of.loss(network("student"), pack())
+    assert {"student", "teacher"} <= asked.keys()
+    scales = {tuple(pair) for pairs in asked.values() for pair in pairs}
+    assert len(scales) == 1 and all(2 < scale < 5 for scale in next(iter(scales)))
+    (made,) = of.made(network("student"), [pack()], update=1)
+    assert all(2 < scale < 5 for scale in made.guidance_G[:2].tolist())
 
 
 def test_guidance_leads_away_from_no_text():

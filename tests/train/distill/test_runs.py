@@ -16,7 +16,15 @@ COMMAND = (
     *("logger.tensorboard=false", "ema.sigma_rels=[0.1]", "data.global_batch_size=2", "checkpoint.save_interval=3"),
     *("diffusion.learned_uncertainty=false", f"train.train_iters={STEPS}", "train.distill.sigmas=[20,2]"),
     *("train.distill.objective=distribution_matching", "train.distill.guidance=3", "train.distill.critic_updates=3"),
+    "train.distill.adversarial_weight=0.1",
 )
+ALONE = ("train.distill.adversarial_weight=0", "train.distill.objective=guidance")
+"""A student without a critic."""
+CONTINUOUS = (
+    *(*ALONE, "train.distill.objective=continuous_consistency", f"train.distill.tangent_warmup={STEPS}"),
+    "diffusion.learned_uncertainty=true",
+)
+"""Whose objective changes from step to step."""
 SP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 FSDP = ("parallel.data_parallel=fsdp",)
 
@@ -62,6 +70,27 @@ def test_a_run_that_is_cut_in_two_is_the_same_run(teacher, finished, run_ranks, 
     ours, theirs = (_read(find_checkpoints(out / "checkpoints")[-1] / "tensors", "") for out in (tmp_path, finished))
     assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in theirs)
     assert any(key.startswith("critic.optimizer.exp_avg") for key in ours)
+    assert any(key.startswith("critic.optimizer.exp_avg") and "adversary" in key for key in ours)
+
+
+@pytest.mark.slow
+def test_a_killed_run_without_a_critic_is_the_same_run(
+    teacher, kill_in_the_middle, run_ranks, tmp_path, read_metrics, same
+):
+    """To the last bit, in one layout: two ranks, each with its readers."""
+    whole, cut = (
+        (*COMMAND, *CONTINUOUS, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path / name}")
+        for name in ("whole", "cut")
+    )
+    run_ranks(2, *whole)
+    kill_in_the_middle(STEPS, tmp_path / "cut", *cut)
+    assert "continuing from" in run_ranks(2, *cut)[0]
+    assert same(read_metrics(tmp_path / "cut"), read_metrics(tmp_path / "whole"))
+    ours, theirs = (
+        _read(find_checkpoints(tmp_path / name / "checkpoints")[-1] / "tensors", "") for name in ("cut", "whole")
+    )
+    assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in theirs)
+    assert not any(key.startswith("critic.") for key in ours) and any("uncertainty" in key for key in ours)
 
 
 def test_a_student_is_a_network_like_any_other(teacher, finished):
@@ -93,7 +122,9 @@ def test_a_student_may_be_an_adapter(teacher, run_ranks, tmp_path, read_metrics)
     adapter = ("train.adapter.rank=2", f"checkpoint.init_from={teacher}", "train.train_iters=3")
     run_ranks(1, *COMMAND, *adapter, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path}")
     kept = _read(find_checkpoints(tmp_path / "checkpoints")[-1] / "tensors", "")
-    assert all(".adapters." in key for key in kept) and any(key.startswith("critic.") for key in kept)
+    of_networks = [key for key in kept if "adversary" not in key]
+    assert all(".adapters." in key for key in of_networks) and any(key.startswith("critic.") for key in of_networks)
+    assert any(key.startswith("critic.model.adversary.") for key in kept)
     assert len(read_metrics(tmp_path)) == 3
 
 
@@ -104,6 +135,6 @@ def test_a_teacher_of_another_objective(preconditioner, run_ranks, tmp_path, rea
     of_teacher = write(tmp_path / "teacher", 0, preconditioner=preconditioner)
     for ours in ("edm", preconditioner):
         out = tmp_path / ours
-        command = (*COMMAND, "train.distill.objective=guidance", "train.train_iters=2", f"train.output_dir={out}")
+        command = (*COMMAND, *ALONE, "train.train_iters=2", f"train.output_dir={out}")
         run_ranks(1, *command, f"model.preconditioner={ours}", f"train.distill.teacher={of_teacher}")
         assert len(read_metrics(out)) == 2 and MODEL.preconditioner == "edm"

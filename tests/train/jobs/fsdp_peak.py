@@ -44,7 +44,7 @@ def keep_gathered(training):
 def make_whole():
     """From now on; a function that ends it."""
     build = setup._build_network
-    setup._build_network = lambda *args: build(*args[:-1], torch.device("cpu"))
+    setup._build_network = lambda *args, **more: build(*args[:-1], torch.device("cpu"), **more)
     return partial(setattr, setup, "_build_network", build)
 
 

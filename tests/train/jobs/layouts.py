@@ -85,7 +85,7 @@ def run_config(out, case):
         data=replace(run.data, **data),
         train=replace(run.train, **train | case.get("train", {})),
         optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
-        diffusion=replace(run.diffusion, learned_uncertainty=is_of_noise, **case.get("diffusion", {})),
+        diffusion=replace(run.diffusion, **{"learned_uncertainty": is_of_noise} | case.get("diffusion", {})),
         checkpoint=replace(run.checkpoint, init_from=case.get("init_from")),
         parallel=ParallelConfig(**case.get("parallel", {})),
     )
@@ -182,10 +182,10 @@ def _with_own_gradient(x, tensor_parallel_output_grad, group):
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
 
 
-def _at_the_level_of_the_sample(dit, x, sigma_G, text, fps, pack, before=None):
+def _at_the_level_of_the_sample(dit, x, sigma_G, **conditions):
     form = property(lambda config: replace(GIVEN_FORMS[config.given_form], has_own_level=False))
     with mock.patch.object(DiTConfig, "given", form):
-        return parameterization.denoise_packed(dit, x, sigma_G, text, fps, pack, before)
+        return parameterization.denoise_packed(dit, x, sigma_G, **conditions)
 
 
 def _first_to_last(layout, ring_rank, width):
@@ -299,7 +299,9 @@ def sampled(training):
         is_given = torch.zeros(3, 3, 5, dtype=torch.bool)
         is_given[0, :2], is_given[2] = True, True
         given = Given(noise_BCTHW[:, :, [1, 0, 1]], is_given, (0.5,))
-    conditioning = Conditioning(text_BLE, torch.tensor([4, 0]), torch.tensor([8.0, 0.0]), given=given)
+    told_B = None if model.guidance_range is None else torch.tensor([2.0, 5.0])
+    fps_B = torch.tensor([8.0, 0.0])
+    conditioning = Conditioning(text_BLE, torch.tensor([4, 0]), fps_B, given=given, guidance_B=told_B)
     return ShardedDenoiser(training)(3 * noise_BCTHW, torch.tensor([3.0, 0.5]), conditioning)
 
 

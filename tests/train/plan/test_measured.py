@@ -75,10 +75,11 @@ def test_memory_of_a_student_with_its_teacher_and_critic_is_what_is_measured(mea
         *("train.precision=fp32", "model.in_channels=24", "model.crossattn_emb_size=64", "model.num_layers=2"),
         *(f"train.distill.teacher={teacher}", "train.distill.objective=distribution_matching"),
         *("train.distill.sigmas=[20]", "train.distill.critic_updates=1", "diffusion.learned_uncertainty=false"),
+        "train.distill.adversarial_weight=0.1",
     )
     for part in ("parameters", "gradients", "optimizer", "averages"):
         assert getattr(estimate, part) == pytest.approx(measured[part], rel=1e-3)
-    assert measured["gradients"] == pytest.approx(2 / 3 * measured["parameters"], rel=1e-3), "of two of three networks"
+    assert measured["gradients"] == pytest.approx(2 / 3 * measured["parameters"], rel=3e-3), "of two of three networks"
     assert estimate.total == pytest.approx(measured["peak"], rel=0.1)
 
 

@@ -1,0 +1,84 @@
+"""A small head on a critic's features that tells real samples from what a student makes (DMD2, arXiv 2405.14867,
+section 4.3): both noised, as the critic sees them.
+
+Each token is told by itself: it has attended to all of its sample. So a loss is a sum over tokens, as any other.
+
+Shapes: S video tokens, P patch dim, D width, G segments of a pack.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megadit.models.config import DiTConfig
+from megadit.models.initialize import initial_value
+from megadit.models.noise import derived_keys
+from megadit.models.parameterization import parameterization_of
+from megadit.train.config.schema import DiffusionConfig
+from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.loss import LossSums, weighted_error
+from megadit.train.noise_levels import draw_sigma, token_noise
+
+HIDDEN = 256
+Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
+"""(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] under the conditions of the pack, whatever its own tokens."""
+Judge = Callable[[PackedBatch, Tensor, Tensor], Tensor]
+"""(pack, x [S, 1, P], sigma_G) -> the logits [S] that each token is of a real sample."""
+
+
+def head_parameters(width: int) -> int:
+    """How many the head of a network of this width has."""
+    return HIDDEN * (width + 2) + 1
+
+
+class Adversary(nn.Module):
+    """Logits from what the middle of a network holds, in float32: of a norm, two linears around SiLU.
+
+    It says nothing at first. It is trained with the critic and thrown away.
+    """
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, 1)
+        self.linear_1.weight.data.copy_(initial_value("adversary.linear_1.weight", self.linear_1.weight.shape, seed))
+        for parameter in (self.linear_1.bias, *self.linear_2.parameters()):
+            nn.init.zeros_(parameter)
+
+    def forward(self, x_S1D: Tensor) -> Tensor:
+        """[S, 1, D] -> [S]."""
+        h_SD = F.layer_norm(x_S1D[:, 0].float(), x_S1D.shape[-1:])
+        for layer in (self.linear_1, self.linear_2):
+            h_SD = F.linear(F.silu(h_SD) if layer is self.linear_2 else h_SD, layer.weight.float(), layer.bias.float())
+        return h_SD[:, 0]
+
+
+def critic_loss(
+    denoise: Denoise, batch: PackedBatch, *, judge: Judge, diffusion: DiffusionConfig, model: DiTConfig, weight: float
+) -> LossSums:
+    """What a critic with a head minimises: the loss of denoising what a student made (`edm_loss`), and `weight` times
+    -log P(made | made) - log P(real | real), of the samples that the pack has beside it, at the same noise levels.
+    """
+    sigma_G = draw_sigma(batch.noise_key_G, diffusion, batch.layout)
+    real = replace(batch, tokens_S1P=batch.real_S1P, noise_key_G=derived_keys(batch.noise_key_G, 0))
+    x_S1P, of_real_S1P = (each.noisy(sigma_G, token_noise(each), model.given_noise) for each in (batch, real))
+    weight_G = parameterization_of(model).loss_weight(sigma_G)
+    sums = weighted_error(batch, denoise(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
+    told_S = F.softplus(judge(batch, x_S1P, sigma_G)) + F.softplus(-judge(real, of_real_S1P, sigma_G))
+    return sums._replace(objective=sums.objective + weight * _sum_of_wanted(batch, told_S))
+
+
+def towards_real(judge: Judge, batch: PackedBatch, y_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+    """The gradient of -log P(y is real) with respect to y, [S, 1, P]; nothing of the critic gets any."""
+    with torch.enable_grad():
+        y_S1P = y_S1P.detach().requires_grad_()
+        loss = _sum_of_wanted(batch, F.softplus(-judge(batch, y_S1P, sigma_G)))
+        return torch.autograd.grad(loss, y_S1P)[0]
+
+
+def _sum_of_wanted(batch: PackedBatch, value_S: Tensor) -> Tensor:
+    """Over the tokens to be predicted, each sample as often as its loss counts."""
+    tensors = batch.layout.on(value_S.device)
+    return (value_S * tensors.is_wanted_S * batch.loss_weight_G[tensors.segment_of_token_S]).sum()
