@@ -21,6 +21,11 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 LEAST_LOSS_SCALE = 1.0
 
 
+def precision(config: RunConfig) -> torch.dtype:
+    """The arithmetic of the network."""
+    return DTYPES[config.train.precision]
+
+
 def build_optimizer(config: RunConfig, parts: Sequence[DataParallel]) -> MegatronOptimizer:
     """The optimizer of a run.
 
