@@ -197,6 +197,9 @@ SHOWN_BY = {
             --data --recipe --config-file --stages --calls --sigmas --guidance --nproc --prompts --count --extractors
             --spread --distance --device --pairs --num_pairs --pair_steps
         """,
+        "train/distill/test_command.py::test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called": (
+            "--adapter_rank"
+        ),
     },
     "tune-sampler": {
         "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """

@@ -198,6 +198,7 @@ NEEDS = {
     "train.base_precision": ["train.adapter.rank=4"],
     **{f"validation.sampling.{name}": ["validation.sampling.sampler=euler"] for name in ("eta", "churn")},
     **{f"train.distill.{name}": STUDENT for name in STUDENT_SETTINGS},
+    "train.distill.teacher_adapter": [*STUDENT, "train.adapter.rank=4"],
     "train.precision": ["optimizer.optimizer=adamw"],
     "train.contrast_rows": MATCHING,
     "model.quick_gelu": MATCHING,

@@ -178,6 +178,10 @@ BREACHES = (
         diffusion={"learned_uncertainty": True},
     ),
     breach(
+        "train.distill.teacher_adapter=one is what train.adapter begins with",
+        train={"distill": DistillConfig(teacher="nowhere", teacher_adapter="one", objective="guidance")},
+    ),
+    breach(
         "train.distill.objective=consistency needs the noise levels of the student's calls",
         train={"distill": DistillConfig(teacher="nowhere", objective="consistency")},
     ),
@@ -342,6 +346,14 @@ BREACHES = (
         train={"output_dir": "runs/x", **ADAPTER},
     ),
     on_start("train.distill.teacher=nowhere is not there", train={"output_dir": "runs/x", **STUDENT}),
+    on_start(
+        "train.distill.teacher_adapter=nowhere is not there",
+        train={
+            "output_dir": "runs/x",
+            **ADAPTER,
+            "distill": DistillConfig(teacher=".", teacher_adapter="nowhere", objective="guidance"),
+        },
+    ),
     on_start("validation.sampling: sigmas=[1.0, 2.0] must decrease", validation={"sampling": {"sigmas": (1.0, 2.0)}}),
     on_start(
         "validation.extractors=['nowhere.safetensors'] names weights that do not exist",
