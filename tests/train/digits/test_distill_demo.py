@@ -20,6 +20,7 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         raise UserError("seen")
 
     monkeypatch.setattr(distill_demo, "run_stages", stop)
+    monkeypatch.setattr(distill_demo.DistillDemo, "takes_first_frames", False)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
     assert distill_demo.main([*options, "--seed", "5"]) == 2
     expected = distill_demo.DistillDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)
