@@ -320,11 +320,15 @@ def frozen(training):
 
 
 def weights_apart(training):
-    """Beside adapters: how many weights of teacher and critic are not the student's own memory."""
-    own = {id(parameter) for parameter in training.network.parameters()}
-    others = list(training.distillation.frozen.named_parameters())
-    others += [] if training.critic is None else training.critic.network.named_parameters()
-    return sum(id(parameter) not in own for name, parameter in others if adapter_key(name) is None)
+    """Beside adapters: how many weights of teacher and critic do not lie where the student's do."""
+
+    def places(network):
+        named = [(name, held(value)[1]) for name, value in network.named_parameters() if adapter_key(name) is None]
+        return [value.untyped_storage().data_ptr() for _, value in named if value.numel()]
+
+    others = [training.distillation.frozen, *([] if training.critic is None else [training.critic.network])]
+    own = {*places(training.network)}
+    return sum(place not in own for other in others for place in places(other))
 
 
 def bytes_held(training):
