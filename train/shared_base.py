@@ -11,15 +11,18 @@ from megadit.models.adapters import adapter_key
 
 
 def share_base(network: nn.Module, base: nn.Module, device: torch.device) -> None:
-    """Gives a network on the meta device the frozen parameters of `base`, whose linears are of the same kind and the
-    same shares, in place of its own; those of its adapters get memory on `device`, and wait for their values.
+    """Gives a network the frozen parameters of `base`, whose linears are of the same kind and the same shares, in place
+    of its own on the meta device; those of its adapters get memory on `device`, and wait for their values.
+
+    What is not on the meta device stays as it is: it is no part of the weights that both have.
     """
-    shared = {name: parameter for name, parameter in base.named_parameters() if adapter_key(name) is None}
+    shared = dict(base.named_parameters())
     for path, module in list(network.named_modules()):
         for name, parameter in list(module.named_parameters(path, recurse=False)):
-            is_own = adapter_key(name) is not None
-            taken = _with_memory(parameter, device) if is_own else shared[name]
-            setattr(module, name.rpartition(".")[2], taken)
+            if parameter.is_meta:
+                is_own = adapter_key(name) is not None
+                taken = _with_memory(parameter, device) if is_own else shared[name]
+                setattr(module, name.rpartition(".")[2], taken)
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

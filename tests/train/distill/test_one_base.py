@@ -57,11 +57,14 @@ def test_two_networks_of_one_memory_differ_by_their_adapters():
         other = build_network(TINY)
     for network in (base, other):
         attach(network, ADAPTER)
+        network.head = torch.nn.Linear(2, 1)  # such as a critic's, which is trained
     for parameter in base.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     share_base(other, base, torch.device("cpu"))
     own = [name for name, parameter in other.named_parameters() if parameter is not base.get_parameter(name)]
-    assert own and all(".adapters." in name for name in own) and not any(p.is_meta for p in other.parameters())
+    assert not any(parameter.is_meta for parameter in other.parameters())
+    assert {"head.weight", "head.bias"} <= {*own} and any(".adapters." in name for name in own)
+    assert all(".adapters." in name or name.startswith("head.") for name in own)
     state = {name: torch.randn(value.shape) for name, value in other.state_dict().items() if ".adapters." in name}
     other.load_state_dict(state, strict=False)
     assert all(not torch.equal(base.get_parameter(name), value) for name, value in state.items())
