@@ -150,6 +150,7 @@ SHORT = {
     "train/recipes/experts.py": "the recipes of a family",
     "train/recipes/registry.py": "recipes register without importing one another",
     "train/sampling_defaults.py": "shared by validation and bundles",
+    "train/shared_base.py": "shared by networks in memory and sharded ones",
 }
 """Why a file has fewer than 40 lines."""
 

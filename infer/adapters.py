@@ -16,7 +16,9 @@ from megadit.infer.runtimes.ranked import RankedDenoiser
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.adapter_files import read_adapter_of, tensor_file
+from megadit.models.convert.adapter import asked_defaults
+from megadit.models.convert.adapter_files import open_adapter, read_adapter_of, tensor_file
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
 
@@ -50,6 +52,22 @@ def adapter_uses(scales: Scales) -> tuple[AdapterUse, ...]:
         AdapterUse(path=str(Path(path).resolve()), scale=scale, sha256=_checksum(tensor_file(Path(path))))
         for path, scale in scales.items()
     )
+
+
+def adapted_defaults(defaults: SamplingSettings, adapters: Scales | Sequence[Scales]) -> SamplingSettings:
+    """A bundle's defaults, with what its adapters ask for in their place: students say how they are called. Of several
+    videos, what the adapters of all ask for alike.
+
+    Raises:
+        UserError: as `asked_defaults`.
+    """
+
+    def asked(scales: Scales) -> SamplingSettings:
+        used = [path for path, scale in scales.items() if scale]
+        return asked_defaults(defaults, [(path, open_adapter(path).defaults) for path in used])
+
+    found = {asked(scales) for scales in ([adapters] if isinstance(adapters, Mapping) else adapters)}
+    return found.pop() if len(found) == 1 else defaults
 
 
 def _checksum(file: Path) -> str:

@@ -121,7 +121,7 @@ def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
         f"{bundle.path} is no longer the checkpoint that made {options.repeat}; to use it nevertheless, name it with "
         "--checkpoint_path",
     )
-    return options, bundle, video_grid(options, recorded or bundle.defaults, trained=bundle.defaults)
+    return options, bundle, video_grid(options, bundle.defaults, recorded)
 
 
 def _check_videos(

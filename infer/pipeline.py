@@ -13,7 +13,15 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.infer.adapters import KEPT_BYTES, NO_ADAPTERS, AdapterShelf, Scales, adapter_shelf, hold_adapters
+from megadit.infer.adapters import (
+    KEPT_BYTES,
+    NO_ADAPTERS,
+    AdapterShelf,
+    Scales,
+    adapted_defaults,
+    adapter_shelf,
+    hold_adapters,
+)
 from megadit.infer.background import one_behind
 from megadit.infer.batches import Batch, Videos, batch_size, cut_batches
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
@@ -234,8 +242,8 @@ class TextToVideo:
         frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
         `given` is what is known of the videos (frames, a clip, a mask): one `GivenVideo`, a tuple of several, or a list
         with either, or None, for each prompt. `adapters` gives the paths of adapters with their scales, {path: scale},
-        or a list of these, one for each prompt. `on_step` is told of every denoiser call, may look at a preview, and
-        cancels by returning False.
+        or a list of these, one for each prompt; what is left out, those of students say. `on_step` is told of every
+        denoiser call, may look at a preview, and cancels by returning False.
 
         Raises:
             UserError: for anything that cannot be generated, before the network is asked.
@@ -243,7 +251,7 @@ class TextToVideo:
         """
         if guidance is not None:
             settings["guidance"] = guidance_scale(guidance, guidance_convention)
-        resolved = resolve_settings(self.defaults, **settings)
+        resolved = resolve_settings(adapted_defaults(self.defaults, adapters), **settings)
         per_video = {"seeds": seeds, "adapters": adapters, "given": given}
         return GeneratedVideos(self.stream(prompts, resolved, **per_video, batch_size=batch_size, on_step=on_step))
 

@@ -28,8 +28,8 @@ def resolve_settings(
         UserError: for settings that are wrong, by themselves or together, and for noise levels that do not exist.
     """
     settings = resolve(defaults, trained=trained, **given)
-    sigmas = settings_sigmas(settings)
-    return dataclasses.replace(settings, num_steps=len(sigmas) - 1) if settings.sigmas else settings
+    num_steps = len(settings_sigmas(settings)) - 1
+    return settings if settings.num_steps == num_steps else dataclasses.replace(settings, num_steps=num_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -192,6 +192,8 @@ def restart(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness 
     x = x.double()
     for index, (sigma, sigma_next) in enumerate(_steps(sigmas)):
         x0 = _evaluate(denoise, x, sigma)
+        if sigma_next == 0:
+            return x0
         noise = (x - x0) / sigma if randomness is None else randomness.noise(index)
         x = x0 + sigma_next * noise
     return x

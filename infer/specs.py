@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.adapters import AdapterUse, adapter_uses
+from megadit.infer.adapters import AdapterUse, adapted_defaults, adapter_uses
 from megadit.infer.contact_sheet import grid_columns
 from megadit.infer.given_files import OPTIONS as GIVEN
 from megadit.infer.given_files import GivenFile, given_files
@@ -42,8 +42,9 @@ class Grid:
     """Videos in a row of the contact sheet: the seeds of one prompt and scale, or a square of what has one seed."""
 
 
-def video_grid(options: GenerateOptions, defaults: SamplingSettings, trained: SamplingSettings | None = None) -> Grid:
-    """All videos that the options ask for; `trained` are the checkpoint's defaults, where others are started from.
+def video_grid(options: GenerateOptions, defaults: SamplingSettings, recorded: SamplingSettings | None = None) -> Grid:
+    """All videos that the options ask for, given a checkpoint's defaults; those `recorded` come before what it, and its
+    adapters, would have.
 
     Raises:
         UserError: for a prompt file that cannot be read, and for settings that no video can have.
@@ -52,7 +53,7 @@ def video_grid(options: GenerateOptions, defaults: SamplingSettings, trained: Sa
     lines = [*({"prompt": prompt} for prompt in prompts), *prompt_lines(options.prompt_file)]
     refuse(not lines, "there is no prompt; give --prompt TEXT or --prompt_file FILE")
     _check_subject([line["prompt"] for line in lines], options.subject_name)
-    rows = [row for line in lines for row in _rows(line, options, defaults, trained)]
+    rows = [row for line in lines for row in _rows(line, options, defaults, recorded)]
     specs = [spec for row in rows for spec in row]
     has_interval = any(spec.settings.adapter_interval for spec in specs)
     refuse(has_interval and not any(spec.adapters for spec in specs), "adapter_interval needs an adapter")
@@ -64,7 +65,7 @@ def _rows(
     line: Mapping[str, Any],
     options: GenerateOptions,
     defaults: SamplingSettings,
-    trained: SamplingSettings | None,
+    recorded: SamplingSettings | None,
 ) -> Iterator[list[VideoSpec]]:
     """The videos of one prompt: a row for each guidance scale, a video for each seed."""
     values = asdict(options.settings) | {name: value for name, value in line.items() if name in _SETTINGS}
@@ -75,9 +76,10 @@ def _rows(
     seeds = [line["seed"]] if "seed" in line else line.get("seeds") or options.seeds or [options.seed or 0]
     prompt = line["prompt"].replace(SUBJECT, options.subject_name)
     adapters = adapters_of(line.get("adapter", options.adapter))
+    begun = recorded or adapted_defaults(defaults, {use.path: use.scale for use in adapters})
     for scale in scales:
         guidance = None if scale is None else guidance_scale(scale, options.guidance_convention)
-        settings = resolve_settings(defaults, trained=trained, **values | {"guidance": guidance})
+        settings = resolve_settings(begun, trained=defaults, **values | {"guidance": guidance})
         given = given_files(line, options, settings.num_frames)
         yield [VideoSpec(prompt=prompt, seed=seed, settings=settings, given=given, adapters=adapters) for seed in seeds]
 

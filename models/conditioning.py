@@ -174,7 +174,8 @@ class Conditioning:
             x if x is None or dtype is None else x.to(dtype) for x in (self.text_BLE, self.image_BIE, self.pooled_BP)
         )
         given = self.given and self.given.to(device)
-        parts = (text, self.text_length_B, self.fps_B, dict(self.adapter_scale_B), given, image, pooled, self.guidance_B)
+        scales = dict(self.adapter_scale_B)
+        parts = (text, self.text_length_B, self.fps_B, scales, given, image, pooled, self.guidance_B)
         return Conditioning(*sent_as_one(parts, device))
 
     @staticmethod

@@ -62,8 +62,9 @@ def initialize_(
     full_shape: FullShape = lambda parameter: parameter.shape,
     fill: Fill = Tensor.copy_,
     given: Callable[[str], Tensor] | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> nn.Module:
-    """Fills every parameter of a network in place.
+    """Fills the parameters of a network in place.
 
     Args:
         model: a plain network; its parameters' names are the canonical ones.
@@ -71,8 +72,11 @@ def initialize_(
         full_shape: the shape of a parameter before it was split over ranks.
         fill: sets what is held here of a parameter from the whole tensor.
         given: the whole tensor of a name, where weights exist; `seed` then changes nothing.
+        wanted: whether the parameter of a name is filled; the others stay as they are.
     """
     for name, parameter in model.named_parameters():
+        if not wanted(name):
+            continue
         whole = initial_value(name, full_shape(parameter), seed) if given is None else given(name)
         fill(parameter, whole)
     return model

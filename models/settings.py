@@ -196,10 +196,13 @@ def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = No
     for name in given.keys() - known.keys():
         raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
     given = {name: check_value(known[name], name, value) for name, value in given.items()}
+    before = asdict(defaults)
     if given.get("shift") in AUTO_SHIFTS:
-        given["shift"] = fitting_shift(given["shift"], asdict(defaults) | given, asdict(trained or defaults))
-    settings = replace(defaults, **switched_off(asdict(defaults), given) | given)
-    settings = replace(settings, sampler=find_sampler(settings.sampler), schedule=find_schedule(settings.schedule))
+        given["shift"] = fitting_shift(given["shift"], before | given, asdict(trained or defaults))
+    changes = switched_off(before, given) | given
+    for name, find in (("sampler", find_sampler), ("schedule", find_schedule)):
+        changes[name] = find(changes.get(name, before[name]))
+    settings = replace(defaults, **changes)
     check_together(settings)
     return settings
 

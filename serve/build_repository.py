@@ -4,6 +4,7 @@ text_to_video/config.pbtxt    generated: inputs, batching, queue, instances, lim
 text_to_video/1/model.py      imports megadit's TritonPythonModel
 text_to_video/1/bundle/       the bundle
 text_to_image/                the same for single images, where asked for
+text_to_video_4_calls/        a student of it, where one is given
 denoiser/, video_decoder/     exported networks by themselves, where asked for
 
 Of a network that judges, in place of these `image_to_features`, `text_to_features` or `image_to_classes`.
@@ -25,9 +26,9 @@ from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, ope
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import USED_BY, Bundle, check_transformer, update_manifest
-from megadit.models.convert.adapter_files import bundle_fingerprint
+from megadit.models.convert.adapter_files import bundle_fingerprint, open_adapter
 from megadit.models.given_settings import MediaLimits
-from megadit.models.named_adapters import OF_A_KEY, adapters_in
+from megadit.models.named_adapters import OF_A_KEY, adapters_in, find_adapter
 from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
@@ -35,7 +36,7 @@ from megadit.models.shared.files import atomic_directory
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import given_class, group, setting, settings_of
 from megadit.models.weights import config_to_dict
-from megadit.serve.contract import IMAGE_MODEL, MODEL, AdapterInfo, Limits, ServiceInfo
+from megadit.serve.contract import IMAGE_MODEL, MODEL, AdapterInfo, Limits, ServiceInfo, calls_of
 from megadit.serve.feature_repository import LIMITS, build_feature_repository
 from megadit.serve.model_config import Scheduling, service_config
 from megadit.serve.model_files import check_replaceable, write_model
@@ -61,6 +62,7 @@ def build_repository(
     guardrail_dir: str | os.PathLike | None = None,
     judge_dir: str | os.PathLike | None = None,
     signing: SigningOptions | None = None,
+    students: Sequence[str | os.PathLike] = (),
 ) -> Path:
     """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
 
@@ -71,7 +73,8 @@ def build_repository(
     memory; `defaults` are changes of the bundle's, such as num_steps=20; `guardrail_dir` is the folder of a content
     filter (`infer/guardrail.py`), and `judge_dir` that of a judge (`infer/judge.py`) for requests that ask to be
     evaluated, which are run where they are, in Triton; `signing` names what videos are signed with, of
-    which the repository holds the paths alone.
+    which the repository holds the paths alone. `students` are bundles that `megadit distill` made of this one, each a
+    model of its own, named by its calls.
 
     Raises:
         UserError: for a checkpoint that cannot be served, and a directory that holds something else.
@@ -87,10 +90,13 @@ def build_repository(
     if scheduling.tp_size * scheduling.cp_size > 1:
         check_transformer(bundle, "no ranks share it; leave out --tp_size and --cp_size")
     folder = None if adapters is None else _adapter_folder(adapters, bundle, runtime, scheduling)
-    models = {MODEL: service_info(bundle, bundle.defaults, limits, runtime, folder)}
+    learnt = _students(students, runtime)
+    info = service_info(bundle, bundle.defaults, limits, runtime, folder)
+    models = {MODEL: replace(info, students=tuple(learnt))}
     if with_images:
         of_images = replace(bundle.defaults, num_frames=1)
         models[IMAGE_MODEL] = service_info(bundle, of_images, limits, runtime, folder)
+    models |= {name: service_info(each, each.defaults, limits, runtime) for name, each in learnt.items()}
     others = {"adapters": str(folder or ""), "adapter_bytes": str(adapter_bytes)}
     signing = signing or SigningOptions()
     load_marker(signing)
@@ -100,16 +106,38 @@ def build_repository(
     others["judge_dir"] = "" if judge_dir is None else str(find_judge(judge_dir).parent)
     models = {name: replace(info, has_judge=judge_dir is not None) for name, info in models.items()}
     with atomic_directory(path) as temporary:
-        source = bundle.path
+        sources = {name: student.path for name, student in learnt.items()}
         for name, info in models.items():
-            config = service_config(name, info, scheduling, dtype=dtype, runtime=runtime, others=others)
+            own = others | ({"adapters": ""} if name in learnt else {})
+            config = service_config(name, info, scheduling, dtype=dtype, runtime=runtime, others=own)
+            source = sources.get(name, bundle.path)
             written = write_model(temporary, name, config=config, module="triton_model", bundle=source)
-            if defaults and source == bundle.path:
-                update_manifest(written, defaults=bundle.defaults.to_dict())
-            source = written
+            if name == MODEL:
+                sources[IMAGE_MODEL] = written
+                if defaults:
+                    update_manifest(written, defaults=bundle.defaults.to_dict())
         if with_networks:
             write_networks(bundle, runtime, temporary)
     return path
+
+
+def _students(paths: Sequence[str | os.PathLike], runtime: str) -> dict[str, Bundle]:
+    """Students by the names of their models.
+
+    Raises:
+        UserError: for a bundle that is none, or two of as many calls.
+    """
+    found: dict[str, Bundle] = {}
+    for path in paths:
+        student = open_bundle(path)
+        if (calls := calls_of(student.defaults.to_dict())) is None:
+            raise UserError(f"--student {path} is called with guidance, or at no levels of its own: it is no student")
+        if (name := f"{MODEL}_{calls}_call{'s' * (calls > 1)}") in found:
+            raise UserError(f"--student {path} is called as often as {found[name].path}: serve one of them")
+        if runtime != TORCH:
+            open_exported(student, runtime)
+        found[name] = student
+    return found
 
 
 def _adapter_folder(path: str | os.PathLike, bundle: Bundle, runtime: str, scheduling: Scheduling) -> Path:
@@ -153,13 +181,23 @@ def service_info(
 
 def _adapter_info(bundle: Bundle, folder: Path, runtime: str) -> AdapterInfo:
     names = tuple(name for name in adapters_in(folder) if not OF_A_KEY.fullmatch(name))
+    asked = {name: _defaults_of(folder, name) for name in names}
     slots = None if runtime == TORCH else adapter_slots(bundle, runtime)
     return AdapterInfo(
         names=names,
         base=bundle_fingerprint(bundle),
         network=config_to_dict(bundle.config),
         slots=None if slots is None else slots.to_dict(),
+        defaults={name: values for name, values in asked.items() if values},
     )
+
+
+def _defaults_of(folder: Path, name: str) -> dict[str, Any]:
+    """What an adapter is made for; of one that cannot be read nothing, as requests are told when they name it."""
+    try:
+        return dict(open_adapter(find_adapter(folder, name, sys.maxsize)).defaults)
+    except UserError:
+        return {}
 
 
 GivenLimits = given_class("GivenLimits", Limits)
@@ -182,6 +220,12 @@ class RepositoryOptions:
     )
     guardrail_dir: Path | None = setting(
         None, "folder of a content filter, which sees every prompt and video; run there, not copied", metavar="DIR"
+    )
+    student: tuple[Path, ...] = setting(
+        (),
+        "a bundle that `megadit distill` made of it, served beside it under a name of its own; repeat for several",
+        repeated=True,
+        metavar="BUNDLE",
     )
     judge_dir: Path | None = setting(
         None, "folder of a judge, which scores videos whose requests ask for it; run there, not copied", metavar="DIR"
@@ -228,6 +272,7 @@ def _of_videos(options: RepositoryOptions) -> Path:
         guardrail_dir=options.guardrail_dir,
         judge_dir=options.judge_dir,
         signing=options.signing,
+        students=options.student,
     )
 
 

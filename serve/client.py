@@ -75,6 +75,10 @@ class VideoClient:
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ServiceError(f"{self.model} at {self.url} is not a model of megadit's") from error
 
+    def beside(self, model: str) -> "VideoClient":
+        """A client of another model of the same server."""
+        return VideoClient(self.url, model=model)
+
     def adapters(self) -> list[str]:
         """Names of adapters that a request may give, as far as the service told when it was made."""
         info = self.info().adapters
@@ -98,7 +102,7 @@ class VideoClient:
         def events(cancelled: threading.Event) -> Iterator[Event]:
             self._info = self._info or self.info()
             # Triton hands over together only requests that leave out the same inputs: so none leaves out any.
-            inputs = request.filled(self._info.defaults, self._info.eta_samplers).to_inputs()
+            inputs = self._info.filled(request).to_inputs()
             yield from self._transport.events(
                 self.model,
                 inputs,

@@ -275,6 +275,12 @@ class Limits(MediaLimits):
             )
 
 
+def calls_of(defaults: Mapping[str, Any]) -> int | None:
+    """How often a student is called for a video, by its sampling defaults: at levels of its own, without guidance; None
+    of what is no student."""
+    return defaults["num_steps"] if defaults["sigmas"] and defaults["guidance"] == 1 else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterInfo:
     """What adapters a service takes."""
@@ -287,6 +293,8 @@ class AdapterInfo:
     """The network's configuration, which an adapter must fit."""
     slots: dict[str, Any] | None = None
     """The room for adapters that the network was exported with (`models/adapter_slots.py`); None: torch takes any."""
+    defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name -> settings of sampling that an adapter is made for, of those that are: students."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,6 +317,14 @@ class ServiceInfo:
     """None: it takes none."""
     has_judge: bool = False
     """Whether requests may ask to be evaluated."""
+    students: tuple[str, ...] = ()
+    """Models of the same server that make this one's videos in fewer calls."""
+
+    def filled(self, request: VideoRequest) -> VideoRequest:
+        """The request with nothing left out: what its adapters are made for, then the service's defaults."""
+        known = {} if self.adapters is None else self.adapters.defaults
+        asked = [known[name] for name, scale in request.adapter_scales().items() if scale and name in known]
+        return request.filled(self.defaults | (asked[0] if asked else {}), self.eta_samplers)
 
     def check_evaluate(self, request: VideoRequest) -> None:
         """Raises UserError for a request to be evaluated where there is no judge."""
@@ -336,7 +352,8 @@ class ServiceInfo:
     @classmethod
     def from_json(cls, text: str) -> "ServiceInfo":
         values = json.loads(text)
-        lists = {name: tuple(values.get(name, ())) for name in ("samplers", "examples", "eta_samplers", "takes")}
+        names = ("samplers", "examples", "eta_samplers", "takes", "students")
+        lists = {name: tuple(values.get(name, ())) for name in names}
         if (adapters := values.get("adapters")) is not None:
             adapters = AdapterInfo(**adapters | {"names": tuple(adapters["names"])})
         return cls(**values | lists | {"limits": Limits(**values["limits"]), "adapters": adapters})

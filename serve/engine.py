@@ -29,7 +29,7 @@ from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.signing import Marker
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.named_adapters import MissingAdapterError, find_adapter
+from megadit.models.named_adapters import MissingAdapterError
 from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.answers import (
@@ -46,6 +46,7 @@ from megadit.serve.answers import (
     StepDone,
     VideoResult,
 )
+from megadit.serve.asked_adapters import admit, asked_adapters, defaults_with
 from megadit.serve.contract import ServiceInfo, VideoRequest
 from megadit.serve.tracing import NOTHING, Span, shared
 
@@ -173,7 +174,9 @@ class Engine:
         self.info.limits.check_texts(request)
         if (request.preview_every or 0) < 0:
             raise UserError(f"preview_every={request.preview_every} must be 0 (never) or greater")
-        settings = resolve_settings(self.defaults, **{name: getattr(request, name) for name in SERVED})
+        asked = {name: getattr(request, name) for name in SERVED}
+        adapters = asked_adapters(request, self.info, self.adapters)
+        settings = resolve_settings(defaults_with(self.defaults, adapters), **asked)
         self.info.limits.check_size(
             num_videos=_num_videos(request),
             num_frames=settings.num_frames,
@@ -210,16 +213,9 @@ class Engine:
         Raises:
             UserError: for those that are not there, cannot be read, or do not fit the network.
         """
-        scales = self.info.check_adapters(request)
-        paths = {str(find_adapter(self.adapters, name, self.info.limits.max_adapter_bytes)): name for name in scales}
-        for path, name in paths.items():  # one by one: what the others are is no reason to keep all in memory
-            try:
-                self.pipeline.admit_adapters({path: 1.0})
-            except UserError as error:
-                raise UserError(f"the adapter {name!r} cannot be used: {error}".replace(path, name)) from None
-        if len(paths) > 1:  # an exported network has room for so much of them together
-            self.pipeline.admit_adapters({path: scales[name] for path, name in paths.items()})
-        return {path: scales[name] for path, name in paths.items()}
+        scales = asked_adapters(request, self.info, self.adapters)
+        admit(self.pipeline, scales)
+        return scales
 
     def _target(self, settings: SamplingSettings) -> Target:
         return Target.of(settings, self.pipeline.config, self.pipeline.tokenizer)

@@ -18,7 +18,19 @@ from megadit.train.config.load import resolve_config
 
 from . import test_extend
 from .bundles import write_able_bundle, write_classifier_bundle, write_clip_bundle
-from .documents import COMMANDS, PAGES, PYTHON, ROOT, SHOWN, Block, blocks, page_before, read_blocks, run_elsewhere, smaller
+from .documents import (
+    COMMANDS,
+    PAGES,
+    PYTHON,
+    ROOT,
+    SHOWN,
+    Block,
+    blocks,
+    page_before,
+    read_blocks,
+    run_elsewhere,
+    smaller,
+)
 from .stable_diffusion import make_pipeline
 from .test_flags import parsers
 

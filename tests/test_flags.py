@@ -197,6 +197,9 @@ SHOWN_BY = {
             --data --recipe --config-file --stages --calls --sigmas --guidance --nproc --prompts --count --extractors
             --spread --distance --device --pairs --num_pairs --pair_steps --guidance_range
         """,
+        "train/distill/test_command.py::test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called": (
+            "--adapter_rank"
+        ),
     },
     "tune-sampler": {
         "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """
@@ -248,6 +251,7 @@ SHOWN_BY = {
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
         "serve/test_signing.py::test_the_repository_holds_paths_alone": C2PA,
         "serve/test_build_repository.py::test_defaults_are_changed_by_the_rules_of_a_request": "--default",
+        "serve/test_build_repository.py::test_students_are_models_of_their_own": "--student",
     },
     "serve run": {
         "serve/test_flags.py::test_every_option_reaches_the_server": (
@@ -284,7 +288,7 @@ SHOWN_BY = {
         """
     },
     "serve demo": {
-        "serve/test_flags.py::test_every_option_reaches_the_page": "--url --bundle --key_file --host --port",
+        "serve/test_flags.py::test_every_option_reaches_the_page": "--url --bundle --student --key_file --host --port",
     },
     "info": {
         "infer/inspect/test_info.py::test_command_prints_a_table_or_json": "--json",

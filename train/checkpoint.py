@@ -353,7 +353,7 @@ class CheckpointStore:
             )
         now = _kept_settings(self._config)
         for name, before in description["settings"].items():
-            if now.get(name) != before:
+            if _differ(before, now.get(name)):
                 raise UserError(
                     f"{path} was written with {name}={before}, which is {now.get(name)} now; "
                     "set it back, or start another train.output_dir from its weights with checkpoint.init_from"
@@ -361,7 +361,7 @@ class CheckpointStore:
         if (base := description.get("base")) != self._base:
             raise UserError(
                 f"{path} has an adapter of a base whose fingerprint is {base}, and that of "
-                f"checkpoint.init_from={self._config.checkpoint.init_from} is {self._base}; give the base it began with"
+                f"checkpoint.init_from={self._config.starting_weights} is {self._base}; give the base it began with"
             )
         if (teacher := description.get("teacher")) != self._teacher:
             raise UserError(
@@ -380,6 +380,13 @@ def _kept_settings(config: RunConfig) -> dict[str, Any]:
         else:
             kept |= {f"{section}.{key}": value for key, value in values[section].items()}
     return json.loads(json.dumps(kept))  # as they are read back
+
+
+def _differ(before: Any, now: Any) -> bool:
+    """Whether a value of `_kept_settings` is another one; what a section has today and had not then is none."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return any(now.get(name) != value for name, value in before.items())
+    return before != now
 
 
 def _next_or_error(iterator: Iterator[Path]) -> Path | UserError | None:

@@ -4,7 +4,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -12,6 +12,7 @@ from megadit.models.blocks import BLOCKS
 from megadit.models.experts import Experts
 from megadit.models.megatron.groups import Groups
 from megadit.train.optimizer_state import assign
+from megadit.train.shared_base import share_base
 from megadit.train.training_model import TrainingModel
 
 
@@ -24,8 +25,14 @@ class FullySharded(_BaseDataParallel):
     """
 
     def __init__(
-        self, config: TransformerConfig, network: TrainingModel, groups: Groups, precision: torch.dtype
+        self,
+        config: TransformerConfig,
+        network: TrainingModel,
+        groups: Groups,
+        precision: torch.dtype,
+        base: nn.Module | None = None,
     ) -> None:
+        """`base` is another one of these ranks' networks, whose shares of weights beside adapters this one has too."""
         super().__init__(config, network)
         self.ddp_config = DistributedDataParallelConfig()
         marks = {name: dict(vars(parameter)) for name, parameter in network.named_parameters()}
@@ -46,7 +53,12 @@ class FullySharded(_BaseDataParallel):
                 # a plain sum: over all tokens it is divided once, by their number (and gloo cannot multiply first)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-        network.to_empty(device=device)
+        if base is None:
+            network.to_empty(device=device)
+        else:
+            share_base(network, base, device)
+            # FSDP looks at its parameters anew, and pads them before an optimizer holds what is in them
+            network._apply(lambda tensor: tensor)
         for name, parameter in network.named_parameters():  # FSDP puts other tensors in the place of parameters
             vars(parameter).update(marks[name])
             if name in values:

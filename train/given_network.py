@@ -1,17 +1,19 @@
 """Networks that a run begins with or learns from: bundles, checkpoints, folders of runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megadit.models.adapters import chosen_targets, fingerprint
 from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.manifest import is_bundle
 from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter_files import read_adapter
 from megadit.models.initialize import initial_value
 from megadit.models.megatron.checkpoint import CONFIG, read_network
 from megadit.models.shared.errors import UserError
@@ -19,7 +21,7 @@ from megadit.models.vit import resized_positions
 from megadit.models.weights import network_shapes
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
-from megadit.train.to_bundle import find_checkpoint, starting_weights
+from megadit.train.to_bundle import find_checkpoint
 
 Weights = Callable[[str], Tensor]
 """Gives a whole tensor of the network by its name."""
@@ -44,24 +46,38 @@ class GivenNetwork(NamedTuple):
 
     config: DiTConfig
     read: Weights
+    adapter: Mapping[str, Tensor] | None = None
+    """The state of an adapter beside these weights (`models.adapters`)."""
+
+    @property
+    def fingerprint_of_base(self) -> str:
+        """`adapters.fingerprint` of its weights; all of them are read."""
+        return fingerprint(network_shapes(self.config), self.read)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same, of weights and adapter."""
+        adapter = self.adapter or {}
+        names = [*network_shapes(self.config), *adapter]
+        return fingerprint(names, lambda name: adapter[name] if name in adapter else self.read(name))
 
 
 def given_network(config: RunConfig) -> GivenNetwork | None:
-    """The network whose tensors training starts from: that of `checkpoint.init_from`, or a student's teacher; None
-    where it starts from nothing.
+    """The network whose tensors training starts from: that of `checkpoint.init_from`, or a student's teacher, with that
+    one's adapter; None where it starts from nothing.
 
     Raises:
-        UserError: as `read_given`.
+        UserError: as `read_given`, and for an adapter that cannot be the start of the run's.
     """
-    source = starting_weights(config)
-    return None if source is None else read_given(config, source)
+    source = config.starting_weights
+    return None if source is None else _with_teachers_adapter(config, read_given(config, source))
 
 
 def read_teacher(config: RunConfig) -> GivenNetwork:
-    """The network that a student learns from.
+    """The network that a student learns from, with its adapter, where it has one.
 
     Raises:
-        UserError: as `read_given`, and where samples are to be given parts that it never saw any of, or the student
+        UserError: as `given_network`, and where samples are to be given parts that it never saw any of, or the student
             is to be told scales of guidance that it does not know.
     """
     source = config.train.distill.teacher
@@ -75,7 +91,31 @@ def read_teacher(config: RunConfig) -> GivenNetwork:
                 f"model.guidance_range=[{low:g},{high:g}] is more than the teacher {source} knows, which is told "
                 f"scales from {known[0]:g} to {known[1]:g}"
             )
-    return teacher
+    return _with_teachers_adapter(config, teacher)
+
+
+def _with_teachers_adapter(config: RunConfig, given: GivenNetwork) -> GivenNetwork:
+    """The same weights beside the adapter of a student's teacher, from which the adapters of student and critic begin.
+
+    Raises:
+        UserError: if it belongs to other weights, or is not what the run trains.
+    """
+    asked, source = config.train.adapter, config.train.distill and config.train.distill.teacher_adapter
+    if source is None:
+        return given
+    adapter = read_adapter(source, given.config)
+    if adapter.base not in (None, found := given.fingerprint_of_base):
+        raise UserError(f"the adapter {source} was trained with other weights ({adapter.base}) than these ({found})")
+    state, its = adapter.to_state()
+    ranks = {change.rank for change in adapter.changes.values()}
+    theirs = (its.kind, its.scaling, ranks, {*adapter.changes})
+    if theirs != (asked.kind, asked.scaling, {asked.rank}, {*chosen_targets(config.model, asked.targets)}):
+        raise UserError(
+            f"the adapter {source} is a {its.kind} of rank {', '.join(map(str, sorted(ranks)))} and scaling "
+            f"{its.scaling:g} of {len(adapter.changes)} linears, from which that of the run begins: give train.adapter "
+            "the same kind, rank, alpha and targets"
+        )
+    return given._replace(adapter=state)
 
 
 def read_given(config: RunConfig, source: str) -> GivenNetwork:

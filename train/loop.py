@@ -21,8 +21,8 @@ from megadit.train.data.distribute import TrainBatches, validation_batches
 from megadit.train.health import Anomaly, Judge, ReadingTime
 from megadit.train.metrics import Metrics
 from megadit.train.narration import beginning, ending, evaluated, validated
-from megadit.train.optimizer import restore_scaler, scaler_state
-from megadit.train.setup import Training, build_training, precision, start_processes
+from megadit.train.optimizer import precision, restore_scaler, scaler_state
+from megadit.train.setup import Training, build_training, start_processes
 from megadit.train.statistics import Statistics
 from megadit.train.step import Mark, StepResult, train_step
 from megadit.train.validation import RAW, evaluate_videos, lowest_so_far, validate

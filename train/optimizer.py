@@ -21,6 +21,11 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 LEAST_LOSS_SCALE = 1.0
 
 
+def precision(config: RunConfig) -> torch.dtype:
+    """The arithmetic of the network."""
+    return DTYPES[config.train.precision]
+
+
 def build_optimizer(config: RunConfig, parts: Sequence[DataParallel]) -> MegatronOptimizer:
     """The optimizer of a run.
 
@@ -138,26 +143,20 @@ def _muon(config: RunConfig, parts: Sequence[DataParallel]) -> LayerWiseDistribu
     named = list(named_parameters(parts))
     matrices = [parameter for name, parameter in named if takes_muon(name, parameter)]
     others = [parameter for name, parameter in named if not takes_muon(name, parameter)]
-    muon = Muon(
-        _groups(matrices, settings),
-        lr=settings.lr,
-        momentum=settings.muon_momentum,
-        weight_decay=settings.weight_decay,
-        tensor_group=processes.tp,
-    )
-    adamw = torch.optim.AdamW(
-        _groups(others, settings),
-        lr=settings.lr,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        muon = {"momentum": settings.muon_momentum, "tensor_group": processes.tp}
+        optimizers.append(Muon(_groups(matrices, settings), lr=settings.lr, weight_decay=settings.weight_decay, **muon))
+    if others:  # an adapter may have none
+        adamw = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps, "fused": True}
+        optimizers.append(
+            torch.optim.AdamW(_groups(others, settings), lr=settings.lr, weight_decay=settings.weight_decay, **adamw)
+        )
     return LayerWiseDistributedOptimizer(
-        [FP32Optimizer(optimizer, megatron_config, _no_state) for optimizer in (muon, adamw)],
+        [FP32Optimizer(optimizer, megatron_config, _no_state) for optimizer in optimizers],
         megatron_config,
         processes,
-        init_state_fn_list=[_no_state, _no_state],
+        init_state_fn_list=[_no_state] * len(optimizers),
     )
 
 

@@ -223,20 +223,13 @@ def training_words(
 ) -> set[str] | None:
     """Those that the network was told, in this run and before; None where that cannot be known (what is given is told
     in captions that data sets do not keep), and where words that it was not told mean something too."""
-    begun = starting_weights(config)
+    begun = config.starting_weights
     before = set() if begun is None else read_words(Path(begun))
     is_known = isinstance(text_encoder, HashedWordEncoder) and config.checkpoint.load is None and not config.data.given
     is_few = info.num_samples["train"] <= MOST_CAPTIONS and not is_url(path)
     if not is_known or not is_few or before is None:
         return None
     return words_of(chain(before, captions_of(path, "train")))
-
-
-def starting_weights(config: RunConfig) -> str | None:
-    """Where the tensors lie that training starts from: `checkpoint.init_from`, or a student's teacher."""
-    if config.checkpoint.init_from is None and config.train.distill is not None:
-        return config.train.distill.teacher
-    return config.checkpoint.init_from
 
 
 def trained_adapter(config: RunConfig, checkpoint: Path, ema: float | None) -> Adapter:
@@ -252,7 +245,7 @@ def trained_adapter(config: RunConfig, checkpoint: Path, ema: float | None) -> A
 
 def _base_model(config: RunConfig) -> str | None:
     """The name on the hub of the published weights that the base was made of, for PEFT's settings; None: it was not."""
-    base = config.checkpoint.init_from
+    base = config.starting_weights
     training = (Bundle.open(base).manifest.get("training") or {}) if base and is_bundle(base) else {}
     name = str(training.get("converted_from", ""))
     return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else None

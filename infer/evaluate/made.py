@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megadit.infer.adapters import NO_ADAPTERS, Scales, adapter_uses
 from megadit.infer.evaluate.videos import PART, Clip, Part, VideoSet, decoded, hashed
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import Ranks
@@ -47,11 +48,14 @@ class Maker(Protocol):
 class BundleMaker:
     """The networks of a bundle, which are loaded when the first video is wanted.
 
-    `is_sent`: its videos are what is left of them after an mp4, as a service would send them.
+    `adapters` are beside its network; `is_sent`: its videos are what is left of them after an mp4, as a service would
+    send them.
     """
 
-    def __init__(self, bundle: Bundle, *, device: str, dtype: str, is_sent: bool = False) -> None:
-        self.bundle, self.defaults = bundle, bundle.defaults
+    def __init__(
+        self, bundle: Bundle, *, device: str, dtype: str, adapters: Scales = NO_ADAPTERS, is_sent: bool = False
+    ) -> None:
+        self.bundle, self.defaults, self.adapters = bundle, bundle.defaults, adapters
         self._device, self._dtype, self._is_sent = device, dtype, is_sent
         self._pipeline: TextToVideo | None = None
 
@@ -61,7 +65,9 @@ class BundleMaker:
             "tokenizer": self.bundle.manifest["fingerprints"]["tokenizer"],
             "dtype": self._dtype,
             "settings": asdict(settings),
-        } | ({"sent as": "mp4"} if self._is_sent else {})
+            **({"adapters": [asdict(use) for use in adapter_uses(self.adapters)]} if self.adapters else {}),
+            **({"sent as": "mp4"} if self._is_sent else {}),
+        }
 
     def check(self, settings: SamplingSettings) -> None:
         latent_size(settings, self.bundle.config, self.bundle.load_tokenizer())
@@ -69,7 +75,8 @@ class BundleMaker:
     def videos(self, prompts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings) -> Iterator[np.ndarray]:
         if self._pipeline is None:
             self._pipeline = TextToVideo.from_pretrained(self.bundle, device=self._device, dtype=self._dtype)
-        for result in self._pipeline.stream(prompts, settings, seeds=seeds, batch_size=len(prompts)):
+        options = {"seeds": seeds, "batch_size": len(prompts), "adapters": self.adapters}
+        for result in self._pipeline.stream(prompts, settings, **options):
             yield (
                 received(encode_mp4(result.video, settings.fps), "a video", settings) if self._is_sent else result.video
             )

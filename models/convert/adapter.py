@@ -4,7 +4,7 @@ Shapes: R rank, I and O input and output features.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megadit.models.adapter_config import AdapterConfig, AdapterKind
 from megadit.models.network_config import NetworkConfig
+from megadit.models.settings import SamplingSettings, resolve
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.setting import check_json
 
 DOWN, UP, MAGNITUDE, ALPHA = "down", "up", "magnitude", "alpha"
 
@@ -43,6 +46,8 @@ class Adapter:
     """`fingerprint` of the weights that it was trained with; None: the file does not say."""
     training: Mapping[str, Any] = field(default_factory=dict)
     """Where it comes from, such as recipe and step."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of sampling that it is made for, by name, in place of its base's; {}: these."""
 
     @property
     def num_parameters(self) -> int:
@@ -84,3 +89,19 @@ class Adapter:
                 magnitude_O = magnitude_O.detach().float().cpu()
             changes[name] = Change(down_RI, up_OR, adapter.scaling * len(down_RI), magnitude_O)
         return cls(config=config, kind=adapter.kind, changes=changes, base=base, training=dict(training or {}))
+
+
+def asked_defaults(defaults: SamplingSettings, asked: Iterable[tuple[str, Mapping[str, Any]]]) -> SamplingSettings:
+    """The defaults with what adapters ask for in their place: the path of each, with its `Adapter.defaults`.
+
+    Raises:
+        UserError: for what cannot be, and where two ask for different things.
+    """
+    found = {path: check_json(values, SamplingSettings, where=f"{path}: ") for path, values in asked if values}
+    if not found:
+        return defaults
+    (first, values), *others = found.items()
+    for path, other in others:
+        if other != values:
+            raise UserError(f"{first} and {path} are made for different settings of sampling: use one of them")
+    return resolve(defaults, **values)

@@ -2,7 +2,7 @@
 
 adapter_config.json          of a folder: rank, alpha and linears, as PEFT says them
 adapter_model.safetensors    the tensors, float32
-megadit.json                 the network and the weights that it belongs to, how it was trained, checksums
+megadit.json                 the network and the weights that it belongs to, how it was trained and is called, checksums
 
 A file of ours has the same in its header, under `lora_adapter_metadata` (diffusers') and `megadit`. Linears are called
 as diffusers calls them, where it has such a network. Nothing of a file is ever executed: only safetensors are read.
@@ -44,6 +44,7 @@ FOLDER_TENSORS = "adapter_model.safetensors"
 PIPELINE_TENSORS = "pytorch_lora_weights.safetensors"
 """What diffusers calls the file in a folder of its own."""
 HEADER_SETTINGS, HEADER_ORIGIN = "lora_adapter_metadata", "megadit"
+ORIGIN_PARTS = ("base", "training", "defaults")
 FORMAT_VERSION = 1
 MOST_RANK = 4096
 
@@ -86,6 +87,7 @@ class OpenedAdapter:
     """Of the network that it belongs to; None: it does not say."""
     base: str | None
     training: Mapping[str, Any]
+    defaults: Mapping[str, Any]
 
 
 def open_adapter(path: str | Path) -> OpenedAdapter:
@@ -98,13 +100,14 @@ def open_adapter(path: str | Path) -> OpenedAdapter:
     file = tensor_file(path)
     source = open_safetensors(file)
     origin = _origin(path, source)
-    base, training = (origin.get(name) or {} for name in ("base", "training"))
+    base, training, defaults = (origin.get(name) or {} for name in ORIGIN_PARTS)
     return OpenedAdapter(
         source=source,
         settings=_settings(path, file, source),
         config=config_from_dict(base["config"]) if base.get("config") else None,
         base=base.get("fingerprint"),
         training=training,
+        defaults=defaults,
     )
 
 
@@ -135,6 +138,7 @@ def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapt
         changes=regroup(changes, [linears[name] for name in keys], our_linears(config)),
         base=opened.base,
         training=opened.training,
+        defaults=opened.defaults,
     )
 
 
@@ -183,7 +187,7 @@ def _origin(path: Path, source: TensorSource) -> dict[str, Any]:
         check_files(path, origin)
     else:
         origin = _of_header(source, HEADER_ORIGIN)
-    version, parts = origin.get("format_version", 0), [origin.get(name) or {} for name in ("base", "training")]
+    version, parts = origin.get("format_version", 0), [origin.get(name) or {} for name in ORIGIN_PARTS]
     if not isinstance(version, int) or not all(isinstance(part, dict) for part in parts):
         raise UserError(f"{path} does not say in a known form which network it belongs to")
     if version > FORMAT_VERSION:
@@ -351,6 +355,7 @@ def _origin_of(adapter: Adapter) -> dict[str, Any]:
         "megadit_version": metadata.version("megadit"),
         "base": {"config": config_to_dict(adapter.config), "fingerprint": adapter.base},
         "training": dict(adapter.training),
+        **({"defaults": dict(adapter.defaults)} if adapter.defaults else {}),
     }
 
 

@@ -8,7 +8,9 @@ from megadit.models.adapters import load_adapter, merge, set_scale
 from megadit.models.bundle.bundle import NOTICES, Bundle, write_bundle
 from megadit.models.bundle.licence import Licence
 from megadit.models.bundle.manifest import check_replaceable
+from megadit.models.convert.adapter import Adapter, asked_defaults
 from megadit.models.convert.adapter_files import read_adapter_of
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 
 
@@ -37,10 +39,14 @@ def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> No
         tokenizer=bundle.load_tokenizer(),
         text_encoder=bundle.load_text_encoder(),
         image_encoder=bundle.load_image_encoder(),
-        defaults=bundle.defaults,
+        defaults=_defaults(bundle, read, adapters),
         training={**training, "merged": [*training.get("merged", ()), *merged]},
         licence=_licence(bundle),
     )
+
+
+def _defaults(bundle: Bundle, read: Mapping[str, Adapter], scales: Mapping[str, float]) -> SamplingSettings:
+    return asked_defaults(bundle.defaults, [(path, read[path].defaults) for path, scale in scales.items() if scale])
 
 
 def _licence(bundle: Bundle) -> Licence | None:

@@ -53,6 +53,7 @@ def initialize_dit_(
     given: Callable[[str], Tensor] | None = None,
     *,
     assign: Fill = Tensor.copy_,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> nn.Module:
     """`initialize_` for a model split over ranks: the same network in any layout.
 
@@ -64,4 +65,5 @@ def initialize_dit_(
         full_shape=lambda parameter: full_shape(parameter, axes),
         fill=lambda parameter, whole: assign(parameter, shard(parameter, whole, axes)),
         given=given,
+        wanted=wanted,
     )

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import copy
 import json
 import math
 import queue
@@ -60,6 +61,12 @@ class GatewayClient:
         if service is None:
             raise UnavailableError(f"{self.url} has not seen a server yet")
         return ServiceInfo.from_json(json.dumps(service))
+
+    def beside(self, model: str) -> "GatewayClient":
+        """A client of another model of the same gateway, with the same key."""
+        other = copy.copy(self)
+        other.model = model
+        return other
 
     def adapters(self) -> list[str]:
         """Names of adapters that a request may give: this key's own and the service's."""

@@ -251,7 +251,7 @@ def _remix(gateway: Gateway, key: Key, video_id: str, body: RemixVideo, idempote
     request = replace(source.request, **nothing | {"prompt": "", "instruction": body.prompt, "video": video})
     new = NewJob(
         model=source.model,
-        request=request.filled(info.defaults, info.eta_samplers),
+        request=info.filled(request),
         remixed_from=source.id,
         idempotency_key=idempotency_key,
         fingerprint=hashlib.sha256(f"{source.id} {body.prompt}".encode(errors="replace")).hexdigest(),

@@ -103,7 +103,7 @@ class _VideoBody(BaseModel):
             given["num_frames"] = max(1, round(self.seconds * (self.fps or info.defaults["fps"])))
         if self.adapters:
             given["adapters"] = tuple(f"{use.name}:{use.scale!r}" for use in self.adapters)
-        return VideoRequest(**given).filled(info.defaults, info.eta_samplers)
+        return info.filled(VideoRequest(**given))
 
 
 _SETTINGS = {name: _field(about) for name, about in SERVED.items() if name not in ("width", "height")}

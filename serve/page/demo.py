@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.gateway.given import pack, unpack
 from megadit.serve.local_server import LocalServer
+from megadit.serve.page.ways import BEST, ways_of
 
 DEMO_BUNDLE = "runs/demo/bundle"
 """What `make demo` leaves behind."""
@@ -46,6 +47,9 @@ class PageOptions:
     url: str | None = setting(None, "of the service: grpc://HOST:PORT, http://HOST:PORT or HOST (default: localhost)")
     bundle: str | None = setting(
         None, f"start a service on this bundle (default, where none runs: {DEMO_BUNDLE})", metavar="PATH"
+    )
+    student: tuple[str, ...] = setting(
+        (), "a student of --bundle, to choose beside it; repeat for several", repeated=True, metavar="PATH"
     )
     key_file: Path | None = setting(
         None, f"the page talks to a gateway (--url, default: {GATEWAY}) with the key in this file"
@@ -65,7 +69,7 @@ def _run(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
-        client = stack.enter_context(_client(options.url, options.bundle, options.key_file))
+        client = stack.enter_context(_client(options))
         from megadit.serve.page.layout import show  # gradio takes seconds to import: a mistake is told before
 
         try:
@@ -77,25 +81,28 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
-def _client(url: str | None, bundle: str | None, key_file: Path | None) -> AbstractContextManager[Client]:
+def _client(options: PageOptions) -> AbstractContextManager[Client]:
     """A client of a gateway where there is a key, else of a service."""
+    key_file = options.key_file
+    if options.student and options.bundle is None:
+        raise UserError("--student is served beside --bundle, its teacher: give that, too")
     if key_file is None:
-        return service(url, bundle)
-    if bundle is not None:
+        return service(options.url, options.bundle, options.student)
+    if options.bundle is not None:
         raise UserError("--key_file is of a gateway, and --bundle starts a service without one; give one of them")
     try:
         key = key_file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key_file} cannot be read; `megadit serve keys add NAME > {key_file}` writes one") from error
     try:
-        return nullcontext(GatewayClient(url or GATEWAY, key))
+        return nullcontext(GatewayClient(options.url or GATEWAY, key))
     except UnavailableError as error:
         raise UserError(str(error)) from error
 
 
 @contextmanager
-def service(url: str | None, bundle: str | None) -> Iterator[VideoClient]:
-    """A client of the service at `url`; where that is None and none runs here, of one of our own.
+def service(url: str | None, bundle: str | None, students: Sequence[str] = ()) -> Iterator[VideoClient]:
+    """A client of the service at `url`; where that is None and none runs here, of one of our own, `students` beside it.
 
     Raises:
         UserError: if there is neither a service nor a bundle to start one on.
@@ -114,7 +121,7 @@ def service(url: str | None, bundle: str | None) -> Iterator[VideoClient]:
         )
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megadit_demo_")))
-        repository = build_repository(path, folder / "repository")
+        repository = build_repository(path, folder / "repository", students=students)
         print(f"starting a service on {path}", file=sys.stderr, flush=True)
         server = stack.enter_context(LocalServer(repository, log=folder / "triton.log", stop_seconds=5))
         yield VideoClient(f"grpc://{server.grpc_url}")
@@ -133,6 +140,8 @@ class Take:
     """A judge's, of a service that has one."""
     picture: Path
     """A small animation of it, for the gallery."""
+    way: str = BEST
+    """Name of the `Way` it was made."""
     given: Path | None = None
     """The files of the request, which `request` is without: a page keeps paths."""
 
@@ -147,6 +156,7 @@ class Studio:
     def __init__(self, client: Client, *, max_kept: int = 500) -> None:
         self.client = client
         self.info = client.info()
+        self.ways = ways_of(client)
         self.media = MediaReader(self.info.limits)
         self._folder = tempfile.TemporaryDirectory(prefix="megadit_videos_")
         self._kept: deque[Path] = deque()
@@ -159,24 +169,37 @@ class Studio:
     def folder(self) -> Path:
         return Path(self._folder.name)
 
+    def told(self, way: str) -> str:
+        """What labels say of a way; nothing where there is no choice."""
+        return way if self.has_ways else ""
+
     def adapters(self) -> list[str]:
         """Names of those that a request may give now."""
         return self.client.adapters() if self.info.adapters else []
 
-    def request(self, *, seed: int | None, **settings) -> VideoRequest:
-        """A request that leaves nothing out; `seed` None is a new one."""
+    @property
+    def first_way(self) -> str:
+        return next(iter(self.ways))
+
+    @property
+    def has_ways(self) -> bool:
+        """Whether a visitor is told of ways: of several, or of a student's calls."""
+        return [*self.ways] != [BEST]
+
+    def request(self, *, seed: int | None, way: str | None = None, **settings) -> VideoRequest:
+        """A request that leaves nothing out; `seed` None is a new one, `way` None the first."""
         seed = random.randrange(2**31) if seed is None else seed
         asked = VideoRequest(seed=seed, evaluate=self.info.has_judge, **settings)
-        return asked.filled(self.info.defaults, self.info.eta_samplers)
+        return self.ways[way or self.first_way].request(asked)
 
     def estimate(self, request: VideoRequest) -> float:
         """Seconds that a request is going to take, from those before it."""
         return self._seconds_per_work * _work(request)
 
-    def run(self, session: str, request: VideoRequest) -> Iterator[Event]:
-        """Events of a request, until it ends or `cancel` is called for its session."""
-        steps = request.num_steps or 1
-        generation = self.client.stream(replace(request, preview_every=max(1, steps // 20)))
+    def run(self, session: str, request: VideoRequest, way: str | None = None) -> Iterator[Event]:
+        """Events of a request, until it ends or `cancel` is called for its session; `way` as in `request`."""
+        steps, client = request.num_steps or 1, self.ways[way or self.first_way].client
+        generation = client.stream(replace(request, preview_every=max(1, steps // 20)))
         with self._lock:
             self._running.setdefault(session, []).append(generation)
         try:
@@ -190,14 +213,14 @@ class Studio:
                 self._running[session].remove(generation)
 
     def run_side_by_side(
-        self, session: str, requests: list[VideoRequest]
+        self, session: str, requests: list[VideoRequest], ways: Sequence[str | None] = (None, None)
     ) -> Iterator[tuple[int, Event | ServiceError]]:
         """(which, event) of several requests at once; one that fails gives its error."""
         events: queue.Queue = queue.Queue()
 
         def forward(index: int, request: VideoRequest) -> None:
             try:
-                for event in self.run(session, request):
+                for event in self.run(session, request, ways[index]):
                     events.put((index, event))
             except ServiceError as error:
                 events.put((index, error))
@@ -221,7 +244,7 @@ class Studio:
             for generation in self._running.get(session, []):
                 generation.cancel()
 
-    def keep(self, request: VideoRequest, result: VideoResult) -> Take:
+    def keep(self, request: VideoRequest, result: VideoResult, way: str | None = None) -> Take:
         """Writes a video where the page can serve it; the oldest go when there are too many.
 
         Who knows a path may read it: no visitor can guess another's.
@@ -234,6 +257,7 @@ class Studio:
         take = Take(
             request=request.without_media(),
             given=given if media else None,
+            way=way or self.first_way,
             media_type=result.media_type,
             seconds=result.seconds,
             scores=result.scores,
@@ -270,7 +294,9 @@ def _paced(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def _work(request: VideoRequest) -> int:
-    return request.num_frames * request.height * request.width * request.num_steps
+    """Pixels times calls of the network, of which guidance takes two a step."""
+    calls = request.num_steps * (1 + (request.guidance != 1))
+    return request.num_frames * request.height * request.width * calls
 
 
 def _interrupt(*_: object) -> None:

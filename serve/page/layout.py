@@ -12,6 +12,7 @@ from megadit.serve.contract import VideoRequest
 from megadit.serve.page import view
 from megadit.serve.page.demo import Studio, Take
 from megadit.serve.page.given import GivenInputs
+from megadit.serve.page.inputs import Adapters, Sampling, Seed, Sizes
 
 
 def show(studio: Studio, *, host: str, port: int) -> None:
@@ -58,98 +59,6 @@ def build_page(studio: Studio) -> gr.Blocks:
     return page
 
 
-class _Sizes:
-    """The choice among presets, with the time that each is going to take."""
-
-    def __init__(self, studio: Studio, *, elem_id: str) -> None:
-        self._studio = studio
-        self.presets = view.presets(studio.info)
-        self.radio = gr.Radio(
-            self.labels(studio.info.defaults["num_steps"]), value=0, label="Size", elem_id=elem_id, min_width=100
-        )
-
-    def labels(self, steps: float) -> list[tuple[str, int]]:
-        """(label, place) of each preset at this number of steps."""
-        return [(each.label(self._seconds(each, int(steps))), place) for place, each in enumerate(self.presets)]
-
-    def follow(self, steps: gr.Slider) -> None:
-        steps.release(lambda value: gr.Radio(choices=self.labels(value)), steps, self.radio, show_progress="hidden")
-
-    def of(self, place: int) -> dict[str, int]:
-        preset = self.presets[place]
-        return {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
-
-    def _seconds(self, preset: view.Preset, steps: int) -> float:
-        size = {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
-        return self._studio.estimate(self._studio.request(prompt="", seed=0, num_steps=steps, **size))
-
-
-class _Sampling:
-    """Steps, guidance, sampler, and a slider for each setting between two bounds."""
-
-    def __init__(self, studio: Studio, sizes: _Sizes, *, guidance: float | None = None) -> None:
-        defaults, limits = studio.info.defaults, studio.info.limits
-        largest = max(each.num_frames * each.height * each.width for each in sizes.presets)
-        most_steps = max(1, min(10 * defaults["num_steps"], limits.max_work // largest))
-        guidance = defaults["guidance"] if guidance is None else guidance
-        most_guidance = max(10.0, 2 * defaults["guidance"])
-        self.steps = gr.Slider(1, most_steps, value=defaults["num_steps"], step=1, label="Steps")
-        self.guidance = gr.Slider(1, most_guidance, value=guidance, step=0.5, label="Guidance")
-        self.sampler = gr.Dropdown(list(studio.info.samplers), value=defaults["sampler"], label="Sampler")
-        self._defaults = {name: float(defaults.get(name, about.default)) for name, about in view.SLIDERS.items()}
-        self.sliders = [
-            gr.Slider(about.low, about.high, value=self._defaults[name], label=name.replace("_", " ").capitalize())
-            for name, about in view.SLIDERS.items()
-        ]
-        sizes.follow(self.steps)
-
-    @property
-    def components(self) -> list[Any]:
-        return [self.steps, self.guidance, self.sampler, *self.sliders]
-
-    def of(self, steps: float, guidance: float, sampler: str, *moved: float) -> dict[str, Any]:
-        """The settings to ask for. Sliders at their defaults are left out: another sampler may need other defaults."""
-        settings = dict(zip(self._defaults, map(float, moved), strict=True))
-        settings = {name: value for name, value in settings.items() if value != self._defaults[name]}
-        return {"num_steps": int(steps), "guidance": float(guidance), "sampler": sampler, **settings}
-
-
-class _Adapters:
-    """Which adapters the video is made with, and how much of them."""
-
-    def __init__(self, studio: Studio) -> None:
-        with gr.Row(visible=studio.info.adapters is not None):
-            self.names = gr.Dropdown(
-                studio.adapters(), label="Adapters", multiselect=True, elem_id="adapters", min_width=100
-            )
-            self.scale = gr.Slider(-2, 2, value=1, label="How much of them", elem_id="scale", min_width=100)
-        self.names.focus(lambda: gr.Dropdown(choices=studio.adapters()), None, self.names, show_progress="hidden")
-
-    @property
-    def components(self) -> list[Any]:
-        return [self.names, self.scale]
-
-    @staticmethod
-    def of(names: list[str] | None, scale: float) -> dict[str, Any]:
-        return {"adapters": tuple(f"{name}:{scale!r}" for name in names)} if names else {}
-
-
-class _Seed:
-    """A seed, new every time or kept."""
-
-    def __init__(self, *, elem_id: str) -> None:
-        self.number = gr.Number(value=0, precision=0, label="Seed", elem_id=elem_id, min_width=100)
-        self.is_random = gr.Checkbox(value=True, label="New seed every time", elem_id=f"{elem_id}_random")
-
-    @property
-    def components(self) -> list[Any]:
-        return [self.number, self.is_random]
-
-    @staticmethod
-    def of(number: float | None, is_random: bool) -> int | None:
-        return None if is_random else int(number or 0)
-
-
 class _VideoTab:
     """One prompt, one video, and all those made before."""
 
@@ -191,12 +100,12 @@ class _VideoTab:
                 placeholder="what to steer away from",
                 value=self.studio.info.defaults["negative_prompt"],
             )
-            self.sizes = _Sizes(self.studio, elem_id="size")
+            self.sizes = Sizes(self.studio, elem_id="size")
             with gr.Row():
-                self.sampling = _Sampling(self.studio, self.sizes)
-            self.adapters = _Adapters(self.studio)
+                self.sampling = Sampling(self.studio, self.sizes, elem_id="way_of_video")
+            self.adapters = Adapters(self.studio)
             with gr.Row():
-                self.seed = _Seed(elem_id="seed")
+                self.seed = Seed(elem_id="seed")
 
     def _lay_out_outputs(self) -> None:
         self.stage = gr.HTML(view.empty_stage(self.studio.info, self.sizes.presets[0]), elem_id="stage")
@@ -244,19 +153,21 @@ class _VideoTab:
             **self.sampling.of(*sampling),
             **self.adapters.of(*adapters),
         )
-        yield from self._run(session, request, kept)
+        yield from self._run(session, request, kept, sampling[0])
 
     def _repeat(self, session: gr.Request, take: Take, kept: list[Take]) -> Iterator[dict]:
-        yield from self._run(session, take.again(), kept, note="made again")
+        yield from self._run(session, take.again(), kept, take.way, note="made again")
 
     def _choose(self, event: gr.SelectData, kept: list[Take]) -> dict:
         take = kept[event.index]
         return self._finished(take) | {self.prompt: take.request.text}
 
-    def _run(self, session: gr.Request, request: VideoRequest, kept: list[Take], note: str = "") -> Iterator[dict]:
+    def _run(
+        self, session: gr.Request, request: VideoRequest, kept: list[Take], way: str, note: str = ""
+    ) -> Iterator[dict]:
         yield {
             self.stage: view.waiting_stage(_size(request)),
-            self.facts: view.facts(request, note=note),
+            self.facts: view.facts(request, note=note, way=self.studio.told(way)),
             self.make: gr.Button(interactive=False),
             self.again: gr.Button(interactive=False),
             self.cancel: gr.Button(interactive=True),
@@ -264,11 +175,11 @@ class _VideoTab:
         }
         ended = {self.make: gr.Button(interactive=True), self.cancel: gr.Button(interactive=False)}
         try:
-            for event in self.studio.run(session.session_hash, request):
+            for event in self.studio.run(session.session_hash, request, way):
                 if isinstance(event, StepDone):
                     yield {self.stage: view.progress_stage(_size(request), event)}
                     continue
-                take = self.studio.keep(request, event)
+                take = self.studio.keep(request, event, way)
                 kept = [take, *kept]
                 ended |= self._finished(take, note) | {self.takes: kept, self.gallery: _pictures(kept)}
         except ServiceError as error:
@@ -278,7 +189,7 @@ class _VideoTab:
     def _finished(self, take: Take, note: str = "") -> dict:
         return {
             self.stage: _finished_stage(take),
-            self.facts: view.facts(take.again(), take.seconds, note, take.scores),
+            self.facts: view.facts(take.again(), take.seconds, note, take.scores, way=self.studio.told(take.way)),
             self.again: gr.Button(interactive=True),
             self.download: gr.DownloadButton(value=str(take.path), interactive=True),
             self.seed.number: take.request.seed,
@@ -287,7 +198,7 @@ class _VideoTab:
 
 
 class _CompareTab:
-    """One prompt and seed under two settings."""
+    """One prompt and seed under two settings; the second is a student's, where there is one."""
 
     def __init__(self, studio: Studio) -> None:
         self.studio = studio
@@ -296,16 +207,19 @@ class _CompareTab:
             with gr.Column(scale=3, min_width=300):
                 self.prompt = gr.Textbox(label="Prompt", value=examples[0] if examples else "", elem_id="prompt2")
             with gr.Column(scale=2, min_width=300):
-                self.seed = _Seed(elem_id="seed2")
-        self.sizes = _Sizes(studio, elem_id="size2")
+                self.seed = Seed(elem_id="seed2")
+        self.sizes = Sizes(studio, elem_id="size2")
         with gr.Row():
             self.make = gr.Button("Make both", variant="primary", elem_id="make2", min_width=100)
             self.cancel = gr.Button("Cancel", elem_id="cancel2", min_width=100)
         self.samplings, self.stages, self.facts = [], [], []
         with gr.Row(equal_height=False):
-            for side, guidance in (("left", 1.0), ("right", studio.info.defaults["guidance"])):
+            _, *others = studio.ways
+            other = {"way": others[0]} if others else {"guidance": 1.0}
+            sides = [("left", {}), ("right", other)] if others else [("left", other), ("right", {})]
+            for side, start in sides:
                 with gr.Column(min_width=300):
-                    self.samplings.append(_Sampling(studio, self.sizes, guidance=guidance))
+                    self.samplings.append(Sampling(studio, self.sizes, elem_id=f"way_{side}", **start))
                     empty = view.empty_stage(studio.info, self.sizes.presets[0])
                     self.stages.append(gr.HTML(empty, elem_id=f"stage_{side}"))
                     self.facts.append(gr.HTML('<div class="facts"></div>'))
@@ -321,21 +235,24 @@ class _CompareTab:
         common = {"prompt": prompt, **self.sizes.of(size)}
         first = self.studio.request(seed=self.seed.of(*seed), **common, **left.of(*sampling[:count]))
         second = self.studio.request(seed=first.seed, **common, **right.of(*sampling[count:]))
-        requests = [first, second]
+        requests, ways = [first, second], [sampling[0], sampling[count]]
         yield {
             **{stage: view.waiting_stage(_size(first)) for stage in self.stages},
-            **{facts: view.facts(each) for facts, each in zip(self.facts, requests, strict=True)},
+            **{
+                facts: view.facts(each, way=self.studio.told(way))
+                for facts, each, way in zip(self.facts, requests, ways, strict=True)
+            },
             self.seed.number: first.seed,
             self.make: gr.Button(interactive=False),
         }
-        for side, event in self.studio.run_side_by_side(session.session_hash, requests):
+        for side, event in self.studio.run_side_by_side(session.session_hash, requests, ways):
             if isinstance(event, ServiceError):
                 yield {self.stages[side]: _failed_stage(first, event)}
             elif isinstance(event, StepDone):
                 yield {self.stages[side]: view.progress_stage(_size(first), event)}
             else:
-                take = self.studio.keep(requests[side], event)
-                facts = view.facts(take.request, take.seconds, scores=take.scores)
+                take = self.studio.keep(requests[side], event, ways[side])
+                facts = view.facts(take.request, take.seconds, scores=take.scores, way=self.studio.told(take.way))
                 yield {self.stages[side]: _finished_stage(take), self.facts[side]: facts}
         yield {self.make: gr.Button(interactive=True)}
 

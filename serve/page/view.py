@@ -159,9 +159,11 @@ def facts(
     seconds: float | None = None,
     note: str = "",
     scores: Mapping[str, float] | None = None,
+    way: str = "",
 ) -> str:
-    """A prompt, its settings and a judge's scores, as small labels."""
+    """A prompt, its way and settings, and a judge's scores, as small labels."""
     shown: Sequence[str] = [
+        *([way] if way else []),
         f"seed {request.seed}",
         f"{request.num_steps} steps",
         f"guidance {request.guidance:g}",

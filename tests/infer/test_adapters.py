@@ -13,12 +13,13 @@ from megadit.infer import adapters as shelf
 from megadit.infer.generate import main
 from megadit.infer.inspect.info import describe
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapters import adapter_names
 from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.bundle.tensor_source import from_state_dict
 from megadit.models.bundle.transfer import pull_bundle, push_bundle
-from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter
+from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter, write_adapter
 from megadit.models.convert.cli import main as convert
 from megadit.models.convert.merge import merge_bundle
 from megadit.models.image_encoder import ImageEncoder
@@ -125,6 +126,47 @@ def test_merged_keeps_what_reads_images(bundle_dir, tmp_path):
     adapter = make_adapter(tmp_path / "adapter", base, 1, patterns=("blocks.*",))
     merge_bundle(Bundle.open(base), {adapter: 1.0}, tmp_path / "merged")
     assert Bundle.open(tmp_path / "merged").load_image_encoder().model == clip.model
+
+
+def test_what_an_adapter_is_made_for_stands_where_nothing_else_is_asked(bundle_dir, one, tmp_path, capsys):
+    """A student's: by generate, from Python, in a merged bundle; a scale of 0 is the base, and --repeat repeats."""
+    base, asked = Bundle.open(bundle_dir), {"sampler": "restart", "sigmas": [9.0, 0.5], "num_steps": 2, "guidance": 1.0}
+    student = write_student(tmp_path / "student", one, asked)
+    settings = resolve_settings(base.defaults, **asked)
+    assert read_adapter(student).defaults == asked and settings.sigmas == (9.0, 0.5)
+    made = ["--checkpoint_path", str(bundle_dir), "--prompt", "a", "--device", "cpu", "--video_save_path"]
+    for name, more, expected in (
+        ("plain", [], settings),
+        ("asked", ["--num_steps", "3"], resolve_settings(settings, num_steps=3)),
+        ("base", ["--adapter", f"{student}:0"], base.defaults),
+    ):
+        path = tmp_path / f"{name}.safetensors"
+        assert main([*made, str(path), *(more if "--adapter" in more else ["--adapter", student, *more])]) == 0
+        record = json.loads(path.with_name(f"{path.name}.json").read_text())
+        assert record["sampler"] == expected.sampler and tuple(record["sigmas"]) == expected.sigmas, name
+        assert record["num_steps"] == expected.num_steps and record["guidance"] == expected.guidance, name
+    again = ["--repeat", str(tmp_path / "asked.safetensors"), "--device", "cpu", "--video_save_path"]
+    assert main([*again, str(tmp_path / "again.safetensors")]) == 0
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "asked.safetensors").read_bytes()
+
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
+    assert pipeline(["a", "b"], adapters={student: 1.0})[1].settings == settings
+    assert pipeline(["a", "b"], adapters=[{student: 1.0}, {}])[0].settings == base.defaults, "one has no adapter"
+    merge_bundle(base, {student: 0.5}, tmp_path / "merged")
+    assert Bundle.open(tmp_path / "merged").defaults == settings
+    other = write_student(tmp_path / "other", one, asked | {"num_steps": 2, "sigmas": [5.0, 0.5]})
+    capsys.readouterr()
+    assert main([*made, str(tmp_path / "x"), "--adapter", student, "--adapter", other]) == 2
+    assert "are made for different settings of sampling" in capsys.readouterr().err
+    wrong = write_student(tmp_path / "wrong", one, {"num_stepz": 2})
+    assert main([*made, str(tmp_path / "x"), "--adapter", wrong]) == 2
+    assert "'num_stepz' is unknown; did you mean 'num_steps'" in capsys.readouterr().err
+
+
+def write_student(path, adapter, asked):
+    """The same adapter, made for settings of its own."""
+    write_adapter(path, replace(read_adapter(adapter), defaults=asked))
+    return str(path)
 
 
 def test_two_networks_take_no_adapter_and_say_so_before_anything_is_loaded(bundle_dir, one, tmp_path, capsys):

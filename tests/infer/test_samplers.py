@@ -235,7 +235,7 @@ def test_restarts_keep_the_distribution_of_what_was_distilled():
 
     sample = SAMPLERS["restart"](to_the_end, x, sigmas, Randomness(noise=noise))
     assert sample.mean().item() == pytest.approx(MU, abs=0.01) and sample.std().item() == pytest.approx(S, abs=0.01)
-    assert used == [0, 1, 2, 3]
+    assert used == [0, 1, 2], "none on the way to 0"
     assert SAMPLERS["restart"](ideal_denoiser, x, sigmas, Randomness(noise=noise)).std().item() < 0.9 * S
 
 

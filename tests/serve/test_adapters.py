@@ -18,6 +18,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import encode_mp4
 from megadit.models.adapters import adapter_names
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.convert.adapter_files import read_adapter, write_adapter
 from megadit.models.named_adapters import adapters_in, find_adapter
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
@@ -82,6 +83,24 @@ def test_a_batch_of_adapters_is_each_alone(engine, frames, bundle_dir, adapter_d
         {"name": "one", "scale": 0.7}, {"name": "three", "scale": -1.0}
     ]  # fmt: skip
     assert "adapters" not in together["none"].videos[0].settings
+
+
+def test_a_student_beside_its_teacher_is_called_as_it_says(engine, frames, bundle_dir, adapter_dir, tmp_path):
+    """Whether a client leaves out what it does not ask for, or not; what it asks for stands."""
+    asked = {"sampler": "restart", "sigmas": [20.0, 2.0], "num_steps": 2, "guidance": 1.0, "eta": 0.0}
+    write_adapter(tmp_path / "learnt", replace(read_adapter(adapter_dir / "one"), defaults=asked))
+    bundle = Bundle.open(bundle_dir)
+    engine.info = service_info(bundle, bundle.defaults, None, adapters=tmp_path)
+    engine.adapters = tmp_path
+    request = replace(REQUEST, adapters=("learnt",))
+    askers = [Asker(each) for each in (request, engine.info.filled(request), replace(request, num_steps=3))]
+    run(engine, *askers)
+    expected = engine.pipeline(["a red seven"], seeds=5, adapters={str(tmp_path / "learnt"): 1.0})[0]
+    assert expected.settings.sigmas == (20, 2) and expected.settings.guidance == 1
+    for each in askers[:2]:
+        assert np.abs(array(each) - expected.video.reshape(-1)).max() <= 1
+    assert [len(each.steps) for each in askers] == [2, 2, 3]
+    assert engine.info.filled(replace(REQUEST, adapters=("learnt:0",))).num_steps == bundle.defaults.num_steps
 
 
 def test_rows_that_change_adapters_are_seen(engine, frames, monkeypatch):

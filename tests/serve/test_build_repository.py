@@ -70,6 +70,32 @@ def test_configuration_says_what_the_contract_says(repository, bundle_dir):
     assert info.size_multiple == 4
 
 
+def test_students_are_models_of_their_own(bundle_dir, tmp_path, capsys):
+    """Named by their calls, and told of by their teacher; what is no student is refused."""
+
+    def student(name, **settings):
+        shutil.copytree(bundle_dir, tmp_path / name)
+        defaults = replace(Bundle.open(bundle_dir).defaults, sampler="restart", guidance=1.0, **settings)
+        update_manifest(tmp_path / name, defaults=defaults.to_dict())
+        return str(tmp_path / name)
+
+    two, one = student("two", num_steps=2, sigmas=(20.0, 2.0)), student("one", num_steps=1, sigmas=(20.0,))
+    command, out = ["serve", "build-repository", str(bundle_dir), str(tmp_path / "models")], tmp_path / "models"
+    assert verbs.main([*command, "--student", two, "--student", one]) == 0
+    models = {path.parent.name: parse(path.read_text()) for path in out.glob("*/config.pbtxt")}
+    infos = {name: ServiceInfo.from_json(each.parameters["service"].string_value) for name, each in models.items()}
+    names = ("text_to_video_2_calls", "text_to_video_1_call")
+    assert infos.keys() == {"text_to_video", *names} and infos["text_to_video"].students == names
+    assert infos["text_to_video_1_call"].defaults["sigmas"] == [20.0] and infos["text_to_video_1_call"].students == ()
+    assert Bundle.open(out / "text_to_video_2_calls" / "1" / "bundle").defaults.sigmas == (20.0, 2.0)
+    for more, says in (
+        ([two, two], f"--student {two} is called as often as {two}: serve one of them"),
+        ([str(bundle_dir)], "is called with guidance, or at no levels of its own: it is no student"),
+    ):
+        assert verbs.main([*command, *(word for path in more for word in ("--student", path))]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_the_page_begins_with_what_the_bundle_was_validated_with(bundle_dir, tmp_path):
     shutil.copytree(bundle_dir, tmp_path / "bundle")
     update_manifest(tmp_path / "bundle", training={"prompts": ["a cat jumps", 7, "a dog"]})

@@ -68,13 +68,18 @@ def run(engine, *askers):
 
 def test_a_student_is_called_as_its_bundle_says(pipeline, bundle_dir):
     student = with_changed_defaults(Bundle.open(bundle_dir), ["sampler=restart", "sigmas=20,2,0.4", "guidance=1"])
-    asker = Asker(VideoRequest(prompt="a red seven", seed=5))
-    run(Engine(pipeline, service_info(student, student.defaults, None)), asker)
-    assert asker.endings == [None]
-    assert [(step.num_steps, round(step.sigma, 6)) for step in asker.steps] == [(3, 20), (3, 2), (3, 0.4)]
+    info = service_info(student, student.defaults, None)
+    plain = VideoRequest(prompt="a red seven", seed=5)
+    askers = [Asker(plain), Asker(info.filled(plain)), Asker(info.filled(replace(plain, num_steps=2)))]
+    run(Engine(pipeline, info), *askers)
+    assert all(asker.endings == [None] for asker in askers)
     (expected,) = pipeline.stream(["a red seven"], student.defaults, seeds=5)
     comment = json.dumps({"prompt": "a red seven", "seed": 5, **asdict(expected.settings)})
-    assert asker.videos[0].data == encode_mp4(expected.video, 8, metadata={"comment": comment, "title": "a red seven"})
+    for asker in askers[:2]:  # a client that leaves nothing out asks for the same
+        assert [(step.num_steps, round(step.sigma, 6)) for step in asker.steps] == [(3, 20), (3, 2), (3, 0.4)]
+        data = encode_mp4(expected.video, 8, metadata={"comment": comment, "title": "a red seven"})
+        assert asker.videos[0].data == data
+    assert askers[2].videos[0].settings["sigmas"] == (), "two steps are not at the levels of three"
 
 
 def test_a_request_gets_its_progress_and_the_video_of_generate(engine, pipeline):

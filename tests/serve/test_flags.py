@@ -254,6 +254,6 @@ def test_every_option_reaches_the_page(tmp_path, note, monkeypatch, capsys):
     (tmp_path / "key").write_text("secret")
     flags = (("--url", "grpc://elsewhere:1"), ("--host", "0.0.0.0"), ("--port", "9005"))
     flags += (("--key_file", str(tmp_path / "key")),)
-    flags += (("--bundle", "no/such/bundle"),)
+    flags += (("--bundle", "no/such/bundle"), ("--student", "no/such/student"))
     assert differing(seen, flags) == [flag for flag, *_ in flags]
     assert "no/such/bundle does not exist" in seen("--bundle", "no/such/bundle")[2]

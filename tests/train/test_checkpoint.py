@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megadit.models.megatron.checkpoint import CONFIG, DESCRIPTION, STATE, SUMS, TENSORS, find_checkpoints
 from megadit.models.shared.files import write_json
-from megadit.train.checkpoint import _delete_old
+from megadit.train.checkpoint import _delete_old, _differ
 from megadit.train.whole_folders import reason_of
 
 
@@ -37,6 +37,12 @@ def test_a_full_disk_that_torch_did_not_recognise(tmp_path, monkeypatch):
 
 def test_another_failure_is_told_as_it_is(tmp_path):
     assert reason_of(PermissionError(errno.EACCES, "Permission denied"), tmp_path) == "Permission denied"
+
+
+def test_a_setting_that_came_later_refuses_no_resume():
+    before = {"teacher": "one", "sigmas": [80.0]}
+    assert not _differ(before, before | {"teacher_adapter": None}) and not _differ(None, None)
+    assert _differ(before, before | {"sigmas": [70.0]}) and _differ(before, None) and _differ(None, before)
 
 
 def complete(root, step):

@@ -182,6 +182,7 @@ EFFECTS = {
     "train.label_smoothing": told("0.5", *CLASSIFIER),
     "train.contrast_rows": ends("train.contrast_rows=2 is of a softmax over all pairs", "2"),
     "train.distill.teacher": ends("nowhere is not there", "nowhere", *STUDENT),
+    "train.distill.teacher_adapter": ends("nowhere is not there", "nowhere", *STUDENT, "train.adapter.rank=4"),
     "train.distill.objective": told("consistency", *STUDENT),
     "train.distill.guidance": told("3.0", *STUDENT),
     "train.distill.sigmas": told("[20,3]", *STUDENT),

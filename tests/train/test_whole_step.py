@@ -10,7 +10,7 @@ import torch
 from megadit.train.recipes import load_recipe
 
 from .distill.test_layouts import CHANNELS, OBJECTIVES, write
-from .test_matching import CLIP, SIGLIP
+from .test_matching import CLIP, LOSSES
 from .test_vit_layouts import SP, VIT
 
 JOB = Path(__file__).parent / "jobs" / "whole_step.py"
@@ -33,7 +33,7 @@ CASES = {
         "st_dit": {"model": {"family": "st_dit"}},
         "vit": VIT,
         "clip": CLIP,
-        "siglip": SIGLIP,
+        "siglip": LOSSES["siglip"],
     },
     2: {
         "tensor parallel": {"parallel": SP},

@@ -17,8 +17,9 @@ from megadit.models.megatron.groups import Groups
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches
 from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.optimizer import precision
 from megadit.train.plan.work import count_parameters, upstream_pack_flops
-from megadit.train.setup import Training, build_training, precision
+from megadit.train.setup import Training, build_training
 from megadit.train.step import StepResult, train_step
 from megadit.train.step_figures import StepFigures
 

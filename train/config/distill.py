@@ -1,6 +1,7 @@
 """The part of a run's configuration that makes its network a student of another."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megadit.models.shared.setting import check_settings, setting
@@ -26,6 +27,8 @@ class DistillConfig:
 
     teacher: str
     """A bundle. The student starts from its weights too, unless `checkpoint.init_from` names others."""
+    teacher_adapter: str | None = None
+    """An adapter that the teacher has, from which those of student and critic begin, too (`train.adapter`)."""
     objective: ObjectiveName
     """What the student answers: at every noise level what the guided teacher does (`guidance`, arXiv 2210.03142), where
     `teacher_steps` of its Euler steps lead (`progressive`, 2202.00512), where its ODE ends (`consistency`, 2303.01469,
@@ -55,6 +58,10 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, "train.distill.")
+
+    def is_at(self, place: str | None) -> bool:
+        """Whether the teacher's weights are those of `place`; None is nothing else."""
+        return place is None or Path(place).resolve() == Path(self.teacher).resolve()
 
     @property
     def has_adversary(self) -> bool:

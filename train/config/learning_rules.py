@@ -177,6 +177,12 @@ LEARNING: tuple[Rule[Run], ...] = (
         "bits do not know; leave parallel.transformer_impl, train.fp8 and train.base_precision out",
     ),
     Rule(
+        when=lambda run: run.is_student and run.train.distill.teacher_adapter is not None,
+        needs=lambda run: run.has_adapter and run.config.has_one_base,
+        remedy="{train.distill.teacher_adapter=} is what train.adapter begins with, beside the teacher's weights: give "
+        "train.adapter, and leave out checkpoint.init_from; or merge it: megadit bundle TEACHER OUT --merge ADAPTER",
+    ),
+    Rule(
         when=lambda run: run.is_student and run.train.distill.objective not in AT_ALL_LEVELS,
         needs=lambda run: run.train.distill.sigmas,
         remedy="{train.distill.objective=} needs the noise levels of the student's calls: "

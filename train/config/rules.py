@@ -145,7 +145,7 @@ RULES: tuple[Rule[Run], ...] = (
         "variable length; leave it out",
     ),
     Rule(
-        when=lambda run: run.starts_here and run.has_adapter,
+        when=lambda run: run.starts_here and run.has_adapter and not run.is_student,
         needs=lambda run: run.checkpoint.init_from is not None,
         remedy="train.adapter is trained beside weights that exist; give checkpoint.init_from=BUNDLE, or a run",
     ),
@@ -159,6 +159,11 @@ RULES: tuple[Rule[Run], ...] = (
         when=lambda run: run.starts_here and run.is_student,
         needs=lambda run: Path(run.train.distill.teacher).exists(),
         remedy="{train.distill.teacher=} is not there; give a bundle, or the folder of a run",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.is_student and run.train.distill.teacher_adapter is not None,
+        needs=lambda run: Path(run.train.distill.teacher_adapter).exists(),
+        remedy="{train.distill.teacher_adapter=} is not there; give the folder or file of an adapter",
     ),
     Rule(
         when=lambda run: run.starts_here and run.checkpoint.init_from is not None,

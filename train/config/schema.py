@@ -126,7 +126,8 @@ class TrainConfig:
     num_threads: int | None = setting(None, above=0)
     """CPU threads of one rank; None divides the machine's cores among its ranks."""
     adapter: AdapterConfig | None = None
-    """What is trained in place of the network, whose weights stay those of `checkpoint.init_from`; None: all of it."""
+    """What is trained in place of the network, whose weights stay those of `checkpoint.init_from` (of a student, where
+    that is left out, its teacher's); None: all of it."""
     base_precision: BasePrecision = setting("same")
     """Of the weights beside which an adapter is trained: that of `precision`, or `int8`, a byte for each weight of
     attention and MLP, made whole for each product. The adapter is then of any copy of that base."""
@@ -296,6 +297,19 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_config(self)
+
+    @property
+    def starting_weights(self) -> str | None:
+        """Where the tensors lie that training starts from: `checkpoint.init_from`, or a student's teacher."""
+        if self.checkpoint.init_from is None and self.train.distill is not None:
+            return self.train.distill.teacher
+        return self.checkpoint.init_from
+
+    @property
+    def has_one_base(self) -> bool:
+        """Whether all adapters of the run, and a teacher, are beside the same weights: those networks have one set."""
+        distill = self.train.distill
+        return self.train.adapter is not None and (distill is None or distill.is_at(self.checkpoint.init_from))
 
     @property
     def lr_decay_iters(self) -> int:

@@ -1,11 +1,16 @@
 """`megadit demo-distill`: students of the demo's model that make a clip in four calls, two, or one.
 
 megadit demo-distill              # from the bundle of `megadit demo`, into runs/demo-distill
+megadit demo-distill --bundle runs/demo-given/bundle --out runs/distill-given    # a student that takes first frames
+
+A model that takes given frames has a student of four calls alone: those of fewer learn from pairs of noise and clip, in
+which nothing is given.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +21,21 @@ from torch import Tensor
 from megadit.infer.evaluate.distances import frechet, moments
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.resolve import resolve_settings
 from megadit.infer.tune_sampler import num_evaluations
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import Progress
-from megadit.train.digits import figures, judge, score
+from megadit.train.digits import figures, given_score, judge, score
 from megadit.train.digits.data import Attributes
 from megadit.train.digits.stages import FollowingDemo, Stage, following_demo, run_stages, summary_of_seconds
 from megadit.train.distill.check import spread
 
 TEACHER = "teacher"
+TWENTY_EVALUATIONS = {"sampler": "euler", "num_steps": 10, "eta": 1.0}
+"""Of the teacher, with guidance, whatever its bundle's own way."""
 PAIRS_OF_STEP = 8
 """Where --steps asks for fewer, so that they are not most of the time."""
 TWICE = 3
@@ -45,11 +54,28 @@ class DistillDemo(FollowingDemo):
     def student(self, calls: int) -> Path:
         return self.out / f"calls{calls}"
 
+    @cached_property
+    def takes_first_frames(self) -> bool:
+        return "first_frame" in Bundle.open(self.base).takes
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Of the students."""
+        return (4,) if self.takes_first_frames else (4, 2, 1)
+
     @property
     def models(self) -> dict[str, Path]:
         """Name -> bundle."""
-        students = {"4 calls": 4, "2 calls": 2, "1 call": 1}
-        return {TEACHER: self.base} | {name: self.student(calls) / "bundle" for name, calls in students.items()}
+        return {TEACHER: self.base} | {name_of(calls): self.student(calls) / "bundle" for calls in self.calls}
+
+    def settings(self, name: str) -> SamplingSettings:
+        """How a model is sampled."""
+        defaults = Bundle.open(self.models[name]).defaults
+        return resolve_settings(defaults, **TWENTY_EVALUATIONS) if name == TEACHER else defaults
+
+    @cached_property
+    def judge(self) -> Path:
+        return judge.judge_file(self.base, self.out, Bundle.open(self.base).load_tokenizer())
 
     def clips(self, name: str) -> Path:
         return self.out / f"{name.replace(' ', '-')}.safetensors"
@@ -61,6 +87,11 @@ class DistillDemo(FollowingDemo):
     @property
     def unseen(self) -> list[Attributes]:
         return score.scored_attributes()[1][:: self.stride]
+
+
+def name_of(calls: int) -> str:
+    """Of a student."""
+    return f"{calls} call{'s' * (calls > 1)}"
 
 
 # --- stages -------------------------------------------------------------------------------------------------------
@@ -85,12 +116,13 @@ def _from_four(demo: DistillDemo) -> tuple[str, ...]:
 
 def _distill(demo: DistillDemo, calls: int, stage: str, *more: str) -> None:
     steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
-    overrides = ["data.keep=[image:0.1]", f"train.seed={demo.seed}", *steps, *more]
+    recipe, own = ("digits_given", []) if demo.takes_first_frames else ("digits", ["data.keep=[image:0.1]"])
+    overrides = [*own, f"train.seed={demo.seed}", *steps, *more]
     run_module(
         "megadit.train.distill.command",
         *(str(demo.base), str(demo.student(calls)), *overrides, "--data", str(demo.base.parent / "dataset")),
-        *("--stages", stage, "--calls", str(calls), "--recipe", "digits", "--nproc", str(demo.num_ranks)),
-        *("--extractors", str(demo.base.parent / "judge.safetensors")),
+        *("--stages", stage, "--calls", str(calls), "--recipe", recipe, "--nproc", str(demo.num_ranks)),
+        *("--extractors", str(demo.judge)),
     )
 
 
@@ -101,7 +133,7 @@ def _generate(demo: DistillDemo) -> None:
     with Progress(len(demo.models) * len(prompts), "generating clips") as bar:
         for name, bundle in demo.models.items():
             pipeline, clips = TextToVideo.from_pretrained(bundle, device="cpu"), []
-            for video in pipeline.stream(prompts, seeds=list(range(len(prompts))), batch_size=48):
+            for video in pipeline.stream(prompts, demo.settings(name), seeds=list(range(len(prompts))), batch_size=48):
                 clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
                 bar.advance()
             with atomic_path(demo.clips(name)) as temporary:
@@ -109,23 +141,34 @@ def _generate(demo: DistillDemo) -> None:
 
 
 def _score(demo: DistillDemo) -> None:
-    extractors = open_extractors(demo.base.parent / "judge.safetensors", torch.device("cpu"))
+    extractors = open_extractors(demo.judge, torch.device("cpu"))
     reader, seer = extractors[0].reader, next(each for each in extractors if each.sees == "clips")
     round_trip = judge.round_trip(Bundle.open(demo.base).load_tokenizer())
     real = _features(seer, _as_uint8(round_trip(score.real_clips(demo.seen))))
     found, count = {}, len(demo.seen)
     for name, bundle in demo.models.items():
-        opened, video_BCTHW = Bundle.open(bundle), load_file(demo.clips(name))["video_BCTHW"]
+        video_BCTHW = load_file(demo.clips(name))["video_BCTHW"]
         first, unseen, second = video_BCTHW.split([count, len(demo.unseen), len(range(0, count, TWICE))])
         made, again = _features(seer, first), _features(seer, second)
         found[name] = {
-            "evaluations": num_evaluations(opened.defaults, opened.config),
+            "evaluations": num_evaluations(demo.settings(name), Bundle.open(bundle).config),
             "seen": score.score(reader, _as_float(first), demo.seen),
             "unseen": score.score(reader, _as_float(unseen), demo.unseen),
             "distance": frechet(moments(made[:, None]), moments(real[:, None])),
             "spread": spread(torch.cat([made[::TWICE], again])[:, None]),
+            **_given_first(demo, name, reader),
         }
     write_json(demo.out / "score.json", found)
+
+
+def _given_first(demo: DistillDemo, name: str, reader: judge.DigitReader) -> dict[str, Any]:
+    """What a model makes of first frames, where the teacher takes these."""
+    if not demo.takes_first_frames:
+        return {}
+    pipeline, settings = TextToVideo.from_pretrained(demo.models[name], device="cpu"), demo.settings(name).to_dict()
+    return {
+        "first_frame": given_score.first_frame(pipeline, reader, demo.seen, score.real_clips(demo.seen), **settings)
+    }
 
 
 def _features(seer: Any, video_BCTHW: Tensor) -> Tensor:
@@ -152,19 +195,22 @@ def _draw(demo: DistillDemo) -> None:
             figures.SheetRow(caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=note)
             for place in chosen
         ]
-    title = "the same prompts and noise: the teacher, and students of 4, 2 and 1 calls"
+    title = f"the same prompts and noise: the teacher, and students of {', '.join(map(name_of, demo.calls))}"
     figures.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(demo.models))
 
 
 def _student_stage(calls: int, purpose: str, run: Any) -> Stage[DistillDemo]:
-    return Stage(f"{calls} call{'s' * (calls > 1)}", purpose, run, lambda demo: [demo.student(calls) / "bundle"])
+    return Stage(name_of(calls), purpose, run, lambda demo: [demo.student(calls) / "bundle"])
 
 
-STAGES: Sequence[Stage[DistillDemo]] = (
-    _student_stage(4, "teach a student to answer what its guided teacher answers", _four),
-    _student_stage(2, "teach one whole clips in two calls, of what the teacher makes of noise", _two),
-    _student_stage(1, "and in one", _one),
-    Stage("generate", "make clips of held-out captions", _generate, lambda demo: [demo.clips("1 call")]),
+STUDENTS: dict[int, Stage[DistillDemo]] = {
+    4: _student_stage(4, "teach a student to answer what its guided teacher answers", _four),
+    2: _student_stage(2, "teach one whole clips in two calls, of what the teacher makes of noise", _two),
+    1: _student_stage(1, "and in one", _one),
+}
+"""By their calls."""
+JUDGED: Sequence[Stage[DistillDemo]] = (
+    Stage("generate", "make clips of held-out captions", _generate, lambda demo: [demo.clips(list(demo.models)[-1])]),
     Stage("score", "judge every frame, and how various the clips are", _score, lambda demo: [demo.out / "score.json"]),
     Stage("figures", "draw the same prompts by all of them", _draw, lambda demo: [demo.out / "distilled.png"]),
 )
@@ -181,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     description = "Trains students of the demo's model that make a clip in four calls, two, or one."
     demo = following_demo(DistillDemo, argv, name="demo-distill", description=description)
-    seconds = run_stages(demo, STAGES)
+    seconds = run_stages(demo, [*(STUDENTS[calls] for calls in demo.calls), *JUDGED])
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'distilled.png'}.")
     print(
@@ -194,11 +240,15 @@ def _run(argv: list[str]) -> int:
 def summary_table(found: dict[str, Any]) -> str:
     """One line for each model; distance and spread as multiples of the teacher's."""
     lines = [f"{'':12}{'evaluations':>12}{'all':>8}{'every':>8}{'unseen':>8}{'every':>8}{'distance':>10}{'spread':>8}"]
+    if "first_frame" in found[TEACHER]:
+        lines[0] += f"   {'first frame: digit':>18}{'every':>8}"
     of_teacher = found[TEACHER]
     for name, values in found.items():
         shares = [values[part][share] for part in ("seen", "unseen") for share in ("all", "every_frame")]
         beside = [values[figure] / of_teacher[figure] for figure in ("distance", "spread")]
         numbers = "".join(f"{share:8.1%}" for share in shares) + f"{beside[0]:10.2f}{beside[1]:8.2f}"
+        if "first_frame" in values:
+            numbers += f"   {values['first_frame']['digit']:18.1%}{values['first_frame']['every_frame']:8.1%}"
         lines.append(f"{name:12}{values['evaluations']:12}{numbers}")
     return "\n".join(lines)
 

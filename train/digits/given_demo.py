@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megadit.infer.given import GivenVideo, Media
@@ -58,7 +57,7 @@ def _score(demo: GivenDemo) -> None:
     """What the network makes of given parts; beside it the base, which is held to a first frame while sampling."""
     attributes, pipeline = demo.attributes, TextToVideo.from_pretrained(demo.bundle, device="cpu")
     base, clips = TextToVideo.from_pretrained(demo.base, device="cpu"), score.real_clips(demo.attributes)
-    reader = _reader(demo, pipeline)
+    reader = judge.load_reader(judge.judge_file(demo.base, demo.out, pipeline.tokenizer))
     measures = {
         "first_frame": lambda: given_score.first_frame(pipeline, reader, attributes, clips),
         "first_frame_overwritten": lambda: given_score.first_frame(base, reader, attributes, clips),
@@ -82,16 +81,6 @@ def _score(demo: GivenDemo) -> None:
             result[name] = measure()
             bar.advance()
     write_json(demo.out / "score.json", result)
-
-
-def _reader(demo: GivenDemo, pipeline: TextToVideo) -> judge.DigitReader:
-    round_trip, path = judge.round_trip(pipeline.tokenizer), demo.base.parent / "judge.safetensors"
-    if not path.exists():
-        path = demo.out / "judge.safetensors"
-        return judge.load_or_train_reader(path, round_trip, pipeline.tokenizer.fingerprint())
-    reader = judge.DigitReader().eval()
-    reader.load_state_dict(load_file(path))
-    return reader
 
 
 def _draw(demo: GivenDemo) -> None:

@@ -80,9 +80,11 @@ def after_first(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[A
     return {name: round(values.float().mean().item(), 4) for name, values in found.items()}
 
 
-def first_frame(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], clips: Tensor) -> dict:
+def first_frame(
+    pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], clips: Tensor, **settings
+) -> dict:
     """From the first frame of real clips, BCTHW, and captions that name neither digit nor colour."""
-    return after_first(reader, make_from_first(pipeline, attributes, clips), attributes)
+    return after_first(reader, make_from_first(pipeline, attributes, clips, **settings), attributes)
 
 
 def make_from_first(pipeline: TextToVideo, attributes: Sequence[Attributes], clips: Tensor, **settings) -> Tensor:

@@ -24,6 +24,8 @@ from megadit.models.shared.progress import Progress
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, Attributes, draw_clips, random_attributes
 
+FILE = "judge.safetensors"
+"""Its name in the folder of a demo."""
 NONE = -1
 """The verdict where a frame shows no ink, a colour that has no name here, or a clip that goes nowhere."""
 
@@ -143,6 +145,15 @@ def load_or_train_reader(path: Path, round_trip: Callable[[Tensor], Tensor], fin
     with atomic_path(path) as temporary:
         save_file(reader.state_dict(), temporary, metadata={"recipe": recipe, KIND: "digits"})
     return reader
+
+
+def judge_file(beside: Path, out: Path, tokenizer: VideoTokenizer) -> Path:
+    """The judge that a demo left beside its bundle `beside`; where there is none, one trained for its tokenizer, in
+    `out`."""
+    if (found := beside.parent / FILE).exists():
+        return found
+    load_or_train_reader(out / FILE, round_trip(tokenizer), tokenizer.fingerprint())
+    return out / FILE
 
 
 def load_reader(path: Path) -> DigitReader:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megadit.infer.adapters import NO_ADAPTERS, Scales
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation
 from megadit.infer.evaluate.extractors.base import Extractor, resized
 from megadit.infer.evaluate.features import FeatureStore
@@ -86,19 +87,21 @@ def compare(
     student: Bundle,
     prompts: Sequence[str],
     *,
+    adapters: Scales = NO_ADAPTERS,
     extractors: Sequence[Extractor] = (),
     real: VideoSet | None = None,
     device: str = "cpu",
 ) -> Comparison:
     """Makes two videos of each prompt by both, of the same noise, at the settings of each; what is in `folder` is kept.
+    `adapters` are beside the student's network.
 
     Raises:
         UserError: for videos that cannot be made, or looked at.
     """
     seer = next((each for each in extractors if each.sees == "clips"), None) or Pixels()
     made = []
-    for label, bundle in (("teacher", teacher), ("student", student)):
-        maker = BundleMaker(bundle, device=device, dtype="float32")
+    for label, bundle, beside in (("teacher", teacher, NO_ADAPTERS), ("student", student, adapters)):
+        maker = BundleMaker(bundle, device=device, dtype="float32", adapters=beside)
         request = Request(maker=maker, prompts=[*prompts, *prompts], settings=bundle.defaults)
         make_videos(folder / "videos", request, ALONE, told=True)
         made.append(made_videos(folder / "videos", request, label))

@@ -6,15 +6,21 @@ Stages follow one another, each the teacher of the next: first the student answe
 under guidance in two, then it learns to make whole videos in `--calls` of them. A stage is a run of `megadit train`: a
 killed one goes on, and `STAGE.section.key=value` sets its values alone. After each, the student is measured beside the
 teacher that was given; one that has collapsed ends the command, and the student before it is kept.
+
+    megadit distill BUNDLE OUT --data data/clips --calls 4 --adapter_rank 16
+
+With a rank the students are adapters of the teacher's weights, and training has these in memory once.
 """
 
 import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from megadit.infer.adapters import adapted_defaults
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.evaluate.command import prompts_of
 from megadit.infer.evaluate.extractors import open_extractors
@@ -26,6 +32,7 @@ from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_s
 from megadit.infer.tune_sampler import write_defaults
 from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
 from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter_files import is_adapter, read_adapter, write_adapter
 from megadit.models.settings import OF_TWO_CALLS, SamplingSettings
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
@@ -36,7 +43,7 @@ from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import draw_captions
-from megadit.train.distill.check import Bounds, compare
+from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.pairs import DATASET, make_pairs
 from megadit.train.given_network import UNTRAINED
 
@@ -53,7 +60,9 @@ CONSISTENCY_LEVELS = 14
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillOptions:
     teacher: str = setting(help="a bundle, or a training directory", positional=True, metavar="TEACHER")
-    out: Path = setting(help="folder for the runs of the stages, and for bundle/, the last student", positional=True)
+    out: Path = setting(
+        help="folder for the runs of the stages, and for bundle/ or adapter/, the last student", positional=True
+    )
     data: str | None = setting(None, "same as data.path=FOLDER: samples whose conditions the student sees")
     recipe: str | None = setting(None, "whose data and optimizer are taken (default: the teacher's)", metavar="NAME")
     config_file: str | None = setting(None, "YAML with values to change", names=("--config-file",), metavar="FILE")
@@ -67,6 +76,9 @@ class DistillOptions:
     guidance: float | None = setting(None, "the teacher's scale (default: its own)", low=1)
     guidance_range: Sequence[float] = setting(
         (), "lowest and highest scale, any of which the student is told, in place of one for all", nargs=2
+    )
+    adapter_rank: int | None = setting(
+        None, "students are adapters of this rank beside the teacher's weights (default: whole networks)", low=1
     )
     nproc: int = setting(1, "ranks on this machine (default: {default})", low=1)
     pairs: Path | None = setting(
@@ -184,17 +196,15 @@ def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
     return (highest, *log_linear_sigmas(calls - 1, LOWEST_SIGMA * unit, MIDDLE_SIGMA * unit).tolist()[:-1])
 
 
-def student_settings(
-    teacher: SamplingSettings, sampler: str, sigmas: tuple[float, ...], told: tuple[float, float] | None = None
-) -> SamplingSettings:
-    """How a student is called: once a step, unguided or `told` a scale of these, at its own noise levels; all else as
-    the teacher."""
+def student_settings(sampler: str, sigmas: tuple[float, ...], guidance: float = 1.0) -> dict[str, Any]:
+    """How a student is called: once a step, unguided or told a scale, at its own noise levels; what is not here, as its
+    teacher."""
     levels = {"sigmas": sigmas, "num_steps": len(sigmas), "shift": 1.0}
     plain = {**OF_TWO_CALLS, "second_guidance": 0.0, "churn": 0.0, "eta": 0.0, "cache_budget": 0.0}
-    return resolve_settings(teacher, sampler=sampler, guidance=_told_scale(teacher, told), **levels, **plain)
+    return {"sampler": sampler, "guidance": guidance, **levels, **plain}
 
 
-def _told_scale(teacher: SamplingSettings, told: tuple[float, float] | None) -> float:
+def told_scale(teacher: SamplingSettings, told: tuple[float, float] | None) -> float:
     """Of those that a student is told, the one nearest to the teacher's own; 1, which is no guidance, without."""
     return 1.0 if told is None else min(max(told[0], teacher.guidance), told[1])
 
@@ -217,10 +227,7 @@ def _run(argv: list[str]) -> None:
     stages = options.stages or ("guidance", "regression")[: 1 + (options.calls < FEW_CALLS)]
     for name in stages:
         choose_one(name, STAGES, f"--stages {name} is unknown")
-    refuse(
-        any(override.startswith("train.adapter.") for override in options.overrides),
-        "a stage begins with the whole network of the one before: train an adapter by `megadit train train.distill...`",
-    )
+    _check_adapter(options)
     for stage in {override.partition(".")[0] for override in options.overrides} & STAGES.keys() - {*stages}:
         raise UserError(f"{stage}.section.key=value is of a stage that is not run; these are: {', '.join(stages)}")
     refuse(options.guidance and options.guidance_range, "give --guidance or --guidance_range, not both")
@@ -233,33 +240,59 @@ def _run(argv: list[str]) -> None:
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
     runs, told = _runs(options, stages, recipe, teacher, sigmas), _told(options, teacher)
     check = _check(options, teacher)
-    before = teacher
+    before = None
     for number, (name, run) in enumerate(zip(stages, runs, strict=True), start=1):
-        student = run.folder / "bundle"
+        student = run.folder / _result(options)
         print(f"[{number}/{len(stages)}] {name}", flush=True)
         if not student.exists():
             if STAGES[name].takes_pairs and options.pairs is None:
                 _make_pairs(options, teacher)
             run_module("megadit.train", *run.command)
-            _bundle(run.folder, student_settings(teacher.defaults, STAGES[name].sampler, sigmas, told))
-        found = check(options.out / "check", Bundle.open(student))
+            settings = student_settings(STAGES[name].sampler, sigmas, told_scale(teacher.defaults, told))
+            _write(student, teacher, settings)
+        found = check(options.out / "check", student)
         write_json(run.folder / "comparison.json", found.to_dict())
         print(f"{student}: {found.text}", flush=True)
         if (fault := found.fault(_bounds(options))) is not None:
-            kept = "no student" if before is teacher else str(before.path)
+            kept = "no student" if before is None else str(before)
             raise UserError(
                 f"{name}: the student has collapsed: {fault}; it has {found.text}. {kept} is kept; try a lower "
                 f"{name}.optimizer.lr, fewer {name}.train.train_iters, or other --sigmas"
             )
-        before = Bundle.open(student)
-    _publish(before.path, options.out / "bundle")
+        before = student
+    out = options.out / _result(options)
+    _publish(before, out)
     how = "without guidance" if told is None else f"at any guidance from {told[0]:g} to {told[1]:g}"
-    print(f"{options.out / 'bundle'}: calls for a video, {how}: {len(sigmas)}; export and serve it")
+    use = f"megadit generate --checkpoint_path {teacher.path} --adapter {out}, or bundle --merge"
+    use = use if options.adapter_rank else "export and serve it"
+    print(f"{out}: calls for a video, {how}: {len(sigmas)}; {use}")
 
 
 def _told(options: DistillOptions, teacher: Bundle) -> tuple[float, float] | None:
     """The scales of guidance that the students are told."""
     return tuple(options.guidance_range) or teacher.config.guidance_range
+
+
+def _check_adapter(options: DistillOptions) -> None:
+    """Raises UserError for values of adapters without a rank, or apart from those of other stages."""
+    asked = [override for override in options.overrides if "train.adapter." in override]
+    refuse(
+        asked and options.adapter_rank is None,
+        "a stage begins with the whole network of the one before: give --adapter_rank N to have adapters",
+    )
+    refuse(
+        options.adapter_rank and any(not override.startswith("train.adapter.") for override in asked),
+        "each stage goes on with the adapter of the one before: give train.adapter.* for all of them",
+    )
+    refuse(
+        options.adapter_rank and any("checkpoint.init_from=" in override for override in options.overrides),
+        "adapters are beside the teacher's weights: leave out checkpoint.init_from",
+    )
+
+
+def _result(options: DistillOptions) -> str:
+    """Under which name a student lies in its folder."""
+    return "adapter" if options.adapter_rank else "bundle"
 
 
 def _make_pairs(options: DistillOptions, teacher: Bundle) -> None:
@@ -285,7 +318,7 @@ def _bounds(options: DistillOptions) -> Bounds:
 
 
 def _check(options: DistillOptions, teacher: Bundle) -> Callable:
-    """(folder, student) -> `check.Comparison`; all that it needs is looked for before anything is trained."""
+    """(folder, path of a student) -> `check.Comparison`; all that it needs is looked for before anything is trained."""
     device = find_device(options.device)
     extractors = [each for path in options.extractors for each in open_extractors(path, device)]
     real = None
@@ -294,7 +327,15 @@ def _check(options: DistillOptions, teacher: Bundle) -> Callable:
     refuse(real is None and not options.prompts, "give --data FOLDER, or --prompts FILE for the check")
     prompts = prompts_of(options.prompts, real, Path(options.data or ""), options.count)
     found = {"extractors": extractors, "real": real if extractors else None, "device": str(device)}
-    return lambda folder, student: compare(folder, teacher, student, prompts, **found)
+
+    def check(folder: Path, student: Path) -> Comparison:
+        if not options.adapter_rank:
+            return compare(folder, teacher, Bundle.open(student), prompts, **found)
+        adapters = {str(student): 1.0}
+        called = replace(teacher, defaults=adapted_defaults(teacher.defaults, adapters))
+        return compare(folder, teacher, called, prompts, adapters=adapters, **found)
+
+    return check
 
 
 def _runs(
@@ -309,9 +350,10 @@ def _runs(
     ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
     plain = resolve_config(recipe, config_file=options.config_file)
     model, path, guidance = teacher.config, teacher.path, options.guidance or teacher.defaults.guidance
+    of_adapter = [] if options.adapter_rank is None else [f"train.adapter.rank={options.adapter_rank}"]
     runs, of_told = [], []
     if (told := _told(options, teacher)) is not None:
-        guidance, scale = 1.0, _told_scale(teacher.defaults, told)
+        guidance, scale = 1.0, told_scale(teacher.defaults, told)
         of_told = [f"model.guidance_range=[{told[0]:g},{told[1]:g}]", f"validation.sampling.guidance={scale:g}"]
     for number, name in enumerate(stages, start=1):
         folder, of_pairs = options.out / f"{number}_{name}", []
@@ -324,6 +366,7 @@ def _runs(
             f"train.distill.teacher={path}",
             f"train.distill.objective={name}",
             f"train.distill.guidance={guidance:g}",
+            *of_adapter,
             f"train.output_dir={folder}",
             *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0"),
             *STAGES[name].overrides(plain, sigmas),
@@ -333,7 +376,15 @@ def _runs(
         config = resolve_config(recipe, config_file=options.config_file, overrides=overrides)
         check_layout(config, options.nproc)
         runs.append(StageRun(folder=folder, command=(*source, *ranks, *overrides)))
-        model, path, guidance = config.model, folder / "bundle", 1.0
+        guidance = 1.0
+        if options.adapter_rank is None:
+            model, path = config.model, folder / "bundle"
+            continue
+        refuse(
+            config.model != model,
+            "an adapter is used beside the teacher's network: leave out model.* and --guidance_range",
+        )
+        of_adapter = [*of_adapter[:1], f"train.distill.teacher_adapter={folder / 'adapter'}"]
     return runs
 
 
@@ -355,11 +406,14 @@ def _overrides(options: DistillOptions, name: str) -> tuple[list[str], list[str]
     return of_all, of_stage
 
 
-def _bundle(folder: Path, settings: SamplingSettings) -> None:
-    """The student's bundle, which says how it is to be called."""
-    with atomic_directory(folder / "bundle") as temporary:
-        run_module("megadit.train.to_bundle", str(folder), str(temporary))
-        write_defaults(Bundle.open(temporary), settings)
+def _write(student: Path, teacher: Bundle, settings: dict[str, Any]) -> None:
+    """The bundle of a run beside it, or its adapter, which says how it is to be called."""
+    with atomic_directory(student) as temporary:
+        run_module("megadit.train.to_bundle", str(student.parent), str(temporary))
+        if is_adapter(temporary):
+            write_adapter(temporary, replace(read_adapter(temporary), defaults=settings))
+        else:
+            write_defaults(Bundle.open(temporary), resolve_settings(teacher.defaults, **settings))
 
 
 def _publish(source: Path, target: Path) -> None:

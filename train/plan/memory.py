@@ -58,7 +58,7 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
 
 
 def _base_bytes(config: RunConfig, layout: Layout) -> float:
-    """Of a network that an adapter is trained beside; in eight bits, of each matrix that ranks can share a byte a
+    """Of a network that is not trained; beside adapters in eight bits, of each matrix that ranks can share a byte a
     number (the step of each row is a thousandth of that)."""
     base = count_parameters(config.model)
     in_int8 = base.split / layout.tensor / layout.pipeline if config.train.base_is_int8 else 0.0
@@ -79,10 +79,10 @@ def _head(config: RunConfig) -> Parameters:
 
 
 def _frozen_bytes(config: RunConfig, layout: Layout) -> float:
-    """Of the networks that stay as they are: bases of adapters, and a teacher."""
-    bases = _num_learners(config) * _base_bytes(config, layout) if config.train.adapter is not None else 0.0
-    has_teacher = config.train.distill is not None
-    return bases + has_teacher * _size(config) * _stored(count_parameters(config.model), layout)
+    """Of weights that stay as they are: what adapters are beside, and a teacher's, which are the same where the run
+    begins with it."""
+    kinds = (config.train.adapter is not None) + (config.train.distill is not None)
+    return (1 if config.has_one_base else kinds) * _base_bytes(config, layout)
 
 
 def _whole(parameters: Parameters, layout: Layout) -> float:

@@ -113,11 +113,14 @@ def _short(value: float) -> str:
 
 
 def _size_lines(config: RunConfig) -> list[str]:
-    tokens = config.data.global_batch_size * config.data.seq_length
+    tokens, distill = config.data.global_batch_size * config.data.seq_length, config.train.distill
     adapter = [f"parameters of the adapter, which alone learn: {count_trained(config).total:,}"]
+    beside = "teacher" + (" and critic" if distill is not None and distill.has_critic else "")
+    form = ", adapters beside the same weights" if config.has_one_base else ""
     return [
         f"parameters: {count_parameters(config.model).total:,}",
         *(adapter if config.train.adapter is not None else []),
+        *([] if distill is None else [f"networks beside the student: {beside}{form}"]),
         f"video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (at most: packs have a tail); "
         f"about {samples_of_a_step(config):,} samples a step",
     ]

@@ -19,6 +19,7 @@ from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
 from megadit.serve.page import demo
 from megadit.serve.page.demo import Studio, service
 from megadit.serve.page.view import Preset, facts, finished_stage, presets, progress_stage, told_stage
+from megadit.serve.page.ways import Way
 
 from ..test_triton import frames_of
 
@@ -58,18 +59,20 @@ def test_nothing_a_visitor_writes_becomes_html():
 def test_a_slider_at_its_default_is_left_out():
     """Churn and eta of the default sampler do not suit every other."""
     gradio = pytest.importorskip("gradio")
-    from megadit.serve.page.layout import _Sampling
+    from megadit.serve.page.inputs import Sampling
 
     defaults = {"num_steps": 4, "guidance": 2.0, "sampler": "euler", "eta": 1.0}
     limits = Limits(max_frames=5, max_pixels=9 * 32 * 40, max_work=10**9)
     info = ServiceInfo(defaults=defaults, limits=limits, samplers=("euler", "unipc"), size_multiple=8)
-    sizes = SimpleNamespace(presets=[PRESET], follow=lambda steps: None)
     with gradio.Blocks():
-        sampling = _Sampling(SimpleNamespace(info=info), sizes)
+        sizes = SimpleNamespace(presets=[PRESET], follow=lambda *sliders: None, radio=gradio.Radio([]))
+        way = Way(name="best", client=None, info=info, defaults=defaults)
+        studio = SimpleNamespace(info=info, ways={"best": way}, first_way="best", has_ways=False)
+        sampling = Sampling(studio, sizes, elem_id="way")
     plain = {"num_steps": 4, "guidance": 2.0, "sampler": "unipc"}
-    assert len(sampling.components) == 4 and sampling.sliders[0].value == 1.0
-    assert sampling.of(4, 2, "unipc", 1) == plain
-    assert sampling.of(4, 2, "unipc", 0.5) == plain | {"eta": 0.5}
+    assert len(sampling.components) == 5 and sampling.sliders[0].value == 1.0 and not sampling.way.visible
+    assert sampling.of("best", 4, 2, "unipc", 1) == plain | {"way": "best"}
+    assert sampling.of("best", 4, 2, "unipc", 0.5) == plain | {"way": "best", "eta": 0.5}
     assert "eta 0.5" in facts(VideoRequest(prompt="a", seed=1, **plain, eta=0.5))
 
 
@@ -153,6 +156,8 @@ def test_without_service_and_bundle_it_says_what_to_do(tmp_path, capsys, monkeyp
     assert "no Triton server answers" in capsys.readouterr().err
     with pytest.raises(UserError, match="make demo"), service(None, "no/such/bundle"):
         pass
+    assert verbs.main(["serve", "demo", "--student", "somewhere"]) == 2
+    assert "--student is served beside --bundle" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------- the page

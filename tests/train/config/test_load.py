@@ -202,6 +202,7 @@ NEEDS = {
     **{f"validation.sampling.{name}": ["validation.sampling.sampler=euler"] for name in ("eta", "churn")},
     **{f"train.distill.{name}": STUDENT for name in STUDENT_SETTINGS},
     "train.distill.adversarial_weight": [*STUDENT, "train.distill.objective=distribution_matching"],
+    "train.distill.teacher_adapter": [*STUDENT, "train.adapter.rank=4"],
     "train.precision": ["optimizer.optimizer=adamw"],
     "train.contrast_rows": MATCHING,
     "model.quick_gelu": MATCHING,

@@ -182,6 +182,10 @@ BREACHES = (
         parallel={"transformer_impl": "transformer_engine"},
     ),
     breach(
+        "train.distill.teacher_adapter=one is what train.adapter begins with",
+        train={"distill": DistillConfig(teacher="nowhere", teacher_adapter="one", objective="guidance")},
+    ),
+    breach(
         "train.distill.objective=consistency needs the noise levels of the student's calls",
         train={"distill": DistillConfig(teacher="nowhere", objective="consistency")},
     ),
@@ -377,6 +381,14 @@ BREACHES = (
         model={"guidance_range": (1.0, 9.0)},
     ),
     on_start("train.distill.teacher=nowhere is not there", train={"output_dir": "runs/x", **STUDENT}),
+    on_start(
+        "train.distill.teacher_adapter=nowhere is not there",
+        train={
+            "output_dir": "runs/x",
+            **ADAPTER,
+            "distill": DistillConfig(teacher=".", teacher_adapter="nowhere", objective="guidance"),
+        },
+    ),
     on_start("validation.sampling: sigmas=[1.0, 2.0] must decrease", validation={"sampling": {"sigmas": (1.0, 2.0)}}),
     on_start(
         "validation.extractors=['nowhere.safetensors'] names weights that do not exist",

@@ -8,6 +8,8 @@ import pytest
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.train.digits import distill_demo
+from megadit.train.recipes import load_recipe
+from tests.bundles import write_able_bundle
 
 
 def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
@@ -18,21 +20,37 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         raise UserError("seen")
 
     monkeypatch.setattr(distill_demo, "run_stages", stop)
+    monkeypatch.setattr(distill_demo.DistillDemo, "takes_first_frames", False)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
     assert distill_demo.main([*options, "--seed", "5"]) == 2
     expected = distill_demo.DistillDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)
     assert asked == [expected]
 
 
-def test_students_start_and_learn_where_they_should(monkeypatch):
+def demo_from(monkeypatch, *, takes_first_frames):
+    """A demo of a bundle that is not there, and what its students are asked for: [arguments of `run_module`]."""
     asked = []
     monkeypatch.setattr(distill_demo, "run_module", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(distill_demo.DistillDemo, "takes_first_frames", takes_first_frames)
     demo = distill_demo.DistillDemo(out=Path("out"), base=Path("base/bundle"), steps=7)
-    for stage in distill_demo.STAGES[:3]:
-        stage.run(demo)
+    monkeypatch.setattr(distill_demo.DistillDemo, "judge", Path("judge"))
+    for calls in demo.calls:
+        distill_demo.STUDENTS[calls].run(demo)
+    return asked
+
+
+def test_students_start_and_learn_where_they_should(monkeypatch):
+    asked = demo_from(monkeypatch, takes_first_frames=False)
     assert [arguments[1] for arguments in asked] == ["base/bundle"] * 3
     assert all("checkpoint.init_from=out/calls4/bundle" in arguments for arguments in asked[1:])
     assert "out/calls2/pairs/dataset" in asked[2] and "train.train_iters=7" in asked[0]
+
+
+def test_a_teacher_that_takes_first_frames_has_one_student_which_is_given_them(monkeypatch):
+    """By the recipe that gives them, beside the data that its own demo left."""
+    (arguments,) = demo_from(monkeypatch, takes_first_frames=True)
+    assert arguments[arguments.index("--recipe") + 1] == "digits_given" and "base/dataset" in arguments
+    assert load_recipe("digits_given").data.given[0].startswith("first_frame")
 
 
 @pytest.mark.slow
@@ -43,6 +61,22 @@ def test_students_are_judged_and_drawn(quick_demo, tmp_path, capsys):
     options = ["--bundle", str(quick_demo / "bundle"), "--out", str(tmp_path / "out"), "--stride", "48"]
     assert distill_demo.main(options) == 0
     found = read_json(tmp_path / "out" / "score.json")
-    assert len({(each["distance"], each["spread"], each["evaluations"]) for each in found.values()}) == 1
-    assert capsys.readouterr().out.count("1.00    1.00") == 4, "a copy is as its teacher"
+    teacher, *students = found.values()
+    assert (teacher["evaluations"], students[0]["evaluations"]) == (20, 8), "whatever its bundle's own way"
+    assert teacher["distance"] != students[0]["distance"] and all(each == students[0] for each in students)
+    told = capsys.readouterr().out
+    assert told.count("1.00    1.00") == 1 and "first frame" not in told
     assert (tmp_path / "out" / "distilled.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_student_is_judged_by_what_it_makes_of_first_frames(quick_demo, tmp_path, capsys):
+    base, out = tmp_path / "given" / "bundle", tmp_path / "out"
+    write_able_bundle(quick_demo / "bundle", base)
+    shutil.copy(quick_demo / "judge.safetensors", base.parent)
+    shutil.copytree(base, out / "calls4" / "bundle")
+    assert distill_demo.main(["--bundle", str(base), "--out", str(out), "--stride", "48"]) == 0
+    found = read_json(out / "score.json")
+    assert found.keys() == {"teacher", "4 calls"}
+    assert all(each["first_frame"].keys() == {"digit", "every_frame", "colour", "direction"} for each in found.values())
+    assert "first frame: digit" in capsys.readouterr().out

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from megadit.infer.evaluate.videos import videos_in_memory
+from megadit.infer.generate import main as generate
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.resolve import resolve_settings
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter
+from megadit.models.convert.merge import merge_bundle
 from megadit.models.settings import SamplingSettings, check_guidance
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
 from megadit.train.distill.check import Bounds, Comparison, compare, spread
-from megadit.train.distill.command import STAGES, main, student_settings, student_sigmas
+from megadit.train.distill.command import STAGES, main, student_settings, student_sigmas, told_scale
 from tests.train.test_adapter_runs import write
 
 BOUNDS = Bounds(least_spread=0.5, most_spread=2.0, most_distance=1.5)
@@ -77,6 +82,38 @@ def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_datas
 
 
 @pytest.mark.slow
+def test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called(teacher, tiny_dataset, tmp_path, capfd):
+    """Beside the first teacher's weights, whichever stage; with it `generate` and `bundle --merge` do what the student
+    was measured with."""
+    out = tmp_path / "out"
+    told = command(teacher, tiny_dataset, out, "--calls", "2", "--spread", "0.01", "100", "--num_pairs", "6")
+    told += ["--pair_steps", "3", "--adapter_rank", "2", "data.num_workers=0", "train.adapter.alpha=4"]
+    assert main(told) == 0
+    said = capfd.readouterr().out
+    assert f"--adapter {out / 'adapter'}" in said and not (out / "bundle").exists()
+    first, last = read_adapter(out / "1_guidance" / "adapter"), read_adapter(out / "adapter")
+    changed = [name for name in last.changes if not torch.equal(last.changes[name].up_OR, first.changes[name].up_OR)]
+    assert first.base == last.base == bundle_fingerprint(Bundle.open(teacher)) and changed
+    second = resolve_config(config_file=out / "2_regression" / "config.yaml").train
+    assert second.distill.teacher == str(teacher) and second.adapter.rank == 2 and second.adapter.alpha == 4
+    assert second.distill.teacher_adapter == str(out / "1_guidance" / "adapter")
+
+    sigmas = student_sigmas(Bundle.open(teacher), 2)
+    adapters = {str(out / "adapter"): 1.0}
+    (video,) = TextToVideo.from_pretrained(teacher, device="cpu")(["sample number 3"], adapters=adapters)
+    settings = video.settings
+    assert (settings.sampler, settings.sigmas, settings.num_steps, settings.guidance) == ("restart", sigmas, 2, 1)
+    merge_bundle(Bundle.open(teacher), adapters, tmp_path / "merged")
+    merged = Bundle.open(tmp_path / "merged")
+    assert merged.defaults == settings
+    (alone,) = TextToVideo.from_pretrained(merged, device="cpu")(["sample number 3"])
+    torch.testing.assert_close(alone.latents_CTHW, video.latents_CTHW, rtol=1e-4, atol=1e-5)
+    made = ["--checkpoint_path", str(teacher), "--adapter", str(out / "adapter"), "--prompt", "sample number 3"]
+    assert generate([*made, "--device", "cpu", "--video_save_path", str(tmp_path / "made.safetensors")]) == 0
+    assert torch.equal(load_file(tmp_path / "made.safetensors")["latents_CTHW"], video.latents_CTHW)
+
+
+@pytest.mark.slow
 def test_a_collapsed_student_ends_it_and_the_one_before_is_kept(teacher, tiny_dataset, tmp_path, capfd):
     told = command(teacher, tiny_dataset, tmp_path / "out", "data.num_workers=0")
     assert main([*told, "--spread", "0.01", "100", "--stages", "guidance"]) == 0
@@ -93,12 +130,14 @@ def test_the_levels_of_a_student(tmp_path):
     four = student_sigmas(teacher, 4)
     assert len(four) == 4 and four[0] == 80 and list(four) == sorted(four, reverse=True)
     with_others = replace(teacher.defaults, image_guidance=1.5, cache_budget=0.1, eta=0.5)
-    settings = student_settings(with_others, "restart", four)
+    settings = resolve_settings(with_others, **student_settings("restart", four))
     assert (settings.image_guidance, settings.cache_budget, settings.eta) == (1, 0, 0), "each would cost calls, or take"
     assert (settings.guidance, settings.num_steps, settings.num_frames) == (1, 4, teacher.defaults.num_frames)
     with_prompts = replace(teacher.defaults, negative_prompt="grey", second_prompt="two", second_guidance=2.0)
     for told, scale in (((1.0, 5.0), 3.0), ((4.0, 6.0), 4.0), ((1.0, 2.0), 2.0)):
-        settings = student_settings(with_prompts, "restart", four, told)
+        settings = resolve_settings(
+            with_prompts, **student_settings("restart", four, told_scale(teacher.defaults, told))
+        )
         check_guidance(settings, told)
         assert (settings.guidance, settings.negative_prompt, settings.second_prompt) == (scale, "", "")
     assert isinstance(settings, SamplingSettings)
@@ -158,7 +197,11 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
         ),
         (["--calls", "0"], "--calls=0 must lie between 1 and 64"),
         (["consistency.optimizer.lr=9"], "a stage that is not run; these are: guidance"),
-        (["train.adapter.rank=4"], "a stage begins with the whole network of the one before"),
+        (["train.adapter.alpha=4"], "give --adapter_rank N to have adapters"),
+        (["--adapter_rank", "4", "guidance.train.adapter.alpha=4"], "give train.adapter.* for all of them"),
+        (["--adapter_rank", "4", "checkpoint.init_from=elsewhere"], "leave out checkpoint.init_from"),
+        (["--recipe", "digits_tiny", "--adapter_rank", "4", "model.preconditioner=flow"], "leave out model.*"),
+        (["--recipe", "digits_tiny", "--adapter_rank", "0"], "--adapter_rank=0 must be at least 1"),
         ([], "does not say which recipe made it: give --recipe NAME"),
         (["--recipe", "digits_tiny"], "give --data FOLDER, or --prompts FILE"),
         (["--recipe", "digits_tiny", "--calls", "2", "regression.data.encode=on_the_fly"], "and give latents"),

@@ -4,9 +4,14 @@ import json
 import shutil
 
 import pytest
+import torch
 
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapters import chosen_targets
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.megatron.checkpoint import _read, find_checkpoints, read_network
+from megadit.models.convert.adapter import Adapter
+from megadit.models.convert.adapter_files import write_adapter
+from megadit.models.megatron.checkpoint import _read, find_checkpoints, read_adapter, read_network
 from tests.train.test_adapter_runs import MODEL, write
 
 STEPS = 12
@@ -117,15 +122,47 @@ def test_another_teacher_is_refused(teacher, finished, run_ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_student_may_be_an_adapter(teacher, run_ranks, tmp_path, read_metrics):
-    """Three networks, of which an adapter each is trained beside the weights of the teacher."""
-    adapter = ("train.adapter.rank=2", f"checkpoint.init_from={teacher}", "train.train_iters=3")
-    run_ranks(1, *COMMAND, *adapter, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path}")
-    kept = _read(find_checkpoints(tmp_path / "checkpoints")[-1] / "tensors", "")
-    of_networks = [key for key in kept if "adversary" not in key]
-    assert all(".adapters." in key for key in of_networks) and any(key.startswith("critic.") for key in of_networks)
-    assert any(key.startswith("critic.model.adversary.") for key in kept)
-    assert len(read_metrics(tmp_path)) == 3
+def test_a_student_may_be_an_adapter_and_its_run_is_cut_in_two(teacher, run_ranks, tmp_path, read_metrics):
+    """Three networks beside the weights of the teacher, of which an adapter each is kept."""
+    command = (*COMMAND, "train.adapter.rank=2", "train.train_iters=4", f"train.distill.teacher={teacher}")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_ranks(1, *command, f"train.output_dir={whole}")
+    run_ranks(1, *command, f"train.output_dir={cut}", "train.train_iters=2", "optimizer.lr_decay_iters=4")
+    run_ranks(1, *command, f"train.output_dir={cut}")
+    ours, theirs = (_read(find_checkpoints(out / "checkpoints")[-1] / "tensors", "") for out in (cut, whole))
+    assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in theirs)
+    of_networks = [key for key in ours if "adversary" not in key]
+    assert all(".adapters." in key for key in of_networks) and any(key.startswith("critic.optimizer.") for key in ours)
+    assert any(key.startswith("critic.model.adversary.") for key in ours)
+    assert losses(read_metrics(cut), "critic_loss") == losses(read_metrics(whole), "critic_loss")
+
+
+@pytest.mark.slow
+def test_a_student_goes_on_from_the_adapter_of_its_teacher(teacher, run_ranks, tmp_path):
+    """What it begins with is the adapter, whatever layout shares it; another kind of adapter is refused."""
+    state = {
+        key: torch.full(shape, 0.01)
+        for name, target in chosen_targets(MODEL, AdapterConfig(rank=2).targets).items()
+        for key, shape in ((f"{name}.down", (2, target.in_features)), (f"{name}.up", (target.out_features, 2)))
+    }
+    write_adapter(tmp_path / "adapter", Adapter.from_state(state, AdapterConfig(rank=2), MODEL))
+    still = (
+        "train.train_iters=1",
+        "optimizer.lr=1e-12",
+        "optimizer.lr_warmup_iters=0",
+        f"train.output_dir={tmp_path / 'run'}",
+    )
+    command = (
+        *COMMAND,
+        *still,
+        f"train.distill.teacher={teacher}",
+        f"train.distill.teacher_adapter={tmp_path / 'adapter'}",
+    )
+    run_ranks(2, *command, "train.adapter.rank=2", *SP)
+    found = read_adapter(find_checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    assert found.keys() == state.keys() and all(torch.allclose(found[key], state[key]) for key in state)
+    (told,) = run_ranks(1, *command, "train.adapter.rank=3", f"train.output_dir={tmp_path / 'other'}", code=2)
+    assert "is a lora of rank 2 and scaling 1 of" in told and "give train.adapter the same" in told
 
 
 @pytest.mark.slow

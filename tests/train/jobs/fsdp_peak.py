@@ -21,7 +21,7 @@ from memory import resident, settle  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train import setup  # noqa: E402
+from megadit.train import building, setup  # noqa: E402
 from megadit.train.config.load import resolve_config  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.step import train_step  # noqa: E402
@@ -43,9 +43,9 @@ def keep_gathered(training):
 
 def make_whole():
     """From now on; a function that ends it."""
-    build = setup._build_network
-    setup._build_network = lambda *args, **more: build(*args[:-1], torch.device("cpu"), **more)
-    return partial(setattr, setup, "_build_network", build)
+    build = building._build_network
+    building._build_network = lambda *args: build(*args[:-1], torch.device("cpu"))
+    return partial(setattr, building, "_build_network", build)
 
 
 def measure(config, mistake):

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  
 
 from megadit.models import axial, experts, initialize, layout, parameterization  # noqa: E402
 from megadit.models.adapter_config import AdapterConfig  # noqa: E402
+from megadit.models.adapters import adapter_key  # noqa: E402
 from megadit.models.attention import WidthNorm  # noqa: E402
 from megadit.models.conditioning import Conditioning, Given  # noqa: E402
 from megadit.models.config import DiTConfig  # noqa: E402
@@ -39,7 +40,7 @@ from megadit.models.networks import build_network  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
 from megadit.models.ops import linear  # noqa: E402
 from megadit.models.text_tower_config import TextTowerConfig  # noqa: E402
-from megadit.train import balance, loss, matching  # noqa: E402
+from megadit.train import balance, loss, matching, setup  # noqa: E402
 from megadit.train.config.distill import DistillConfig  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
 from megadit.train.data import packed_batch  # noqa: E402
@@ -320,6 +321,18 @@ def frozen(training):
     return {name: held(parameter)[1].clone() for name, parameter in named if not parameter.requires_grad}
 
 
+def weights_apart(training):
+    """Beside adapters: how many weights of teacher and critic do not lie where the student's do."""
+
+    def places(network):
+        named = [(name, held(value)[1]) for name, value in network.named_parameters() if adapter_key(name) is None]
+        return [value.untyped_storage().data_ptr() for _, value in named if value.numel()]
+
+    others = [training.distillation.frozen, *([] if training.critic is None else [training.critic.network])]
+    own = {*places(training.network)}
+    return sum(place not in own for other in others for place in places(other))
+
+
 def bytes_held(training):
     """Bytes of parameters, gradients and optimizer state on this rank, and of the whole network in float32."""
     local = sum(held(parameter)[1].nbytes for parameter in training.parameters())
@@ -364,6 +377,10 @@ def run(out, case):
         patch(linear, "FEWEST_MULTIPLICATIONS", 1)
         patch(linear, "is_mkl_slow", lambda: True)
     processes = start_processes(config)
+    if case.get("apart"):
+        build_parts = setup.build_parts
+        apart = lambda config, groups, weights, form: build_parts(config, groups, weights, replace(form, base=None))  # noqa: E731
+        patch(setup, "build_parts", apart)
     training = build_training(config, processes)
     if "broken" in case:
         break_it(case["broken"], training)
@@ -388,6 +405,8 @@ def run(out, case):
     with evaluation(training):
         is_denoiser = config.model.denoises
         numbers |= {"spread": spread(training), "sampled": sampled(training).flatten().tolist() if is_denoiser else []}
+    if config.train.adapter is not None and training.distillation is not None:
+        numbers["apart"] = weights_apart(training)
     if config.parallel.data_parallel == "fsdp":
         numbers["bytes"] = bytes_held(training)
     if "broken" not in case:

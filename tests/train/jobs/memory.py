@@ -44,7 +44,6 @@ def tensor_bytes(training) -> dict[str, int]:
     masters = {owned.master.untyped_storage().data_ptr(): owned.master for owned in training.tensors.ownership.slices}
     weights = {p.untyped_storage().data_ptr() for p in training.parameters()}
     return {
-        "parameters": sum(p.numel() * p.element_size() for part in training.parts for p in part.module.parameters()),
         "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
         "optimizer": sum(value.numel() * value.element_size() for value in states if value.ndim)
         + sum(m.numel() * m.element_size() for place, m in masters.items() if place not in weights),
@@ -65,11 +64,13 @@ def main(overrides: list[str]) -> None:
     train_step(training, batches, 1, must_stop=False)  # the optimizer's state appears
     settled = settle()
     train_step(training, batches, 2, must_stop=False)
-    held = Counter(dict.fromkeys(("parameters", "gradients", "optimizer", "averages"), 0))
+    held = Counter(dict.fromkeys(("gradients", "optimizer", "averages"), 0))
     for trained in training.all_trained:
         held.update(tensor_bytes(trained))
-    if training.distillation is not None:
-        held["parameters"] += sum(p.numel() * p.element_size() for p in training.distillation.frozen.parameters())
+    networks = [part.module for trained in training.all_trained for part in trained.parts]
+    networks += [] if training.distillation is None else [training.distillation.frozen]
+    tensors = {id(p): p for network in networks for p in network.parameters()}  # one of several networks counts once
+    held["parameters"] = sum(p.numel() * p.element_size() for p in tensors.values())
     print(json.dumps({**held, "resting": settled - before, "peak": resident("VmHWM") - before}))
 
 

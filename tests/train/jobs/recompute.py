@@ -14,7 +14,7 @@ from megadit.models.megatron import cpu_shim
 cpu_shim.install()
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train import setup  # noqa: E402
+from megadit.train import building, setup  # noqa: E402
 from megadit.train.config.load import resolve_config  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.step import train_step  # noqa: E402
@@ -31,7 +31,7 @@ def main(enough: float, overrides: list[str]) -> None:
     for name, (granularity, free) in cases.items():
         run = run_config(granularity, overrides)
         own = free * (1 + 9 * dist.get_rank())
-        with mock.patch.object(setup, "free_memory", lambda device, own=own: own):
+        with mock.patch.object(building, "free_memory", lambda device, own=own: own):
             training = setup.build_training(run, groups)
         batches = TrainBatches(run, groups)
         losses = [train_step(training, batches, step).loss for step in (1, 2, 3)]

@@ -11,6 +11,7 @@ import pytest
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
+from megadit.train.plan.work import count_parameters
 from tests.train.test_adapter_runs import write
 
 pytestmark = pytest.mark.slow
@@ -68,19 +69,37 @@ def test_a_base_in_eight_bits_is_as_small_as_planned(measure):
     assert estimate.activations + estimate.passing == pytest.approx(measured["peak"] - measured["resting"], rel=0.1)
 
 
-def test_memory_of_a_student_with_its_teacher_and_critic_is_what_is_measured(measure, tmp_path):
+@pytest.fixture
+def student(tmp_path):
+    """Overrides of a run with a teacher and a critic."""
     shape = {"num_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "patch_spatial": 2}
     teacher = write(tmp_path / "teacher", 0, **shape)
-    measured, estimate = measure(
+    return (
         *("train.precision=fp32", "model.in_channels=24", "model.crossattn_emb_size=64", "model.num_layers=2"),
         *(f"train.distill.teacher={teacher}", "train.distill.objective=distribution_matching"),
         *("train.distill.sigmas=[20]", "train.distill.critic_updates=1", "diffusion.learned_uncertainty=false"),
         "train.distill.adversarial_weight=0.1",
     )
+
+
+def test_memory_of_a_student_with_its_teacher_and_critic_is_what_is_measured(measure, student):
+    measured, estimate = measure(*student)
     for part in ("parameters", "gradients", "optimizer", "averages"):
         assert getattr(estimate, part) == pytest.approx(measured[part], rel=1e-3)
     assert measured["gradients"] == pytest.approx(2 / 3 * measured["parameters"], rel=3e-3), "of two of three networks"
     assert estimate.total == pytest.approx(measured["peak"], rel=0.1)
+
+
+def test_three_networks_have_the_memory_of_one_as_planned(measure, student):
+    """As adapters beside one set of weights: what two adapters and the steps of their training take, and no more."""
+    measured, estimate = measure(*student, "train.adapter.rank=8")
+    for part in ("parameters", "gradients", "optimizer", "averages"):
+        assert getattr(estimate, part) == pytest.approx(measured[part], rel=1e-3)
+    of_adapters = measured["gradients"]  # float32, as these are
+    one = count_parameters(resolve_config("digits_tiny", overrides=[*SMALL_MODEL, *student]).model).total
+    assert measured["parameters"] - of_adapters == pytest.approx(4 * one, rel=1e-3)
+    of_step = estimate.activations + estimate.passing  # without what is made for the critic
+    assert of_step == pytest.approx(measured["peak"] - measured["resting"], rel=0.15)
 
 
 def test_groups_are_megatron_s():

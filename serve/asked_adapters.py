@@ -1,0 +1,58 @@
+"""The adapters that a request names: where they are, and what they ask for; errors call them by their names."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megadit.infer.adapters import Scales, adapted_defaults
+from megadit.infer.pipeline import TextToVideo
+from megadit.models.named_adapters import SUFFIX, find_adapter
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
+from megadit.serve.contract import ServiceInfo, VideoRequest
+
+
+def asked_adapters(request: VideoRequest, info: ServiceInfo, folder: Path | None) -> Scales:
+    """The adapters of a request by their paths in a service's folder.
+
+    Raises:
+        UserError: for more than a request may have, those that are not there, and those that cannot be.
+    """
+    scales = info.check_adapters(request)
+    return {str(find_adapter(folder, name, info.limits.max_adapter_bytes)): scale for name, scale in scales.items()}
+
+
+def defaults_with(defaults: SamplingSettings, adapters: Scales) -> SamplingSettings:
+    """What a request with these adapters gets where it asks for nothing else.
+
+    Raises:
+        UserError: for adapters that cannot be read, or ask for different things.
+    """
+    with _by_name(adapters):
+        return adapted_defaults(defaults, adapters)
+
+
+def admit(pipeline: TextToVideo, adapters: Scales) -> None:
+    """Reads adapters once, so that those which cannot be used are told before anything is generated.
+
+    Raises:
+        UserError: for those that cannot be read, or do not fit the network, or one another.
+    """
+    for path in adapters:  # one by one: what the others are is no reason to keep all in memory
+        with _by_name([path]):
+            pipeline.admit_adapters({path: 1.0})
+    if len(adapters) > 1:  # an exported network has room for so much of them together
+        pipeline.admit_adapters(adapters)
+
+
+@contextmanager
+def _by_name(paths: Iterable[str]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        names = {path: Path(path).name.removesuffix(SUFFIX) for path in paths}
+        told = str(error)
+        for path, name in names.items():
+            told = told.replace(path, name)
+        asked = ", ".join(map(repr, names.values()))
+        raise UserError(f"the adapter {asked} cannot be used: {told}") from None

@@ -1,0 +1,129 @@
+"""What a visitor sets on the page, piece by piece: way, size, sampling, adapters, seed."""
+
+from typing import Any
+
+import gradio as gr
+
+from megadit.serve.page import view
+from megadit.serve.page.demo import Studio
+
+
+class Sizes:
+    """The choice among presets, with the time that each is going to take."""
+
+    def __init__(self, studio: Studio, *, elem_id: str) -> None:
+        self._studio = studio
+        self.presets = view.presets(studio.info)
+        labels = self.labels(studio.info.defaults["num_steps"], studio.info.defaults["guidance"])
+        self.radio = gr.Radio(labels, value=0, label="Size", elem_id=elem_id, min_width=100)
+
+    def labels(self, steps: float, guidance: float) -> list[tuple[str, int]]:
+        """(label, place) of each preset at this number of steps and scale of guidance."""
+        seconds = [self._seconds(each, int(steps), float(guidance)) for each in self.presets]
+        return [(each.label(seconds[place]), place) for place, each in enumerate(self.presets)]
+
+    def follow(self, *sliders: gr.Slider) -> None:
+        """Tells the times again whenever one of (steps, guidance) was moved."""
+        events = [slider.release for slider in sliders]
+        gr.on(events, self.told, list(sliders), self.radio, show_progress="hidden")
+
+    def told(self, steps: float, guidance: float) -> gr.Radio:
+        return gr.Radio(choices=self.labels(steps, guidance))
+
+    def of(self, place: int) -> dict[str, int]:
+        preset = self.presets[place]
+        return {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
+
+    def _seconds(self, preset: view.Preset, steps: int, guidance: float) -> float:
+        size = {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
+        request = self._studio.request(prompt="", seed=0, num_steps=steps, guidance=guidance, **size)
+        return self._studio.estimate(request)
+
+
+class Sampling:
+    """A way by its name, which sets the others: steps, guidance, sampler, and a slider for each setting between two
+    bounds."""
+
+    def __init__(
+        self, studio: Studio, sizes: Sizes, *, elem_id: str, way: str | None = None, guidance: float | None = None
+    ) -> None:
+        self._studio, self._sizes = studio, sizes
+        way = way or studio.first_way
+        defaults = studio.ways[way].defaults
+        self.way = gr.Radio(
+            list(studio.ways), value=way, label="Calls", elem_id=elem_id, visible=studio.has_ways, min_width=100
+        )
+        self.steps = gr.Slider(1, self._most_steps(), value=defaults["num_steps"], step=1, label="Steps")
+        guidance = defaults["guidance"] if guidance is None else guidance
+        most_guidance = max(10.0, *(2 * each.defaults["guidance"] for each in studio.ways.values()))
+        self.guidance = gr.Slider(1, most_guidance, value=guidance, step=0.5, label="Guidance")
+        self.sampler = gr.Dropdown(list(studio.info.samplers), value=defaults["sampler"], label="Sampler")
+        self.sliders = [
+            gr.Slider(about.low, about.high, value=value, label=name.replace("_", " ").capitalize())
+            for (name, about), value in zip(view.SLIDERS.items(), self._slid(way).values(), strict=True)
+        ]
+        sizes.follow(self.steps, self.guidance)
+        self.way.change(self._chosen, self.way, [*self.components[1:], sizes.radio], show_progress="hidden")
+
+    @property
+    def components(self) -> list[Any]:
+        return [self.way, self.steps, self.guidance, self.sampler, *self.sliders]
+
+    def of(self, way: str, steps: float, guidance: float, sampler: str, *moved: float) -> dict[str, Any]:
+        """The settings to ask for. Sliders at their defaults are left out: another sampler may need other defaults."""
+        usual = self._slid(way)
+        settings = dict(zip(usual, map(float, moved), strict=True))
+        settings = {name: value for name, value in settings.items() if value != usual[name]}
+        return {"way": way, "num_steps": int(steps), "guidance": float(guidance), "sampler": sampler, **settings}
+
+    def _chosen(self, way: str) -> list[Any]:
+        """What all components but the first get when a visitor chooses a way."""
+        defaults = self._studio.ways[way].defaults
+        own = [defaults["num_steps"], defaults["guidance"], defaults["sampler"], *self._slid(way).values()]
+        return [*own, self._sizes.told(defaults["num_steps"], defaults["guidance"])]
+
+    def _slid(self, way: str) -> dict[str, float]:
+        """Where the sliders of a way stand."""
+        defaults = self._studio.ways[way].defaults
+        return {name: float(defaults.get(name, about.default)) for name, about in view.SLIDERS.items()}
+
+    def _most_steps(self) -> int:
+        largest = max(each.num_frames * each.height * each.width for each in self._sizes.presets)
+        steps = max(each.defaults["num_steps"] for each in self._studio.ways.values())
+        return max(1, min(10 * steps, self._studio.info.limits.max_work // largest))
+
+
+class Adapters:
+    """Which adapters the video is made with, and how much of them."""
+
+    def __init__(self, studio: Studio) -> None:
+        with gr.Row(visible=studio.info.adapters is not None):
+            self.names = gr.Dropdown(
+                studio.adapters(), label="Adapters", multiselect=True, elem_id="adapters", min_width=100
+            )
+            self.scale = gr.Slider(-2, 2, value=1, label="How much of them", elem_id="scale", min_width=100)
+        self.names.focus(lambda: gr.Dropdown(choices=studio.adapters()), None, self.names, show_progress="hidden")
+
+    @property
+    def components(self) -> list[Any]:
+        return [self.names, self.scale]
+
+    @staticmethod
+    def of(names: list[str] | None, scale: float) -> dict[str, Any]:
+        return {"adapters": tuple(f"{name}:{scale!r}" for name in names)} if names else {}
+
+
+class Seed:
+    """A seed, new every time or kept."""
+
+    def __init__(self, *, elem_id: str) -> None:
+        self.number = gr.Number(value=0, precision=0, label="Seed", elem_id=elem_id, min_width=100)
+        self.is_random = gr.Checkbox(value=True, label="New seed every time", elem_id=f"{elem_id}_random")
+
+    @property
+    def components(self) -> list[Any]:
+        return [self.number, self.is_random]
+
+    @staticmethod
+    def of(number: float | None, is_random: bool) -> int | None:
+        return None if is_random else int(number or 0)
