@@ -27,6 +27,7 @@ Copy = Callable[[Tensor, Tensor], None]
 
 
 def copy_in_turn(there: Tensor, here: Tensor) -> None:
+    """Of bytes, [n] -> [n]."""
     there.copy_(here, non_blocking=True)
 
 
@@ -37,7 +38,7 @@ class SideStream:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def copy(self, there: Tensor, here: Tensor) -> None:
-        """`copy_in_turn`, on this stream."""
+        """`copy_in_turn`, on this stream: of bytes, [n] -> [n]."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # whatever had this memory is done with it
         with torch.cuda.stream(self._stream):
             copy_in_turn(there, here)
@@ -98,7 +99,7 @@ def _sent_constant(numbers: Numbers, device: torch.device) -> Tensor:
 
 
 def levels_on(level_B: Tensor, device: torch.device) -> Tensor:
-    """The same noise levels on a device; of one that all of a batch are at nothing is sent there."""
+    """The same noise levels, [B], on a device; of one that all of a batch are at nothing is sent there."""
     if level_B.device == device or not level_B.is_cpu:
         return level_B.to(device)
     level = level_B[0].item()

@@ -11,7 +11,8 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 
-from megadit.serve.answers import Event, ServiceError, StepDone, VideoResult
+from megadit.models.shared.errors import UserError
+from megadit.serve.answers import Event, InvalidRequestError, ServiceError, StepDone, VideoResult
 from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
 from megadit.serve.transports import connect
 
@@ -102,7 +103,10 @@ class VideoClient:
         def events(cancelled: threading.Event) -> Iterator[Event]:
             self._info = self._info or self.info()
             # Triton hands over together only requests that leave out the same inputs: so none leaves out any.
-            inputs = self._info.filled(request).to_inputs()
+            try:
+                inputs = self._info.filled(request).to_inputs()
+            except UserError as error:
+                raise InvalidRequestError(str(error)) from error
             yield from self._transport.events(
                 self.model,
                 inputs,

@@ -33,8 +33,8 @@ def matching_loss(
     before: Tensor | None = None,
 ) -> LossSums | Tensor:
     """CLIP's loss or SigLIP's, of the pairs of a micro-batch among those of all `readers` (None: among themselves);
-    `rows` is `train.contrast_rows`. Of a part of the network, which takes activations (`before`) and gives its own:
-    see `CLIP.forward_packed`.
+    `rows` is `train.contrast_rows`. Of a part of the network, which takes activations (`before`, of the shape that the
+    part before gives) and gives its own: see `CLIP.forward_packed`.
     """
     embedded = clip.forward_packed(batch.tokens_S1P, batch.text_L1E, batch.layout, before)
     if not clip.part.is_last:

@@ -42,7 +42,8 @@ def attend_block_tangent(
     """sum of P (dS v + dv) [c, s, N, K] and of P dS [c, s, N] over these keys, float32: the derivative of all attention
     along the tangents is the sum of the first over all keys, less that of the second times out.
 
-    `lse` is that of all keys; shapes are those of `attend_block`.
+    Tangents q_tangent, k_tangent and v_tangent have the shapes of q [c, s, N, K], k [c, s, N, K] and v [c, s, N, K];
+    `lse` is that of all keys.
     """
     scale = 1 / math.sqrt(q.shape[-1])
     q, dq, k, v, dk, dv = (

@@ -188,8 +188,8 @@ class HaarTokenizer:
     def fit_beside(
         cls, videos: Iterable[Tensor], channels: int, others: Iterable[int], whitening: float = 0.5, **sizes: int
     ) -> tuple["HaarTokenizer", dict[int, float]]:
-        """As `fit`, and the decibels that other numbers of channels would give: of those that the videos have
-        components for."""
+        """As `fit` (videos: float BCTHW), and the decibels that other numbers of channels would give: of those that the
+        videos have components for."""
         videos, lossless = list(videos), cls(**sizes)
         if not 1 <= channels <= lossless.raw_channels:
             raise UserError(f"channels={channels} must lie between 1 and {lossless.raw_channels}")

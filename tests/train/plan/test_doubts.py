@@ -107,7 +107,7 @@ def test_a_dry_run_compares_with_this_machine(capsys):
     shown = capsys.readouterr().out
     assert "# note: a rank needs about" in shown and "estimated on this machine" not in shown, "it cannot run here"
     assert main(["--recipe", "digits", "--dry-run"]) == 0
-    assert re.search(r"# estimated on this machine: about .* for 1,050 steps of \S+ s\n", capsys.readouterr().out)
+    assert re.search(r"# estimated on this machine: about .* for 960 steps of \S+ s\n", capsys.readouterr().out)
 
 
 def test_a_gpu_by_the_beginning_of_its_name(capsys):

@@ -367,7 +367,7 @@ def test_sources_in_s3_give_the_same_data_set_as_a_folder(mixed_sources, s3, tmp
 
 def test_a_store_that_cannot_be_read_is_told(tmp_path, s3):
     for out, source, message in (
-        ("a", f"{s3()}/nothing", "is not a folder of images"),
+        ("a", f"{s3()}/nothing", "is not a folder; give a folder of images"),
         ("b", "nonsense://x/y", "cannot be reached"),
     ):
         with pytest.raises(UserError, match=message):
