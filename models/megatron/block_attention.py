@@ -43,7 +43,7 @@ def attend_block_tangent(
     along the tangents is the sum of the first over all keys, less that of the second times out.
 
     Tangents q_tangent, k_tangent and v_tangent have the shapes of q [c, s, N, K], k [c, s, N, K] and v [c, s, N, K];
-    `lse` is that of all keys.
+    `lse` [c, s, N] is that of all keys.
     """
     scale = 1 / math.sqrt(q.shape[-1])
     q, dq, k, v, dk, dv = (
