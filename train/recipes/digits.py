@@ -72,7 +72,7 @@ def digits_flow() -> RunConfig:
 
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe digits_flow data.path=FOLDER train.output_dir=FOLDER
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
-    Tokens: 3,840 a step in two packs (an image is 16, a clip of 9 frames 48), 4.0 million in all.
+    Tokens: 3,840 a step in two packs (an image is 16, a clip of 9 frames 48), 3.7 million in all.
     Memory: 0.11 GiB a rank, beside what Python and torch take.
     """
     run = digits()
