@@ -187,7 +187,10 @@ class Studio:
         return [*self.ways] != [BEST]
 
     def request(self, *, seed: int | None, way: str | None = None, **settings) -> VideoRequest:
-        """A request that leaves nothing out; `seed` None is a new one, `way` None the first."""
+        """A request that leaves nothing out; `seed` None is a new one, `way` None the first. A negative prompt that is
+        the service's default is that of the way: a student that is told its scale takes none."""
+        if settings.get("negative_prompt") == self.info.defaults["negative_prompt"]:
+            settings = settings | {"negative_prompt": None}
         seed = random.randrange(2**31) if seed is None else seed
         asked = VideoRequest(seed=seed, evaluate=self.info.has_judge, **settings)
         return self.ways[way or self.first_way].request(asked)

@@ -38,8 +38,8 @@ class Way:
         return request.num_frames * request.height * request.width * calls
 
     def request(self, request: VideoRequest) -> VideoRequest:
-        """The request with its adapter, and with nothing left out."""
-        if self.adapter is not None:
+        """The request with its adapter, which it may name itself, and with nothing left out."""
+        if self.adapter is not None and self.adapter not in request.adapter_scales():
             request = replace(request, adapters=(*(request.adapters or ()), self.adapter))
         return self.info.filled(request)
 

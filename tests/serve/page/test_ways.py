@@ -54,6 +54,17 @@ def test_ways_have_names_that_say_how_often_a_network_is_asked():
     asked = [way.request(VideoRequest(**own)) for way in ways.values()]
     assert [(each.num_steps, each.guidance, each.eta) for each in asked] == [(8, 4, 1), *[(2, 1, 0)] * 2, (1, 1, 0)]
     assert [each.adapters for each in asked] == [("",), ("",), ("fast",), ("faster",)]
+    half = ways["1 call"].request(VideoRequest(**own, adapters=("faster:0.5", "zog")))
+    assert half.adapters == ("faster:0.5", "zog") and half.num_steps == 1, "which a visitor may have named, too"
+
+
+def test_the_negative_prompt_of_a_way_is_its_own_until_a_visitor_writes_one(monkeypatch):
+    monkeypatch.setattr(Studio, "_measure", lambda studio: 1.0)
+    told = FEW | {"negative_prompt": ""}
+    studio = Studio(client_of(PLAIN | {"negative_prompt": "grey"}, students={"text_to_video_2_calls": told}))
+    for written, expected in (("grey", ["grey", ""]), ("blue", ["blue", "blue"]), ("", ["", ""])):
+        asked = [studio.request(seed=1, prompt="a", way=way, negative_prompt=written) for way in studio.ways]
+        assert [each.negative_prompt for each in asked] == expected
 
 
 def test_a_network_that_is_told_the_scale_is_asked_once_at_each_that_it_knows():
