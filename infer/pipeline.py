@@ -270,10 +270,10 @@ class TextToVideo:
     ) -> Iterator[GeneratedVideo]:
         """Like a call, but gives each video as soon as its batch is done, and takes all settings in one.
 
-        None means the bundle's defaults; see `resolve_settings`. `skipped` are denoiser calls to predict instead, in
-        place of those that `cache_budget` chooses. `around` is entered around the parts of the work.
+        None means those of a call that asks for nothing; see `resolve_settings`. `skipped` are denoiser calls to
+        predict instead, in place of those that `cache_budget` chooses. `around` is entered around parts of the work.
         """
-        settings = resolve_settings(self.defaults if settings is None else settings)
+        settings = resolve_settings(adapted_defaults(self.defaults, adapters) if settings is None else settings)
         videos = Videos.read(prompts, seeds, adapters, media_of(given, len(prompts)))
         if self.guardrail is not None:
             self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])

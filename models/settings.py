@@ -7,7 +7,7 @@ services take them all.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -247,18 +247,22 @@ def check_guidance(settings: SamplingSettings, told: tuple[float, float] | None)
     """Raises UserError for guidance that a network does not know which is `told` its scale, of these (None: is not)."""
     if told is None:
         return
-    low, high = told
-    if not low <= settings.guidance <= high:
-        raise UserError(
-            f"guidance={settings.guidance:g} is none of the scales that this network has learnt to be told, "
-            f"{low:g} to {high:g}"
-        )
+    check_told(settings.guidance, told)
     for name, unguided in OF_TWO_CALLS.items():
         if getattr(settings, name) != unguided:
             raise UserError(
                 f"{name}={getattr(settings, name)} needs a second call of the network, which this one, told the scale "
                 "of guidance, does without: leave it out"
             )
+
+
+def check_told(guidance: float, told: Sequence[float]) -> None:
+    """Raises UserError for a scale that is not between the two that a network knows."""
+    low, high = told
+    if not low <= guidance <= high:
+        raise UserError(
+            f"guidance={guidance:g} is none of the scales that this network has learnt to be told, {low:g} to {high:g}"
+        )
 
 
 def find_sampler(name: str) -> str:

@@ -130,7 +130,8 @@ def _students(paths: Sequence[str | os.PathLike], runtime: str) -> dict[str, Bun
     found: dict[str, Bundle] = {}
     for path in paths:
         student = open_bundle(path)
-        if (calls := calls_of(student.defaults.to_dict())) is None:
+        is_told = student.config.guidance_range is not None
+        if (calls := calls_of(student.defaults.to_dict(), is_told=is_told)) is None:
             raise UserError(f"--student {path} is called with guidance, or at no levels of its own: it is no student")
         if (name := f"{MODEL}_{calls}_call{'s' * (calls > 1)}") in found:
             raise UserError(f"--student {path} is called as often as {found[name].path}: serve one of them")
@@ -175,6 +176,7 @@ def service_info(
         examples=bundle.prompts,
         eta_samplers=(*STOCHASTIC, *(alias for name in STOCHASTIC for alias in SAMPLERS[name].aliases)),
         takes=taken(bundle, runtime),
+        guidance_range=bundle.config.guidance_range or (),
         adapters=None if adapters is None else _adapter_info(bundle, adapters, runtime),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megadit.models.given_settings import GIVEN, MEDIA, MediaLimits, check_given_together, plain_bytes, split_keyframe
 from megadit.models.named_adapters import check_name, parse_adapters, shown_name
-from megadit.models.settings import SERVED, ServedSettings, switched_off
+from megadit.models.settings import SERVED, ServedSettings, check_told, switched_off
 from megadit.models.shared.errors import UserError, did_you_mean
 from megadit.models.shared.setting import check_value, other_names, setting, settings_of, under_own_names
 
@@ -275,10 +275,10 @@ class Limits(MediaLimits):
             )
 
 
-def calls_of(defaults: Mapping[str, Any]) -> int | None:
-    """How often a student is called for a video, by its sampling defaults: at levels of its own, without guidance; None
-    of what is no student."""
-    return defaults["num_steps"] if defaults["sigmas"] and defaults["guidance"] == 1 else None
+def calls_of(defaults: Mapping[str, Any], *, is_told: bool) -> int | None:
+    """How often a student is called for a video, by its sampling defaults: at levels of its own, without guidance, or
+    told its scale; None of what is no student."""
+    return defaults["num_steps"] if defaults["sigmas"] and (is_told or defaults["guidance"] == 1) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,6 +319,12 @@ class ServiceInfo:
     """Whether requests may ask to be evaluated."""
     students: tuple[str, ...] = ()
     """Models of the same server that make this one's videos in fewer calls."""
+    guidance_range: tuple[float, ...] = ()
+    """The lowest and the highest scale of guidance that the network is told; (): guidance asks it twice."""
+
+    @property
+    def is_told(self) -> bool:
+        return bool(self.guidance_range)
 
     def filled(self, request: VideoRequest) -> VideoRequest:
         """The request with nothing left out: what its adapters are made for, then the service's defaults."""
@@ -330,6 +336,11 @@ class ServiceInfo:
         """Raises UserError for a request to be evaluated where there is no judge."""
         if request.evaluate and not self.has_judge:
             raise UserError("this service has no judge, and evaluates nothing: it was built without --judge_dir")
+
+    def check_guidance(self, request: VideoRequest) -> None:
+        """Raises UserError for a scale that the network is told and does not know."""
+        if self.is_told:
+            check_told(request.guidance, self.guidance_range)
 
     def check_adapters(self, request: VideoRequest) -> dict[str, float]:
         """Name -> scale of the adapters of a request.
@@ -352,7 +363,7 @@ class ServiceInfo:
     @classmethod
     def from_json(cls, text: str) -> "ServiceInfo":
         values = json.loads(text)
-        names = ("samplers", "examples", "eta_samplers", "takes", "students")
+        names = ("samplers", "examples", "eta_samplers", "takes", "students", "guidance_range")
         lists = {name: tuple(values.get(name, ())) for name in names}
         if (adapters := values.get("adapters")) is not None:
             adapters = AdapterInfo(**adapters | {"names": tuple(adapters["names"])})

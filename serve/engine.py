@@ -301,14 +301,15 @@ class Engine:
 def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
     """What the networks of a bundle were exported for; None where they take any number.
 
-    Guidance asks the denoiser for two halves of a batch, one for each condition.
+    Guidance asks the denoiser for two halves of a batch, one for each condition, unless it is told the scale.
 
     Raises:
         UserError: if the bundle was not exported for `runtime`.
     """
     if runtime == "torch":
         return None
-    return max(1, open_exported(bundle, check_runtime(runtime)).network("denoiser").axes["batch"].max // 2)
+    rows = open_exported(bundle, check_runtime(runtime)).network("denoiser").axes["batch"].max
+    return rows if bundle.config.guidance_range is not None else max(1, rows // 2)
 
 
 def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:

@@ -84,14 +84,20 @@ def read_teacher(config: RunConfig) -> GivenNetwork:
     teacher = read_given(config, source)
     if config.data.given and teacher.config.given_sigma is None:
         raise UserError(f"the teacher {source} was not trained to be given parts of videos: leave out data.given")
-    if (known := teacher.config.guidance_range) is not None:
-        low, high = config.model.guidance_range
-        if low < known[0] or high > known[1]:
-            raise UserError(
-                f"model.guidance_range=[{low:g},{high:g}] is more than the teacher {source} knows, which is told "
-                f"scales from {known[0]:g} to {known[1]:g}"
-            )
+    check_scales(config.model.guidance_range, teacher.config.guidance_range, source)
     return _with_teachers_adapter(config, teacher)
+
+
+def check_scales(asked: tuple[float, float] | None, known: tuple[float, float] | None, teacher: str | Path) -> None:
+    """Raises UserError for scales that a student is to be told and a teacher that is told some does not know."""
+    if known is None:
+        return
+    (low, high), (least, most) = asked, known
+    if low < least or high > most:
+        raise UserError(
+            f"model.guidance_range=[{low:g},{high:g}] is more than the teacher {teacher} knows, which is told scales "
+            f"from {least:g} to {most:g}"
+        )
 
 
 def _with_teachers_adapter(config: RunConfig, given: GivenNetwork) -> GivenNetwork:

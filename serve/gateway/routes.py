@@ -226,7 +226,8 @@ def _create(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str 
     model = _known_model(gateway, body.model or gateway.servers.models[0])
     info = _info(gateway, model)
     try:
-        request = gateway.adapters.resolved(key, body.request(info), info.adapters)
+        # as Triton calls them: what a key calls as a student of the service is called may be none
+        request = info.filled(gateway.adapters.resolved(key, body.request(info), info.adapters))
     except AdapterNotFoundError as error:
         raise ApiError(400, error.code, str(error)[:500], param="adapters") from None
     except (UserError, InvalidRequestError) as error:

@@ -84,7 +84,7 @@ class _VideoBody(BaseModel):
         return under_own_names(body, SERVED) if isinstance(body, dict) else body
 
     def request(self, info: ServiceInfo) -> VideoRequest:
-        """The request for Triton, with nothing left out.
+        """The request that this amounts to; what is left out is None.
 
         Raises:
             InvalidRequestError: if the settings contradict each other.
@@ -103,7 +103,7 @@ class _VideoBody(BaseModel):
             given["num_frames"] = max(1, round(self.seconds * (self.fps or info.defaults["fps"])))
         if self.adapters:
             given["adapters"] = tuple(f"{use.name}:{use.scale!r}" for use in self.adapters)
-        return info.filled(VideoRequest(**given))
+        return VideoRequest(**given)
 
 
 _SETTINGS = {name: _field(about) for name, about in SERVED.items() if name not in ("width", "height")}
@@ -248,6 +248,7 @@ def check(request: VideoRequest, info: ServiceInfo) -> None:
     info.limits.check_texts(request)
     info.check_adapters(request)
     info.check_evaluate(request)
+    info.check_guidance(request)
     request.check_given(info.takes, info.limits)
     if request.sampler not in info.samplers:
         raise InvalidRequestError(f"sampler={request.sampler!r} is unknown; choose one of {', '.join(info.samplers)}")

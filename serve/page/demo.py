@@ -187,25 +187,28 @@ class Studio:
         return [*self.ways] != [BEST]
 
     def request(self, *, seed: int | None, way: str | None = None, **settings) -> VideoRequest:
-        """A request that leaves nothing out; `seed` None is a new one, `way` None the first."""
+        """A request that leaves nothing out; `seed` None is a new one, `way` None the first. A negative prompt that is
+        the service's default is that of the way: a student that is told its scale takes none."""
+        if settings.get("negative_prompt") == self.info.defaults["negative_prompt"]:
+            settings = settings | {"negative_prompt": None}
         seed = random.randrange(2**31) if seed is None else seed
         asked = VideoRequest(seed=seed, evaluate=self.info.has_judge, **settings)
         return self.ways[way or self.first_way].request(asked)
 
-    def estimate(self, request: VideoRequest) -> float:
-        """Seconds that a request is going to take, from those before it."""
-        return self._seconds_per_work * _work(request)
+    def estimate(self, request: VideoRequest, way: str | None = None) -> float:
+        """Seconds that a request is going to take, from those before it; `way` as in `request`."""
+        return self._seconds_per_work * self.ways[way or self.first_way].work(request)
 
     def run(self, session: str, request: VideoRequest, way: str | None = None) -> Iterator[Event]:
         """Events of a request, until it ends or `cancel` is called for its session; `way` as in `request`."""
-        steps, client = request.num_steps or 1, self.ways[way or self.first_way].client
-        generation = client.stream(replace(request, preview_every=max(1, steps // 20)))
+        steps, chosen = request.num_steps or 1, self.ways[way or self.first_way]
+        generation = chosen.client.stream(replace(request, preview_every=max(1, steps // 20)))
         with self._lock:
             self._running.setdefault(session, []).append(generation)
         try:
             for event in _paced(generation):
                 if isinstance(event, VideoResult):
-                    self._seconds_per_work = event.seconds / _work(request)
+                    self._seconds_per_work = event.seconds / chosen.work(request)
                 yield event
         finally:
             generation.close()
@@ -277,7 +280,7 @@ class Studio:
         """Seconds for each pixel and step, from one short request."""
         request = self.request(prompt="", seed=0, num_steps=2)
         (result,) = self.client.generate(request)
-        return result.seconds / _work(request)
+        return result.seconds / self.ways[self.first_way].work(request)
 
 
 def _paced(events: Iterable[Event]) -> Iterator[Event]:
@@ -291,12 +294,6 @@ def _paced(events: Iterable[Event]) -> Iterator[Event]:
             last_told = time.monotonic()
             event = replace(event, preview=preview)
         yield event
-
-
-def _work(request: VideoRequest) -> int:
-    """Pixels times calls of the network, of which guidance takes two a step."""
-    calls = request.num_steps * (1 + (request.guidance != 1))
-    return request.num_frames * request.height * request.width * calls
 
 
 def _interrupt(*_: object) -> None:

@@ -14,30 +14,31 @@ class Sizes:
     def __init__(self, studio: Studio, *, elem_id: str) -> None:
         self._studio = studio
         self.presets = view.presets(studio.info)
-        labels = self.labels(studio.info.defaults["num_steps"], studio.info.defaults["guidance"])
+        defaults = studio.info.defaults
+        labels = self.labels(studio.first_way, defaults["num_steps"], defaults["guidance"])
         self.radio = gr.Radio(labels, value=0, label="Size", elem_id=elem_id, min_width=100)
 
-    def labels(self, steps: float, guidance: float) -> list[tuple[str, int]]:
-        """(label, place) of each preset at this number of steps and scale of guidance."""
-        seconds = [self._seconds(each, int(steps), float(guidance)) for each in self.presets]
+    def labels(self, way: str, steps: float, guidance: float) -> list[tuple[str, int]]:
+        """(label, place) of each preset made this way, at this number of steps and scale of guidance."""
+        seconds = [self._seconds(each, way, int(steps), float(guidance)) for each in self.presets]
         return [(each.label(seconds[place]), place) for place, each in enumerate(self.presets)]
 
-    def follow(self, *sliders: gr.Slider) -> None:
+    def follow(self, way: gr.Radio, *sliders: gr.Slider) -> None:
         """Tells the times again whenever one of (steps, guidance) was moved."""
         events = [slider.release for slider in sliders]
-        gr.on(events, self.told, list(sliders), self.radio, show_progress="hidden")
+        gr.on(events, self.told, [way, *sliders], self.radio, show_progress="hidden")
 
-    def told(self, steps: float, guidance: float) -> gr.Radio:
-        return gr.Radio(choices=self.labels(steps, guidance))
+    def told(self, way: str, steps: float, guidance: float) -> gr.Radio:
+        return gr.Radio(choices=self.labels(way, steps, guidance))
 
     def of(self, place: int) -> dict[str, int]:
         preset = self.presets[place]
         return {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
 
-    def _seconds(self, preset: view.Preset, steps: int, guidance: float) -> float:
+    def _seconds(self, preset: view.Preset, way: str, steps: int, guidance: float) -> float:
         size = {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
-        request = self._studio.request(prompt="", seed=0, num_steps=steps, guidance=guidance, **size)
-        return self._studio.estimate(request)
+        request = self._studio.request(prompt="", seed=0, way=way, num_steps=steps, guidance=guidance, **size)
+        return self._studio.estimate(request, way)
 
 
 class Sampling:
@@ -45,8 +46,9 @@ class Sampling:
     bounds."""
 
     def __init__(
-        self, studio: Studio, sizes: Sizes, *, elem_id: str, way: str | None = None, guidance: float | None = None
+        self, studio: Studio, sizes: Sizes, *, elem_id: str, way: str | None = None, has_guidance: bool = True
     ) -> None:
+        """Without guidance it begins at the lowest scale."""
         self._studio, self._sizes = studio, sizes
         way = way or studio.first_way
         defaults = studio.ways[way].defaults
@@ -54,15 +56,15 @@ class Sampling:
             list(studio.ways), value=way, label="Calls", elem_id=elem_id, visible=studio.has_ways, min_width=100
         )
         self.steps = gr.Slider(1, self._most_steps(), value=defaults["num_steps"], step=1, label="Steps")
-        guidance = defaults["guidance"] if guidance is None else guidance
-        most_guidance = max(10.0, *(2 * each.defaults["guidance"] for each in studio.ways.values()))
-        self.guidance = gr.Slider(1, most_guidance, value=guidance, step=0.5, label="Guidance")
+        low, high = studio.ways[way].scales
+        guidance = defaults["guidance"] if has_guidance else low
+        self.guidance = gr.Slider(low, high, value=guidance, step=0.5, label="Guidance")
         self.sampler = gr.Dropdown(list(studio.info.samplers), value=defaults["sampler"], label="Sampler")
         self.sliders = [
             gr.Slider(about.low, about.high, value=value, label=name.replace("_", " ").capitalize())
             for (name, about), value in zip(view.SLIDERS.items(), self._slid(way).values(), strict=True)
         ]
-        sizes.follow(self.steps, self.guidance)
+        sizes.follow(self.way, self.steps, self.guidance)
         self.way.change(self._chosen, self.way, [*self.components[1:], sizes.radio], show_progress="hidden")
 
     @property
@@ -78,9 +80,11 @@ class Sampling:
 
     def _chosen(self, way: str) -> list[Any]:
         """What all components but the first get when a visitor chooses a way."""
-        defaults = self._studio.ways[way].defaults
-        own = [defaults["num_steps"], defaults["guidance"], defaults["sampler"], *self._slid(way).values()]
-        return [*own, self._sizes.told(defaults["num_steps"], defaults["guidance"])]
+        chosen = self._studio.ways[way]
+        steps, guidance, sampler = (chosen.defaults[name] for name in ("num_steps", "guidance", "sampler"))
+        low, high = chosen.scales
+        scale = gr.Slider(minimum=low, maximum=high, value=guidance)
+        return [steps, scale, sampler, *self._slid(way).values(), self._sizes.told(way, steps, guidance)]
 
     def _slid(self, way: str) -> dict[str, float]:
         """Where the sliders of a way stand."""

@@ -215,7 +215,7 @@ class _CompareTab:
         self.samplings, self.stages, self.facts = [], [], []
         with gr.Row(equal_height=False):
             _, *others = studio.ways
-            other = {"way": others[0]} if others else {"guidance": 1.0}
+            other = {"way": others[0]} if others else {"has_guidance": False}
             sides = [("left", {}), ("right", other)] if others else [("left", other), ("right", {})]
             for side, start in sides:
                 with gr.Column(min_width=300):

@@ -13,6 +13,8 @@ from megadit.serve.gateway.client import GatewayClient
 
 BEST = "best"
 """What makes a video in as many calls as it likes."""
+MOST_GUIDANCE = 10.0
+"""That a visitor may choose of any network that is not told its scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +27,19 @@ class Way:
     defaults: Mapping[str, Any] = field(repr=False)
     adapter: str | None = None
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The lowest and the highest scale of guidance that a visitor may choose."""
+        return self.info.guidance_range or (1.0, max(MOST_GUIDANCE, 2 * self.defaults["guidance"]))
+
+    def work(self, request: VideoRequest) -> int:
+        """Pixels times calls of the network, of which guidance takes two a step, unless the network is told it."""
+        calls = request.num_steps * (1 if self.info.is_told or request.guidance == 1 else 2)
+        return request.num_frames * request.height * request.width * calls
+
     def request(self, request: VideoRequest) -> VideoRequest:
-        """The request with its adapter, and with nothing left out."""
-        if self.adapter is not None:
+        """The request with its adapter, which it may name itself, and with nothing left out."""
+        if self.adapter is not None and self.adapter not in request.adapter_scales():
             request = replace(request, adapters=(*(request.adapters or ()), self.adapter))
         return self.info.filled(request)
 
@@ -56,7 +68,7 @@ def _way(
     adapter: str | None = None,
 ) -> Way:
     defaults = info.defaults if defaults is None else defaults
-    calls = calls_of(defaults)
+    calls = calls_of(defaults, is_told=info.is_told)
     name = BEST if calls is None else f"{calls} call{'s' * (calls > 1)}"
     return Way(name=name, client=client, info=info, defaults=defaults, adapter=adapter)
 

@@ -151,6 +151,7 @@ def test_what_an_adapter_is_made_for_stands_where_nothing_else_is_asked(bundle_d
 
     pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     assert pipeline(["a", "b"], adapters={student: 1.0})[1].settings == settings
+    assert next(pipeline.stream(["a"], adapters={student: 1.0})).settings == settings
     assert pipeline(["a", "b"], adapters=[{student: 1.0}, {}])[0].settings == base.defaults, "one has no adapter"
     merge_bundle(base, {student: 0.5}, tmp_path / "merged")
     assert Bundle.open(tmp_path / "merged").defaults == settings

@@ -1,6 +1,7 @@
 """The repository on disk, and its configuration by Triton's schema; the server's own parser is in test_triton.py."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,10 @@ from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.serve.build_repository import build_repository
-from megadit.serve.contract import INPUTS, Limits, ServiceInfo
+from megadit.serve.contract import INPUTS, Limits, ServiceInfo, VideoRequest
 from megadit.serve.engine import most_videos_at_once
 from megadit.serve.model_config import Scheduling, service_config
+from tests.bundles import CONFIG, write_tiny_bundle
 
 text_format = pytest.importorskip("google.protobuf.text_format")
 ModelConfig = pytest.importorskip("tritonclient.grpc.model_config_pb2").ModelConfig
@@ -75,8 +77,8 @@ def test_students_are_models_of_their_own(bundle_dir, tmp_path, capsys):
 
     def student(name, **settings):
         shutil.copytree(bundle_dir, tmp_path / name)
-        defaults = replace(Bundle.open(bundle_dir).defaults, sampler="restart", guidance=1.0, **settings)
-        update_manifest(tmp_path / name, defaults=defaults.to_dict())
+        asked = {"sampler": "restart", "guidance": 1.0} | settings
+        update_manifest(tmp_path / name, defaults=replace(Bundle.open(bundle_dir).defaults, **asked).to_dict())
         return str(tmp_path / name)
 
     two, one = student("two", num_steps=2, sigmas=(20.0, 2.0)), student("one", num_steps=1, sigmas=(20.0,))
@@ -88,12 +90,32 @@ def test_students_are_models_of_their_own(bundle_dir, tmp_path, capsys):
     assert infos.keys() == {"text_to_video", *names} and infos["text_to_video"].students == names
     assert infos["text_to_video_1_call"].defaults["sigmas"] == [20.0] and infos["text_to_video_1_call"].students == ()
     assert Bundle.open(out / "text_to_video_2_calls" / "1" / "bundle").defaults.sigmas == (20.0, 2.0)
+    guided = student("guided", num_steps=3, sigmas=(20.0, 2.0, 0.5), guidance=4.0)
     for more, says in (
+        ([guided], "is called with guidance"),
         ([two, two], f"--student {two} is called as often as {two}: serve one of them"),
         ([str(bundle_dir)], "is called with guidance, or at no levels of its own: it is no student"),
     ):
         assert verbs.main([*command, *(word for path in more for word in ("--student", path))]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_student_that_is_told_the_scale_is_one_at_any_scale(bundle_dir, tmp_path):
+    """And clients know which scales it knows."""
+    few = replace(Bundle.open(bundle_dir).defaults, sampler="restart", num_steps=2, sigmas=(20.0, 2.0), guidance=4.0)
+    write_tiny_bundle(tmp_path / "told", replace(CONFIG, guidance_range=(1.5, 6.0)), defaults=few)
+    out = build_repository(bundle_dir, tmp_path / "models", students=[tmp_path / "told"])
+    infos = {}
+    for path in out.glob("*/config.pbtxt"):
+        service = parse(path.read_text()).parameters["service"].string_value
+        infos[path.parent.name] = ServiceInfo.from_json(service)
+    told = infos["text_to_video_2_calls"]
+    assert told.guidance_range == (1.5, 6.0) and infos["text_to_video"].guidance_range == ()
+    for name, info in infos.items():
+        info.check_guidance(info.filled(VideoRequest(prompt="a")))
+        asked = info.filled(VideoRequest(prompt="a", guidance=7.0))
+        with pytest.raises(UserError, match="1.5 to 6") if name == "text_to_video_2_calls" else nullcontext():
+            info.check_guidance(asked)
 
 
 def test_the_page_begins_with_what_the_bundle_was_validated_with(bundle_dir, tmp_path):
@@ -266,6 +288,9 @@ def test_exported_networks_become_plain_models(exported, tmp_path):
 def test_an_export_bounds_the_batch(exported):
     assert most_videos_at_once(Bundle.open(exported), "onnx") == 4, "guidance takes two places for each video"
     assert most_videos_at_once(Bundle.open(exported), "torch") is None
+    told = Bundle.open(exported)
+    told = replace(told, config=replace(told.config, guidance_range=(1.0, 6.0)))
+    assert most_videos_at_once(told, "onnx") == 8, "a network that is told the scale gives each video one answer"
 
 
 def test_networks_need_an_export(bundle_dir, tmp_path):

@@ -45,7 +45,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import draw_captions
 from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.pairs import DATASET, make_pairs
-from megadit.train.given_network import UNTRAINED
+from megadit.train.given_network import UNTRAINED, check_scales
 
 MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7
 """Of data with unit deviation: the second of a student's noise levels (of what lies above little can be seen), and the
@@ -269,8 +269,23 @@ def _run(argv: list[str]) -> None:
 
 
 def _told(options: DistillOptions, teacher: Bundle) -> tuple[float, float] | None:
-    """The scales of guidance that the students are told."""
-    return tuple(options.guidance_range) or teacher.config.guidance_range
+    """The scales of guidance that the students are told.
+
+    Raises:
+        UserError: for others than a teacher knows that is told some itself, and for one scale in their place.
+    """
+    known = teacher.config.guidance_range
+    refuse(
+        options.guidance and known,
+        "the teacher is told its scale, and so are its students: leave out --guidance, or give --guidance_range",
+    )
+    refuse(
+        any("model.guidance_range=" in override for override in options.overrides),
+        "how students are called depends on their scales: give --guidance_range, not model.guidance_range",
+    )
+    told = tuple(options.guidance_range) or known
+    check_scales(told, known, options.teacher)
+    return told
 
 
 def _check_adapter(options: DistillOptions) -> None:
@@ -354,7 +369,7 @@ def _runs(
     runs, of_told = [], []
     if (told := _told(options, teacher)) is not None:
         guidance, scale = 1.0, told_scale(teacher.defaults, told)
-        of_told = [f"model.guidance_range=[{told[0]:g},{told[1]:g}]", f"validation.sampling.guidance={scale:g}"]
+        of_told = [f"model.guidance_range=[{told[0]!r},{told[1]!r}]", f"validation.sampling.guidance={scale:g}"]
     for number, name in enumerate(stages, start=1):
         folder, of_pairs = options.out / f"{number}_{name}", []
         if STAGES[name].takes_pairs:

@@ -114,6 +114,21 @@ class Evil:
         return os.system, ("touch ran",)
 
 
+def test_a_keys_own_adapter_is_not_called_as_a_student_of_its_name(keep, gateway, visit, files):
+    known = gateway.servers.all[0].infos
+    info = known["text_to_video"]
+    few = {"num_steps": 2, "guidance": 1.0, "sigmas": [20.0, 2.0]}
+    known["text_to_video"] = replace(info, adapters=replace(info.adapters, defaults={"house": few}))
+    mine, other = visit(), visit()
+    assert put(mine, "house", files[0]).status_code == 200
+    steps = {}
+    for client in (mine, other):
+        made = client.post("/v1/videos", json=VIDEO | {"adapters": [{"name": "house"}]})
+        assert made.status_code == 200, made.text
+        steps[client] = made.json()["settings"]["num_steps"]
+    assert (steps[mine], steps[other]) == (INFO.defaults["num_steps"], 2)
+
+
 def test_what_is_no_adapter_is_refused_and_leaves_nothing(keep, gateway, visit, folder, files, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     client, before = visit(), sorted(folder.iterdir())

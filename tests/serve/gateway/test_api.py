@@ -2,6 +2,7 @@
 
 import base64
 import hmac
+from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
@@ -172,6 +173,15 @@ def test_bad_requests_are_told_at_the_door(visit, body, told):
     answer = visit().post("/v1/videos", json=body)
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
+
+
+def test_a_scale_that_the_network_is_not_told_is_refused_at_the_door(visit, gateway):
+    infos = gateway.servers.all[0].infos
+    infos["text_to_video"] = replace(infos["text_to_video"], guidance_range=(1.0, 6.0))
+    client = visit()
+    assert client.post("/v1/videos", json=VIDEO | {"guidance": 6.0}).status_code == 200
+    answer = client.post("/v1/videos", json=VIDEO | {"guidance": 7.0})
+    assert answer.status_code == 400 and "1 to 6" in answer.json()["error"]["message"]
 
 
 def test_bodies_that_are_no_request(visit, new_key):

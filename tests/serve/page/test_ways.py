@@ -17,7 +17,8 @@ from megadit.serve.contract import AdapterInfo, Limits, ServiceInfo, VideoReques
 from megadit.serve.local_server import LocalServer
 from megadit.serve.model_config import Scheduling
 from megadit.serve.page.demo import Studio
-from megadit.serve.page.ways import ways_of
+from megadit.serve.page.view import Preset
+from megadit.serve.page.ways import Way, ways_of
 from tests.bundles import CONFIG, write_tiny_bundle
 from tests.infer.conftest import make_adapter
 
@@ -30,11 +31,17 @@ THREE = FEW | {"num_steps": 3, "sigmas": [20.0, 3.0, 1.0]}
 LIMITS = Limits(max_frames=5, max_pixels=10**6, max_work=10**9)
 
 
-def client_of(defaults, *, students=(), adapters=None):
+def client_of(defaults, *, students=(), adapters=None, told=()):
     """Of a model with these defaults; `students` are others of its server, `adapters` what those are made for."""
     about = None if adapters is None else AdapterInfo(names=(*adapters,), base="", network={}, defaults=adapters)
     info = ServiceInfo(
-        defaults=defaults, limits=LIMITS, samplers=(), size_multiple=8, students=tuple(students), adapters=about
+        defaults=defaults,
+        limits=LIMITS,
+        samplers=(),
+        size_multiple=8,
+        students=tuple(students),
+        adapters=about,
+        guidance_range=told,
     )
     return SimpleNamespace(info=lambda: info, beside=lambda model: client_of(students[model]))
 
@@ -47,6 +54,47 @@ def test_ways_have_names_that_say_how_often_a_network_is_asked():
     asked = [way.request(VideoRequest(**own)) for way in ways.values()]
     assert [(each.num_steps, each.guidance, each.eta) for each in asked] == [(8, 4, 1), *[(2, 1, 0)] * 2, (1, 1, 0)]
     assert [each.adapters for each in asked] == [("",), ("",), ("fast",), ("faster",)]
+    half = ways["1 call"].request(VideoRequest(**own, adapters=("faster:0.5", "zog")))
+    assert half.adapters == ("faster:0.5", "zog") and half.num_steps == 1, "which a visitor may have named, too"
+
+
+def test_the_negative_prompt_of_a_way_is_its_own_until_a_visitor_writes_one(monkeypatch):
+    monkeypatch.setattr(Studio, "_measure", lambda studio: 1.0)
+    told = FEW | {"negative_prompt": ""}
+    studio = Studio(client_of(PLAIN | {"negative_prompt": "grey"}, students={"text_to_video_2_calls": told}))
+    for written, expected in (("grey", ["grey", ""]), ("blue", ["blue", "blue"]), ("", ["", ""])):
+        asked = [studio.request(seed=1, prompt="a", way=way, negative_prompt=written) for way in studio.ways]
+        assert [each.negative_prompt for each in asked] == expected
+
+
+def test_a_network_that_is_told_the_scale_is_asked_once_at_each_that_it_knows():
+    size = {"num_frames": 1, "height": 8, "width": 8}
+    guided = FEW | {"guidance": 4.0}
+    plain, told = (ways_of(client_of(guided | size, told=scales)) for scales in ((), (1.5, 6.0)))
+    assert [*plain] == ["best"] and [*told] == ["2 calls"], "a student is one at any scale that it is told"
+    work = [way.work(way.request(VideoRequest(prompt="a"))) for way in (plain["best"], told["2 calls"])]
+    assert work == [4 * 64, 2 * 64]
+    assert plain["best"].scales == (1.0, 10.0) and told["2 calls"].scales == (1.5, 6.0)
+
+
+def test_sliders_of_guidance_end_where_a_way_does():
+    gradio = pytest.importorskip("gradio")
+    from megadit.serve.page.inputs import Sampling
+
+    info = client_of(PLAIN).info()
+    few = replace(info, defaults=FEW | {"guidance": 4.0}, guidance_range=(1.5, 6.0))
+    about = {"best": info, "2 calls": few}
+    ways = {name: Way(name=name, client=None, info=each, defaults=each.defaults) for name, each in about.items()}
+    size = Preset(name="Image", num_frames=1, height=8, width=8)
+    with gradio.Blocks():
+        sizes = SimpleNamespace(presets=[size], follow=lambda *_: None, radio=gradio.Radio([]))
+        sizes.told = lambda *chosen: chosen
+        studio = SimpleNamespace(info=info, ways=ways, first_way="best", has_ways=True)
+        first = Sampling(studio, sizes, elem_id="a")
+        lowest = Sampling(studio, sizes, elem_id="b", way="2 calls", has_guidance=False)
+    assert [(each.guidance.minimum, each.guidance.value) for each in (first, lowest)] == [(1, 4), (1.5, 1.5)]
+    steps, scale, *_, told = first._chosen("2 calls")
+    assert (steps, scale.value, scale.minimum, scale.maximum) == (2, 4.0, 1.5, 6.0) and told == ("2 calls", 2, 4.0)
 
 
 @pytest.fixture(scope="module")

@@ -201,6 +201,8 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
         (["--adapter_rank", "4", "guidance.train.adapter.alpha=4"], "give train.adapter.* for all of them"),
         (["--adapter_rank", "4", "checkpoint.init_from=elsewhere"], "leave out checkpoint.init_from"),
         (["--recipe", "digits_tiny", "--adapter_rank", "4", "model.preconditioner=flow"], "leave out model.*"),
+        (["--recipe", "digits_tiny", "--adapter_rank", "4", "--guidance_range", "1", "4"], "and --guidance_range"),
+        (["--recipe", "digits_tiny", "model.guidance_range=[1,4]"], "give --guidance_range, not model.guidance_range"),
         (["--recipe", "digits_tiny", "--adapter_rank", "0"], "--adapter_rank=0 must be at least 1"),
         ([], "does not say which recipe made it: give --recipe NAME"),
         (["--recipe", "digits_tiny"], "give --data FOLDER, or --prompts FILE"),
@@ -214,6 +216,40 @@ def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, capsys, more
     assert main([str(bundle), str(tmp_path / "out"), *more]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--guidance", "3"], "the teacher is told its scale, and so are its students: leave out --guidance"),
+        (["--guidance_range", "1", "9"], "model.guidance_range=[1,9] is more than the teacher"),
+        (["--adapter_rank", "4", "--guidance_range", "1", "2"], "an adapter is used beside the teacher's network"),
+        (["--calls", "2"], "train.distill.objective=regression learns videos that were made at one scale"),
+    ],
+)
+def test_what_a_told_teacher_cannot_teach_is_one_line(tmp_path, capsys, more, says):
+    bundle = write(tmp_path / "bundle", 0, guidance_range=(1.0, 4.5678912))
+    assert main([str(bundle), str(tmp_path / "out"), "--recipe", "digits_tiny", *more]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--adapter_rank", "4"], ["--guidance_range", "1.25", "4.0000001"]])
+def test_students_of_a_told_teacher_are_told(tmp_path, monkeypatch, capsys, more):
+    bundle, asked = Bundle.open(write(tmp_path / "bundle", 0, guidance_range=(1.0, 4.5678912))), []
+    (tmp_path / "prompts.txt").write_text("a cat")
+
+    def run_module(module, *arguments):
+        asked.append(resolve_config(arguments[1], overrides=list(arguments[2:])))
+        raise UserError("this far")
+
+    monkeypatch.setattr("megadit.train.distill.command.run_module", run_module)
+    given = ["--recipe", "digits_tiny", "--prompts", str(tmp_path / "prompts.txt"), *more]
+    assert main([str(bundle.path), str(tmp_path / "out"), *given]) == 2
+    assert "this far" in capsys.readouterr().err
+    told = (1.25, 4.0000001) if "--guidance_range" in more else bundle.config.guidance_range
+    assert asked[0].model == replace(bundle.config, guidance_range=told) and asked[0].train.distill.guidance == 1
+    assert (asked[0].train.adapter is not None) == ("--adapter_rank" in more)
 
 
 def test_every_objective_has_a_stage():
@@ -303,7 +339,7 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     shutil.rmtree(out)
     told = ["--recipe", "digits", "--prompts", more[more.index("--prompts") + 1], "--guidance_range", "1", "2.5"]
     assert main([str(bundle), str(out), *told, "--stages", "guidance", "continuous_consistency"]) == 0
-    of_told = {"model.guidance_range=[1,2.5]", "train.distill.guidance=1", "validation.sampling.guidance=2.5"}
+    of_told = {"model.guidance_range=[1.0,2.5]", "train.distill.guidance=1", "validation.sampling.guidance=2.5"}
     assert all(of_told <= {*arguments} for module, arguments in asked[-4:] if module == "megadit.train")
     runs = [resolve_config(arguments[1], overrides=list(arguments[2:])) for _, arguments in asked[-4::2]]
     assert [run.train.distill.objective for run in runs] == ["guidance", "continuous_consistency"]

@@ -18,7 +18,7 @@ from megadit.train.recipes import load_recipe
 from megadit.train.shared_base import share_base
 
 from ..conftest import distance
-from .test_layouts import CHANNELS, CP, EXPERTS, OBJECTIVES, SP, deviation, numbers, write
+from .test_layouts import CHANNELS, CP, EXPERTS, OBJECTIVES, SCALES, SP, deviation, numbers, write
 
 JOB = Path(__file__).parents[1] / "jobs" / "layouts.py"
 TINY = replace(load_recipe("digits_tiny").model, num_layers=2, num_attention_heads=12, head_dim=8, in_channels=CHANNELS)
@@ -32,6 +32,8 @@ CASES = {
     "int8": {"adapter": {"rank": 3}, "train": {"base_precision": "int8"}},
     "experts": {"adapter": {"rank": 3, "targets": ["*"]}},
     "half": {"adapter": {"rank": 3, "alpha": 6.0}, "precision": "bf16"},
+    "told": {"adapter": {"rank": 3, "targets": ["*"]}, "steps": 3},
+    "continuous": {"adapter": {"rank": 3}, "diffusion": {"learned_uncertainty": True}, "steps": 3},
 }
 LAYOUTS = {
     "plain sp": SP,
@@ -46,8 +48,18 @@ LAYOUTS = {
     "dora fsdp": FSDP,
     "int8 sp": SP,
     "experts ep": {"expert_model_parallel_size": 2},
+    "told sp": SP,
+    "told fsdp": FSDP,
+    "continuous sp": SP,
+    "continuous fsdp": FSDP,
 }
-"""The first word is that of the counterpart on one rank."""
+"""The first word is that of the counterpart on one rank; `told` has a critic's head, too."""
+LEARNT = {
+    "guided": {"objective": "guidance", "guidance": 3.0},
+    "told": {**OBJECTIVES["adversarial"], "guidance": 1.0},
+    "continuous": OBJECTIVES["continuous"],
+}
+"""Case -> its objective, where that is not plain `matching`."""
 
 
 def test_two_networks_of_one_memory_differ_by_their_adapters():
@@ -73,7 +85,11 @@ def test_two_networks_of_one_memory_differ_by_their_adapters():
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory):
     """Bundles of random weights, and an adapter of the first."""
-    kinds = {"": TINY, "experts": replace(TINY, experts=ExpertConfig(**EXPERTS))}
+    kinds = {
+        "": TINY,
+        "experts": replace(TINY, experts=ExpertConfig(**EXPERTS)),
+        "told": replace(TINY, guidance_range=tuple(SCALES)),
+    }
     found = {kind: write(tmp_path_factory.mktemp("network") / "bundle", model, 3) for kind, model in kinds.items()}
     dit, generator = DiT(TINY), torch.Generator().manual_seed(5)
     attach(dit, ADAPTER)
@@ -86,12 +102,13 @@ def teachers(tmp_path_factory):
 def case_of(name, teachers):
     kind = name.split()[0]
     distill = {
-        **OBJECTIVES["guidance" if kind == "guided" else "matching"],
+        **LEARNT.get(kind, OBJECTIVES["matching"]),
         "teacher": str(teachers.get(kind, teachers[""])),
     }
     if kind == "chained":
         distill["teacher_adapter"] = str(teachers["adapter"])
-    model = {"in_channels": CHANNELS, **({"experts": EXPERTS} if kind == "experts" else {})}
+    has = {"experts": {"experts": EXPERTS}, "told": {"guidance_range": SCALES}}
+    model = {"in_channels": CHANNELS, **has.get(kind, {})}
     return {"distill": distill, "model": model, "data": {"global_batch_size": 2}, "steps": 5, **CASES[kind]}
 
 
@@ -112,7 +129,8 @@ def test_one_set_of_weights_is_as_good_as_three(folder, name):
     assert ours["loss"] == apart["loss"] and ours["critic_loss"] == apart["critic_loss"]
     found, expected = (_read(folder(1) / each / "tensors", "") for each in (name, f"{name} apart"))
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
-    assert all(".adapters." in key for key in found)
+    beside = {"told": "adversary.", "continuous": "uncertainty."}
+    assert all(".adapters." in key or beside.get(name, " ") in key for key in found)
 
 
 @pytest.mark.slow

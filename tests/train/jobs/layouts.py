@@ -322,10 +322,11 @@ def frozen(training):
 
 
 def weights_apart(training):
-    """Beside adapters: how many weights of teacher and critic do not lie where the student's do."""
+    """Beside adapters: how many weights of the networks of teacher and critic do not lie where the student's do."""
 
     def places(network):
-        named = [(name, held(value)[1]) for name, value in network.named_parameters() if adapter_key(name) is None]
+        own = [pair for pair in network.named_parameters() if "dit." in pair[0] and adapter_key(pair[0]) is None]
+        named = [(name, held(value)[1]) for name, value in own]
         return [value.untyped_storage().data_ptr() for _, value in named if value.numel()]
 
     others = [training.distillation.frozen, *([] if training.critic is None else [training.critic.network])]
