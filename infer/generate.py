@@ -38,6 +38,7 @@ from megadit.models.machine import enough_memory, free_memory
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import told_once
+from megadit.models.shared.files import can_be_folder
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
@@ -152,6 +153,8 @@ def _check_videos(
     suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
     is_picture = not options.contact_sheet or suffix in names
     refuse(not is_picture, f"--contact_sheet={options.contact_sheet}: use a name that ends in {', '.join(names)}")
+    has_folder = can_be_folder(Path(options.contact_sheet).parent)
+    refuse(not has_folder, f"--contact_sheet={options.contact_sheet}: its folder is a file; give another name")
     return media
 
 

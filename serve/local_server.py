@@ -8,14 +8,13 @@ replaced at run time, it loads none at all after its start and nobody learns the
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.bundle.manifest import is_bundle
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.ports import free_ports
+from megadit.models.shared.ports import check_free, free_ports
 from megadit.serve.supervise import Ailment, OwnedProcess, answers, reachable
 from megadit.serve.triton_binary import TritonBinary, find_triton
 
@@ -63,15 +62,7 @@ class Ports:
         UserError: if somebody listens on one of them.
         """
         for name in ("http", "grpc", "metrics"):
-            port = getattr(self, name)
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, port))
-                except OSError as error:
-                    raise UserError(
-                        f"{host}:{port} ({name}) cannot be used: {error.strerror}; {PORT_FLAGS[name]} takes another"
-                    ) from error
+            check_free(host, getattr(self, name), PORT_FLAGS[name], name)
 
 
 def check_repository(path: Path) -> None:

@@ -78,11 +78,14 @@ MISTAKES = {
     "prepare videos clips out --tokenizer clips": "give the folder of a tokenizer, or a bundle",
     "prepare videos clips out --text_encoder nowhere": "give the folder of a text encoder, or a bundle",
     "prepare videos clips out --background pinkish": "'pinkish' is no colour; white, black and #8040ff are",
+    "prepare videos clips notes.txt/out": "notes.txt/out/prepare cannot be used: Not a directory; give another path",
     "prepare prior bundle out": 'there is no prompt; give --prompt "a dog"',
     # new
     "new nowhere": "nowhere is not a folder, or does not exist; give one of videos or images",
     "new empty": "empty holds no images",
     "new clips --go --gpu h200": "give one of them",
+    "new clips --out notes.txt/run": "--out=notes.txt/run cannot be a folder: there is a file of that name",
+    "demo --out notes.txt": "notes.txt cannot be used: File exists; give another path",
     # bundle, convert, export
     "bundle nowhere out": "nowhere does not exist; give the folder of a run",
     "bundle clips out": "clips holds no complete checkpoint; give the folder of a run",
@@ -118,6 +121,7 @@ MISTAKES = {
     f"{GENERATE} --runtime onnx": "make a bundle that has it with `megadit export bundle OUT --format onnx`",
     f"{GENERATE} --device gpu": "device 'gpu' cannot be used; choose auto, cpu, cuda or cuda:N",
     f"{GENERATE} --contact_sheet sheet": "--contact_sheet=sheet: use a name that ends in .mp4",
+    f"{GENERATE} --contact_sheet notes.txt/a.png": "--contact_sheet=notes.txt/a.png: its folder is a file",
     "generate --checkpoint_path bundle --prompt_file prompts.jsonl": 'line 1 must be an object with a "prompt"',
     "generate --repeat clip.mp4": "of how it was made: give a file that this command wrote",
     # evaluate, distill
@@ -142,6 +146,8 @@ MISTAKES = {
     "serve run nowhere": "nowhere does not exist; `megadit serve build-repository` makes one",
     "serve run empty": "empty is not a model repository; `megadit serve build-repository` makes one",
     "serve run models --http_port {taken}": "{taken} (http) cannot be used: Address already in use; --http_port takes",
+    "serve gateway --port {taken}": "127.0.0.1:{taken} cannot be used: Address already in use; --port takes",
+    "serve demo --port {taken}": "127.0.0.1:{taken} cannot be used: Address already in use; --port takes",
     "serve ask": 'say what the video shows: megadit serve ask "a red seven"',
     "serve keys ad alice": "did you mean 'add'?",
 }

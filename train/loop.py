@@ -48,9 +48,10 @@ def train(config: RunConfig) -> None:
                 if process_groups.claims_report("error"):
                     raise
                 raise SystemExit(2) from None
-            except RuntimeError as error:  # so a collective fails whose peer is gone
+            except (RuntimeError, MemoryError) as error:
                 if is_out_of_memory(error):
                     _end_for_memory(config, error)
+                # so a collective fails whose peer is gone
                 if (lost := watchdog.lost_rank()) is None:
                     raise
                 print(f"error: {lost}; run the same command to continue", file=sys.stderr, flush=True)
@@ -59,9 +60,9 @@ def train(config: RunConfig) -> None:
                 process_groups.destroy()
 
 
-def _end_for_memory(config: RunConfig, error: RuntimeError) -> NoReturn:
+def _end_for_memory(config: RunConfig, error: Exception) -> NoReturn:
     """Ends this rank; the others, which wait for it, name it."""
-    data, said = config.data, str(error).partition("\n")[0]
+    data, said = config.data, str(error).partition("\n")[0] or type(error).__name__
     print(
         f"error: no memory for packs of data.seq_length={data.seq_length:,} tokens, data.micro_batch_size="
         f"{data.micro_batch_size} at a time ({said}); lower these, or recompute (parallel.recompute_granularity=auto); "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_path
+from megadit.models.shared.files import atomic_path, can_be_folder
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import duration
 from megadit.models.shared.setting import setting
@@ -45,6 +45,8 @@ def _run(argv: list[str]) -> int:
     seen = look(options.source, options.captions)
     machine = _machine(options)
     out = options.out or Path("runs") / (Path(options.source.rstrip("/")).name or "new")
+    if not can_be_folder(out):
+        raise UserError(f"--out={out} cannot be a folder: there is a file of that name; give another")
     proposal = propose(seen, machine, data=str(out / "data"), out=str(out / "train"), minutes=options.minutes)
     commands = _commands(options, out, seen, machine, proposal)
     _tell(options, seen, machine, proposal)

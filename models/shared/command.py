@@ -1,6 +1,7 @@
 """Commands: their options, and how their errors reach the user."""
 
 import argparse
+import errno
 import os
 import select
 import subprocess
@@ -9,6 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 from megadit.models.shared.errors import AlreadyToldError, UserError, did_you_mean
+
+OF_PATHS = {
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
+    **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or yourself the right to it"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or give another path"),
+}
+"""What a system may refuse where files are made -> what helps."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -50,9 +58,9 @@ class CommandParser(argparse.ArgumentParser):
 def run_command(function: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Runs a command and returns its exit code: 2 for a `UserError`, 130 when interrupted, each told in one line.
 
-    141, in silence, where nobody reads standard output any more (`megadit info PATH | head -1`). `--debug` among the
-    arguments is taken out, and shows the traceback of such errors instead. Other exceptions are faults of ours and
-    always show theirs.
+    141, in silence, where nobody reads standard output any more (`megadit info PATH | head -1`). What the system
+    refuses to do at a path (`OF_PATHS`) is told as a `UserError` is. `--debug` among the arguments is taken out, and
+    shows the traceback of such errors instead. Other exceptions are faults of ours and always show theirs.
     """
     debug = "--debug" in argv
     # before torch is there: a GPU that a run fills has no room for gaps between blocks of fixed sizes
@@ -66,8 +74,7 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
     except UserError as error:
         if debug:
             raise
-        print(f"error: {_in_one_line(str(error))}", file=sys.stderr)
-        return 2
+        return _tell(str(error))
     except KeyboardInterrupt:
         if debug:
             raise
@@ -79,6 +86,16 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
         # what is still buffered would fail again when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if debug or error.errno not in OF_PATHS:
+            raise
+        what = f"{error.filename} cannot be used: " if error.filename else ""
+        return _tell(f"{what}{error.strerror}; {OF_PATHS[error.errno]}")
+
+
+def _tell(complaint: str) -> int:
+    print(f"error: {_in_one_line(complaint)}", file=sys.stderr)
+    return 2
 
 
 def _in_one_line(text: str) -> str:

@@ -53,6 +53,11 @@ def inner_path(root: str | os.PathLike, name: str, *, follow_links: bool = False
     return path
 
 
+def can_be_folder(path: str | os.PathLike) -> bool:
+    """Whether neither it nor what it would lie in is a file."""
+    return not any(place.is_file() for place in (Path(path), *Path(path).parents))
+
+
 def is_inner_name(name: str) -> bool:
     """Whether a path, with slashes, can be one and stays in its folder, links aside."""
     path = PurePosixPath(name)

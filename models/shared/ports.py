@@ -3,6 +3,8 @@
 import socket
 from contextlib import ExitStack
 
+from megadit.models.shared.errors import UserError
+
 
 def free_ports(count: int) -> list[int]:
     """So many different ports of 127.0.0.1, free at this moment: whoever comes first may take them."""
@@ -11,3 +13,14 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def check_free(host: str, port: int, flag: str, name: str = "") -> None:
+    """Raises UserError, with the option that takes another port, if somebody listens on this one or none can."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            what = f"{host}:{port}{name and f' ({name})'}"
+            raise UserError(f"{what} cannot be used: {error.strerror}; {flag} takes another") from error

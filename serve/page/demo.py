@@ -24,6 +24,7 @@ from megadit.infer.video_io import read_video, write_video
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
+from megadit.models.shared.ports import check_free
 from megadit.models.shared.setting import setting
 from megadit.serve.answers import Event, ServiceError, StepDone, UnavailableError, VideoResult
 from megadit.serve.build_repository import build_repository
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     options = read_options(PageOptions, argv, prog="megadit serve demo", description=__doc__)
+    check_free(options.host, options.port, "--port")
     signal.signal(signal.SIGTERM, _interrupt)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megadit.models.shared.files import can_be_folder
 from megadit.models.shared.rules import Rule, accepted_by, enforce
 from megadit.train.config.computing_rules import COMPUTING
 from megadit.train.config.facts import OF_DATASET, Run
@@ -178,7 +179,7 @@ RULES: tuple[Rule[Run], ...] = (
     ),
     Rule(
         when=lambda run: run.starts_here and run.train.output_dir is not None,
-        needs=lambda run: not any(path.is_file() for path in Path(run.train.output_dir, "config.yaml").parents),
+        needs=lambda run: can_be_folder(run.train.output_dir),
         remedy="{train.output_dir=} cannot be a folder: there is a file of that name; give another",
     ),
     accepted_by(check_schedule, where="validation.sampling: ", when=attrgetter("starts_here")),

@@ -164,12 +164,18 @@ def test_a_page_shows_a_run(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_command_prints_a_table_or_json(bundle, capsys, as_json):
+def test_command_prints_a_table_or_json(bundle, capsys, monkeypatch, as_json):
+    monkeypatch.setenv("COLUMNS", "400")
     assert info.main([str(bundle), *(["--json"] if as_json else [])]) == 0
     shown = capsys.readouterr().out
     assert f"{NUM_PARAMETERS:,}" in shown
     if as_json:
         assert json.loads(shown)["training step"] == 3500
+        return
+    facts = {name: str(value) for name, value in info.describe(bundle).items()}
+    column = 2 + max(map(len, facts))
+    rows = [(line[:column].rstrip(), line[column:].rstrip()) for line in shown.splitlines()]
+    assert rows == list(facts.items()), "names in one column, what they are in another"
 
 
 def test_other_folders_are_refused(tmp_path, capsys):

@@ -15,7 +15,15 @@ import pytest
 
 from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest, nearest_multiples
-from megadit.models.shared.files import atomic_directory, atomic_path, held_alone, inner_path, read_json, write_json
+from megadit.models.shared.files import (
+    atomic_directory,
+    atomic_path,
+    can_be_folder,
+    held_alone,
+    inner_path,
+    read_json,
+    write_json,
+)
 from megadit.models.shared.progress import Progress, duration
 
 
@@ -270,6 +278,36 @@ def test_run_command_debug_shows_the_traceback_and_is_taken_out():
 def test_run_command_never_hides_a_fault_of_ours():
     with pytest.raises(ZeroDivisionError):
         run_command(lambda argv: 1 // 0, [])
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda file: (file / "a").mkdir(), "file/a cannot be used: Not a directory; give another path"),
+        (lambda file: file.mkdir(), "file cannot be used: File exists; give another path"),
+        (lambda file: file.parent.open("w"), "cannot be used: Is a directory; give another path"),
+        (lambda file: open("/dev/full", "w", buffering=1).write("a\n"), "No space left on device; make room, or"),
+    ],
+)
+def test_what_cannot_be_made_at_a_path_is_told_in_a_line(tmp_path, capsys, make, told):
+    file = tmp_path / "file"
+    file.touch()
+    assert run_command(lambda argv: make(file), []) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and told in error and error.count("\n") == 1
+    with pytest.raises(OSError, match="Errno"):
+        run_command(lambda argv: make(file), ["--debug"])
+
+
+def test_other_faults_of_the_system_are_ours():
+    with pytest.raises(FileNotFoundError):
+        run_command(lambda argv: open("nowhere/at/all"), [])
+
+
+def test_a_folder_needs_a_place_without_files(tmp_path):
+    (tmp_path / "file").touch()
+    found = [can_be_folder(tmp_path / name) for name in ("", "new/a", "file", "file/a/b")]
+    assert found == [True, True, False, False]
 
 
 def test_a_reader_that_leaves_ends_a_command_in_silence():

@@ -126,6 +126,21 @@ def test_a_sheet_shows_samples(prepared, tmp_path, capsys):
     assert "use a name that ends in .png" in capsys.readouterr().err
 
 
+def test_a_sheet_of_images_is_a_grid(tmp_path, make_pan):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(12):
+        Image.fromarray(make_pan("china.jpg", 1, 64, 64, start=(20 * number, 30 * number))[0]).save(
+            folder / f"{number}.png"
+        )
+    options = ["--sizes", "64x64", "--channels", "24", "--num_workers", "0", "--val_share", "0"]
+    assert prepare.main(["images", str(folder), str(tmp_path / "out"), *options, "--shard_size", "4"]) == 0
+    dataset_sheet.write_sheet(tmp_path / "out", tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        across, down = (side // dataset_sheet.THUMBNAIL_HEIGHT for side in sheet.size)
+    assert across == 4 and down in (3, 4), "as square as they go: four across, three down, and their captions"
+
+
 def test_energon_accepts_the_folder(prepared, capfd):
     energon_info.main([str(prepared)], standalone_mode=False)
     assert "TextSample" in capfd.readouterr().out
