@@ -179,7 +179,7 @@ def digits_tiny() -> RunConfig:
     return replace(
         run,
         recipe="digits_tiny",
-        model=replace(run.model, num_layers=2, hidden_size=48, num_attention_heads=2),
+        model=replace(run.model, num_layers=2, hidden_size=48, num_attention_heads=2, learned_positions=None),
         data=replace(run.data, seq_length=96, text_seq_length=64, packing_buffer_size=8, shuffle_buffer_size=16),
         train=replace(
             run.train, train_iters=10, output_dir="runs/digits_tiny", matmul_precision="ieee", log_interval=1

@@ -103,8 +103,8 @@ def test_a_configuration_saved_by_an_earlier_version_loads():
     path = Path(__file__).parent / "saved_before_sampling.yaml"
     changes = ["data.mock=true", "health.max_anomalies=4", "logger.curves=true"]
     changes += ["validation.sampling.sampler=heun", "validation.sampling.eta=0.5"]
-    run = resolve_config("digits_tiny", overrides=[*changes, "model.learned_positions=null"])
-    since = ["logger.curves=true", "model.learned_positions=null"]  # what the recipe has said otherwise since then
+    run = resolve_config("digits_tiny", overrides=changes)
+    since = ["logger.curves=true"]  # what the recipe has said otherwise since then
     assert load_config(path) == run == resolve_config(config_file=path, overrides=since)
     assert all(f"{old.partition('.')[2]}:" in path.read_text() for old in RENAMED if old != "train.init_from")
 
