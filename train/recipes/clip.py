@@ -100,7 +100,7 @@ def clip_digits() -> RunConfig:
         run,
         recipe="clip_digits",
         model=NAMED_CONFIGS["clip_digits"],
-        data=replace(run.data, seq_length=128 * 65, text_seq_length=128 * 12),
+        data=replace(run.data, seq_length=128 * 65, text_seq_length=128 * 12, mixup=0.0),
         train=replace(run.train, train_iters=400, output_dir="runs/clip_digits", label_smoothing=0.0),
         optimizer=replace(run.optimizer, lr=4e-3),
         checkpoint=replace(run.checkpoint, save_interval=200),

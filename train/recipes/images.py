@@ -100,7 +100,8 @@ def image_digits() -> RunConfig:
     return replace(
         run,
         recipe="image_digits",
-        model=replace(run.model, learned_positions=None),  # the second stage has places that the first never saw
+        # rotary positions alone, as in `image_xl`: a second stage divides them, and would have to learn others anew
+        model=replace(run.model, learned_positions=None),
         data=replace(run.data, text_seq_length=960, mock_latent_shapes=((1, 4, 4),)),
         train=replace(run.train, train_iters=900, output_dir="runs/image_digits"),
         diffusion=replace(run.diffusion, p_mean=1.0, shift_tokens=16),

@@ -135,6 +135,7 @@ def vit_digits() -> RunConfig:
             packing_buffer_size=256,
             shuffle_buffer_size=4096,
             encode="precached",
+            mixup=0.2,
             mock_latent_shapes=((1, 32, 32),),
         ),
         train=replace(
@@ -170,6 +171,7 @@ def vit_digits_clips() -> RunConfig:
             run.data,
             seq_length=128 * 49,
             text_seq_length=128,
+            mixup=0.0,
             mock_latent_shapes=((9, 32, 32),),
         ),
         train=replace(run.train, train_iters=450, output_dir="runs/vit_digits_clips"),
