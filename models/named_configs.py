@@ -199,7 +199,7 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
     "shapes": DiTConfig(
         num_layers=4,
         hidden_size=96,
-        num_attention_heads=4,
+        num_attention_heads=2,
         in_channels=64,
         patch_spatial=1,
         crossattn_emb_size=64,
