@@ -28,12 +28,10 @@ from megadit.infer.evaluate.videos import open_videos
 from megadit.infer.options import refuse
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
-from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.infer.tune_sampler import write_defaults
 from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
 from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter_files import is_adapter, read_adapter, write_adapter
-from megadit.models.settings import OF_TWO_CALLS, SamplingSettings
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_directory, write_json
@@ -45,16 +43,13 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import draw_captions
 from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.pairs import DATASET, make_pairs
+from megadit.train.distill.stages import OF_PAIRS, STAGES, student_settings, student_sigmas, told_scale
 from megadit.train.given_network import UNTRAINED, check_scales
 
-MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7
-"""Of data with unit deviation: the second of a student's noise levels (of what lies above little can be seen), and the
-last, below which one call clears all."""
 PAIRS = "pairs"
 """Folder of the pairs beside those of the stages."""
 FEW_CALLS = 4
 """Of fewer, each has to end in a video: the student must learn how videos are distributed."""
-CONSISTENCY_LEVELS = 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,106 +105,6 @@ class StageRun:
     folder: Path
     command: tuple[str, ...]
     """What `megadit train` is told."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """What the run of an objective has in place of the recipe's values."""
-
-    overrides: Callable[[RunConfig, tuple[float, ...]], list[str]]
-    """(the recipe's run, the student's noise levels) -> section.key=value."""
-    sampler: str = "restart"
-    """How the student is to be called."""
-    takes_pairs: bool = False
-    """It learns from videos of the first teacher in place of --data, as `OF_PAIRS` says."""
-
-
-OF_PAIRS = (
-    "data.given=[]",
-    "data.encode=precached",
-    "data.min_aesthetic_score=null",
-    "data.max_frames=null",
-    "data.keep=[]",
-)
-"""How such videos are read, whatever the recipe and the values of all stages choose of --data: they are latents of
-noise and text alone, which nobody has scored, and what is cut off would be missing beside its noise."""
-
-
-def _levels(sigmas: Sequence[float]) -> str:
-    return f"train.distill.sigmas=[{','.join(f'{sigma:.6g}' for sigma in sigmas)}]"
-
-
-def _gently(run: RunConfig, share: float, steps: float) -> list[str]:
-    """A share of the recipe's learning rate, for a share of its steps."""
-    count = max(1, round(steps * run.train.train_iters))
-    return [
-        f"optimizer.lr={share * run.optimizer.lr:.6g}",
-        f"optimizer.min_lr={min(run.optimizer.min_lr, share * run.optimizer.lr):.6g}",
-        f"optimizer.lr_warmup_iters={min(20, count // 2)}",
-        f"train.train_iters={count}",
-    ]
-
-
-STAGES = {
-    "guidance": Stage(overrides=lambda run, sigmas: _gently(run, 1 / 3, 0.4)),
-    "progressive": Stage(overrides=lambda run, sigmas: [*_gently(run, 1 / 3, 0.2), _levels(sigmas)], sampler="euler"),
-    "consistency": Stage(
-        overrides=lambda run, sigmas: [
-            *_gently(run, 1 / 6, 0.2),
-            _levels(karras_sigmas(CONSISTENCY_LEVELS, sigmas[-1], sigmas[0]).tolist()[:-1])
-            if len(sigmas) > 1
-            else _levels(karras_sigmas(CONSISTENCY_LEVELS, LOWEST_SIGMA / 10 * run.model.sigma_data, sigmas[0])[:-1]),
-        ]
-    ),
-    "continuous_consistency": Stage(
-        overrides=lambda run, sigmas: [
-            *_gently(run, 1 / 6, 0.2),
-            f"train.distill.tangent_warmup={run.train.train_iters // 20}",
-            "diffusion.learned_uncertainty=true",
-        ]
-    ),
-    "consistency_limit": Stage(overrides=lambda run, sigmas: _gently(run, 1 / 24, 0.2)),
-    "regression": Stage(
-        overrides=lambda run, sigmas: [*_gently(run, 1 / 3, 0.3), _levels(sigmas)],
-        takes_pairs=True,
-    ),
-    "distribution_matching": Stage(
-        overrides=lambda run, sigmas: [
-            *_gently(run, 1 / 24, 0.2),
-            f"train.distill.critic_lr={run.optimizer.lr / 4:.6g}",
-            "train.distill.critic_updates=3",
-            *("optimizer.adam_beta1=0.5", "optimizer.muon_momentum=0.5"),  # what was right a while ago misleads both
-            _levels(sigmas),
-        ]
-    ),
-}
-"""`--stages` -> what it changes of a recipe."""
-
-
-def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
-    """Noise levels of so many calls: the teacher's highest, then evenly in their logarithm."""
-    highest, unit = settings_sigmas(teacher.defaults)[0].item(), teacher.config.sigma_data
-    if calls == 1:
-        return (highest,)
-    if calls == 2:
-        return (highest, (MIDDLE_SIGMA * LOWEST_SIGMA) ** 0.5 * unit)
-    return (highest, *log_linear_sigmas(calls - 1, LOWEST_SIGMA * unit, MIDDLE_SIGMA * unit).tolist()[:-1])
-
-
-def student_settings(sampler: str, sigmas: tuple[float, ...], guidance: float = 1.0) -> dict[str, Any]:
-    """How a student is called: once a step, unguided or told a scale, at its own noise levels; what is not here, as its
-    teacher."""
-    levels = {"sigmas": sigmas, "num_steps": len(sigmas), "shift": 1.0}
-    plain = {**OF_TWO_CALLS, "second_guidance": 0.0, "churn": 0.0, "eta": 0.0, "cache_budget": 0.0}
-    return {"sampler": sampler, "guidance": guidance, **levels, **plain}
-
-
-def told_scale(teacher: SamplingSettings, told: tuple[float, float] | None) -> float:
-    """Of those that a student is told, the one nearest to the teacher's own; 1, which is no guidance, without."""
-    return 1.0 if told is None else min(max(told[0], teacher.guidance), told[1])
-
-
-# --- the command --------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,8 @@ from megadit.models.settings import SamplingSettings, check_guidance
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
 from megadit.train.distill.check import Bounds, Comparison, compare, spread
-from megadit.train.distill.command import STAGES, main, student_settings, student_sigmas, told_scale
+from megadit.train.distill.command import main
+from megadit.train.distill.stages import STAGES, student_settings, student_sigmas, told_scale
 from tests.train.test_adapter_runs import write
 
 BOUNDS = Bounds(least_spread=0.5, most_spread=2.0, most_distance=1.5)
