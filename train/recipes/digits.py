@@ -58,7 +58,7 @@ def digits() -> RunConfig:
         validation=ValidationConfig(
             interval=480,
             num_batches=4,
-            sampling=SamplingConfig(sampler="restart", num_steps=4, sigmas=(80.0, 4.0, 1.0, 0.3), guidance=4.0),
+            sampling=SamplingConfig(sampler="restart", num_steps=4, sigmas=(80.0, 4.0, 1.0, 0.3), guidance=3.0),
         ),
     )
 
@@ -191,6 +191,6 @@ def digits_tiny() -> RunConfig:
             run.validation,
             interval=5,
             num_batches=1,
-            sampling=replace(run.validation.sampling, sampler="euler", num_steps=2, sigmas=(), eta=1.0),
+            sampling=replace(run.validation.sampling, sampler="euler", num_steps=2, sigmas=(), eta=1.0, guidance=4.0),
         ),
     )

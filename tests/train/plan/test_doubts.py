@@ -58,11 +58,11 @@ def test_guidance_that_another_network_had(tmp_path):
     run = load_recipe("digits")
     other = replace(run, model=replace(run.model, num_layers=6, hidden_size=192))
     (said,) = doubts(other, None)
-    assert "guidance=4 and 4 steps, which recipe digits has for a network of another size" in said
+    assert "guidance=3 and 4 steps, which recipe digits has for a network of another size" in said
     bundle = write_random_bundle(tmp_path / "bundle", guidance=2.5)
     tuned = replace(other, checkpoint=replace(run.checkpoint, init_from=str(bundle)))
-    assert f"guidance=4 (that of {bundle}: 2.5)" in doubts(tuned, None)[0]
-    chosen = replace(run.validation, sampling=replace(run.validation.sampling, guidance=3.0))
+    assert f"guidance=3 (that of {bundle}: 2.5)" in doubts(tuned, None)[0]
+    chosen = replace(run.validation, sampling=replace(run.validation.sampling, guidance=3.5))
     assert doubts(replace(other, validation=chosen), None) == []
     assert doubts(replace(run, checkpoint=tuned.checkpoint), None) == []  # a network that the recipe is for
 
