@@ -17,6 +17,7 @@ from torch import nn
 from megadit.models.adapters import draw_dropout
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
+from megadit.models.megatron.launch import cores_of_a_rank
 from megadit.models.shared.files import atomic_path
 from megadit.train.building import TRAINED, Form, build_parts, network_of, starting_values
 from megadit.train.checkpoint_tensors import TrainedTensors
@@ -31,7 +32,6 @@ from megadit.train.ema import WeightAverages
 from megadit.train.given_network import GivenNetwork, given_network, read_teacher
 from megadit.train.optimizer import build_optimizer, build_scheduler, loss_scaler
 from megadit.train.optimizer_state import DataParallel, find_ownership, named_parameters
-from megadit.train.plan.hardware import cores_of_a_rank
 from megadit.train.training_model import TrainingModel
 
 CRITIC = "critic."

@@ -25,11 +25,17 @@ def rank_arguments(argv: Sequence[str], *, debug: bool) -> list[str]:
     return [*kept, "--debug"] if debug else kept
 
 
+def cores_of_a_rank(ranks: int) -> int:
+    """The cores of this machine divided among its ranks; one at least."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
 def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     """Runs `python -m module argv` on `num_processes` ranks; the exit code is that of the first rank to fail, or 0.
 
     Ranks speak for themselves on the shared terminal; torchrun would add a traceback of its own below their errors.
-    A SIGTERM or SIGINT is passed on to every rank, which have 30 seconds to write a checkpoint.
+    A SIGTERM or SIGINT is passed on to every rank, which have 30 seconds to write a checkpoint. Each computes with its
+    share of the cores, unless OMP_NUM_THREADS says otherwise: threads that have none to themselves wait for each other.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,6 +44,8 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for library in ("GLOO", "NCCL"):  # what ranks of one machine say to each other no network needs to carry
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    is_told = "OMP_NUM_THREADS" in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_of_a_rank(num_processes)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -55,4 +63,7 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval.value
+    finally:
+        if not is_told:  # this process may start others, of which there are fewer
+            del os.environ["OMP_NUM_THREADS"]
     return 0

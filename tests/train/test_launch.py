@@ -17,6 +17,7 @@ import os, pathlib, signal, sys, time
 folder, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
 rank = os.environ["RANK"]
 (folder / f"rank{rank}").write_text(os.environ["WORLD_SIZE"])
+(folder / f"threads{rank}").write_text(os.environ["OMP_NUM_THREADS"])
 def leave(*_):
     (folder / f"told{rank}").touch()
     sys.exit(0)
@@ -55,9 +56,14 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_rank_runs(module, tmp_path):
+def test_every_rank_runs(module, tmp_path, monkeypatch):
+    """Each with its share of the cores."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert launch(module, [str(tmp_path), "succeed"], num_processes=2) == 0
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2", "2"]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [int((tmp_path / f"threads{rank}").read_text()) for rank in range(2)] == [share, share]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """The machines that the planner knows, from their data sheets."""
 
-import os
 from dataclasses import dataclass
 
+from megadit.models.megatron.launch import cores_of_a_rank
 from megadit.models.shared.errors import choose_one
 
 GIB = 2**30
@@ -119,11 +119,6 @@ def this_device(ranks: int) -> Gpu:
         network_bandwidth=2 * GB,
         is_cpu=not torch.cuda.is_available(),
     )
-
-
-def cores_of_a_rank(ranks: int) -> int:
-    """The cores of this machine divided among its ranks; one at least."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def this_machines_memory(ranks: int) -> float:

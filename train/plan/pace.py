@@ -4,11 +4,12 @@ from dataclasses import replace
 from math import prod
 from statistics import mean
 
+from megadit.models.megatron.launch import cores_of_a_rank
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import duration
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.plan.hardware import Gpu, cores_of_a_rank
+from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.recompute import with_recompute
 from megadit.train.plan.search import assess
