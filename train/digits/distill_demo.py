@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ SHOWN = 6
 FOUR_SIGMAS = ("12", "4", "1.5", "0.5")
 """Of the student that answers guidance in one call: from 80, where that is a mean, clips of a prompt come to be more
 alike."""
-GUIDANCE_OF_PAIRS = "3.6"
-"""What an ODE makes of one prompt and many noises differs more than what the teacher's new noise on the way makes; more
-guidance makes up for it. (At the teacher's 3 the clips of one call have 1.36 times its spread.)"""
+OF_ONE_CALL = {"--guidance": "4", "--num_pairs": "2560"}
+"""The pairs of the student of one call. Its clips of a prompt differ as what an ODE makes of other noise does, which is more
+than what new noise on the way makes of a prompt: by 1.36 times at the teacher's guidance of 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +110,12 @@ def _two(demo: DistillDemo) -> None:
 
 
 def _one(demo: DistillDemo) -> None:
-    _distill(demo, 1, "regression", *_from_four(demo), "--pairs", str(demo.student(2) / "pairs" / "dataset"))
+    _distill(demo, 1, "regression", *chain(*OF_ONE_CALL.items()), *_from_four(demo))
 
 
 def _from_four(demo: DistillDemo) -> tuple[str, ...]:
     pairs = [] if demo.steps is None else ["--num_pairs", str(PAIRS_OF_STEP * demo.steps)]
-    return f"checkpoint.init_from={demo.student(4) / 'bundle'}", "--guidance", GUIDANCE_OF_PAIRS, *pairs
+    return f"checkpoint.init_from={demo.student(4) / 'bundle'}", *pairs
 
 
 def _distill(demo: DistillDemo, calls: int, stage: str, *more: str) -> None:
