@@ -47,8 +47,8 @@ FOUR_SIGMAS = ("12", "4", "1.5", "0.5")
 """Of the student that answers guidance in one call: from 80, where that is a mean, clips of a prompt come to be more
 alike."""
 OF_ONE_CALL = {"--guidance": "4", "--num_pairs": "2560"}
-"""Of the pairs from which one call is learnt. Its clips of a prompt differ as what an ODE makes of other noise does, which
-is more than what new noise on the way makes: 1.36 times as much at the teacher's guidance of 3."""
+"""Of the pairs from which one call is learnt. Its clips of a prompt differ as what an ODE makes of other noise does,
+which is more than what new noise on the way makes: 1.36 times as much at the teacher's guidance of 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
