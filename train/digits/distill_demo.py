@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,6 @@ SHOWN = 6
 FOUR_SIGMAS = ("12", "4", "1.5", "0.5")
 """Of the student that answers guidance in one call: from 80, where that is a mean, clips of a prompt come to be more
 alike."""
-OF_ONE_CALL = {"--guidance": "4", "--num_pairs": "2560"}
-"""Of the pairs from which one call is learnt. Its clips of a prompt differ as what an ODE makes of other noise does,
-which is more than what new noise on the way makes: 1.36 times as much at the teacher's guidance of 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +106,7 @@ def _two(demo: DistillDemo) -> None:
 
 
 def _one(demo: DistillDemo) -> None:
-    _distill(demo, 1, "regression", *chain(*OF_ONE_CALL.items()), *_from_four(demo))
+    _distill(demo, 1, "regression", *_from_four(demo), "--pairs", str(demo.student(2) / "pairs" / "dataset"))
 
 
 def _from_four(demo: DistillDemo) -> tuple[str, ...]:
