@@ -32,7 +32,7 @@ def shapes() -> RunConfig:
         validation=replace(
             run.validation,
             interval=600,
-            # at 4, as for digits, fewer clips are right, of one thing as of two
+            # at 4 fewer clips are right, of one thing as of two
             sampling=replace(run.validation.sampling, guidance=2.0),
         ),
     )
