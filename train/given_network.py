@@ -1,8 +1,9 @@
 """Networks that a run begins with or learns from: bundles, checkpoints, folders of runs."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ MAY_CHANGE_OF_CLASSIFIER = ("learned_positions", "num_classes")
 """It can go on at another size, with its positions resized, and with other classes, which a new head learns."""
 
 
-class GivenNetwork(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class GivenNetwork:
     """A network that a run begins with, or learns from."""
 
     config: DiTConfig
@@ -49,7 +51,7 @@ class GivenNetwork(NamedTuple):
     adapter: Mapping[str, Tensor] | None = None
     """The state of an adapter beside these weights (`models.adapters`)."""
 
-    @property
+    @cached_property
     def fingerprint_of_base(self) -> str:
         """`adapters.fingerprint` of its weights; all of them are read."""
         return fingerprint(network_shapes(self.config), self.read)
@@ -57,7 +59,8 @@ class GivenNetwork(NamedTuple):
     @property
     def fingerprint(self) -> str:
         """The same, of weights and adapter."""
-        adapter = self.adapter or {}
+        if (adapter := self.adapter) is None:
+            return self.fingerprint_of_base
         names = [*network_shapes(self.config), *adapter]
         return fingerprint(names, lambda name: adapter[name] if name in adapter else self.read(name))
 
@@ -121,7 +124,7 @@ def _with_teachers_adapter(config: RunConfig, given: GivenNetwork) -> GivenNetwo
             f"{its.scaling:g} of {len(adapter.changes)} linears, from which that of the run begins: give train.adapter "
             "the same kind, rank, alpha and targets"
         )
-    return given._replace(adapter=state)
+    return replace(given, adapter=state)
 
 
 def read_given(config: RunConfig, source: str) -> GivenNetwork:

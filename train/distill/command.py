@@ -133,7 +133,8 @@ def _run(argv: list[str]) -> None:
     sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
     recipe = options.recipe or (teacher.manifest.get("training") or {}).get("recipe")
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
-    runs, told = _runs(options, stages, recipe, teacher, sigmas), _told(options, teacher)
+    told = _told(options, teacher)
+    runs = _runs(options, stages, recipe, teacher, sigmas, told)
     check = _check(options, teacher)
     before = None
     for number, (name, run) in enumerate(zip(stages, runs, strict=True), start=1):
@@ -249,9 +250,14 @@ def _check(options: DistillOptions, teacher: Bundle) -> Callable:
 
 
 def _runs(
-    options: DistillOptions, stages: Sequence[str], recipe: str, teacher: Bundle, sigmas: tuple[float, ...]
+    options: DistillOptions,
+    stages: Sequence[str],
+    recipe: str,
+    teacher: Bundle,
+    sigmas: tuple[float, ...],
+    told: tuple[float, float] | None,
 ) -> list[StageRun]:
-    """The run of each stage.
+    """The run of each stage; `told` are the scales that the students are told.
 
     Raises:
         UserError: for one that could not begin: the first has not been trained then.
@@ -262,7 +268,7 @@ def _runs(
     model, path, guidance = teacher.config, teacher.path, options.guidance or teacher.defaults.guidance
     of_adapter = [] if options.adapter_rank is None else [f"train.adapter.rank={options.adapter_rank}"]
     runs, of_told = [], []
-    if (told := _told(options, teacher)) is not None:
+    if told is not None:
         guidance, scale = 1.0, told_scale(teacher.defaults, told)
         of_told = [f"model.guidance_range=[{told[0]!r},{told[1]!r}]", f"validation.sampling.guidance={scale:g}"]
     for number, name in enumerate(stages, start=1):
