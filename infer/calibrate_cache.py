@@ -18,7 +18,7 @@ from megadit.infer.lpips import LPIPS
 from megadit.infer.options import DEFAULT_DTYPE, GenerateOptions, parse, refuse
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.signing import SigningOptions
-from megadit.infer.specs import VideoSpec, video_grid
+from megadit.infer.specs import VideoSpec, load_media, video_grid
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
@@ -181,7 +181,7 @@ def _given(
         UserError: for what does not fit the video, and for places that differ.
     """
     target = Target.of(settings, bundle.config, bundle.load_tokenizer())
-    media = {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
+    media = load_media(specs)
     given = [tuple(media[file] for file in spec.given) for spec in specs]
     for each in dict.fromkeys(given):
         check_given(each, bundle.takes, target)

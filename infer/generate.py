@@ -28,7 +28,7 @@ from megadit.infer.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.runtimes.load import TORCH, adapter_slots, taken
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.signing import Marker, load_marker
-from megadit.infer.specs import Grid, VideoSpec, video_grid
+from megadit.infer.specs import Grid, VideoSpec, load_media, video_grid
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.infer.windows import given_later
 from megadit.models.bundle.bundle import Bundle
@@ -140,7 +140,7 @@ def _check_videos(
     warning = unseen_words([spec.prompt for spec in specs if not spec.adapters], bundle.path)
     if warning and is_first():
         print(f"warning: {warning}", file=sys.stderr)
-    media = {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
+    media = load_media(specs)
     takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
     plans, total_frames = bundle_plans(bundle, options.cache_measure), options.total_frames or 0
     for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs):

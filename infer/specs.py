@@ -1,13 +1,14 @@
 """The videos that `megadit generate` is asked for: one for each prompt, guidance scale and seed, with its settings."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megadit.infer.adapters import AdapterUse, adapted_defaults, adapter_uses
 from megadit.infer.contact_sheet import grid_columns
+from megadit.infer.given import GivenVideo
 from megadit.infer.given_files import OPTIONS as GIVEN
 from megadit.infer.given_files import GivenFile, given_files
 from megadit.infer.guidance import guidance_scale
@@ -94,6 +95,11 @@ def adapters_of(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
     for path in scales:
         check_path("adapter", path)
     return adapter_uses(scales)
+
+
+def load_media(specs: Iterable[VideoSpec]) -> dict[GivenFile, GivenVideo]:
+    """What is given of the videos, each file decoded once."""
+    return {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
 
 
 def _check_subject(prompts: list[str], subject: str) -> None:

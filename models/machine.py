@@ -104,6 +104,11 @@ def is_out_of_memory(error: Exception) -> bool:
     return is_told or any(words in str(error) for words in NO_MEMORY)
 
 
+def said_of_memory(error: Exception) -> str:
+    """What a library says of memory that is not there, in a line."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 @contextmanager
 def enough_memory(remedy: str) -> Iterator[None]:
     """Tells what could not be allocated within, and what helps, as a mistake that a user can mend.
@@ -118,8 +123,7 @@ def enough_memory(remedy: str) -> Iterator[None]:
     except Exception as error:  # each library has one of its own
         if not is_out_of_memory(error):
             raise
-        said = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"no memory for this ({said}): {remedy}") from error
+        raise UserError(f"no memory for this ({said_of_memory(error)}): {remedy}") from error
 
 
 def _available_memory() -> int:

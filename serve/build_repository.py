@@ -36,7 +36,7 @@ from megadit.models.shared.files import atomic_directory
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import given_class, group, setting, settings_of
 from megadit.models.weights import config_to_dict
-from megadit.serve.contract import IMAGE_MODEL, MODEL, AdapterInfo, Limits, ServiceInfo, calls_of
+from megadit.serve.contract import IMAGE_MODEL, MODEL, AdapterInfo, Limits, ServiceInfo, calls_in_words, calls_of
 from megadit.serve.feature_repository import LIMITS, build_feature_repository
 from megadit.serve.model_config import Scheduling, service_config
 from megadit.serve.model_files import check_replaceable, write_model
@@ -133,7 +133,7 @@ def _students(paths: Sequence[str | os.PathLike], runtime: str) -> dict[str, Bun
         is_told = student.config.guidance_range is not None
         if (calls := calls_of(student.defaults.to_dict(), is_told=is_told)) is None:
             raise UserError(f"--student {path} is called with guidance, or at no levels of its own: it is no student")
-        if (name := f"{MODEL}_{calls}_call{'s' * (calls > 1)}") in found:
+        if (name := f"{MODEL}_{calls_in_words(calls).replace(' ', '_')}") in found:
             raise UserError(f"--student {path} is called as often as {found[name].path}: serve one of them")
         if runtime != TORCH:
             open_exported(student, runtime)

@@ -281,6 +281,11 @@ def calls_of(defaults: Mapping[str, Any], *, is_told: bool) -> int | None:
     return defaults["num_steps"] if defaults["sigmas"] and (is_told or defaults["guidance"] == 1) else None
 
 
+def calls_in_words(calls: int) -> str:
+    """As a visitor reads it, and, with underscores, in the name of a student's model."""
+    return f"{calls} call{'s' * (calls > 1)}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterInfo:
     """What adapters a service takes."""

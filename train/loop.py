@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megadit.models.machine import is_out_of_memory, peak_flops
+from megadit.models.machine import is_out_of_memory, peak_flops, said_of_memory
 from megadit.models.megatron import groups as process_groups
 from megadit.models.shared.errors import UserError
 from megadit.train.balance import largest_load, restore_counts
@@ -62,7 +62,7 @@ def train(config: RunConfig) -> None:
 
 def _end_for_memory(config: RunConfig, error: Exception) -> NoReturn:
     """Ends this rank; the others, which wait for it, name it."""
-    data, said = config.data, str(error).partition("\n")[0] or type(error).__name__
+    data, said = config.data, said_of_memory(error)
     print(
         f"error: no memory for packs of data.seq_length={data.seq_length:,} tokens, data.micro_batch_size="
         f"{data.micro_batch_size} at a time ({said}); lower these, or recompute (parallel.recompute_granularity=auto); "

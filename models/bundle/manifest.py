@@ -1,13 +1,12 @@
 """megadit.json, by which a bundle is known: the size and checksum of each of its files. Nothing here imports torch."""
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import inner_path, write_json
+from megadit.models.shared.files import inner_path, sha256_of, write_json
 
 MANIFEST_FILE = "megadit.json"
 
@@ -45,7 +44,7 @@ def _file_names(directory: Path) -> list[str]:
 
 
 def _describe_file(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 def _check_file(file: Path, expected: Mapping[str, Any], *, verify: bool) -> None:
@@ -53,10 +52,5 @@ def _check_file(file: Path, expected: Mapping[str, Any], *, verify: bool) -> Non
         raise UserError(f"{file} is missing: it was copied incompletely")
     if file.stat().st_size != expected["bytes"]:
         raise UserError(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}: it was cut or changed")
-    if verify and _sha256(file) != expected["sha256"]:
+    if verify and sha256_of(file) != expected["sha256"]:
         raise UserError(f"{file} differs from its checksum in {MANIFEST_FILE}: it was damaged or changed")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -32,12 +32,10 @@ class Sizes:
         return gr.Radio(choices=self.labels(way, steps, guidance))
 
     def of(self, place: int) -> dict[str, int]:
-        preset = self.presets[place]
-        return {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
+        return self.presets[place].size
 
     def _seconds(self, preset: view.Preset, way: str, steps: int, guidance: float) -> float:
-        size = {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
-        request = self._studio.request(prompt="", seed=0, way=way, num_steps=steps, guidance=guidance, **size)
+        request = self._studio.request(prompt="", seed=0, way=way, num_steps=steps, guidance=guidance, **preset.size)
         return self._studio.estimate(request, way)
 
 

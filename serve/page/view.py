@@ -64,6 +64,11 @@ class Preset:
     height: int
     width: int
 
+    @property
+    def size(self) -> dict[str, int]:
+        """As a request says it."""
+        return {"num_frames": self.num_frames, "height": self.height, "width": self.width}
+
     def label(self, seconds: float) -> str:
         return f"{self.name} \N{MIDDLE DOT} {told_size(self)}, {about(seconds)}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megadit.serve.answers import ServiceError
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import ServiceInfo, VideoRequest, calls_of
+from megadit.serve.contract import ServiceInfo, VideoRequest, calls_in_words, calls_of
 from megadit.serve.gateway.client import GatewayClient
 
 BEST = "best"
@@ -69,7 +69,7 @@ def _way(
 ) -> Way:
     defaults = info.defaults if defaults is None else defaults
     calls = calls_of(defaults, is_told=info.is_told)
-    name = BEST if calls is None else f"{calls} call{'s' * (calls > 1)}"
+    name = BEST if calls is None else calls_in_words(calls)
     return Way(name=name, client=client, info=info, defaults=defaults, adapter=adapter)
 
 

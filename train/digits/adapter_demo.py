@@ -138,7 +138,7 @@ def _generate(demo: AdapterDemo) -> None:
 def _score(demo: AdapterDemo) -> None:
     tokenizer = Bundle.open(demo.bundle).load_tokenizer()
     round_trip = judge.round_trip(tokenizer)
-    reader = judge.load_or_train_reader(demo.out / "judge.safetensors", round_trip, tokenizer.fingerprint())
+    reader = judge.load_or_train_reader(demo.out / judge.FILE, round_trip, tokenizer.fingerprint())
     knows_subject = subject.train_subject_reader(round_trip)
     result: dict[str, Any] = {"word": demo.word, "guidance": GUIDANCE}
     num_shown = SUBJECT_CLIPS * subject.NUM_CLIPS

@@ -108,7 +108,7 @@ def _write_videos(demo: Demo) -> None:
 def _score(demo: Demo) -> None:
     tokenizer = load_tokenizer(demo.dataset / "tokenizer")
     round_trip = judge.round_trip(tokenizer)
-    reader = judge.load_or_train_reader(demo.out / "judge.safetensors", round_trip, tokenizer.fingerprint())
+    reader = judge.load_or_train_reader(demo.out / judge.FILE, round_trip, tokenizer.fingerprint())
     (demo.out / "judge.py").write_text(score.SERVED_JUDGE)
     seen, unseen = demo.attributes
     clips = read_clips(demo.generated)
@@ -122,12 +122,12 @@ def _score(demo: Demo) -> None:
 def _evaluate(demo: Demo) -> None:
     seen, _ = demo.attributes
     clips = load_file(demo.generated)["video_BCTHW"][: len(seen)]
-    evaluate_bundle(demo.evaluation, Bundle.open(demo.bundle), demo.out / "judge.safetensors", clips, seen)
+    evaluate_bundle(demo.evaluation, Bundle.open(demo.bundle), demo.out / judge.FILE, clips, seen)
 
 
 def _draw_figures(demo: Demo) -> None:
     clips, attributes, captions = _showcase(demo)
-    reader = judge.load_reader(demo.out / "judge.safetensors")
+    reader = judge.load_reader(demo.out / judge.FILE)
     verdicts = score.frames_and_clips_right(judge.judge(reader, clips), attributes)
     unseen = {a.combination for a in demo.attributes[1]}
     rows = [

@@ -152,7 +152,7 @@ def load_bench(demo: Path, count: int) -> Bench:
     Raises:
         UserError: if `demo` is not what `make demo` leaves.
     """
-    weights = demo / "judge.safetensors"
+    weights = demo / judge.FILE
     if not weights.exists():
         raise UserError(
             f"{weights} does not exist: give the folder that `make demo` left, once it has scored its clips"
