@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megadit.infer.animations import encode_image
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import setting
 
@@ -66,6 +65,8 @@ class Marker:
             import c2pa
         except ModuleNotFoundError:
             raise UserError("signing needs the library c2pa-python: pip install 'megadit[c2pa]'") from None
+        from megadit.infer.animations import encode_image
+
         self._c2pa = c2pa
         try:
             chain, secret = certificate.read_bytes(), key.read_bytes()

@@ -50,6 +50,8 @@ class GivenOptions:
 GIVEN = settings_of(GivenOptions)
 MEDIA = tuple(name for name, about in GIVEN.items() if (about.metavar or "").endswith("PATH"))
 """Those that name a file, or several."""
+IMAGE_HEADS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
+"""With which images begin (png, jpg, gif, webp); everything else is tried as a video."""
 USES = {
     "input_video": "remake",
     "continue_video": "prefix",

@@ -21,7 +21,7 @@ from megadit.infer.guardrail import Guardrail
 from megadit.infer.guardrail import HeldBackError as Refused
 from megadit.infer.judge import Judge
 from megadit.infer.media import decode as decode_here
-from megadit.infer.media import within_total
+from megadit.infer.media_reader import within_total
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.results import GeneratedVideo

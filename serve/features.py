@@ -15,7 +15,7 @@ from megadit.infer.classify import Classifier
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.evaluate.window import Window, cut
 from megadit.infer.matching import Matcher
-from megadit.infer.media import MediaReader
+from megadit.infer.media_reader import MediaReader
 from megadit.models.bundle.bundle import Bundle, Kind
 from megadit.models.config import DiTConfig
 from megadit.models.given_settings import plain_bytes

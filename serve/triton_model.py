@@ -14,7 +14,7 @@ import torch
 import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
 from megadit.infer.judge import Judge
-from megadit.infer.media import MediaReader
+from megadit.infer.media_reader import MediaReader
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.ranked import Placement
 from megadit.infer.signing import SigningOptions, load_marker

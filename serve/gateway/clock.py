@@ -9,10 +9,12 @@ from sqlalchemy import Connection, delete, select, update
 
 from megadit.serve.gateway.database import CLOCK, GATEWAYS, Database
 
+_SECONDS = select(CLOCK.c.seconds)
+
 
 def store_seconds(connection: Connection) -> float:
     """Seconds during which any gateway of this store ran."""
-    return connection.execute(select(CLOCK.c.seconds)).scalar_one()
+    return connection.execute(_SECONDS).scalar_one()
 
 
 class Heart:

@@ -192,6 +192,7 @@ class Database:
             UserError: for a URL that is none, a database that does not answer, and a store of a newer megadit.
         """
         self._engine = _engine(url)
+        self._reader = self._engine.execution_options(read_only=True)
         try:
             _bring_up_to_date(self)
         except SQLAlchemyError as error:
@@ -201,7 +202,7 @@ class Database:
             """Of this store and no other, however often it moves."""
 
     def reading(self) -> AbstractContextManager[Connection]:
-        return self._engine.execution_options(read_only=True).begin()
+        return self._reader.begin()
 
     def writing(self) -> AbstractContextManager[Connection]:
         """Takes SQLite's write lock at once, so that what was read in the transaction still holds when it writes."""

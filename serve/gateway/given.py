@@ -13,8 +13,7 @@ from fastapi import Request
 from pydantic import BeforeValidator, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
 
-from megadit.infer.media import IMAGE_HEADS
-from megadit.models.given_settings import MEDIA, from_base64, plain_bytes, split_keyframe
+from megadit.models.given_settings import IMAGE_HEADS, MEDIA, from_base64, plain_bytes, split_keyframe
 from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.keys import Key

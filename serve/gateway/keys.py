@@ -13,7 +13,7 @@ import secrets
 import time
 from dataclasses import asdict, dataclass, fields
 
-from sqlalchemy import Row, delete, func, select, update
+from sqlalchemy import Row, bindparam, delete, func, select, update
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, setting
@@ -24,6 +24,7 @@ from megadit.serve.gateway.jobs import IN_PROGRESS, QUEUED, failure
 _FORM = re.compile(r"mdk_([0-9a-f]{12})_([0-9A-Za-z_-]{43})")
 _NOBODY = "0" * 64
 """What an unknown key is compared with: no text has this hash as far as anyone knows."""
+_WITH_ID = select(KEYS).where(KEYS.c.id == bindparam("key_id"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +119,7 @@ class KeyRing:
 
     def find(self, key_id: str) -> Key | None:
         with self._database.reading() as connection:
-            row = connection.execute(select(KEYS).where(KEYS.c.id == key_id)).one_or_none()
+            row = connection.execute(_WITH_ID, {"key_id": key_id}).one_or_none()
         return None if row is None else _key(row)
 
     def check(self, text: str) -> Key | None:
@@ -126,7 +127,7 @@ class KeyRing:
         parts = _FORM.fullmatch(text)
         key_id, secret = parts.groups() if parts else ("", text)
         with self._database.reading() as connection:
-            row = connection.execute(select(KEYS).where(KEYS.c.id == key_id)).one_or_none()
+            row = connection.execute(_WITH_ID, {"key_id": key_id}).one_or_none()
         is_right = hmac.compare_digest(_hash(secret), _NOBODY if row is None else row.hash)
         return _key(row) if is_right and row is not None and row.revoked_at is None else None
 

@@ -188,7 +188,7 @@ class Runner:
 
     def _begin_next(self, server: Server) -> bool:
         """Whether there was a job, and this server answered just before it was taken."""
-        if not self._store.has_queued() or not server.probe():
+        if not self._store.has_queued() or not server.answers():
             return False
         job = self._store.claim(frozenset(server.models))
         if job is None:
@@ -239,7 +239,7 @@ class Runner:
         held = 0
         while held < server.slots - 1 and not self._draining.is_set():
             held += server.free.acquire(timeout=_SECONDS_BETWEEN_LOOKS)
-        is_ours = held == server.slots - 1 and not self._draining.is_set() and server.probe()
+        is_ours = held == server.slots - 1 and not self._draining.is_set() and server.answers()
         if not is_ours and held:
             server.free.release(held)
         return is_ours

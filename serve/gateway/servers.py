@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megadit.models.shared.errors import UserError
@@ -42,9 +43,16 @@ class Server:
 
     def probe(self) -> bool:
         """Asks whether all models are loaded and what they offer; notes whether it is healthy, and says so."""
+        return self._note(self._probe)
+
+    def answers(self) -> bool:
+        """As `probe`, but asks no more than whether all models are loaded: before each job, which waits for it."""
+        return self._note(lambda model: self.client(model).is_ready())
+
+    def _note(self, is_loaded: Callable[[str], bool]) -> bool:
         self.complaint, is_ready = None, False
         try:
-            is_ready = all(self._probe(model) for model in self.models)
+            is_ready = all(is_loaded(model) for model in self.models)
             self.is_proven = is_ready and (self.is_proven or all(self._prove(model) for model in self.models))
         except Exception as error:  # whatever answers there need not be a Triton
             self.complaint = str(error).partition("\n")[0][:300]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from megadit.infer.media import MediaReader, within_total
+from megadit.infer.media_reader import MediaReader, within_total
 from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.given_settings import MediaLimits, split_keyframe
 from megadit.models.shared.errors import UserError

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, select, update
 
 from megadit.serve.gateway.clock import store_seconds
 from megadit.serve.gateway.database import CLAIMING, JOBS, KEYS, PREVIEWS, Database
@@ -33,6 +33,33 @@ _DAY = 86_400.0
 _WANTED = "wanted"
 """Of a webhook: its job's end is to be told, and has not been yet."""
 _AT_ONCE = 500
+
+# Statements of every look and every job, written once: to put one together takes longer than to run it.
+_WITH_ID = select(JOBS).where(
+    JOBS.c.key_id == bindparam("of_key"), JOBS.c.status != DELETED, JOBS.c.id == bindparam("with_id")
+)
+_ANY_QUEUED = select(JOBS.c.number).where(JOBS.c.status == QUEUED).limit(1)
+_IS_WAITING = and_(JOBS.c.status == QUEUED, JOBS.c.model.in_(bindparam("models", expanding=True)))
+_RUNNING = (
+    select(JOBS.c.key_id, func.count().label("jobs"))
+    .where(JOBS.c.status == IN_PROGRESS)
+    .group_by(JOBS.c.key_id)
+    .subquery()
+)
+_TURNS = (
+    select(KEYS.c.id)
+    .where(KEYS.c.id.in_(select(JOBS.c.key_id).where(_IS_WAITING).distinct()))
+    .outerjoin(_RUNNING, _RUNNING.c.key_id == KEYS.c.id)
+    .order_by(func.coalesce(_RUNNING.c.jobs, 0), KEYS.c.turn, KEYS.c.id)
+)
+"""Keys with a job that waits, in the order in which it is their turn."""
+_NEXT_OF_KEY = (
+    select(JOBS.c.number)
+    .where(_IS_WAITING, JOBS.c.key_id == bindparam("of_key"))
+    .order_by(JOBS.c.priority, JOBS.c.number)
+    .limit(1)
+)
+_LATEST_TURN = select(func.max(KEYS.c.turn))
 
 
 class TooManyActiveError(Exception):
@@ -113,7 +140,9 @@ class JobStore:
     def get(self, key_id: str, job_id: str) -> Job | None:
         """A job of this key that was not deleted."""
         with self._database.reading() as connection:
-            return _one(connection, store_seconds(connection), *_of_key(key_id), JOBS.c.id == job_id)
+            now = store_seconds(connection)
+            row = connection.execute(_WITH_ID, {"of_key": key_id, "with_id": job_id}).one_or_none()
+            return None if row is None else job_of(row, now)
 
     def preview(self, job: Job, *, but: int) -> tuple[int, bytes] | None:
         """(step, JPEG) of a running job, if there is any but that of one step."""
@@ -153,7 +182,7 @@ class JobStore:
 
     def has_queued(self) -> bool:
         with self._database.reading() as connection:
-            return connection.execute(select(JOBS.c.number).where(JOBS.c.status == QUEUED).limit(1)).first() is not None
+            return connection.execute(_ANY_QUEUED).first() is not None
 
     def claim(self, models: frozenset[str]) -> Job | None:
         """Takes the job that is next, for this gateway to run.
@@ -161,30 +190,13 @@ class JobStore:
         Keys take turns: the key with the fewest running jobs, and among equals the one whose last turn is the longest
         ago. A key's own jobs go by priority, then by age.
         """
-        waiting = select(JOBS.c.key_id).where(JOBS.c.status == QUEUED, JOBS.c.model.in_(models)).distinct()
-        running = (
-            select(JOBS.c.key_id, func.count().label("jobs"))
-            .where(JOBS.c.status == IN_PROGRESS)
-            .group_by(JOBS.c.key_id)
-            .subquery()
-        )
-        turns = (
-            select(KEYS.c.id)
-            .where(KEYS.c.id.in_(waiting))
-            .outerjoin(running, running.c.key_id == KEYS.c.id)
-            .order_by(func.coalesce(running.c.jobs, 0), KEYS.c.turn, KEYS.c.id)
-        )
+        told = {"models": list(models)}
         with self._database.writing() as connection:
             self._database.alone(connection, CLAIMING)
             now = store_seconds(connection)
-            for key_id in connection.execute(turns).scalars():
-                first = (
-                    select(JOBS.c.number)
-                    .where(JOBS.c.status == QUEUED, JOBS.c.key_id == key_id, JOBS.c.model.in_(models))
-                    .order_by(JOBS.c.priority, JOBS.c.number)
-                    .limit(1)
-                )
-                if (number := connection.execute(first).scalar_one_or_none()) is not None:
+            for key_id in connection.execute(_TURNS, told).scalars():
+                first = connection.execute(_NEXT_OF_KEY, told | {"of_key": key_id})
+                if (number := first.scalar_one_or_none()) is not None:
                     if self._take(connection, number, key_id):
                         return _one(connection, now, JOBS.c.number == number)
         return None
@@ -195,7 +207,7 @@ class JobStore:
             .where(JOBS.c.number == number, JOBS.c.status == QUEUED)  # another gateway may have been faster
             .values(status=IN_PROGRESS, owner=self.owner, attempts=JOBS.c.attempts + 1, step=0, started_at=time.time())
         )
-        latest = connection.execute(select(func.max(KEYS.c.turn))).scalar_one()
+        latest = connection.execute(_LATEST_TURN).scalar_one()
         connection.execute(update(KEYS).where(KEYS.c.id == key_id).values(turn=latest + 1))
         return taken.rowcount == 1
 

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megadit.infer.media import MediaReader
+from megadit.infer.media_reader import MediaReader
 from megadit.infer.video_io import read_video, write_video
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError

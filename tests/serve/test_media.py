@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megadit.infer.given import GivenVideo
-from megadit.infer.media import MediaReader, decode
+from megadit.infer.media import decode
+from megadit.infer.media_reader import MediaReader
 from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.given_settings import GIVEN, MEDIA, GivenOptions, MediaLimits
@@ -199,7 +200,7 @@ def test_a_decoder_that_dies_or_hangs_costs_its_file_alone(monkeypatch):
     first.kill()
     first.wait()
     assert np.array_equal(reader.read(PNG), FRAME), "one that is gone is replaced"
-    monkeypatch.setattr("megadit.infer.media._SECONDS", 0.0)
+    monkeypatch.setattr("megadit.infer.media_reader._SECONDS", 0.0)
     with pytest.raises(UserError, match="came to no end"):
         reader.read(MP4)
     monkeypatch.undo()

@@ -511,7 +511,8 @@ def test_a_job_that_kills_its_server_does_so_to_others_once(gateway, new_key, ev
         self.silent_since, self.is_proven = None, True
         return True
 
-    monkeypatch.setattr(type(server), "probe", probe)
+    for name in ("probe", "answers"):
+        monkeypatch.setattr(type(server), name, probe)
     _, key = new_key()
     prompts = ["poison", "a", "b", "c"]
     ids = [

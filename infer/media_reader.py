@@ -1,0 +1,141 @@
+"""Files that somebody sent, decoded in processes of their own, which one may crash, hang or fill without harm to others.
+
+What decodes (`media.py`) is loaded there and not here. A question is a file's bytes; an answer is JSON, and the frames.
+"""
+
+import json
+import os
+import queue
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import IO
+
+import numpy as np
+
+from megadit.models.given_settings import MediaLimits
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.setting import settings_of
+
+_SECONDS = 120.0
+"""That a file may take on the clock."""
+_SECONDS_FOR_A_TURN = 30.0
+
+
+def check_bytes(data: bytes, limits: MediaLimits) -> None:
+    """Raises UserError for a file that is too large."""
+    if len(data) > limits.max_media_bytes:
+        raise UserError(f"the file has {len(data):,} bytes; this service takes {limits.max_media_bytes:,}")
+
+
+def within_total(decode: Callable[[bytes], np.ndarray], limits: MediaLimits) -> Callable[[bytes], np.ndarray]:
+    """`decode` for the files of one request (uint8 THWC), which together may have so many pixels."""
+    num_pixels = 0
+
+    def counted(data: bytes) -> np.ndarray:
+        nonlocal num_pixels
+        frames = decode(data)
+        num_pixels += frames.size // 3
+        if num_pixels > limits.max_media_pixels:
+            raise UserError(f"the files have more than the {limits.max_media_pixels:,} pixels that this service takes")
+        return frames
+
+    return counted
+
+
+class MediaReader:
+    """Decodes files in processes of its own, `num_processes` at once; they are started when they are needed."""
+
+    def __init__(self, limits: MediaLimits, *, num_processes: int = 1) -> None:
+        self.limits = limits = MediaLimits(**{name: getattr(limits, name) for name in settings_of(MediaLimits)})
+        self._free: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        for _ in range(num_processes):
+            self._free.put(_Worker(limits))
+
+    def read(self, data: bytes) -> np.ndarray:
+        """As `media.decode`, but that a file which ends or holds up its decoder is refused like any other.
+
+        Raises:
+            UserError: as `media.decode`.
+            TimeoutError: if no process became free.
+        """
+        check_bytes(data, self.limits)
+        try:
+            worker = self._free.get(timeout=_SECONDS_FOR_A_TURN)
+        except queue.Empty:
+            raise TimeoutError("too many files are being read at the moment") from None
+        try:
+            return worker.read(data)
+        finally:
+            self._free.put(worker)
+
+    def close(self) -> None:
+        """Ends the processes, once they are free."""
+        while not self._free.empty():
+            self._free.get_nowait().end()
+
+
+class _Worker:
+    """One process; it lives until a file ends it, and is then started again."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._process: subprocess.Popen | None = None
+
+    def read(self, data: bytes) -> np.ndarray:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        try:
+            answer, raw = self._exchange(data)
+        except (OSError, EOFError, ValueError, struct.error):
+            self.end()
+            raise UserError("the file cannot be read: its decoder came to no end, or to a bad one") from None
+        if "error" in answer:
+            raise UserError(answer["error"])
+        return np.frombuffer(raw, dtype=np.uint8).reshape(answer["shape"])
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> None:
+        self.end()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megadit.infer.media", json.dumps(asdict(self._limits))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # each thread would reserve memory
+        )
+
+    def _exchange(self, data: bytes) -> tuple[dict, bytearray]:
+        process, too_late = self._process, threading.Timer(_SECONDS, self._process.kill)
+        too_late.start()
+        try:
+            send(process.stdin, data)
+            answer = json.loads(receive(process.stdout, 1 << 16))
+            return answer, receive(process.stdout, 3 * self._limits.max_media_pixels)
+        finally:
+            too_late.cancel()
+
+
+def send(file: IO[bytes], data: bytes) -> None:
+    file.write(struct.pack("<Q", len(data)))
+    file.write(data)
+    file.flush()
+
+
+def receive(file: IO[bytes], most: int) -> bytearray:
+    """Raises EOFError where less comes than was announced, or more than `most` bytes are."""
+    head = file.read(8)
+    if len(head) < 8 or (length := struct.unpack("<Q", head)[0]) > most:
+        raise EOFError
+    data = bytearray(length)
+    if file.readinto(data) < length:
+        raise EOFError
+    return data
