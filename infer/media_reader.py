@@ -1,4 +1,4 @@
-"""Files that somebody sent, decoded in processes of their own, which one may crash, hang or fill without harm to others.
+"""Files that somebody sent, decoded in processes of their own, which one may crash, hang or fill: others go on.
 
 What decodes (`media.py`) is loaded there and not here. A question is a file's bytes; an answer is JSON, and the frames.
 """
