@@ -61,6 +61,18 @@ def write(path: Path, name: str) -> None:
     )
 
 
+def sizes_of(name: str) -> tuple[str, ...]:
+    """Profiles of an export that is asked for these videos and no larger ones."""
+    _, (frames, height, width) = NETWORKS[name]
+    sizes = {
+        "batch": (1, 2, 2),
+        "frames": (1, frames, frames),
+        "height": (32, height, height),
+        "width": (32, width, width),
+    }
+    return tuple(f"{side}={','.join(map(str, bounds))}" for side, bounds in sizes.items())
+
+
 def opened(folder: Path, name: str, runtimes: Sequence[str]) -> dict[str, TextToVideo]:
     """A pipeline for each runtime, of networks that were exported where a runtime wants that."""
     path = folder / name
@@ -69,7 +81,7 @@ def opened(folder: Path, name: str, runtimes: Sequence[str]) -> dict[str, TextTo
     if any(RUNTIMES[runtime]["runtime"] != "torch" for runtime in runtimes):
         exported = folder / f"{name}-exported"
         if not exported.exists():
-            export_bundle(str(path), str(exported), ExportSettings())
+            export_bundle(str(path), str(exported), ExportSettings(profiles=sizes_of(name)))
         path = exported
     return load_pipelines(Bundle.open(path), runtimes, "cpu", "float32")
 

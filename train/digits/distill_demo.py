@@ -31,7 +31,7 @@ from megadit.models.shared.progress import Progress
 from megadit.train.digits import figures, given_score, judge, score
 from megadit.train.digits.data import Attributes
 from megadit.train.digits.stages import FollowingDemo, Stage, following_demo, run_stages, summary_of_seconds
-from megadit.train.distill.check import spread
+from megadit.train.distill.check import spread, spread_within
 
 TEACHER = "teacher"
 TWENTY_EVALUATIONS = {"sampler": "euler", "num_steps": 10, "eta": 1.0}
@@ -145,7 +145,8 @@ def _score(demo: DistillDemo) -> None:
     reader, seer = extractors[0].reader, next(each for each in extractors if each.sees == "clips")
     round_trip = judge.round_trip(Bundle.open(demo.base).load_tokenizer())
     real = _features(seer, _as_uint8(round_trip(score.real_clips(demo.seen))))
-    found, count = {}, len(demo.seen)
+    found, count, digit_N = {}, len(demo.seen), torch.tensor([each.digit for each in demo.seen])
+    of_real = spread_within(real[:, None], digit_N)
     for name, bundle in demo.models.items():
         video_BCTHW = load_file(demo.clips(name))["video_BCTHW"]
         first, unseen, second = video_BCTHW.split([count, len(demo.unseen), len(range(0, count, TWICE))])
@@ -156,6 +157,7 @@ def _score(demo: DistillDemo) -> None:
             "unseen": score.score(reader, _as_float(unseen), demo.unseen),
             "distance": frechet(moments(made[:, None]), moments(real[:, None])),
             "spread": spread(torch.cat([made[::TWICE], again])[:, None]),
+            "spread_of_a_digit": spread_within(made[:, None], digit_N) / of_real,
             **_given_first(demo, name, reader),
         }
     write_json(demo.out / "score.json", found)
@@ -238,15 +240,17 @@ def _run(argv: list[str]) -> int:
 
 
 def summary_table(found: dict[str, Any]) -> str:
-    """One line for each model; distance and spread as multiples of the teacher's."""
+    """One line for each model; the distance, and the spread of a caption's clips, as multiples of the teacher's, that of a
+    digit's as a multiple of real ones'."""
     lines = [f"{'':12}{'evaluations':>12}{'all':>8}{'every':>8}{'unseen':>8}{'every':>8}{'distance':>10}{'spread':>8}"]
+    lines[0] += f"{'of a digit':>12}"
     if "first_frame" in found[TEACHER]:
         lines[0] += f"   {'first frame: digit':>18}{'every':>8}"
     of_teacher = found[TEACHER]
     for name, values in found.items():
         shares = [values[part][share] for part in ("seen", "unseen") for share in ("all", "every_frame")]
         beside = [values[figure] / of_teacher[figure] for figure in ("distance", "spread")]
-        numbers = "".join(f"{share:8.1%}" for share in shares) + f"{beside[0]:10.2f}{beside[1]:8.2f}"
+        numbers = "".join(f"{share:8.1%}" for share in shares) + f"{beside[0]:10.2f}{beside[1]:8.2f}{values['spread_of_a_digit']:12.2f}"
         if "first_frame" in values:
             numbers += f"   {values['first_frame']['digit']:18.1%}{values['first_frame']['every_frame']:8.1%}"
         lines.append(f"{name:12}{values['evaluations']:12}{numbers}")

@@ -125,6 +125,13 @@ def spread(features_NFD: Tensor) -> float:
     return (first - second).square().sum(1).mean().item() / 2
 
 
+def spread_within(features_NFD: Tensor, group_N: Tensor) -> float:
+    """Mean squared distance of videos from the mean of their group (int64 [N]: what several prompts have in common)."""
+    features_ND = features_NFD.double().mean(1)
+    groups = [features_ND[group_N == group] for group in group_N.unique()]
+    return sum((group_ND - group_ND.mean(0)).square().sum().item() for group_ND in groups) / len(features_ND)
+
+
 def _distance(evaluation: Evaluation, made: Sequence[VideoSet]) -> float | None:
     """The student's distance from real videos as a multiple of the teacher's, at least of what chance makes of that."""
     possible = evaluation.possible(made[0].count)

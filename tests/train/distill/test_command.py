@@ -21,7 +21,7 @@ from megadit.models.convert.merge import merge_bundle
 from megadit.models.settings import SamplingSettings, check_guidance
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
-from megadit.train.distill.check import Bounds, Comparison, compare, spread
+from megadit.train.distill.check import Bounds, Comparison, compare, spread, spread_within
 from megadit.train.distill.command import main
 from megadit.train.distill.stages import STAGES, student_settings, student_sigmas, told_scale
 from tests.train.test_adapter_runs import write
@@ -152,6 +152,14 @@ def test_spread_is_that_of_one_prompts_videos():
     assert spread(torch.cat([of_prompts, of_prompts])) == 0
     with pytest.raises(UserError, match="3 videos are not two of each prompt"):
         spread(torch.zeros(3, 1, 2))
+
+
+def test_the_spread_within_groups_is_that_of_their_members_and_not_of_their_means():
+    generator, group = torch.Generator().manual_seed(0), torch.arange(4000) % 4
+    features = torch.randn(4000, 1, 3, generator=generator) * 2 + 100 * group[:, None, None]
+    assert spread_within(features, group) == pytest.approx(3 * 4, rel=0.1)
+    collapsed = 100.0 * group[:, None, None].expand(-1, 1, 3)
+    assert spread_within(collapsed, group) == 0 and spread_within(collapsed, group % 2) > 1000
 
 
 class OfOne:
