@@ -192,7 +192,8 @@ def _draw(demo: DistillDemo) -> None:
     captions, rows = score.heldout_captions(demo.seen), []
     for name in demo.models:
         video_BCTHW = _as_float(load_file(demo.clips(name))["video_BCTHW"])
-        note = f"{found[name]['evaluations']} evaluations"
+        count = found[name]["evaluations"]
+        note = f"{count} evaluation{'s' * (count > 1)}"
         rows += [
             figures.SheetRow(caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=note)
             for place in chosen
