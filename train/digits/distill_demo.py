@@ -241,17 +241,18 @@ def _run(argv: list[str]) -> int:
 
 
 def summary_table(found: dict[str, Any]) -> str:
-    """One line for each model; the distance, and the spread of a caption's clips, as multiples of the teacher's, that of a
-    digit's as a multiple of real ones'."""
-    lines = [f"{'':12}{'evaluations':>12}{'all':>8}{'every':>8}{'unseen':>8}{'every':>8}{'distance':>10}{'spread':>8}"]
-    lines[0] += f"{'of a digit':>12}"
+    """One line for each model; the distance, and the spread of a caption's clips, as multiples of the teacher's, and
+    that of a digit's as one of real clips'."""
+    shares = f"{'all':>8}{'every':>8}{'unseen':>8}{'every':>8}"
+    lines = [f"{'':12}{'evaluations':>12}{shares}{'distance':>10}{'spread':>8}{'of a digit':>12}"]
     if "first_frame" in found[TEACHER]:
         lines[0] += f"   {'first frame: digit':>18}{'every':>8}"
     of_teacher = found[TEACHER]
     for name, values in found.items():
         shares = [values[part][share] for part in ("seen", "unseen") for share in ("all", "every_frame")]
         beside = [values[figure] / of_teacher[figure] for figure in ("distance", "spread")]
-        numbers = "".join(f"{share:8.1%}" for share in shares) + f"{beside[0]:10.2f}{beside[1]:8.2f}{values['spread_of_a_digit']:12.2f}"
+        beside = f"{beside[0]:10.2f}{beside[1]:8.2f}{values['spread_of_a_digit']:12.2f}"
+        numbers = "".join(f"{share:8.1%}" for share in shares) + beside
         if "first_frame" in values:
             numbers += f"   {values['first_frame']['digit']:18.1%}{values['first_frame']['every_frame']:8.1%}"
         lines.append(f"{name:12}{values['evaluations']:12}{numbers}")
