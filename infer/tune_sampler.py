@@ -31,7 +31,7 @@ from megadit.infer.samplers import num_denoiser_calls
 from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.network_config import NetworkConfig
-from megadit.models.settings import SamplingSettings
+from megadit.models.settings import SamplingSettings, check_guidance
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
@@ -70,6 +70,9 @@ class TuneOptions:
     metrics: Sequence[str] = setting(("kid", "kvd"), "what must not get worse (default: {default})", metavar="NAME")
     evaluations: Sequence[int] = setting(
         (4, 6, 8), "how often the network may be asked for a video; guidance asks twice (default: {default})"
+    )
+    guidance: Sequence[float] = setting(
+        (), "scales to try (default: none, and 0.5 to 1.5 times the model's own)", low=1, metavar="NUMBER"
     )
     budget: float = setting(
         0.02, "share of the best figure that may be lost, where its interval would show it (default: {default})", low=0
@@ -124,14 +127,15 @@ class Tuner:
             for way, candidate in zip(ways, candidates, strict=True)
         ]
 
-    def tune(self, evaluations: Sequence[int], budget: float) -> tuple[list[Way], Way]:
-        """All ways that were compared on all prompts, the model's own first, and the cheapest that is good enough."""
+    def tune(self, evaluations: Sequence[int], budget: float, scales: Sequence[float] = ()) -> tuple[list[Way], Way]:
+        """All ways that were compared on all prompts, the model's own first, and the cheapest that is good enough;
+        `scales` of guidance are those to try, some around the model's own if there are none."""
         part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
         if self.evaluation.extractors and not self.evaluation.possible(len(part)):
             part = self.prompts  # a Fréchet distance wants more videos than its features have dimensions
         defaults = self.maker.defaults
         own = Way(settings=defaults, evaluations=num_evaluations(defaults, self.maker.bundle.config))
-        tried = self.measured([own, *ways_to_sample(self.maker.bundle, evaluations)], part)
+        tried = self.measured([own, *ways_to_sample(self.maker.bundle, evaluations, scales)], part)
         finalists = [own]
         for cost in sorted(set(evaluations)):
             able = [way for way in tried[1:] if way.evaluations == cost]
@@ -143,12 +147,12 @@ class Tuner:
         return final, chosen
 
 
-def ways_to_sample(bundle: Bundle, evaluations: Sequence[int]) -> Iterator[Way]:
+def ways_to_sample(bundle: Bundle, evaluations: Sequence[int], scales: Sequence[float] = ()) -> Iterator[Way]:
     """Solvers, levels and scales whose videos take one of these numbers of evaluations."""
     own, unit = bundle.defaults, bundle.config.sigma_data
     highest = settings_sigmas(own)[0].item()
     for cost in sorted(set(evaluations)):
-        for guidance in _scales(own.guidance, bundle.config.guidance_range):
+        for guidance in scales or _scales(own.guidance, bundle.config.guidance_range):
             num_steps = cost if guidance == 1 or bundle.config.guidance_range else cost // 2
             if not num_steps:
                 continue
@@ -277,10 +281,10 @@ def _run(argv: list[str]) -> None:
         description="Finds the fewest evaluations that make videos as good as a model's best, and keeps them in it.",
     )
     tuner = _tuner(options)
-    final, chosen = tuner.tune(options.evaluations, options.budget)
+    final, chosen = tuner.tune(options.evaluations, options.budget, options.guidance)
     write_json(options.out / "tuned.json", report(final, chosen))
     print(table(final, chosen))
-    before = final[0].evaluations
+    before, own = final[0].evaluations, final[0].settings.guidance
     if chosen is final[0]:
         print(f"nothing with fewer than its {before} evaluations is as good: {options.model} stays as it is")
     elif options.dry_run:
@@ -288,6 +292,11 @@ def _run(argv: list[str]) -> None:
     else:
         write_defaults(tuner.maker.bundle, chosen.settings)
         print(f"{options.model} now takes {chosen.evaluations} evaluations in place of {before}; export it anew")
+    if chosen.settings.guidance < own and ADHERENCE not in options.metrics:
+        print(
+            f"note: guidance {chosen.settings.guidance:g} in place of {own:g}; distances from real videos do not see "
+            f"whether prompts are obeyed: --guidance {own:g} keeps it, --metrics {ADHERENCE} measures it, by CLIP"
+        )
 
 
 def _tuner(options: TuneOptions) -> Tuner:
@@ -296,6 +305,8 @@ def _tuner(options: TuneOptions) -> Tuner:
     for name in options.metrics:
         choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")
     refuse(any(cost < 1 for cost in options.evaluations), "--evaluations are 1 or more")
+    for scale in options.guidance:
+        check_guidance(replace(bundle.defaults, guidance=scale), bundle.config.guidance_range)
     device = find_device(options.device)
     extractors = [each for path in options.extractors for each in open_extractors(path, device)]
     real = open_videos(options.real, options.count)

@@ -203,7 +203,8 @@ SHOWN_BY = {
     },
     "tune-sampler": {
         "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """
-            --real --prompts --out --extractors --metrics --evaluations --budget --count --device --dtype --dry_run
+            --real --prompts --out --extractors --metrics --evaluations --guidance --budget --count --device --dtype
+            --dry_run
         """,
     },
     "evaluate tokenizer": {

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megadit.infer import tune_sampler
 from megadit.infer.generate import main as generate
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.memory_plan import Choices, plan_memory
@@ -85,3 +86,9 @@ def test_memory_and_evaluations_count_one_answer(told):
     ways = list(ways_to_sample(told, (3,)))
     assert {way.settings.guidance for way in ways} == {1.0, 1.5, 2.0, 3.0}
     assert all(len(way.settings.sigmas) == 3 for way in ways)
+
+
+def test_scales_that_a_network_was_not_told_are_not_tried(told, tmp_path, capsys):
+    command = [str(told.path), "--real", "nowhere", "--out", str(tmp_path / "out"), "--extractors", "none"]
+    assert tune_sampler.main([*command, "--guidance", "2", "9"]) == 2
+    assert "9" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -29,6 +29,7 @@ def test_ways_cost_what_is_asked_for():
         assert num_evaluations(way.settings, BUNDLE.config) == way.evaluations
         assert way.settings.sigmas[0] == OWN.sigma_max and way.settings.num_frames == OWN.num_frames
     assert any(way.settings.guidance == 1 and len(way.settings.sigmas) == 8 for way in ways)
+    assert {way.settings.guidance for way in ways_to_sample(BUNDLE, (4, 8), (3.0,))} == {3.0}
 
 
 def measured(evaluations, **values):
@@ -108,8 +109,9 @@ def test_the_command_changes_the_bundle(tmp_path, bundle_dir, reader_file, capsy
     command += ["--prompts", str(tmp_path / "prompts.txt"), "--count", "32", "--device", "cpu", "--dtype", "float32"]
     assert main([*command, "--dry_run"]) == 0
     assert Bundle.open(tmp_path / "bundle").defaults == own
-    assert main(command) == 0
-    assert "takes 1 evaluations" in capsys.readouterr().out
+    assert own.guidance > 1 and main([*command, "--guidance", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "takes 1 evaluations" in told and f"note: guidance 1 in place of {own.guidance:g}" in told
     bundle = Bundle.open(tmp_path / "bundle")
     changed = bundle.defaults
     found = json.loads((tmp_path / "out" / "tuned.json").read_text())
