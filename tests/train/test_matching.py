@@ -201,7 +201,8 @@ def test_chunks_change_no_gradient(folders):
     )
     for name, gradient in whole.items():
         assert gradient.norm() > 0, f"{name} has no gradient"
-    assert distance(chunks, whole) < 1e-5  # float32 through the towers; of the loss itself see below
+    # float32 through the towers, whose products processors round differently (1.7e-5 on one); of the loss see below
+    assert distance(chunks, whole) < 5e-5
 
 
 @pytest.fixture(scope="module")

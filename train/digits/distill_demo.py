@@ -157,7 +157,7 @@ def _score(demo: DistillDemo) -> None:
             "unseen": score.score(reader, _as_float(unseen), demo.unseen),
             "distance": frechet(moments(made[:, None]), moments(real[:, None])),
             "spread": spread(torch.cat([made[::TWICE], again])[:, None]),
-            "spread_of_a_digit": spread_within(made[:, None], digit_N) / of_real,
+            "spread_of_a_digit": spread_within(made[:, None], digit_N) / of_real if of_real else None,
             **_given_first(demo, name, reader),
         }
     write_json(demo.out / "score.json", found)
@@ -251,7 +251,9 @@ def summary_table(found: dict[str, Any]) -> str:
     for name, values in found.items():
         shares = [values[part][share] for part in ("seen", "unseen") for share in ("all", "every_frame")]
         beside = [values[figure] / of_teacher[figure] for figure in ("distance", "spread")]
-        beside = f"{beside[0]:10.2f}{beside[1]:8.2f}{values['spread_of_a_digit']:12.2f}"
+        of_digit = values["spread_of_a_digit"]
+        of_digit = "one of each" if of_digit is None else f"{of_digit:.2f}"
+        beside = f"{beside[0]:10.2f}{beside[1]:8.2f}{of_digit:>12}"
         numbers = "".join(f"{share:8.1%}" for share in shares) + beside
         if "first_frame" in values:
             numbers += f"   {values['first_frame']['digit']:18.1%}{values['first_frame']['every_frame']:8.1%}"
