@@ -27,6 +27,7 @@ from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.pictures import VARIANTS
 from megadit.serve.gateway.results import SUFFIXES
+from megadit.serve.gateway.room import QuotaExceededError, TooManyActiveError
 from megadit.serve.gateway.schemas import (
     CreateVideo,
     ErrorBody,
@@ -39,12 +40,7 @@ from megadit.serve.gateway.schemas import (
     check,
 )
 from megadit.serve.gateway.service import Gateway
-from megadit.serve.gateway.store import (
-    IdempotencyMismatchError,
-    KeyRevokedError,
-    QuotaExceededError,
-    TooManyActiveError,
-)
+from megadit.serve.gateway.store import IdempotencyMismatchError, KeyRevokedError
 from megadit.serve.gateway.streams import Streams
 from megadit.serve.tracing import HERE
 

@@ -26,10 +26,10 @@ from megadit.serve.gateway.jobs import (
     new_id,
 )
 from megadit.serve.gateway.keys import Key
+from megadit.serve.gateway.room import DAY, check_room
 
 MAX_ATTEMPTS = 2
 """How often a job is begun: a server that fails under it costs it its place once."""
-_DAY = 86_400.0
 _WANTED = "wanted"
 """Of a webhook: its job's end is to be told, and has not been yet."""
 _AT_ONCE = 500
@@ -60,14 +60,6 @@ _NEXT_OF_KEY = (
     .limit(1)
 )
 _LATEST_TURN = select(func.max(KEYS.c.turn))
-
-
-class TooManyActiveError(Exception):
-    """The key has as many jobs as it may have at once."""
-
-
-class QuotaExceededError(Exception):
-    """The key has asked for as many videos as it may in a day, or keeps as many bytes of them as it may."""
 
 
 class KeyRevokedError(Exception):
@@ -104,7 +96,7 @@ class JobStore:
                 if known is not None:
                     return self._known(connection, known, new), False
             given, job_id = new.given, new.id or new_id()
-            _check_room(connection, key, now, given.num_bytes if given else 0)
+            check_room(connection, key, now, given.num_bytes if given else 0)
             connection.execute(
                 JOBS.insert().values(
                     id=job_id,
@@ -334,7 +326,7 @@ class JobStore:
     def check_room(self, key: Key) -> None:
         """Raises TooManyActiveError or QuotaExceededError where a key could not ask for another video now."""
         with self._database.reading() as connection:
-            _check_room(connection, key, store_seconds(connection), 0)
+            check_room(connection, key, store_seconds(connection), 0)
 
     def purge(self, seconds: float) -> int:
         """Removes rows of jobs that ended, and whose result went, so long ago; not today's: they count for keys."""
@@ -342,7 +334,7 @@ class JobStore:
             now = store_seconds(connection)
             old = and_(
                 JOBS.c.ended_tick < now - seconds,
-                JOBS.c.created_tick < now - _DAY,
+                JOBS.c.created_tick < now - DAY,
                 JOBS.c.num_bytes.is_(None) | (JOBS.c.status != COMPLETED),
             )
             return connection.execute(delete(JOBS).where(old)).rowcount
@@ -368,29 +360,6 @@ class JobStore:
         )
         with self._database.reading() as connection:
             return {(key, status): count for key, status, count in connection.execute(active)}
-
-
-def _check_room(connection: Connection, key: Key, now: float, num_bytes: int) -> None:
-    """Raises TooManyActiveError or QuotaExceededError for a video too many, of which `num_bytes` are given."""
-    active = select(func.count()).where(JOBS.c.key_id == key.id, JOBS.c.status.in_((QUEUED, IN_PROGRESS)))
-    if connection.execute(active).scalar_one() >= key.limits.max_active:
-        raise TooManyActiveError(f"this key may have {key.limits.max_active} videos waiting or running at once")
-    ticks = select(JOBS.c.created_tick).where(JOBS.c.key_id == key.id).order_by(JOBS.c.number.desc())
-    so_many_ago = connection.execute(ticks.offset(key.limits.videos_per_day - 1).limit(1)).scalar_one_or_none()
-    if so_many_ago is not None and so_many_ago > now - _DAY:
-        raise QuotaExceededError(f"this key may ask for {key.limits.videos_per_day} videos a day")
-    kept = select(func.coalesce(func.sum(JOBS.c.num_bytes), 0)).where(
-        JOBS.c.key_id == key.id, JOBS.c.status == COMPLETED, JOBS.c.num_bytes > 0
-    )
-    given = select(func.coalesce(func.sum(JOBS.c.given_bytes), 0)).where(
-        JOBS.c.given_name.is_not(None), JOBS.c.key_id == key.id
-    )
-    kept_bytes = connection.execute(kept).scalar_one() + connection.execute(given).scalar_one()
-    if kept_bytes + max(1, num_bytes) > key.limits.max_stored_bytes:
-        most = f"{key.limits.max_stored_bytes:,} bytes"
-        raise QuotaExceededError(
-            f"this key may keep {most} of videos and files: delete some, or wait until they expire"
-        )
 
 
 def _waiting() -> dict[str, Any]:

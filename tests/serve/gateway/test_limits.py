@@ -16,8 +16,9 @@ from megadit.serve.gateway.database import Database
 from megadit.serve.gateway.jobs import NewJob
 from megadit.serve.gateway.keys import KeyLimits, KeyRing
 from megadit.serve.gateway.rates import Rates
+from megadit.serve.gateway.room import QuotaExceededError, TooManyActiveError
 from megadit.serve.gateway.service import Gateway
-from megadit.serve.gateway.store import JobStore, QuotaExceededError, TooManyActiveError
+from megadit.serve.gateway.store import JobStore
 
 NEW = NewJob(
     model="text_to_video", request=VideoRequest(prompt="a", num_steps=4, num_frames=5, height=8, width=8, fps=8)
