@@ -1,9 +1,12 @@
-"""A hook for a judge of videos: `build-repository --judge_dir DIRECTORY`, for requests that ask to be evaluated.
+"""A hook for a judge of videos, `--judge_dir DIRECTORY`: of `build-repository`, for requests that ask to be evaluated,
+of `evaluate` and `tune-sampler`, whose figures its scores are, and of `prepare`.
 
 The directory holds `judge.py`, the user's own program, which is run as such, with what it needs beside it. It defines:
 
     def judge(video: numpy.ndarray, prompt: str) -> dict[str, float]:
         "Scores of a video (uint8 THWC) that was made of this prompt, by their names."
+
+    BETTER = {"beauty": "higher", "overlay": "lower"}    # the scores that are figures, and what is better
 
 One that fails costs nobody a video: it has no scores then.
 """
@@ -11,7 +14,7 @@ One that fails costs nobody a video: it has no scores then.
 import math
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,19 +30,24 @@ MOST_SCORES, LONGEST_NAME = 64, 100
 @dataclass(frozen=True, slots=True)
 class Judge:
     judge: Callable[[np.ndarray, str], Mapping[str, float]]
+    better: Mapping[str, str] = field(default_factory=dict)
+    """higher or lower, of each score that is a figure."""
 
     @classmethod
     def load(cls, directory: str | Path) -> "Judge":
         """Runs the directory's judge.py.
 
         Raises:
-            UserError: if there is none, it fails, or defines no judge.
+            UserError: if there is none, it fails, or defines no judge, or a BETTER that is none.
         """
         path = find_judge(directory)
-        judge = getattr(run_program(path), "judge", None)
+        program = run_program(path)
+        judge, better = getattr(program, "judge", None), getattr(program, "BETTER", {})
         if not callable(judge):
             raise UserError(f"{path} defines no judge")
-        return cls(judge)
+        if not isinstance(better, dict) or not all(each in ("higher", "lower") for each in better.values()):
+            raise UserError(f"{path}: BETTER says of each score by its name which is better, 'higher' or 'lower'")
+        return cls(judge, better)
 
     def scores(self, video_THWC: np.ndarray, prompt: str) -> dict[str, float]:
         """What the judge says of a video, uint8; nothing where it fails, which is told on stderr."""

@@ -19,6 +19,7 @@ from megadit.infer.evaluate.command import prompts_of
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.features import FeatureStore
+from megadit.infer.evaluate.judged import JudgeScorer
 from megadit.infer.evaluate.made import BundleMaker, Request, made_videos, make_videos
 from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
 from megadit.infer.evaluate.videos import open_videos
@@ -66,8 +67,13 @@ class TuneOptions:
         "", "a text file, one prompt a line, or .jsonl (default: the captions of --real)", metavar="PATH"
     )
     out: Path = setting(help="folder for tuned.json, and for videos and features, with which a second run goes on")
-    extractors: Sequence[Path] = setting(help="networks that videos are seen through, as of `megadit evaluate`")
-    metrics: Sequence[str] = setting(("kid", "kvd"), "what must not get worse (default: {default})", metavar="NAME")
+    extractors: Sequence[Path] = setting((), "networks that videos are seen through, as of `megadit evaluate`")
+    metrics: Sequence[str] = setting(
+        ("kid", "kvd"), "what must not get worse as extractors see it (default: {default})", metavar="NAME"
+    )
+    judge_dir: Path | None = setting(
+        None, "folder with a judge.py of yours, none of whose scores may get worse", metavar="DIR"
+    )
     evaluations: Sequence[int] = setting(
         (4, 6, 8), "how often the network may be asked for a video; guidance asks twice (default: {default})"
     )
@@ -119,8 +125,7 @@ class Tuner:
             videos = made_videos(self.folder / "videos", request, way.text)
             candidates.append(Candidate(model=way.text, guidance=None, videos=videos))
         of = replace(self.evaluation, metrics=self.evaluation.possible(len(prompts)))
-        seen_by = [*of.extractors, *of.scorers]
-        of.store.fill([*(each.videos for each in candidates), *([of.real] if of.real else [])], seen_by, ALONE, told)
+        of.look(candidates, ALONE, told=told)
         figures = of.figures(candidates, told=told)
         return [
             replace(way, figures=tuple(figure for figure in figures if figure.candidate is candidate))
@@ -292,10 +297,11 @@ def _run(argv: list[str]) -> None:
     else:
         write_defaults(tuner.maker.bundle, chosen.settings)
         print(f"{options.model} now takes {chosen.evaluations} evaluations in place of {before}; export it anew")
-    if chosen.settings.guidance < own and ADHERENCE not in options.metrics:
+    if chosen.settings.guidance < own and ADHERENCE not in options.metrics and options.judge_dir is None:
         print(
             f"note: guidance {chosen.settings.guidance:g} in place of {own:g}; distances from real videos do not see "
-            f"whether prompts are obeyed: --guidance {own:g} keeps it, --metrics {ADHERENCE} measures it, by CLIP"
+            f"whether prompts are obeyed: --guidance {own:g} keeps it, --metrics {ADHERENCE} measures it, by CLIP, and "
+            "--judge_dir by a program of yours"
         )
 
 
@@ -304,6 +310,10 @@ def _tuner(options: TuneOptions) -> Tuner:
     bundle = open_bundle(options.model)
     for name in options.metrics:
         choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")
+    refuse(
+        not options.extractors and options.judge_dir is None,
+        "nothing would say which videos are better: give --extractors, or --judge_dir, or both",
+    )
     refuse(any(cost < 1 for cost in options.evaluations), "--evaluations are 1 or more")
     for scale in options.guidance:
         check_guidance(replace(bundle.defaults, guidance=scale), bundle.config.guidance_range)
@@ -312,7 +322,13 @@ def _tuner(options: TuneOptions) -> Tuner:
     real = open_videos(options.real, options.count)
     prompts = prompts_of(options.prompts, real, options.real, options.count)
     store = FeatureStore(options.out / "features", window_of(real.parts[0].read()[0], None, None))
-    evaluation = Evaluation(store=store, real=real, extractors=extractors, metrics=tuple(options.metrics))
+    evaluation = Evaluation(
+        store=store,
+        real=real,
+        extractors=extractors,
+        scorers=() if options.judge_dir is None else [JudgeScorer.open(options.judge_dir)],
+        metrics=tuple(options.metrics) if extractors else (),
+    )
     evaluation.check(len(prompts))
     made = bundle.defaults
     if (made.height, made.width) != (store.window.height, store.window.width) or made.num_frames < store.window.frames:

@@ -183,6 +183,7 @@ SHOWN_BY = {
     "check-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "evaluate": {
         f"{EVALUATE}::evaluated": "--real --out --extractors --metrics --guidances",
+        "infer/evaluate/test_judged.py::test_somebody_elses_videos_are_judged": "--judge_dir",
         f"{EVALUATE}::test_two_folders_against_each_other": "--videos --against",
         f"{EVALUATE}::test_a_model_against_a_folder_with_a_shared_cache": """
             --prompts --count --seed --frames --size --features --export_for --device --dtype --guidance --num_steps
@@ -206,6 +207,7 @@ SHOWN_BY = {
             --real --prompts --out --extractors --metrics --evaluations --guidance --budget --count --device --dtype
             --dry_run
         """,
+        "infer/evaluate/test_judged.py::test_the_cheapest_way_to_sample_is_found_by_a_judge_alone": "--judge_dir",
     },
     "evaluate tokenizer": {
         f"{EVALUATE}::test_a_tokenizer_is_measured": "--out --frames --size --count --lpips_weights",

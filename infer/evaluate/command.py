@@ -25,6 +25,7 @@ from megadit.infer.evaluate.evaluation import Candidate, Evaluation, differences
 from megadit.infer.evaluate.export import EXPORTS
 from megadit.infer.evaluate.extractors import Extractor, open_extractors
 from megadit.infer.evaluate.features import FeatureStore
+from megadit.infer.evaluate.judged import JudgeScorer
 from megadit.infer.evaluate.loss import LOSS, LossScorer
 from megadit.infer.evaluate.made import BundleMaker, Maker, Request, made_videos, make_videos
 from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
@@ -64,6 +65,9 @@ class EvaluateOptions:
         "networks that videos are seen through: files of `megadit evaluate convert`, folders of CLIP and VideoMAE as "
         "transformers saves them, bundles of CLIP and ViT, judge.safetensors of `megadit demo`",
         metavar="PATH",
+    )
+    judge_dir: Path | None = setting(
+        None, "folder with a judge.py of yours, whose scores of each video are figures too", metavar="DIR"
     )
     metrics: Sequence[str] = setting(
         (), f"some of {', '.join((*METRICS, ADHERENCE, LOSS))} (default: all that the extractors allow)", metavar="NAME"
@@ -126,6 +130,7 @@ def _run(argv: list[str]) -> None:
             store=store,
             real=real,
             extractors=extractors if wants_figures else (),
+            scorers=() if options.judge_dir is None else [JudgeScorer.open(options.judge_dir)],
             metrics=names,
             sent_as="mp4" if _has_service(options) else "",
         )
@@ -143,16 +148,15 @@ def _run(argv: list[str]) -> None:
             candidates += _generated(options.out, model, ranks)
     losses = _losses(options, models, real, store, device)
     with _timed(seconds, "features"):
-        sets = [each.videos for each in candidates] + ([] if real is None else [real])
-        store.fill(sets, evaluation.extractors, ranks, told=is_first())
-        for each, _ in losses:
-            each.store.fill([real], each.scorers, ranks, told=is_first())
+        evaluation.look(candidates, ranks, told=is_first())
+        for each, of_real in losses:
+            each.look([of_real], ranks, told=is_first())
         _wait()
     if is_first():
         with _timed(seconds, "figures"):
             figures = evaluation.figures(candidates)
-            for each, label in losses:
-                figures += each.figures([Candidate(model=label, guidance=None, videos=real)], told=False)
+            for each, of_real in losses:
+                figures += each.figures([of_real], told=False)
             found = differences(figures)
         if options.export_for:
             EXPORTS[options.export_for](options.out / "exported", candidates)
@@ -314,17 +318,17 @@ def _generated(out: Path, model: Model, ranks: Ranks) -> list[Candidate]:
 
 def _losses(
     options: EvaluateOptions, models: Sequence[Model], real: VideoSet | None, store: FeatureStore, device: torch.device
-) -> list[tuple[Evaluation, str]]:
+) -> list[tuple[Evaluation, Candidate]]:
     """What each model says of the real videos, kept apart by model."""
     return [
         (
             Evaluation(
                 store=FeatureStore(store.folder / checkpoint_fingerprint(model.maker.bundle), store.window),
-                real=real,
+                real=None,
                 extractors=(),
                 scorers=[LossScorer(model.maker.bundle, device, options.dtype)],
             ),
-            model.label,
+            Candidate(model=model.label, guidance=None, videos=real),
         )
         for model in models
         if LOSS in options.metrics and isinstance(model.maker, BundleMaker)

@@ -17,6 +17,7 @@ from megadit.infer.evaluate.features import FeatureStore, Scorer
 from megadit.infer.evaluate.intervals import Estimate, mean_estimate, resamplings
 from megadit.infer.evaluate.metrics import ADHERENCE, METRICS, Better, Metric
 from megadit.infer.evaluate.videos import VideoSet
+from megadit.infer.ranks import Ranks
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 
@@ -107,6 +108,15 @@ class Evaluation:
             each = self.store.window.frames if extractor.sees == "pictures" else 1
             check_enough(num_made, self.real.count, each, extractor.width)
 
+    def look(self, candidates: Sequence[Candidate], ranks: Ranks, *, told: bool = True) -> None:
+        """Keeps what all of them see in the videos, extractors in the real ones too, where it is not kept yet.
+
+        Raises:
+            UserError: for videos that cannot be looked at so.
+        """
+        self.store.fill([each.videos for each in candidates], [*self.extractors, *self.scorers], ranks, told)
+        self.store.fill([] if self.real is None else [self.real], self.extractors, ranks, told)
+
     def figures(self, candidates: Sequence[Candidate], *, told: bool = True) -> list[Figure]:
         """All figures of all candidates.
 
@@ -178,7 +188,8 @@ class Evaluation:
 
     def _scores(self, candidate: Candidate, scorer: Scorer) -> list[Figure]:
         features_NFS, prompts = self.store.load(candidate.videos, scorer)
-        _check_prompts(candidate, prompts)
+        if scorer.needs_prompts:
+            _check_prompts(candidate, prompts)
         weight_RN = resamplings(_groups(prompts), "made")
         return [
             Figure(
@@ -186,7 +197,7 @@ class Evaluation:
                 metric=column,
                 title=f"{column.replace('_', ' ')}, by {scorer.name}",
                 of=scorer.name,
-                better=scorer.is_better[column],
+                better=scorer.better[column],
                 estimate=mean_estimate(features_NFS[:, 0, place], weight_RN),
                 floor=None,
                 protocol=self._protocol(column, scorer, candidate, with_real=False),

@@ -4,7 +4,7 @@ Shapes: N videos, T/H/W frames, height, width, C colour channels, F features of 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megadit.infer.evaluate.extractors.base import Extractor
+from megadit.infer.evaluate.metrics import Better
 from megadit.infer.evaluate.videos import Part, VideoSet, hashed
 from megadit.infer.evaluate.window import Window, looked_at
 from megadit.infer.ranks import Ranks
@@ -32,9 +33,10 @@ class Scorer(Protocol):
     sees: str
     """"scores"."""
     columns: tuple[str, ...]
-    is_better: dict[str, str]
-    """Column -> higher or lower."""
+    better: Mapping[str, Better]
+    """Of each column."""
     fewest_frames: int
+    needs_prompts: bool
     protocol: str
     fingerprint: str
 

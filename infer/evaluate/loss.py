@@ -24,9 +24,9 @@ class LossScorer:
     The noise of a video depends on its content, so that every model gets the same.
     """
 
-    name, sees, fewest_frames = "loss", "scores", 1
+    name, sees, fewest_frames, needs_prompts = "loss", "scores", 1, True
     columns = tuple(f"loss at sigma {sigma:g}" for sigma in SIGMAS)
-    is_better = dict.fromkeys(columns, "lower")
+    better = dict.fromkeys(columns, "lower")
     protocol = "weighted, the noise drawn from the pixels"
     fingerprint = "-"
 

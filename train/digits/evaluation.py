@@ -3,16 +3,17 @@
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure, differences
+from megadit.infer.evaluate.evaluation import Candidate, Evaluation, differences
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.features import FeatureStore
+from megadit.infer.evaluate.judged import JudgeScorer
 from megadit.infer.evaluate.made import BundleMaker, Request, made_videos, make_videos
 from megadit.infer.evaluate.motion import MotionClips
 from megadit.infer.evaluate.show import write_report
@@ -23,29 +24,11 @@ from megadit.infer.resolve import resolve_settings
 from megadit.models.bundle.bundle import Bundle
 from megadit.train.digits import score
 from megadit.train.digits.data import FPS, FRAME_SIZE, NUM_FRAMES, Attributes
-from megadit.train.digits.judge import DigitReader, judge, round_trip
+from megadit.train.digits.judge import round_trip
 
 WINDOW = Window(frames=NUM_FRAMES, height=FRAME_SIZE, width=FRAME_SIZE, fps=FPS, is_resized=False)
 GUIDANCES = (1.0, 2.0, 8.0)
 """At which clips are made beside those of the model's own guidance."""
-
-
-class JudgeScorer:
-    """Whether a clip shows what its caption says: digit, colour and direction (`all`), in every frame too."""
-
-    name, sees, fewest_frames = "judge", "scores", 2
-    columns = ("all", "every_frame")
-    is_better = dict.fromkeys(columns, "higher")
-    protocol = "digit and colour in most frames, direction of the clip"
-
-    def __init__(self, reader: DigitReader, fingerprint: str, attributes: Mapping[str, Attributes]) -> None:
-        """`attributes` of each caption."""
-        self._reader, self.fingerprint, self._attributes = reader, fingerprint, attributes
-
-    def __call__(self, video_BTHWC: Tensor, prompts: Sequence[str]) -> Tensor:
-        verdicts = judge(self._reader, video_BTHWC.permute(0, 4, 1, 2, 3).float() / 127.5 - 1)
-        right = score.frames_and_clips_right(verdicts, [self._attributes[prompt] for prompt in prompts])
-        return torch.stack([right["all"], score.right_in_every_frame(right)], dim=1).float()
 
 
 def clip_set(label: str, video_BCTHW: Tensor, captions: Sequence[str]) -> VideoSet:
@@ -55,24 +38,14 @@ def clip_set(label: str, video_BCTHW: Tensor, captions: Sequence[str]) -> VideoS
     return videos_in_memory(label, video_BCTHW.permute(0, 2, 3, 4, 1).contiguous().numpy(), captions, FPS)
 
 
-def judged_by(
-    folder: Path, judge_file: Path, real: VideoSet, attributes: Mapping[str, Attributes], metrics: Sequence[str] = ()
-) -> Evaluation:
+def judged_by(folder: Path, judge_file: Path, real: VideoSet, metrics: Sequence[str] = ()) -> Evaluation:
     """What digits are evaluated with: the judge's extractors, optical flow, and the judge itself."""
     extractors = open_extractors(judge_file, torch.device("cpu"))
-    reader = extractors[0].reader
-    scorer = JudgeScorer(reader, extractors[0].fingerprint, attributes)
+    scorer = JudgeScorer(score.judge_of_prompts(judge_file), score.BETTER, extractors[0].fingerprint)
     store = FeatureStore(folder / "features", WINDOW)
     return Evaluation(
         store=store, real=real, extractors=[*extractors, MotionClips()], scorers=[scorer], metrics=metrics
     )
-
-
-def figures_of(evaluation: Evaluation, candidates: Sequence[Candidate], *, told: bool = True) -> list[Figure]:
-    """Features of all clips, where they are not there yet, then all figures."""
-    everything = [*evaluation.extractors, *evaluation.scorers]
-    evaluation.store.fill([*(each.videos for each in candidates), evaluation.real], everything, ALONE, told)
-    return evaluation.figures(candidates, told=told)
 
 
 def evaluate_bundle(
@@ -95,7 +68,8 @@ def evaluate_bundle(
         made.append(Candidate(model="demo", guidance=guidance, videos=made_videos(out / "videos", request, "demo")))
     made.sort(key=lambda candidate: candidate.guidance)
     real = clip_set("real clips", round_trip(bundle.load_tokenizer())(score.real_clips(attributes)), captions)
-    of = judged_by(out, judge_file, real, dict(zip(captions, attributes, strict=True)))
+    of = judged_by(out, judge_file, real)
     of = replace(of, metrics=of.possible(len(captions)))
-    figures = figures_of(of, made)
+    of.look(made, ALONE)
+    figures = of.figures(made)
     write_report(out, of, made, figures, differences(figures), {})

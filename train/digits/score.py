@@ -91,23 +91,27 @@ def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attribu
     }
 
 
-SERVED_JUDGE = '''"""The judge of digits, for a service.
+SERVED_JUDGE = '''"""The judge of digits, for a service, and for figures.
 
     megadit serve build-repository BUNDLE OUT --judge_dir THIS_FOLDER
+    megadit evaluate BUNDLE --real REAL --out OUT --judge_dir THIS_FOLDER
 """
 
 from pathlib import Path
 
-from megadit.train.digits.score import judge_of_prompts
+from megadit.train.digits.score import BETTER, judge_of_prompts
 
 judge = judge_of_prompts(Path(__file__).with_name("judge.safetensors"))
 '''
 """The program that `infer/judge.py` runs."""
+BETTER = {"all": "higher", "every_frame": "higher"}
+"""Its scores that are figures."""
 
 
 def judge_of_prompts(path: Path) -> Callable[[np.ndarray, str], dict[str, float]]:
     """The judge of a service, by the network in a file: of a video (uint8 THWC) the shares, 0..1, of frames whose digit
-    and colour are those of its prompt, and whether its direction, and all three, are right; nothing of other prompts.
+    and colour are those of its prompt, and whether its direction, and all three, are right, the latter in every frame
+    too; nothing of other prompts.
     """
     reader = load_reader(path)
 
@@ -117,6 +121,7 @@ def judge_of_prompts(path: Path) -> Callable[[np.ndarray, str], dict[str, float]
             return {}
         video_1CTHW = torch.from_numpy(video_THWC).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
         right = frames_and_clips_right(judge(reader, video_1CTHW), [wanted])
+        right["every_frame"] = right_in_every_frame(right)
         return {name: share.float().mean().item() for name, share in right.items()}
 
     return scores

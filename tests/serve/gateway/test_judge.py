@@ -37,7 +37,7 @@ def test_through_triton_ask_and_the_gateway(
     """The same scores over gRPC, HTTP, `serve ask` and /v1/videos: those of the demo's judge of the same frames."""
     made = pipeline([ASKED.prompt], seeds=1)[0].video
     expected = pytest.approx(judge_of_prompts(digits_judge / "judge.safetensors")(made, ASKED.prompt))
-    assert set(expected.expected) == {"digit", "colour", "direction", "all"}
+    assert set(expected.expected) == {"digit", "colour", "direction", "all", "every_frame"}
     repository = build_repository(
         bundle_dir, tmp_path / "models", scheduling=Scheduling(device="cpu"), judge_dir=digits_judge
     )

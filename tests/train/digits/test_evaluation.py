@@ -7,6 +7,9 @@ from safetensors.torch import save_file
 
 from megadit.infer.evaluate.evaluation import Candidate, differences
 from megadit.infer.evaluate.extractors.files import KIND
+from megadit.infer.evaluate.judged import JudgeScorer
+from megadit.infer.ranks import ALONE
+from megadit.models.shared.errors import UserError
 from megadit.train.digits import evaluation, judge, score
 
 METRICS = ("fid", "kid", "fvd", "kvd", "consistency", "motion", "flicker")
@@ -56,14 +59,14 @@ def of(tmp_path_factory, attributes):
     save_file(reader.state_dict(), folder / "judge.safetensors", metadata={KIND: "digits"})
     captions = score.heldout_captions(attributes)
     real = evaluation.clip_set("real", score.real_clips(attributes, seed=5), captions)
-    by_caption = dict(zip(captions, attributes, strict=True))
-    return evaluation.judged_by(folder, folder / "judge.safetensors", real, by_caption, METRICS)
+    return evaluation.judged_by(folder, folder / "judge.safetensors", real, METRICS)
 
 
 def figures(of, attributes, video, label="model", captions=None):
     captions = captions or score.heldout_captions(attributes)
     made = Candidate(model=label, guidance=None, videos=evaluation.clip_set(label, video, captions))
-    return {each.metric: each for each in evaluation.figures_of(of, [made], told=False)}
+    of.look([made], ALONE, told=False)
+    return {each.metric: each for each in of.figures([made], told=False)}
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +127,17 @@ def test_another_seed_does_not_leave_the_interval(of, clean, attributes):
         assert clean[metric].floor is None or clean[metric].estimate.interval[0] < clean[metric].floor.interval[1]
 
 
-def test_the_judge_is_asked_with_the_attributes_of_the_caption(attributes):
+def test_the_judge_is_asked_with_the_attributes_of_the_caption(attributes, tmp_path):
     reader = judge.DigitReader().eval()
+    save_file(reader.state_dict(), tmp_path / "judge.safetensors", metadata={KIND: "digits"})
+    (tmp_path / "judge.py").write_text(score.SERVED_JUDGE)
     some = attributes[:6]
     captions = score.heldout_captions(some)
-    scorer = evaluation.JudgeScorer(reader, "-", dict(zip(captions, some, strict=True)))
+    scorer = JudgeScorer.open(tmp_path)
     clips = score.real_clips(some)
     video = ((clips + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1)
     expected = score.frames_and_clips_right(judge.judge(reader, video.permute(0, 4, 1, 2, 3).float() / 127.5 - 1), some)
     assert scorer(video, captions)[:, 0].tolist() == expected["all"].float().tolist()
-    with pytest.raises(KeyError):
+    assert scorer(video, captions)[:, 1].tolist() == score.right_in_every_frame(expected).float().tolist()
+    with pytest.raises(UserError, match="gives no all, every_frame of a video of 'something else'"):
         scorer(video, ["something else"] * 6)

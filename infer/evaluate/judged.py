@@ -1,0 +1,56 @@
+"""The scores of a judge of the user's own (`infer/judge.py`) as figures: `megadit evaluate --judge_dir DIR`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadit.infer.evaluate.metrics import Better
+from megadit.infer.evaluate.videos import hashed
+from megadit.infer.judge import Judge, find_judge
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import sha256_of
+
+
+class JudgeScorer:
+    """What a judge says of each video and its prompt, in a column for each score of which it says what is better."""
+
+    name, sees, fewest_frames, needs_prompts = "judge", "scores", 1, False
+    protocol = "a video and its prompt"
+
+    def __init__(
+        self, scores: Callable[[np.ndarray, str], Mapping[str, float]], better: Mapping[str, Better], fingerprint: str
+    ) -> None:
+        """Args:
+        scores: of a video (uint8 THWC) and its prompt, by their names; others than those of `better` are left out.
+        fingerprint: of all that decides them.
+        """
+        self._scores, self.fingerprint = scores, fingerprint
+        self.better, self.columns = dict(better), tuple(better)
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "JudgeScorer":
+        """The judge in a folder.
+
+        Raises:
+            UserError: if there is none, it fails, or does not say which of its scores are better.
+        """
+        path, judge = find_judge(directory), Judge.load(directory)
+        if not judge.better:
+            raise UserError(
+                f"{path} defines no BETTER: write one, such as "
+                "BETTER = {'beauty': 'higher'}, of each score that is to be a figure"
+            )
+        beside = sorted(each for each in path.parent.iterdir() if each.is_file())
+        return cls(judge.scores, judge.better, hashed(*map(sha256_of, beside))[:12])
+
+    def __call__(self, video_BTHWC: Tensor, prompts: Sequence[str]) -> Tensor:
+        rows = []
+        for video_THWC, prompt in zip(video_BTHWC.cpu().numpy(), prompts, strict=True):
+            scores = self._scores(video_THWC, prompt)
+            if missing := [name for name in self.columns if name not in scores]:
+                raise UserError(f"the judge gives no {', '.join(missing)} of a video of {prompt!r:.200}")
+            rows.append([scores[name] for name in self.columns])
+        return torch.tensor(rows, dtype=torch.float32)
