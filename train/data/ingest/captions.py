@@ -22,9 +22,10 @@ from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
+from megadit.train.data.ingest.answers import Answers
 from megadit.train.data.ingest.encode import decoded_clips
 from megadit.train.data.ingest.exchanges import FailedError, ask, exchange_all, pieces
-from megadit.train.data.ingest.plan import Answers, Clip, Notes, Settings, Skip
+from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip
 from megadit.train.data.ingest.pool import Pool
 
 NOT_CAPTIONED = "not captioned: "

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from megadit.infer.judge import Judge
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
+from megadit.train.data.ingest.answers import Answers
 from megadit.train.data.ingest.encode import decoded_clips
-from megadit.train.data.ingest.plan import Answers, Clip, Notes, Settings, Skip
+from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip
 from megadit.train.data.ingest.pool import Pool
 
 NO_SCORE = "no score: "

@@ -7,7 +7,6 @@ that has no file yet, and leaves the same bytes as one that was not.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -362,39 +361,6 @@ class Notes:
 
     def clips(self, split: str) -> list[Clip]:
         return [clip_from_json(values) for values in read_lines(self.plan(split))]
-
-
-class Answers:
-    """What a server or a program said of clips: a line each as soon as it is said, so that nobody is asked twice."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, Any] = {}
-        if path.is_file():
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            if len(whole) < len(content):  # a process that was killed left half a line
-                os.truncate(path, len(whole))
-            for line in whole.splitlines():
-                name, answer = json.loads(line)
-                self._known[name] = answer
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def of(self, clip: Clip) -> Any:
-        """None: nothing was said."""
-        return self._known.get(self._name(clip))
-
-    def add(self, clip: Clip, answer: Any) -> None:
-        self._known[self._name(clip)] = answer
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps([self._name(clip), answer], ensure_ascii=False) + "\n")
-
-    @staticmethod
-    def _name(clip: Clip) -> str:
-        """Of this clip and no other that a source of the same name holds once it is replaced."""
-        return f"{clip.key} {clip.fingerprint}"
 
 
 def _is_whole_file(path: Path) -> bool:
