@@ -8,14 +8,15 @@ The directory holds `judge.py`, the user's own program, which is run as such, wi
 
     BETTER = {"beauty": "higher", "overlay": "lower"}    # the scores that are figures, and what is better
 
-One that fails costs nobody a video: it has no scores then.
+One that fails costs nobody a video: it has no scores then. Figures are of all videos, and end where one has none.
 """
 
 import math
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,24 +31,22 @@ MOST_SCORES, LONGEST_NAME = 64, 100
 @dataclass(frozen=True, slots=True)
 class Judge:
     judge: Callable[[np.ndarray, str], Mapping[str, float]]
-    better: Mapping[str, str] = field(default_factory=dict)
-    """higher or lower, of each score that is a figure."""
+    better: Any = None
+    """Which scores are figures, as the program says it; who makes figures checks it."""
 
     @classmethod
     def load(cls, directory: str | Path) -> "Judge":
         """Runs the directory's judge.py.
 
         Raises:
-            UserError: if there is none, it fails, or defines no judge, or a BETTER that is none.
+            UserError: if there is none, it fails, or defines no judge.
         """
         path = find_judge(directory)
         program = run_program(path)
-        judge, better = getattr(program, "judge", None), getattr(program, "BETTER", {})
+        judge = getattr(program, "judge", None)
         if not callable(judge):
             raise UserError(f"{path} defines no judge")
-        if not isinstance(better, dict) or not all(each in ("higher", "lower") for each in better.values()):
-            raise UserError(f"{path}: BETTER says of each score by its name which is better, 'higher' or 'lower'")
-        return cls(judge, better)
+        return cls(judge, getattr(program, "BETTER", None))
 
     def scores(self, video_THWC: np.ndarray, prompt: str) -> dict[str, float]:
         """What the judge says of a video, uint8; nothing where it fails, which is told on stderr."""

@@ -55,6 +55,8 @@ TRIAL_SHARE = 4
 """All candidates are tried on one prompt of so many."""
 FEWEST_PROMPTS = 32
 """Of a trial."""
+METRICS_OF_TUNING = ("kid", "kvd")
+"""What must not get worse, where nothing else is said."""
 FINALISTS = 3
 """Of each number of evaluations, that are compared on all prompts."""
 
@@ -69,7 +71,7 @@ class TuneOptions:
     out: Path = setting(help="folder for tuned.json, and for videos and features, with which a second run goes on")
     extractors: Sequence[Path] = setting((), "networks that videos are seen through, as of `megadit evaluate`")
     metrics: Sequence[str] = setting(
-        ("kid", "kvd"), "what must not get worse as extractors see it (default: {default})", metavar="NAME"
+        (), f"what must not get worse as extractors see it (default: {' '.join(METRICS_OF_TUNING)})", metavar="NAME"
     )
     judge_dir: Path | None = setting(
         None, "folder with a judge.py of yours, none of whose scores may get worse", metavar="DIR"
@@ -311,8 +313,8 @@ def _tuner(options: TuneOptions) -> Tuner:
     for name in options.metrics:
         choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")
     refuse(
-        not options.extractors and options.judge_dir is None,
-        "nothing would say which videos are better: give --extractors, or --judge_dir, or both",
+        not options.extractors and (options.metrics or options.judge_dir is None),
+        "nothing would say which videos are better: give --extractors, or --judge_dir and no --metrics, or both",
     )
     refuse(any(cost < 1 for cost in options.evaluations), "--evaluations are 1 or more")
     for scale in options.guidance:
@@ -327,7 +329,7 @@ def _tuner(options: TuneOptions) -> Tuner:
         real=real,
         extractors=extractors,
         scorers=() if options.judge_dir is None else [JudgeScorer.open(options.judge_dir)],
-        metrics=tuple(options.metrics) if extractors else (),
+        metrics=tuple(options.metrics) or (METRICS_OF_TUNING if extractors else ()),
     )
     evaluation.check(len(prompts))
     made = bundle.defaults

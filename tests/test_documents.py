@@ -206,7 +206,7 @@ def shelf(run, tmp_path_factory, write_clip) -> Path:
     """What pages begin with: clips of one's own, and what the demos leave in runs/, after two steps each."""
     from megadit.infer.evaluate.extractors.digits import DigitReader
     from megadit.infer.evaluate.extractors.files import KIND
-    from megadit.train.digits.score import SERVED_JUDGE
+    from megadit.train.digits.score import JUDGE_DIR, write_judge
 
     folder = tmp_path_factory.mktemp("shelf")
     with pytest.MonkeyPatch.context() as patch:
@@ -223,7 +223,7 @@ def shelf(run, tmp_path_factory, write_clip) -> Path:
 
         torch.manual_seed(0)
         save_file(DigitReader().state_dict(), "runs/demo/judge.safetensors", metadata={KIND: "digits"})
-        Path("runs/demo/judge.py").write_text(SERVED_JUDGE)
+        write_judge(Path("runs/demo", JUDGE_DIR), Path("runs/demo/judge.safetensors"))
         write_able_bundle("runs/demo/bundle", "runs/demo-given/bundle")
         make_pipeline(folder / "stable-diffusion-v1-5", "1.x", write_clip)
         for name, write in (

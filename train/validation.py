@@ -200,8 +200,9 @@ def _figures(training: Training, videos: list[np.ndarray], real: VideoSet) -> di
         store=store, real=real, extractors=_extractors(config.validation.extractors, training.groups.device)
     )
     evaluation = replace(evaluation, metrics=evaluation.possible(made.count))
-    store.fill([made, real], evaluation.extractors, ALONE, told=False)
-    figures = evaluation.figures([Candidate(model="in training", guidance=None, videos=made)], told=False)
+    candidates = [Candidate(model="in training", guidance=None, videos=made)]
+    evaluation.look(candidates, ALONE, told=False)
+    figures = evaluation.figures(candidates, told=False)
     return {f"{each.metric} ({each.of})": interval_of(each) for each in figures}
 
 

@@ -115,7 +115,8 @@ class Evaluation:
             UserError: for videos that cannot be looked at so.
         """
         self.store.fill([each.videos for each in candidates], [*self.extractors, *self.scorers], ranks, told)
-        self.store.fill([] if self.real is None else [self.real], self.extractors, ranks, told)
+        if self.real is not None and self.extractors:
+            self.store.fill([self.real], self.extractors, ranks, told)
 
     def figures(self, candidates: Sequence[Candidate], *, told: bool = True) -> list[Figure]:
         """All figures of all candidates.
@@ -139,7 +140,10 @@ class Evaluation:
         """A number for each video [N], higher for better ones, and what it is: to show the best and the worst."""
         for scorer in self.scorers:
             features_NFS, _ = self.store.load(candidate.videos, scorer)
-            return features_NFS[:, 0].mean(1), f"mean of {', '.join(scorer.columns)}"
+            sign_S = torch.tensor([1.0 if scorer.better[column] == "higher" else -1.0 for column in scorer.columns])
+            score_NS = sign_S * features_NFS[:, 0]  # of any scale each: in standard deviations from its mean
+            score_NS = (score_NS - score_NS.mean(0)) / score_NS.std(0).clamp_min(1e-9)
+            return score_NS.mean(1), f"better than the mean by {', '.join(scorer.columns)}"
         for extractor in self.extractors:
             if hasattr(extractor, "of_texts"):
                 features_NFD, prompts = self.store.load(candidate.videos, extractor)

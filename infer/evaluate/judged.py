@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,13 +39,12 @@ class JudgeScorer:
             UserError: if there is none, it fails, or does not say which of its scores are better.
         """
         path, judge = find_judge(directory), Judge.load(directory)
-        if not judge.better:
+        if not _says_what_is_better(judge.better):
             raise UserError(
-                f"{path} defines no BETTER: write one, such as "
-                "BETTER = {'beauty': 'higher'}, of each score that is to be a figure"
+                f"{path} has to say which of its scores are figures, and what is better of each, 'higher' or 'lower': "
+                "write such as BETTER = {'beauty': 'higher'}"
             )
-        beside = sorted(each for each in path.parent.iterdir() if each.is_file())
-        return cls(judge.scores, judge.better, hashed(*map(sha256_of, beside))[:12])
+        return cls(judge.scores, judge.better, _fingerprint(path.parent))
 
     def __call__(self, video_BTHWC: Tensor, prompts: Sequence[str]) -> Tensor:
         rows = []
@@ -54,3 +54,17 @@ class JudgeScorer:
                 raise UserError(f"the judge gives no {', '.join(missing)} of a video of {prompt!r:.200}")
             rows.append([scores[name] for name in self.columns])
         return torch.tensor(rows, dtype=torch.float32)
+
+
+def _says_what_is_better(better: Any) -> bool:
+    return (
+        isinstance(better, dict)
+        and len(better) > 0
+        and all(isinstance(name, str) and each in ("higher", "lower") for name, each in better.items())
+    )
+
+
+def _fingerprint(folder: Path) -> str:
+    """Of all that lies in a judge's folder, by name and content: any of it may decide what it says."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return hashed(*(text for path in files for text in (str(path.relative_to(folder)), sha256_of(path))))[:12]

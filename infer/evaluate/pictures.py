@@ -11,6 +11,7 @@ import numpy as np
 from megadit.infer.contact_sheet import contact_sheet, under_heading
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
 from megadit.infer.evaluate.extractors.base import resized
+from megadit.infer.evaluate.metrics import ADHERENCE
 from megadit.infer.evaluate.videos import Clip, VideoSet
 from megadit.infer.evaluate.window import Window, cut
 from megadit.models.shared.files import atomic_path
@@ -98,8 +99,12 @@ def draw_curves(path: Path, figures: Sequence[Figure]) -> None:
     """
     from matplotlib.figure import Figure as Page
 
-    adherence = next((each.metric for each in figures if each.better == "higher" and each.floor is None), None)
-    names = list(dict.fromkeys((each.metric, each.of, each.title) for each in figures if each.metric != adherence))
+    of_prompts = [each.metric for each in figures if each.better == "higher" and each.floor is None]
+    adherence = ADHERENCE if ADHERENCE in of_prompts else next(iter(of_prompts), None)
+    every = list(dict.fromkeys((each.metric, each.of, each.title) for each in figures))
+    names = [name for name in every if name[0] != adherence]
+    if not names:  # nothing that it could lie along
+        adherence, names = None, every
     names = [name for name in names if _is_distance(name[0])] or names[:1]
     page = Page(figsize=(4.6 * len(names), 3.9), facecolor=BACKGROUND, layout="constrained")
     for axis, (metric, of, title) in zip(page.subplots(1, len(names), squeeze=False)[0], names, strict=True):

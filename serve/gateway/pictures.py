@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -40,7 +42,6 @@ def picture_of(data: bytes, media_type: str, variant: Variant) -> bytes:
     Raises:
         Exception: whatever decoders raise, for what is neither.
     """
-    import numpy as np
     from PIL import Image
 
     from megadit.infer.animations import encode_animation, encode_image
@@ -71,8 +72,6 @@ def _frame(data: bytes) -> "Iterator[Image]":
 
 def _frames(data: bytes, most: int) -> "Iterator[Image]":
     """Up to so many, the first among them, and of several the last; no more than one is in memory as it was."""
-    import numpy as np
-
     from megadit.infer.video_io import open_container
 
     with open_container(io.BytesIO(data), containers="mov,mp4") as container:

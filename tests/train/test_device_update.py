@@ -61,7 +61,7 @@ def test_weights_losses_and_norms_are_the_same(found, name):
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_megatrons_weights_losses_and_norms_are_the_same_to_the_bit(found, name):
+def test_megatrons_weights_and_losses_are_the_same_to_the_bit_and_norms_as_roots_are(found, name):
     for of_rank in found:
         told = of_rank[name]
         assert told["apart"][0] == 0, told["apart"]

@@ -109,7 +109,7 @@ def _score(demo: Demo) -> None:
     tokenizer = load_tokenizer(demo.dataset / "tokenizer")
     round_trip = judge.round_trip(tokenizer)
     reader = judge.load_or_train_reader(demo.out / judge.FILE, round_trip, tokenizer.fingerprint())
-    (demo.out / "judge.py").write_text(score.SERVED_JUDGE)
+    score.write_judge(demo.out / score.JUDGE_DIR, demo.out / judge.FILE)
     seen, unseen = demo.attributes
     clips = read_clips(demo.generated)
     result = score.score(reader, clips[: len(seen)], seen)

@@ -251,8 +251,8 @@ def summary_table(found: dict[str, Any]) -> str:
     for name, values in found.items():
         shares = [values[part][share] for part in ("seen", "unseen") for share in ("all", "every_frame")]
         beside = [values[figure] / of_teacher[figure] for figure in ("distance", "spread")]
-        of_digit = values["spread_of_a_digit"]
-        of_digit = "one of each" if of_digit is None else f"{of_digit:.2f}"
+        of_digit = values.get("spread_of_a_digit")
+        of_digit = "-" if of_digit is None else f"{of_digit:.2f}"
         beside = f"{beside[0]:10.2f}{beside[1]:8.2f}{of_digit:>12}"
         numbers = "".join(f"{share:8.1%}" for share in shares) + beside
         if "first_frame" in values:

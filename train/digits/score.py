@@ -3,6 +3,7 @@
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -91,7 +92,7 @@ def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attribu
     }
 
 
-SERVED_JUDGE = '''"""The judge of digits, for a service, and for figures.
+_JUDGE = '''"""The judge of digits, for a service, and for figures.
 
     megadit serve build-repository BUNDLE OUT --judge_dir THIS_FOLDER
     megadit evaluate BUNDLE --real REAL --out OUT --judge_dir THIS_FOLDER
@@ -104,8 +105,17 @@ from megadit.train.digits.score import BETTER, judge_of_prompts
 judge = judge_of_prompts(Path(__file__).with_name("judge.safetensors"))
 '''
 """The program that `infer/judge.py` runs."""
+JUDGE_DIR = "judge"
+"""The folder of that program, beside a demo's bundle."""
 BETTER = {"all": "higher", "every_frame": "higher"}
 """Its scores that are figures."""
+
+
+def write_judge(folder: Path, reader_file: Path) -> None:
+    """The folder of a judge by the network in a file, which it gets a copy of."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(reader_file, folder / "judge.safetensors")
+    (folder / "judge.py").write_text(_JUDGE)
 
 
 def judge_of_prompts(path: Path) -> Callable[[np.ndarray, str], dict[str, float]]:

@@ -7,7 +7,7 @@ Shapes: N videos, F features of each, D width.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,11 @@ def compare(
         maker = BundleMaker(bundle, device=device, dtype="float32", adapters=beside)
         request = Request(maker=maker, prompts=[*prompts, *prompts], settings=bundle.defaults)
         make_videos(folder / "videos", request, ALONE, told=True)
-        made.append(made_videos(folder / "videos", request, label))
-    store = FeatureStore(folder / "features", window_of(made[0].parts[0].read()[0], None, None))
+        made.append(Candidate(model=label, guidance=None, videos=made_videos(folder / "videos", request, label)))
+    store = FeatureStore(folder / "features", window_of(made[0].videos.parts[0].read()[0], None, None))
     evaluation = Evaluation(store=store, real=real, extractors=[seer])
-    store.fill([*made, *([real] if real else [])], [seer], ALONE, told=True)
-    of_teacher, of_student = (spread(store.load(videos, seer)[0]) for videos in made)
+    evaluation.look(made, ALONE)
+    of_teacher, of_student = (spread(store.load(each.videos, seer)[0]) for each in made)
     return Comparison(
         spread=of_student / max(of_teacher, NOTHING),
         distance=None if real is None else _distance(evaluation, made),
@@ -132,13 +132,12 @@ def spread_within(features_NFD: Tensor, group_N: Tensor) -> float:
     return sum((group_ND - group_ND.mean(0)).square().sum().item() for group_ND in groups) / len(features_ND)
 
 
-def _distance(evaluation: Evaluation, made: Sequence[VideoSet]) -> float | None:
+def _distance(evaluation: Evaluation, made: Sequence[Candidate]) -> float | None:
     """The student's distance from real videos as a multiple of the teacher's, at least of what chance makes of that."""
-    possible = evaluation.possible(made[0].count)
+    possible = evaluation.possible(made[0].videos.count)
     name = next((each for each in DISTANCES if each in possible), None)
     if name is None or isinstance(evaluation.extractors[0], Pixels):
         return None
-    of = Evaluation(store=evaluation.store, real=evaluation.real, extractors=evaluation.extractors, metrics=(name,))
-    candidates = [Candidate(model=videos.label, guidance=None, videos=videos) for videos in made]
-    teacher, student = (figure.estimate for figure in of.figures(candidates, told=False))
+    of = replace(evaluation, metrics=(name,))
+    teacher, student = (figure.estimate for figure in of.figures(made, told=False))
     return max(0.0, student.value) / max(teacher.value, teacher.error, NOTHING)

@@ -2,12 +2,19 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from megadit.infer import tune_sampler
 from megadit.infer.evaluate import command
+from megadit.infer.evaluate.evaluation import Candidate, Evaluation
+from megadit.infer.evaluate.features import FeatureStore
 from megadit.infer.evaluate.judged import JudgeScorer
+from megadit.infer.evaluate.videos import videos_in_memory
+from megadit.infer.evaluate.window import Window
+from megadit.infer.judge import Judge
+from megadit.infer.ranks import ALONE
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
@@ -45,26 +52,34 @@ def test_columns_are_the_scores_of_which_it_says_what_is_better(judge_dir):
 
 
 @pytest.mark.parametrize(
-    ("program", "message"),
+    "program",
     [
-        (PROGRAM.replace("BETTER", "WORSE"), "defines no BETTER"),
-        (PROGRAM.replace('"higher"', '"more"'), "'higher' or 'lower'"),
-        (PROGRAM.replace('"higher"', "[]"), "'higher' or 'lower'"),
-        (PROGRAM.replace("BETTER = {", "BETTER = 1 or {"), "'higher' or 'lower'"),
+        PROGRAM.replace("BETTER", "WORSE"),
+        PROGRAM.replace('"higher"', '"more"'),
+        PROGRAM.replace('"higher"', "[]"),
+        PROGRAM.replace('"words": "higher"', '1: "higher"'),
+        PROGRAM.replace("BETTER = {", "BETTER = 1 or {"),
+        "BETTER = {}" + PROGRAM.replace("BETTER", "WORSE"),
     ],
 )
-def test_what_is_better_has_to_be_said(tmp_path, program, message):
-    with pytest.raises(UserError, match=message):
-        JudgeScorer.open(judge_in(tmp_path / "judge", program))
+def test_what_is_better_has_to_be_said(tmp_path, program):
+    folder = judge_in(tmp_path / "judge", program)
+    with pytest.raises(UserError, match="has to say which of its scores are figures"):
+        JudgeScorer.open(folder)
+    assert Judge.load(folder).scores(VIDEOS[0].numpy(), "a")["other"] == 1, "who makes no figures needs none of it"
 
 
 def test_scores_are_kept_as_long_as_nothing_of_the_judge_changes(judge_dir):
     first = JudgeScorer.open(judge_dir).fingerprint
-    (judge_dir / "weights").write_bytes(b"1")
-    second = JudgeScorer.open(judge_dir).fingerprint
-    (judge_dir / "weights").write_bytes(b"2")
-    assert len({first, second, JudgeScorer.open(judge_dir).fingerprint}) == 3
-    (judge_dir / "weights").unlink()
+    found = {first}
+    (judge_dir / "model").mkdir()
+    for name, content in (("weights", b"1"), ("weights", b"2"), ("config", b"2")):
+        (judge_dir / "model" / name).write_bytes(content)
+        found.add(JudgeScorer.open(judge_dir).fingerprint)
+    assert len(found) == 4
+    shutil.rmtree(judge_dir / "model")
+    (judge_dir / "__pycache__").mkdir(exist_ok=True)
+    (judge_dir / "__pycache__" / "judge.pyc").write_bytes(b"1")
     assert JudgeScorer.open(judge_dir).fingerprint == first
 
 
@@ -75,7 +90,31 @@ def test_somebody_elses_videos_are_judged(tmp_path, judge_dir):
     dark, words = read_json(out / "report.json")["figures"]
     assert (dark["metric"], dark["better"], words["metric"], words["better"]) == ("dark", "lower", "words", "higher")
     assert dark["low"] < dark["value"] < dark["high"] < 255 and words["value"] == 0
-    assert "mean of dark, words" in (out / "report.html").read_text()
+    assert "better than the mean by dark, words" in (out / "report.html").read_text()
+
+
+def test_the_best_are_those_of_the_better_scores(tmp_path, judge_dir):
+    """Of scores of any scale, higher or lower."""
+    window = Window(frames=2, height=4, width=4, fps=8.0, is_resized=False)
+    brightness, words = [10, 90, 50, 70], [1, 1, 1, 2]
+    video = np.repeat(np.array(brightness, np.uint8), 2 * 4 * 4 * 3).reshape(-1, 2, 4, 4, 3)
+    made = videos_in_memory("made", video, [" ".join("a" * count) for count in words], 8.0)
+    candidate = Candidate(model="made", guidance=None, videos=made)
+    of = Evaluation(
+        store=FeatureStore(tmp_path / "features", window),
+        real=None,
+        extractors=(),
+        scorers=[JudgeScorer.open(judge_dir)],
+    )
+    of.look([candidate], ALONE, told=False)
+    assert of.quality(candidate)[0].argsort(descending=True).tolist() == [3, 1, 2, 0]
+
+
+def test_scores_over_guidance_are_drawn_where_nothing_else_is_there(tmp_path, judge_dir, bundle_dir):
+    (tmp_path / "prompts.txt").write_text("\n".join(f"square {number}" for number in range(8)))
+    asked = ("--prompts", tmp_path / "prompts.txt", "--guidances", 1, 4, "--judge_dir", judge_dir, "--out", tmp_path)
+    assert command.main([str(each) for each in (bundle_dir, *asked)]) == 0
+    assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 def test_the_cheapest_way_to_sample_is_found_by_a_judge_alone(tmp_path, bundle_dir, judge_dir, capsys):
@@ -86,7 +125,9 @@ def test_the_cheapest_way_to_sample_is_found_by_a_judge_alone(tmp_path, bundle_d
     command = [str(tmp_path / "bundle"), "--real", str(real), "--device", "cpu", "--dtype", "float32", "--dry_run"]
     command += ["--count", "8", "--evaluations", "2", "--budget", "0"]
     assert tune_sampler.main([*command, "--out", str(tmp_path / "none")]) == 2
-    assert "give --extractors, or --judge_dir" in capsys.readouterr().err
+    judged = ["--judge_dir", str(judge_dir), "--out", str(tmp_path / "none")]
+    assert tune_sampler.main([*command, *judged, "--metrics", "kid"]) == 2
+    assert capsys.readouterr().err.count("give --extractors, or --judge_dir") == 2
     best = {}
     for better in ("lower", "higher"):
         program = PROGRAM.replace('"lower", "words": "higher"}', f"{better!r}}}")

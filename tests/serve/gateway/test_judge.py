@@ -16,18 +16,18 @@ from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.local_server import LocalServer
 from megadit.serve.model_config import Scheduling
 from megadit.train.digits.judge import DigitReader
-from megadit.train.digits.score import SERVED_JUDGE, judge_of_prompts
+from megadit.train.digits.score import judge_of_prompts, write_judge
 
-from ..test_judge import ASKED, judge_in
+from ..test_judge import ASKED
 
 
 @pytest.fixture
 def digits_judge(tmp_path) -> Path:
     """As the demo leaves it, with a network that was trained on nothing."""
-    folder = judge_in(tmp_path / "digits", SERVED_JUDGE)
     torch.manual_seed(0)
-    save_file(DigitReader().state_dict(), folder / "judge.safetensors", metadata={KIND: "digits"})
-    return folder
+    save_file(DigitReader().state_dict(), tmp_path / "reader.safetensors", metadata={KIND: "digits"})
+    write_judge(tmp_path / "digits", tmp_path / "reader.safetensors")
+    return tmp_path / "digits"
 
 
 @pytest.mark.slow

@@ -130,10 +130,10 @@ def test_another_seed_does_not_leave_the_interval(of, clean, attributes):
 def test_the_judge_is_asked_with_the_attributes_of_the_caption(attributes, tmp_path):
     reader = judge.DigitReader().eval()
     save_file(reader.state_dict(), tmp_path / "judge.safetensors", metadata={KIND: "digits"})
-    (tmp_path / "judge.py").write_text(score.SERVED_JUDGE)
+    score.write_judge(tmp_path / "judge", tmp_path / "judge.safetensors")
     some = attributes[:6]
     captions = score.heldout_captions(some)
-    scorer = JudgeScorer.open(tmp_path)
+    scorer = JudgeScorer.open(tmp_path / "judge")
     clips = score.real_clips(some)
     video = ((clips + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1)
     expected = score.frames_and_clips_right(judge.judge(reader, video.permute(0, 4, 1, 2, 3).float() / 127.5 - 1), some)
