@@ -190,7 +190,7 @@ def _with_teacher(training: Training) -> Training:
             uncertainty=training.network.uncertainty,
         ),
         teacher_fingerprint=teacher.fingerprint,
-        is_guided=not is_told and (asked.guidance != 1 or config.model.guidance_range is not None),
+        is_guided=asked.asks_twice(config.model, teacher.config),
     )
     training.network.objective = distillation.loss
     if asked.has_adversary:

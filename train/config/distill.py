@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.setting import check_settings, setting
 
 ObjectiveName = Literal[
@@ -80,6 +81,12 @@ class DistillConfig:
     def learns_of_pairs(self) -> bool:
         """Of noise and what the teacher made of it, in place of samples."""
         return self.objective == "regression"
+
+    def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
+        """Whether the teacher is guided by two calls: one that is told its scale is not. None: nothing is known of
+        it."""
+        is_told = teacher is not None and teacher.guidance_range is not None
+        return not is_told and (self.guidance != 1 or student.guidance_range is not None)
 
     def forwards(self, is_guided: bool) -> float:
         """Forward passes of a step beside the student's own with its backward, a mean over what is drawn; of a critic's

@@ -16,6 +16,8 @@ import torch
 
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapters import adapter_key, attach
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.manifest import is_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.flops import attention_flops, training_flops
 from megadit.models.layout import PackLayout
@@ -151,8 +153,7 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
     attention = _attention_flops(pack, model) * packs / share
     tokens = packs * config.data.seq_length / layout.context  # of one context-parallel rank
     layers = model.num_layers / layout.pipeline
-    distill = config.train.distill
-    forwards = 0 if distill is None else distill.forwards(distill.guidance != 1 or model.guidance_range is not None)
+    forwards = _forwards_of_distillation(config)
     own_attention, attention = attention, attention * (1 + forwards / 3)
     linears = training_flops(pack, model, config.train.adapter, forwards) * packs / share - attention
     return Work(
@@ -175,6 +176,15 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
         pipeline_bytes=_pipeline_bytes(config, layout, tokens),
         **_data_bytes(config, layout),
     )
+
+
+def _forwards_of_distillation(config: RunConfig) -> float:
+    """Of the networks beside a student; what its teacher is told, its bundle says, where it is at hand."""
+    distill = config.train.distill
+    if distill is None:
+        return 0
+    teacher = Bundle.open(distill.teacher).config if is_bundle(distill.teacher) else None
+    return distill.forwards(distill.asks_twice(config.model, teacher))
 
 
 def num_self_attentions(model: DiTConfig) -> int:

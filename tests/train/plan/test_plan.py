@@ -11,6 +11,7 @@ from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
 from megadit.models.weights import network_shapes
 from megadit.train.__main__ import main
+from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.hardware import GIB, GPUS, find_gpu
 from megadit.train.plan.layout import Layout
@@ -20,6 +21,7 @@ from megadit.train.plan.report import plan
 from megadit.train.plan.search import assess, rank_layouts, usable_memory
 from megadit.train.plan.work import count_parameters, typical_pack, upstream_flops, work_of
 from megadit.train.recipes import load_recipe
+from tests.bundles import CONFIG, write_tiny_bundle
 
 H100 = find_gpu("h100-80gb")
 
@@ -209,6 +211,21 @@ def test_a_step_of_an_adapter_costs_less_than_a_step_of_its_network():
     assert ours.flops == pytest.approx(share * theirs.flops)
     assert theirs.linear_share == pytest.approx(1 / 3) and 0.48 < ours.linear_share < 0.5
     assert ours.data_reduce_bytes == theirs.data_reduce_bytes == 0
+
+
+def test_a_teacher_that_is_told_its_scale_is_asked_once(tmp_path):
+    """As its bundle says; of one that is not at hand nothing is known."""
+    write_tiny_bundle(tmp_path / "plain")
+    write_tiny_bundle(tmp_path / "told", replace(CONFIG, guidance_range=(1.0, 6.0)))
+
+    def linears(teacher: str) -> float:
+        asked = DistillConfig(teacher=str(tmp_path / teacher), objective="guidance", guidance=3.0)
+        run = load_recipe("digits")
+        diffusion = replace(run.diffusion, learned_uncertainty=False)
+        run = replace(run, diffusion=diffusion, train=replace(run.train, distill=asked))
+        return work_of(run, Layout.of(run, 1)).linear_flops
+
+    assert linears("absent") == linears("plain") == pytest.approx(linears("told") * (3 + 2) / (3 + 1))
 
 
 def test_an_adapter_is_divided_as_its_linears_are():
