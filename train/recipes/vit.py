@@ -140,7 +140,7 @@ def vit_digits() -> RunConfig:
         ),
         train=replace(
             run.train,
-            train_iters=320,
+            train_iters=500,
             output_dir="runs/vit_digits",
             precision="fp32",
             matmul_precision="bf16",
@@ -148,8 +148,8 @@ def vit_digits() -> RunConfig:
         ),
         optimizer=OptimizerConfig(optimizer="muon", lr=5e-3, adam_beta2=0.99, lr_warmup_iters=30),
         parallel=ParallelConfig(),
-        checkpoint=replace(run.checkpoint, save_interval=160),
-        validation=replace(run.validation, interval=160, num_batches=6),
+        checkpoint=replace(run.checkpoint, save_interval=250),
+        validation=replace(run.validation, interval=250, num_batches=6),
     )
 
 
