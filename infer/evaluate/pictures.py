@@ -99,7 +99,7 @@ def draw_curves(path: Path, figures: Sequence[Figure]) -> None:
     """
     from matplotlib.figure import Figure as Page
 
-    of_prompts = [each.metric for each in figures if each.better == "higher" and each.floor is None]
+    of_prompts = {each.metric: each.title for each in figures if each.better == "higher" and each.floor is None}
     adherence = ADHERENCE if ADHERENCE in of_prompts else next(iter(of_prompts), None)
     every = list(dict.fromkeys((each.metric, each.of, each.title) for each in figures))
     names = [name for name in every if name[0] != adherence]
@@ -111,7 +111,7 @@ def draw_curves(path: Path, figures: Sequence[Figure]) -> None:
         chosen = [each for each in figures if (each.metric, each.of) == (metric, of)]
         _draw(axis, chosen, {_place(each): each for each in figures if each.metric == adherence})
         axis.set_title(f"{metric} by {of}: {title}", color=TEXT, fontsize=9, loc="left")
-        axis.set_xlabel(adherence.replace("_", " ") if adherence else "guidance", color=FAINT, fontsize=8)
+        axis.set_xlabel(of_prompts.get(adherence, "guidance"), color=FAINT, fontsize=8)
     with atomic_path(path) as temporary:
         page.savefig(temporary, dpi=120, metadata={"Software": None})
 
