@@ -7,7 +7,7 @@ every such video: none depends on what else is in its batch.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal
 
 from torch import Tensor
@@ -44,7 +44,8 @@ class CachePlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CachePlan":
-        return cls(**{**values, "skipped": tuple(values["skipped"])})
+        """The inverse of `to_dict`; also takes what earlier versions wrote, which had fewer settings."""
+        return cls(**{**values, "skipped": tuple(values["skipped"]), "settings": _UNCHANGED | values["settings"]})
 
 
 def plan_key(settings: SamplingSettings, given: Sequence[Any] = ()) -> dict[str, Any]:
@@ -60,6 +61,16 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _as_json(each) for name, each in value.items()}
     return list(map(_as_json, value)) if isinstance(value, tuple | list) else value
+
+
+_UNCHANGED = _as_json(
+    {
+        field.name: field.default
+        for field in fields(SamplingSettings)
+        if field.default is not MISSING and field.name not in _IRRELEVANT
+    }
+)
+"""Of settings, the values that leave things as they are."""
 
 
 def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan]:

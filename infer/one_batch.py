@@ -57,12 +57,12 @@ def solve(
     known: Known | None,
 ) -> Tensor:
     """Latents BCTHW, float32: from the noise of `key_B` at the first of `sigmas` [num_steps + 1], or from what is
-    `known`, to the last.
+    `known`, to the last. The noise is multiplied by `settings.noise_scale`.
 
     Raises:
         UserError: if they are not finite.
     """
-    sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
+    sigma, noise_BCTHW = sigmas[0].item(), settings.noise_scale * latent_noise(key_B, shape)
     x = sigma * noise_BCTHW.double() if known is None else known.initial_state(sigma, noise_BCTHW)
     noise = settings_randomness(settings, key_B, shape)
     latents_BCTHW = SAMPLERS[settings.sampler](denoise, x, sigmas, *noise).float()

@@ -104,6 +104,11 @@ class SamplingSettings:
         above=0,
     )
     """More than 1 suits more pixels than were trained on (arXiv 2403.03206, section 5.3.2)."""
+    noise_scale: float = setting(
+        1.0, "multiplies the noise that a video begins with; less than 1: surer videos that differ less", above=0
+    )
+    """The truncation trick (arXiv 1809.11096, section 3.1), for a network of few calls and for an ODE's solver; noise
+    that a sampler adds on its way stays as it is."""
     churn: float = setting(0.0, f"S_churn: noise added before steps ({', '.join(STOCHASTIC)})", low=0)
     """arXiv 2206.00364, algorithm 2."""
     churn_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which churn acts", nargs=2)

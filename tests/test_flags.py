@@ -32,12 +32,11 @@ GENERATE = """
     --checkpoint_path --repeat --prompt --prompt_file --subject_name --seed --seeds --num_video_frames --height --width
     --fps --input_video --strength --continue_video --keep_frames --negative_prompt --guidance --guidances
     --guidance_convention --guidance_interval --guidance_rescale --autoguidance --second_prompt --second_guidance
-    --sampler --num_steps --schedule --sigmas --sigma_min --sigma_max --rho --shift --churn --churn_interval --eta
-    --cache_budget --cache_measure --lpips_weights --video_save_path --format --contact_sheet --batch_size --device
-    --dtype --runtime --sequential_guidance --offload_text_encoder --compile --cuda_graphs --resident_blocks
-    --overlap_decoding
-    --tokenizer_model --tokenizer_cache_dir --t5_cache_dir --num_devices --tp_size --cp_size --cfg_parallel
-    --guardrail_dir --adapter --adapter_interval --lead_to_video --image --last_image --keyframe --video --mask
+    --sampler --num_steps --schedule --sigmas --sigma_min --sigma_max --rho --shift --noise_scale --churn
+    --churn_interval --eta --cache_budget --cache_measure --lpips_weights --video_save_path --format --contact_sheet
+    --batch_size --device --dtype --runtime --sequential_guidance --offload_text_encoder --compile --cuda_graphs
+    --resident_blocks --overlap_decoding --tokenizer_model --tokenizer_cache_dir --t5_cache_dir --num_devices --tp_size
+    --cp_size --cfg_parallel --guardrail_dir --adapter --adapter_interval --lead_to_video --image --last_image --keyframe --video --mask
     --instruction --image_guidance --total_frames --story --keep_first --low_guidance --dry_run --device_memory
 """
 SIGNED, C2PA = "infer/test_signing.py", "--c2pa_certificate --c2pa_key"
@@ -196,7 +195,7 @@ SHOWN_BY = {
     "distill": {
         "train/distill/test_command.py::test_every_option_reaches_its_part": """
             --data --recipe --config-file --stages --calls --sigmas --guidance --nproc --prompts --count --extractors
-            --spread --distance --device --pairs --num_pairs --pair_steps --guidance_range
+            --spread --distance --device --pairs --num_pairs --pair_steps --guidance_range --noise_scale
         """,
         "train/distill/test_command.py::test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called": (
             "--adapter_rank"

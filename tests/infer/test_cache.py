@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,16 @@ def test_a_plan_belongs_to_its_settings_and_budget(pipeline):
     for changes in ({"cache_budget": 0.005}, *({"cache_budget": 0.02, **other} for other in sizes)):
         with pytest.raises(UserError, match="run: megadit calibrate-cache"):
             chosen(**changes)
+
+
+def test_a_plan_of_a_version_with_fewer_settings_is_found(pipeline):
+    settings = resolve_settings(pipeline.defaults, cache_budget=0.02)
+    stored = plan(settings, 0.02, (1,)).to_dict()
+    del stored["settings"]["noise_scale"]
+    plans = [CachePlan.from_dict(stored)]
+    assert find_plan(plans, settings).skipped == (1,)
+    with pytest.raises(UserError, match="run: megadit calibrate-cache"):
+        find_plan(plans, replace(settings, noise_scale=0.8))
 
 
 @pytest.fixture

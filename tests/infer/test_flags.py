@@ -107,6 +107,7 @@ BY_OWN_NAMES = {
     "--sigma_max": other("9"),
     "--rho": other("3", given=(*LATENTS, *PROMPT, "--num_steps", "3")),
     "--shift": other("2"),
+    "--noise_scale": other("0.5"),
     "--churn": other("1", given=(*LATENTS, *PROMPT, "--sampler", "heun")),
     "--churn_interval": other("0", "1", given=(*LATENTS, *PROMPT, "--sampler", "heun", "--churn", "1")),
     "--eta": other("0.5"),

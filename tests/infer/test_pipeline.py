@@ -11,12 +11,15 @@ import torch
 from megadit.infer import checkpoints, text_features
 from megadit.infer.callbacks import Cancelled
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.given_latents import Known
+from megadit.infer.one_batch import solve
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.samplers import SAMPLERS
 from megadit.infer.schedules import karras_sigmas
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle, write_bundle
+from megadit.models.noise import Stream, latent_noise, seed_key
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
@@ -173,6 +176,25 @@ def test_the_text_encoder_sees_each_text_once_and_may_leave(bundle_dir):
     assert asked[3:] == [["c"]] and len(loaded) == 2
     for result, expected in zip(results, plain(["a", "b", "a"], batch_size=1), strict=True):
         assert np.array_equal(result.video, expected.video)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_a_video_begins_with_its_noise_times_the_scale(pipeline, scale):
+    """What a sampler adds on its way is not scaled, what is given of the video neither."""
+    seen, shape, key_B = [], (4, 1, 2, 2), torch.tensor([seed_key(7)])
+    settings = resolve_settings(pipeline.defaults, sampler="restart", sigmas=[80.0, 3.0], noise_scale=scale)
+    known = Known(torch.ones(1, *shape), torch.zeros(shape[1:], dtype=torch.bool))
+
+    def nothing(x, sigma_B):
+        seen.append(x)
+        return torch.zeros_like(x)
+
+    for given in (None, known):
+        solve(nothing, settings, torch.tensor([80.0, 3.0, 0.0]), key_B, shape, given)
+    noise, renewed = (latent_noise(key_B, shape, stream=stream) for stream in (Stream.NOISE, Stream.STEP))
+    first = 80 * scale * noise
+    for found, expected in zip(seen, (first, 3 * renewed, 1 + first, 3 * renewed), strict=True):
+        torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-6, atol=1e-6)
 
 
 def test_nemo_guidance_is_one_more(pipeline):

@@ -91,6 +91,7 @@ OPTIONS = {
     "sigma_max": one(NUMBERS),
     "rho": one(NUMBERS),
     "shift": one(NUMBERS),
+    "noise_scale": one(NUMBERS),
     "churn": one(NUMBERS),
     "churn_interval": several(NUMBERS, 2),
     "eta": one(NUMBERS),

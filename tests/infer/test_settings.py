@@ -20,6 +20,7 @@ CHANGES = {
     "schedule": "linear",
     "sigmas": [10.0, 1.0],
     "shift": 2.0,
+    "noise_scale": 0.5,
     "churn": 3.0,
     "eta": 1.0,
     "guidance_interval": [0.1, 5.0],

@@ -255,6 +255,7 @@ EFFECTS = {
     "validation.sampling.schedule": seen("videos", "linear", *GUIDED),
     "validation.sampling.sigmas": seen("videos", "[5.0,1.0]", *GUIDED),
     "validation.sampling.shift": seen("videos", "2.0", *GUIDED),
+    "validation.sampling.noise_scale": seen("videos", "0.5", *GUIDED),
     "validation.sampling.churn": seen("videos", "2.0", *GUIDED),
     "validation.sampling.churn_interval": seen("videos", "[0.5,2.0]", *GUIDED, "validation.sampling.churn=2.0"),
     "validation.sampling.eta": seen("videos", "0.0", *VALIDATED),

@@ -15,7 +15,7 @@ Under torchrun the ranks share the shards; killed at any moment, the same comman
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,16 +126,18 @@ def trajectories_command(argv: list[str]) -> int:
 def _prepare(argv: list[str], purpose: Purpose) -> int:
     options = read_options(PriorOptions, argv, prog=f"megadit prepare {purpose.name}", description=purpose.description)
     bundle = open_bundle(options.bundle)
+    settings = resolve_settings(bundle.defaults, **asdict(options.settings))
+    if purpose is TRAJECTORIES:
+        _check_ode(settings)
+        settings = replace(settings, noise_scale=1.0)  # what is learned from a video is its noise as it was drawn
     prior = Prior(
         purpose=purpose,
         prompts=_prompts(options),
-        settings=resolve_settings(bundle.defaults, **asdict(options.settings)),
+        settings=settings,
         count=options.count,
         seed=options.seed,
         batch_size=options.batch_size,
     )
-    if purpose is TRAJECTORIES:
-        _check_ode(prior.settings)
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     latent_size(prior.settings, bundle.config, tokenizer)  # refuses sizes before anything is written
     with join_team(Part()) as team:

@@ -45,6 +45,9 @@ SHOWN = 6
 FOUR_SIGMAS = ("12", "4", "1.5", "0.5")
 """Of the student that answers guidance in one call: from 80, where that is a mean, clips of a prompt come to be more
 alike."""
+NOISE_SCALE = 0.8
+"""Of those that learn what an ODE makes of noise: from all of it, clips of a prompt come to differ by more than the
+teacher's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,7 @@ def _one(demo: DistillDemo) -> None:
 
 def _from_four(demo: DistillDemo) -> tuple[str, ...]:
     pairs = [] if demo.steps is None else ["--num_pairs", str(PAIRS_OF_STEP * demo.steps)]
-    return f"checkpoint.init_from={demo.student(4) / 'bundle'}", *pairs
+    return f"checkpoint.init_from={demo.student(4) / 'bundle'}", "--noise_scale", str(NOISE_SCALE), *pairs
 
 
 def _distill(demo: DistillDemo, calls: int, stage: str, *more: str) -> None:

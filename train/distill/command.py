@@ -68,6 +68,12 @@ class DistillOptions:
     )
     calls: int = setting(4, "of the student for a video (default: {default})", low=1, high=64)
     sigmas: Sequence[float] = setting((), "noise levels of these calls, decreasing (default: chosen)", above=0)
+    noise_scale: float | None = setting(
+        None,
+        "multiplies the noise that the student's videos begin with (default: the teacher's own, mostly 1); less than 1 "
+        "where those of a prompt differ by more than the teacher's: they are surer",
+        above=0,
+    )
     guidance: float | None = setting(None, "the teacher's scale (default: its own)", low=1)
     guidance_range: Sequence[float] = setting(
         (), "lowest and highest scale, any of which the student is told, in place of one for all", nargs=2
@@ -144,7 +150,10 @@ def _run(argv: list[str]) -> None:
             if STAGES[name].takes_pairs and options.pairs is None:
                 _make_pairs(options, teacher)
             run_module("megadit.train", *run.command)
-            settings = student_settings(STAGES[name].sampler, sigmas, told_scale(teacher.defaults, told))
+            scale = told_scale(teacher.defaults, told)
+            settings = student_settings(
+                STAGES[name].sampler, sigmas, scale, options.noise_scale or teacher.defaults.noise_scale
+            )
             _write(student, teacher, settings)
         found = check(options.out / "check", student)
         write_json(run.folder / "comparison.json", found.to_dict())

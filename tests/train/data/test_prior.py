@@ -156,10 +156,10 @@ def test_a_trajectory_is_that_of_an_ode(bundle, tmp_path, more, capsys):
 
 @pytest.fixture
 def churning(bundle, tmp_path):
-    """A model whose videos are made with noise that is added before and after steps."""
+    """A model whose videos are made with noise that is added before and after steps, and with half of it at first."""
     shutil.copytree(bundle, tmp_path / "churning")
     found = Bundle.open(tmp_path / "churning")
-    write_defaults(found, replace(found.defaults, sampler="heun", churn=4.0, eta=0.5))
+    write_defaults(found, replace(found.defaults, sampler="heun", churn=4.0, eta=0.5, noise_scale=0.5))
     return tmp_path / "churning"
 
 
@@ -169,7 +169,7 @@ def test_what_the_refusal_names_makes_trajectories(churning, tmp_path, capsys):
     remedy = re.search(r"give ((--\w+ \w+ ?)+), or dpmpp_2m", capsys.readouterr().err)[1].split()
     assert prepare.main([*argv, *remedy]) == 0
     asked = json.loads((tmp_path / "pairs" / "trajectories.json").read_text())["settings"]
-    assert (asked["sampler"], asked["churn"], asked["eta"]) == ("euler", 0, 0)
+    assert (asked["sampler"], asked["churn"], asked["eta"], asked["noise_scale"]) == ("euler", 0, 0, 1)
 
 
 def test_pairs_of_such_a_model_are_an_odes(churning, tmp_path, monkeypatch):

@@ -330,13 +330,15 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     more = ["--data", "clips", "--recipe", "digits", "--config-file", str(tmp_path / "changes.yaml"), "--nproc", "2"]
     more += ["--calls", "3", "--sigmas", "70", "3", "1", "--guidance", "5", "--stages", "consistency"]
     more += ["--prompts", str(tmp_path / "prompts.txt"), "--count", "8", "--extractors", "judge", "--device", "cpu"]
+    more += ["--noise_scale", "0.8"]
     out = tmp_path / "out"
     assert main([str(bundle), str(out), "consistency.optimizer.lr=9", *more, "--spread", "0.5", "1.7"]) == 0
     module, arguments = asked[0]
     assert module == "megadit.train" and arguments[:4] == ("--recipe", "digits", "--config-file", more[5])
     assert {"--nproc", "2", "data.path=clips", "train.distill.guidance=5", "optimizer.lr=9"} <= {*arguments}
     assert "train.distill.objective=consistency" in arguments and "model.num_layers=2" in arguments
-    assert Bundle.open(out / "bundle").defaults.sigmas == (70, 3, 1)
+    settings = Bundle.open(out / "bundle").defaults
+    assert (settings.sigmas, settings.noise_scale) == ((70, 3, 1), 0.8)
     prompts, given = compared[0]
     assert len(prompts) == 8 and set(prompts) == {"a cat", "a dog"}
     assert given["device"] == "cpu" and [str(each) for each in given["extractors"]] == ["judge"]
@@ -355,7 +357,7 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     assert [run.diffusion.learned_uncertainty for run in runs] == [False, True]
     assert runs[1].train.distill.teacher == str(out / "1_guidance" / "bundle")
     settings = Bundle.open(out / "bundle").defaults
-    assert (settings.guidance, settings.sampler) == (2.5, "restart")
+    assert (settings.guidance, settings.sampler, settings.noise_scale) == (2.5, "restart", 1)
     shutil.rmtree(out)
     monkeypatch.setattr("megadit.train.distill.pairs.launch", lambda *request, **ranks: made.append((request, ranks)))
     of_pairs = ["--recipe", "digits", "--prompts", more[more.index("--prompts") + 1], "--stages", "regression"]
