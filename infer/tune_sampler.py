@@ -2,15 +2,16 @@
 
     megadit tune-sampler BUNDLE --real data/clips --extractors judge.safetensors --out runs/tuned
 
-Solvers, short lists of noise levels and scales of guidance are tried on a part of the prompts; the best of each number
-of evaluations are compared on all of them, with the same prompts and seeds. The cheapest that is as good as the best
-becomes the bundle's default, which generate, export, Triton and the page obey.
+Solvers, short lists of noise levels and scales of guidance (with --noise_scale, of the noise too) are tried on a part
+of the prompts; the best of each number of evaluations are compared on all of them, with the same prompts and seeds. The
+cheapest that is as good as the best becomes the bundle's default, which generate, export, Triton and the page obey.
 """
 
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,9 @@ class TuneOptions:
     guidance: Sequence[float] = setting(
         (), "scales to try (default: none, and 0.5 to 1.5 times the model's own)", low=1, metavar="NUMBER"
     )
+    noise_scale: Sequence[float] = setting(
+        (), "scales of the noise that videos begin with to try (default: the model's own)", above=0, metavar="NUMBER"
+    )
     budget: float = setting(
         0.02, "share of the best figure that may be lost, where its interval would show it (default: {default})", low=0
     )
@@ -104,7 +108,8 @@ class Way:
         made = self.settings
         how = f"{made.sampler}{' with eta 1' if made.eta else ''}"
         levels = ", ".join(f"{level:.3g}" for level in settings_sigmas(made).tolist()[:-1][:10])
-        return f"{self.evaluations} evaluations: {how}, guidance {made.guidance:g}, sigma {levels}"
+        noise = "" if made.noise_scale == 1 else f", {made.noise_scale:g} of the noise"
+        return f"{self.evaluations} evaluations: {how}, guidance {made.guidance:g}, sigma {levels}{noise}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,15 +139,21 @@ class Tuner:
             for way, candidate in zip(ways, candidates, strict=True)
         ]
 
-    def tune(self, evaluations: Sequence[int], budget: float, scales: Sequence[float] = ()) -> tuple[list[Way], Way]:
+    def tune(
+        self,
+        evaluations: Sequence[int],
+        budget: float,
+        scales: Sequence[float] = (),
+        noise_scales: Sequence[float] = (),
+    ) -> tuple[list[Way], Way]:
         """All ways that were compared on all prompts, the model's own first, and the cheapest that is good enough;
-        `scales` of guidance are those to try, some around the model's own if there are none."""
+        what is tried: `ways_to_sample`."""
         part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
         if self.evaluation.extractors and not self.evaluation.possible(len(part)):
             part = self.prompts  # a Fréchet distance wants more videos than its features have dimensions
         defaults = self.maker.defaults
         own = Way(settings=defaults, evaluations=num_evaluations(defaults, self.maker.bundle.config))
-        tried = self.measured([own, *ways_to_sample(self.maker.bundle, evaluations, scales)], part)
+        tried = self.measured([own, *ways_to_sample(self.maker.bundle, evaluations, scales, noise_scales)], part)
         finalists = [own]
         for cost in sorted(set(evaluations)):
             able = [way for way in tried[1:] if way.evaluations == cost]
@@ -154,8 +165,11 @@ class Tuner:
         return final, chosen
 
 
-def ways_to_sample(bundle: Bundle, evaluations: Sequence[int], scales: Sequence[float] = ()) -> Iterator[Way]:
-    """Solvers, levels and scales whose videos take one of these numbers of evaluations."""
+def ways_to_sample(
+    bundle: Bundle, evaluations: Sequence[int], scales: Sequence[float] = (), noise_scales: Sequence[float] = ()
+) -> Iterator[Way]:
+    """Solvers, levels and scales whose videos take one of these numbers of evaluations; `scales` of guidance are some
+    around the model's own if there are none, those of the noise its own."""
     own, unit = bundle.defaults, bundle.config.sigma_data
     highest = settings_sigmas(own)[0].item()
     for cost in sorted(set(evaluations)):
@@ -163,13 +177,13 @@ def ways_to_sample(bundle: Bundle, evaluations: Sequence[int], scales: Sequence[
             num_steps = cost if guidance == 1 or bundle.config.guidance_range else cost // 2
             if not num_steps:
                 continue
-            for sigmas in _levels(num_steps, highest, unit):
-                for solver in SOLVERS if num_steps > 1 else SOLVERS[:1]:  # one step is the same in all of them
-                    levels = {"sigmas": sigmas, "num_steps": num_steps, "shift": 1.0}
-                    given = {"churn": 0.0, "eta": 0.0, "guidance": guidance} | levels | solver
-                    settings = resolve_settings(own, **given)
-                    if num_evaluations(settings, bundle.config) == cost:
-                        yield Way(settings=settings, evaluations=cost)
+            solvers = SOLVERS if num_steps > 1 else SOLVERS[:1]  # one step is the same in all of them
+            tried = product(_levels(num_steps, highest, unit), solvers, noise_scales or [own.noise_scale])
+            for sigmas, solver, noise_scale in tried:
+                levels = {"sigmas": sigmas, "num_steps": num_steps, "shift": 1.0, "noise_scale": noise_scale}
+                settings = resolve_settings(own, **{"churn": 0.0, "eta": 0.0, "guidance": guidance} | levels | solver)
+                if num_evaluations(settings, bundle.config) == cost:
+                    yield Way(settings=settings, evaluations=cost)
 
 
 def _scales(own: float, told: tuple[float, float] | None) -> list[float]:
@@ -288,7 +302,7 @@ def _run(argv: list[str]) -> None:
         description="Finds the fewest evaluations that make videos as good as a model's best, and keeps them in it.",
     )
     tuner = _tuner(options)
-    final, chosen = tuner.tune(options.evaluations, options.budget, options.guidance)
+    final, chosen = tuner.tune(options.evaluations, options.budget, options.guidance, options.noise_scale)
     write_json(options.out / "tuned.json", report(final, chosen))
     print(table(final, chosen))
     before, own = final[0].evaluations, final[0].settings.guidance

@@ -205,7 +205,7 @@ SHOWN_BY = {
     "tune-sampler": {
         "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """
             --real --prompts --out --extractors --metrics --evaluations --guidance --budget --count --device --dtype
-            --dry_run
+            --dry_run --noise_scale
         """,
         "infer/evaluate/test_judged.py::test_the_cheapest_way_to_sample_is_found_by_a_judge_alone": "--judge_dir",
     },

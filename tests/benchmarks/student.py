@@ -1,9 +1,11 @@
 """One video by a teacher and by its student of four calls, by the clock: random weights of the sizes of two networks.
 
     python tests/benchmarks/student.py [--rounds 9] [--runtime eager onnx compiled] [--network demo wide] [--threads 1]
+        [--sequential_guidance]
 
-The teacher is asked twenty times: ten steps with guidance, whose halves are a batch of two; the student four times,
-without. Both are the same network in the same pipeline, in turn. Figures: train/BENCHMARKS.md.
+The teacher is asked twenty times: ten steps with guidance, whose halves are a batch of two, or calls of one in turn, as
+diffusers' Cosmos pipelines make them; the student four times, without. Both are the same network in the same pipeline,
+turn about. Figures: train/BENCHMARKS.md.
 """
 
 import sys
@@ -18,6 +20,7 @@ from side_by_side import Comparison, compare, show
 
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.benchmarks.generate import RUNTIMES, load_pipelines
+from megadit.infer.guidance import in_turn
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.config import DiTConfig
@@ -104,6 +107,7 @@ class StudentOptions:
     runtime: tuple[str, ...] = setting(("eager", "onnx"), f"{', '.join(RUNTIMES)} (default: eager onnx)")
     network: tuple[str, ...] = setting(tuple(NETWORKS), f"{', '.join(NETWORKS)} (default: both)")
     threads: int | None = setting(None, "threads (default: torch's own choice)")
+    sequential_guidance: bool = setting(False, "the halves of guidance are calls of one in turn")
     folder: Path | None = setting(None, "where the bundles are kept (default: nowhere)")
     json: str = setting("", "also write the figures here", metavar="FILE")
 
@@ -123,6 +127,9 @@ def _run(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name in options.network:
             pipelines = opened(options.folder or Path(temporary), name, options.runtime)
+            if options.sequential_guidance:
+                for pipeline in pipelines.values():
+                    pipeline.evaluate = in_turn
             found += [compare_calls(name, pipeline, kind, options.rounds) for kind, pipeline in pipelines.items()]
     show("one video: a student of four calls / its teacher of twenty", found, options.json)
     for one in found:

@@ -30,6 +30,9 @@ def test_ways_cost_what_is_asked_for():
         assert way.settings.sigmas[0] == OWN.sigma_max and way.settings.num_frames == OWN.num_frames
     assert any(way.settings.guidance == 1 and len(way.settings.sigmas) == 8 for way in ways)
     assert {way.settings.guidance for way in ways_to_sample(BUNDLE, (4, 8), (3.0,))} == {3.0}
+    of_noise = list(ways_to_sample(BUNDLE, (4, 8), (), (1.0, 0.8)))
+    assert [replace(way.settings, noise_scale=1.0) for way in of_noise[::2]] == [way.settings for way in ways]
+    assert {way.settings.noise_scale for way in of_noise[1::2]} == {0.8}
 
 
 def measured(evaluations, **values):
@@ -109,11 +112,12 @@ def test_the_command_changes_the_bundle(tmp_path, bundle_dir, reader_file, capsy
     command += ["--prompts", str(tmp_path / "prompts.txt"), "--count", "32", "--device", "cpu", "--dtype", "float32"]
     assert main([*command, "--dry_run"]) == 0
     assert Bundle.open(tmp_path / "bundle").defaults == own
-    assert own.guidance > 1 and main([*command, "--guidance", "1"]) == 0
+    assert own.guidance > 1 and main([*command, "--guidance", "1", "--noise_scale", "0.7"]) == 0
     told = capsys.readouterr().out
     assert "takes 1 evaluations" in told and f"note: guidance 1 in place of {own.guidance:g}" in told
     bundle = Bundle.open(tmp_path / "bundle")
     changed = bundle.defaults
     found = json.loads((tmp_path / "out" / "tuned.json").read_text())
     assert changed == SamplingSettings.from_dict(found["chosen"]) and num_evaluations(changed, bundle.config) == 1
+    assert changed.noise_scale == 0.7
     assert sum(way["is_chosen"] for way in found["ways"]) == 1
