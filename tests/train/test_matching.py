@@ -201,8 +201,8 @@ def test_chunks_change_no_gradient(folders):
     )
     for name, gradient in whole.items():
         assert gradient.norm() > 0, f"{name} has no gradient"
-    # float32 through the towers, whose products processors round differently (1.7e-5 on one); of the loss see below
-    assert distance(chunks, whole) < 5e-5
+    # float32 through the towers, whose products processors round differently (5.7e-5 with AVX2); of the loss see below
+    assert distance(chunks, whole) < 2e-4
 
 
 @pytest.fixture(scope="module")
