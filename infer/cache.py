@@ -7,14 +7,14 @@ every such video: none depends on what else is in its batch.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
 from megadit.infer.samplers import Denoise
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.settings import SamplingSettings
+from megadit.models.settings import UNCHANGED, SamplingSettings
 from megadit.models.shared.errors import UserError
 
 Measure = Literal["latents", "lpips"]
@@ -45,7 +45,8 @@ class CachePlan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CachePlan":
         """The inverse of `to_dict`; also takes what earlier versions wrote, which had fewer settings."""
-        return cls(**{**values, "skipped": tuple(values["skipped"]), "settings": _UNCHANGED | values["settings"]})
+        settings = {name: value for name, value in UNCHANGED.items() if name not in _IRRELEVANT} | values["settings"]
+        return cls(**{**values, "skipped": tuple(values["skipped"]), "settings": settings})
 
 
 def plan_key(settings: SamplingSettings, given: Sequence[Any] = ()) -> dict[str, Any]:
@@ -61,16 +62,6 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _as_json(each) for name, each in value.items()}
     return list(map(_as_json, value)) if isinstance(value, tuple | list) else value
-
-
-_UNCHANGED = _as_json(
-    {
-        field.name: field.default
-        for field in fields(SamplingSettings)
-        if field.default is not MISSING and field.name not in _IRRELEVANT
-    }
-)
-"""Of settings, the values that leave things as they are."""
 
 
 def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan]:

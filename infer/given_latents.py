@@ -39,8 +39,9 @@ class Known:
     image_BIE: Tensor | None = None
     """Features of a given image, where the network reads them."""
 
-    def initial_state(self, sigma: float, noise_BCTHW: Tensor) -> Tensor:
-        """x = known latents + sigma noise, float64 BCTHW."""
+    def initial_state(self, sigma: float, noise_BCTHW: Tensor, noise_scale: float = 1.0) -> Tensor:
+        """x = known latents + sigma noise, float64 BCTHW; of noise to which the scale applies where nothing is kept."""
+        noise_BCTHW = torch.where(self.is_kept_THW, noise_BCTHW, noise_scale * noise_BCTHW)
         return self.latents_BCTHW.double() + sigma * noise_BCTHW.double()
 
     def seen(self, config: NetworkConfig, key_B: Tensor) -> dict[str, Any]:

@@ -57,13 +57,16 @@ def solve(
     known: Known | None,
 ) -> Tensor:
     """Latents BCTHW, float32: from the noise of `key_B` at the first of `sigmas` [num_steps + 1], or from what is
-    `known`, to the last. The noise is multiplied by `settings.noise_scale`.
+    `known`, to the last. The noise is multiplied by `settings.noise_scale` where nothing is kept.
 
     Raises:
         UserError: if they are not finite.
     """
-    sigma, noise_BCTHW = sigmas[0].item(), settings.noise_scale * latent_noise(key_B, shape)
-    x = sigma * noise_BCTHW.double() if known is None else known.initial_state(sigma, noise_BCTHW)
+    sigma, scale, noise_BCTHW = sigmas[0].item(), settings.noise_scale, latent_noise(key_B, shape)
+    if known is None:
+        x = sigma * (scale * noise_BCTHW).double()
+    else:
+        x = known.initial_state(sigma, noise_BCTHW, scale)
     noise = settings_randomness(settings, key_B, shape)
     latents_BCTHW = SAMPLERS[settings.sampler](denoise, x, sigmas, *noise).float()
     if not latents_BCTHW.isfinite().all():

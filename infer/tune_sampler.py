@@ -33,6 +33,7 @@ from megadit.infer.samplers import num_denoiser_calls
 from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.network_config import NetworkConfig
+from megadit.models.settings import SAMPLERS as TRAITS
 from megadit.models.settings import SamplingSettings, check_guidance
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one
@@ -84,7 +85,10 @@ class TuneOptions:
         (), "scales to try (default: none, and 0.5 to 1.5 times the model's own)", low=1, metavar="NUMBER"
     )
     noise_scale: Sequence[float] = setting(
-        (), "scales of the noise that videos begin with to try (default: the model's own)", above=0, metavar="NUMBER"
+        (),
+        "scales of the noise that videos begin with, to try by solvers that keep it (default: the model's own)",
+        above=0,
+        metavar="NUMBER",
     )
     budget: float = setting(
         0.02, "share of the best figure that may be lost, where its interval would show it (default: {default})", low=0
@@ -169,7 +173,7 @@ def ways_to_sample(
     bundle: Bundle, evaluations: Sequence[int], scales: Sequence[float] = (), noise_scales: Sequence[float] = ()
 ) -> Iterator[Way]:
     """Solvers, levels and scales whose videos take one of these numbers of evaluations; `scales` of guidance are some
-    around the model's own if there are none, those of the noise its own."""
+    around the model's own if there are none, of the noise its own alone."""
     own, unit = bundle.defaults, bundle.config.sigma_data
     highest = settings_sigmas(own)[0].item()
     for cost in sorted(set(evaluations)):
@@ -177,10 +181,8 @@ def ways_to_sample(
             num_steps = cost if guidance == 1 or bundle.config.guidance_range else cost // 2
             if not num_steps:
                 continue
-            solvers = SOLVERS if num_steps > 1 else SOLVERS[:1]  # one step is the same in all of them
-            tried = product(_levels(num_steps, highest, unit), solvers, noise_scales or [own.noise_scale])
-            for sigmas, solver, noise_scale in tried:
-                levels = {"sigmas": sigmas, "num_steps": num_steps, "shift": 1.0, "noise_scale": noise_scale}
+            for sigmas, solver in product(_levels(num_steps, highest, unit), _solvers(num_steps, noise_scales)):
+                levels = {"sigmas": sigmas, "num_steps": num_steps, "shift": 1.0}
                 settings = resolve_settings(own, **{"churn": 0.0, "eta": 0.0, "guidance": guidance} | levels | solver)
                 if num_evaluations(settings, bundle.config) == cost:
                     yield Way(settings=settings, evaluations=cost)
@@ -190,6 +192,14 @@ def _scales(own: float, told: tuple[float, float] | None) -> list[float]:
     """None, and some around the model's own; of a network that is told its scale, within those that it knows."""
     low, high = told or (1.0, math.inf)
     return sorted({low, *(min(max(low, own * scale), high) for scale in SCALES)})
+
+
+def _solvers(num_steps: int, noise_scales: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Solvers, with each of these scales of the noise where that is not soon replaced."""
+    for solver in SOLVERS if num_steps > 1 else SOLVERS[:1]:  # one step is the same in all of them
+        is_renewed = num_steps > 2 and (solver.get("eta") or TRAITS[solver["sampler"]].renews_noise)
+        tried = [] if is_renewed else sorted(set(noise_scales))
+        yield from ({**solver, "noise_scale": each} for each in tried) if tried else (solver,)
 
 
 def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ...]]:
@@ -318,6 +328,11 @@ def _run(argv: list[str]) -> None:
             f"note: guidance {chosen.settings.guidance:g} in place of {own:g}; distances from real videos do not see "
             f"whether prompts are obeyed: --guidance {own:g} keeps it, --metrics {ADHERENCE} measures it, by CLIP, and "
             "--judge_dir by a program of yours"
+        )
+    if chosen.settings.noise_scale < final[0].settings.noise_scale:
+        print(
+            f"note: {chosen.settings.noise_scale:g} of the noise: videos of one prompt differ less, which no figure "
+            "here sees; look at some (megadit generate --seeds 1 2 3)"
         )
 
 

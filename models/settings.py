@@ -107,8 +107,8 @@ class SamplingSettings:
     noise_scale: float = setting(
         1.0, "multiplies the noise that a video begins with; less than 1: surer videos that differ less", above=0
     )
-    """The truncation trick (arXiv 1809.11096, section 3.1), for a network of few calls and for an ODE's solver; noise
-    that a sampler adds on its way stays as it is."""
+    """A temperature below 1 (arXiv 1807.03039), for a network of few calls and for an ODE's solver; what a sampler adds
+    on its way stays as it is."""
     churn: float = setting(0.0, f"S_churn: noise added before steps ({', '.join(STOCHASTIC)})", low=0)
     """arXiv 2206.00364, algorithm 2."""
     churn_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which churn acts", nargs=2)
@@ -178,6 +178,12 @@ class SamplingSettings:
         return cls(**given)
 
 
+UNCHANGED = {
+    each.name: list(each.default) if isinstance(each.default, tuple) else each.default
+    for each in fields(SamplingSettings)
+    if each.default is not MISSING
+}
+"""What JSON of earlier versions lacks, with values that leave things as they were."""
 SERVED = {name: about for name, about in settings_of(SamplingSettings).items() if about.served}
 """What a request to a service may set."""
 OF_PROMPTS = tuple(name for name in SERVED if name != "image_guidance")

@@ -50,6 +50,7 @@ def test_what_is_given_switches_off_defaults_that_it_makes_meaningless(given, of
     noisy = replace(DEFAULTS, sampler="euler", eta=1.0)
     assert switched_off(noisy.to_dict(), given) == off
     assert resolve(noisy, **given).eta == off.get("eta", 1.0)
+    assert resolve(replace(noisy, noise_scale=0.6), **given).noise_scale == 0.6, "which suits every sampler"
 
 
 def test_a_service_says_which_of_its_samplers_add_noise():

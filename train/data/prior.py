@@ -28,7 +28,7 @@ from megadit.infer.results import checkpoint_fingerprint
 from megadit.infer.samplers import settings_randomness
 from megadit.infer.specs import prompt_lines
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.settings import OF_PROMPTS, GivenSettings, SamplingSettings
+from megadit.models.settings import OF_PROMPTS, UNCHANGED, GivenSettings, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
@@ -113,6 +113,11 @@ class Prior:
         }
 
 
+def _with_all_settings(request: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier version asked for, with the settings that have come since."""
+    return {**request, "settings": UNCHANGED | request["settings"]}
+
+
 def command(argv: list[str]) -> int:
     """Runs `megadit prepare prior`."""
     return _prepare(argv, PRIOR)
@@ -142,7 +147,8 @@ def _prepare(argv: list[str], purpose: Purpose) -> int:
     latent_size(prior.settings, bundle.config, tokenizer)  # refuses sizes before anything is written
     with join_team(Part()) as team:
         if team.is_first:
-            begin(options.out, purpose.request_file, prior.request(bundle), overwrite=options.overwrite)
+            request = prior.request(bundle)
+            begin(options.out, purpose.request_file, request, overwrite=options.overwrite, as_of_now=_with_all_settings)
         team.wait()
         if not is_prepared(options.out):
             pipeline = TextToVideo.from_pretrained(

@@ -5,6 +5,7 @@ Killed at any moment, the same command goes on and leaves the same bytes; anothe
 
 import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,15 @@ from megadit.models.shared.files import read_json, write_json
 from megadit.train.data.ingest.team import Team
 
 
-def begin(out: Path, file: str, request: dict[str, Any], *, overwrite: bool) -> None:
-    """Notes in `file` what is asked for, unless it was asked for before.
+def begin(
+    out: Path,
+    file: str,
+    request: dict[str, Any],
+    *,
+    overwrite: bool,
+    as_of_now: Callable[[dict[str, Any]], dict[str, Any]] = lambda stored: stored,
+) -> None:
+    """Notes in `file` what is asked for, unless it was asked for before; `as_of_now` reads what earlier versions noted.
 
     Raises:
         UserError: if something else lies there.
@@ -23,7 +31,7 @@ def begin(out: Path, file: str, request: dict[str, Any], *, overwrite: bool) -> 
     if overwrite and path.is_file():
         shutil.rmtree(out)
     if path.is_file():
-        if read_json(path) != request:
+        if as_of_now(read_json(path)) != request:
             raise UserError(f"{out} holds samples of another request; give another folder, or --overwrite")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and was not begun by this command; give another folder, or remove it")

@@ -155,6 +155,8 @@ def _run(argv: list[str]) -> None:
                 STAGES[name].sampler, sigmas, scale, options.noise_scale or teacher.defaults.noise_scale
             )
             _write(student, teacher, settings)
+        elif options.noise_scale:
+            _begin_with(student, options.noise_scale)
         found = check(options.out / "check", student)
         write_json(run.folder / "comparison.json", found.to_dict())
         print(f"{student}: {found.text}", flush=True)
@@ -162,7 +164,8 @@ def _run(argv: list[str]) -> None:
             kept = "no student" if before is None else str(before)
             raise UserError(
                 f"{name}: the student has collapsed: {fault}; it has {found.text}. {kept} is kept; try a lower "
-                f"{name}.optimizer.lr, fewer {name}.train.train_iters, or other --sigmas"
+                f"{name}.optimizer.lr, fewer {name}.train.train_iters, other --sigmas, or (too various) a lower "
+                "--noise_scale"
             )
         before = student
     out = options.out / _result(options)
@@ -339,6 +342,16 @@ def _write(student: Path, teacher: Bundle, settings: dict[str, Any]) -> None:
             write_adapter(temporary, replace(read_adapter(temporary), defaults=settings))
         else:
             write_defaults(Bundle.open(temporary), resolve_settings(teacher.defaults, **settings))
+
+
+def _begin_with(student: Path, noise_scale: float) -> None:
+    """Changes what the videos of a finished student begin with, which no training depends on."""
+    if is_adapter(student):
+        adapter = read_adapter(student)
+        write_adapter(student, replace(adapter, defaults={**adapter.defaults, "noise_scale": noise_scale}))
+    else:
+        bundle = Bundle.open(student)
+        write_defaults(bundle, replace(bundle.defaults, noise_scale=noise_scale))
 
 
 def _publish(source: Path, target: Path) -> None:

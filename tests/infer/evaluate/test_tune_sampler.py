@@ -30,9 +30,13 @@ def test_ways_cost_what_is_asked_for():
         assert way.settings.sigmas[0] == OWN.sigma_max and way.settings.num_frames == OWN.num_frames
     assert any(way.settings.guidance == 1 and len(way.settings.sigmas) == 8 for way in ways)
     assert {way.settings.guidance for way in ways_to_sample(BUNDLE, (4, 8), (3.0,))} == {3.0}
-    of_noise = list(ways_to_sample(BUNDLE, (4, 8), (), (1.0, 0.8)))
-    assert [replace(way.settings, noise_scale=1.0) for way in of_noise[::2]] == [way.settings for way in ways]
-    assert {way.settings.noise_scale for way in of_noise[1::2]} == {0.8}
+
+
+def test_scales_of_noise_are_tried_where_it_stays():
+    own, tried = ({way.settings for way in ways_to_sample(BUNDLE, (2, 8), (), scales)} for scales in ((), (1, 0.8, 1)))
+    assert own < tried and {replace(each, noise_scale=1.0) for each in tried} == own
+    few, many = ({each.sampler for each in tried - own if each.num_steps == steps} for steps in (2, 8))
+    assert few == {"restart", "dpmpp_2m", "euler"} and many == {"dpmpp_2m"}, "new noise soon replaces the first"
 
 
 def measured(evaluations, **values):
@@ -115,6 +119,7 @@ def test_the_command_changes_the_bundle(tmp_path, bundle_dir, reader_file, capsy
     assert own.guidance > 1 and main([*command, "--guidance", "1", "--noise_scale", "0.7"]) == 0
     told = capsys.readouterr().out
     assert "takes 1 evaluations" in told and f"note: guidance 1 in place of {own.guidance:g}" in told
+    assert "note: 0.7 of the noise" in told
     bundle = Bundle.open(tmp_path / "bundle")
     changed = bundle.defaults
     found = json.loads((tmp_path / "out" / "tuned.json").read_text())

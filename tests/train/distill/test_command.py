@@ -15,6 +15,7 @@ from megadit.infer.evaluate.videos import videos_in_memory
 from megadit.infer.generate import main as generate
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import resolve_settings
+from megadit.infer.tune_sampler import write_defaults
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter
 from megadit.models.convert.merge import merge_bundle
@@ -80,6 +81,10 @@ def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_datas
     assert "all steps are done in" in said and "step 1/2" not in said, "nothing is trained again"
     again = Bundle.open(tmp_path / "out" / "bundle")
     assert again.manifest["fingerprints"] == student.manifest["fingerprints"]
+    assert main([*told, "regression.optimizer.lr=0.001", "data.num_workers=0", "--noise_scale", "0.7"]) == 0
+    called = Bundle.open(tmp_path / "out" / "bundle")
+    assert called.manifest["fingerprints"] == student.manifest["fingerprints"]
+    assert called.defaults == replace(student.defaults, noise_scale=0.7)
 
 
 @pytest.mark.slow
@@ -98,6 +103,11 @@ def test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called(teacher,
     second = resolve_config(config_file=out / "2_regression" / "config.yaml").train
     assert second.distill.teacher == str(teacher) and second.adapter.rank == 2 and second.adapter.alpha == 4
     assert second.distill.teacher_adapter == str(out / "1_guidance" / "adapter")
+
+    assert main([*told, "--noise_scale", "0.7"]) == 0
+    surer = read_adapter(out / "adapter")
+    assert surer.defaults == {**last.defaults, "noise_scale": 0.7} and last.defaults["noise_scale"] == 1
+    assert all(torch.equal(surer.changes[name].up_OR, last.changes[name].up_OR) for name in changed)
 
     sigmas = student_sigmas(Bundle.open(teacher), 2)
     adapters = {str(out / "adapter"): 1.0}
@@ -358,6 +368,10 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     assert runs[1].train.distill.teacher == str(out / "1_guidance" / "bundle")
     settings = Bundle.open(out / "bundle").defaults
     assert (settings.guidance, settings.sampler, settings.noise_scale) == (2.5, "restart", 1)
+    shutil.rmtree(out)
+    write_defaults(Bundle.open(bundle), replace(Bundle.open(bundle).defaults, noise_scale=0.6))
+    assert main([str(bundle), str(out), *told, "--stages", "guidance"]) == 0
+    assert Bundle.open(out / "bundle").defaults.noise_scale == 0.6, "the teacher's own, where nothing is said"
     shutil.rmtree(out)
     monkeypatch.setattr("megadit.train.distill.pairs.launch", lambda *request, **ranks: made.append((request, ranks)))
     of_pairs = ["--recipe", "digits", "--prompts", more[more.index("--prompts") + 1], "--stages", "regression"]
