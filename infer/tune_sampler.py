@@ -331,8 +331,8 @@ def _run(argv: list[str]) -> None:
         )
     if chosen.settings.noise_scale < final[0].settings.noise_scale:
         print(
-            f"note: {chosen.settings.noise_scale:g} of the noise: videos of one prompt differ less, which no figure "
-            "here sees; look at some (megadit generate --seeds 1 2 3)"
+            f"note: {chosen.settings.noise_scale:g} of the noise: videos of one prompt differ less, which distances "
+            "and judges of single videos do not see; look at some (megadit generate --seeds 1 2 3)"
         )
 
 
