@@ -1,5 +1,6 @@
 """Videos of any length, in windows."""
 
+import ctypes
 import gc
 from dataclasses import replace
 
@@ -123,9 +124,10 @@ def test_ten_minutes_take_no_more_memory_than_one(able, tmp_path):
             yield frames
             if number % 10 == 0:
                 gc.collect()
+                ctypes.CDLL(None).malloc_trim(0)  # what is free is held no longer
                 held.append(process.memory_info().rss)
 
     stream_mp4(path, watched(), settings.fps)
     with av.open(str(path)) as container:
         assert container.streams.video[0].frames == 4800
-    assert len(held) > 10 and max(held[2:]) - held[1] < 2**24, held
+    assert len(held) > 10 and max(held[2:]) - held[1] < 2**23, held
