@@ -100,17 +100,19 @@ def test_a_service_makes_the_videos_of_its_bundle_and_they_are_kept(
     assert len(asked) == COUNT + 4 and report_of(out) == whole
 
 
-def test_a_busy_service_is_asked_again(url, asked, new_key, key_file, real, tmp_path, monkeypatch):
-    pauses, sleep = [], time.sleep
+def test_a_busy_service_is_asked_again(url, asked, gateway, new_key, key_file, real, tmp_path, monkeypatch):
+    """Nothing is made before a gateway has asked for the pause that it wants where a key has too many at once."""
+    pauses, sleep, claim = [], time.sleep, gateway.store.claim
 
     def short(seconds: float) -> None:
         pauses.append(seconds)
         sleep(0.005)
 
     monkeypatch.setattr(service.time, "sleep", short)
+    monkeypatch.setattr(gateway.store, "claim", lambda models: claim(models) if 5.0 in pauses else None)
     words = [url, "--key_file", key_file(new_key(max_active=1)[0]), "--real", real, "--out", tmp_path / "out"]
     assert evaluate(*words, *FIGURES) == 0
-    assert len(asked) == COUNT and 5.0 in pauses  # what a gateway asks for where a key has too many at once
+    assert len(asked) == COUNT and 5.0 in pauses
 
 
 def test_mistakes_of_a_service_are_one_line(url, asked, new_key, key_file, bundle_dir, real, tmp_path, capsys, gateway):
