@@ -127,6 +127,27 @@ def test_noise_of_the_default_sampler_does_not_keep_clients_from_another(engine,
         assert noisy.check(filled) == noisy.check(VideoRequest(**asked, sampler=sampler))
 
 
+def test_a_default_that_no_request_can_set_reaches_its_videos(pipeline, bundle_dir):
+    """The share of the noise that a student begins with (`noise_scale`), whatever else a client asks for."""
+    bundle = Bundle.open(bundle_dir)
+    less = replace(bundle.defaults, noise_scale=0.5)
+    engine = Engine(pipeline, info := service_info(bundle, less, None))
+    for settings in ({}, {"sampler": "unipc", "num_steps": 3}):
+        asked = VideoRequest(prompt="a", seed=1, **settings)
+        assert (
+            engine.check(asked).noise_scale
+            == engine.check(asked.filled(info.defaults, info.eta_samplers)).noise_scale
+            == 0.5
+        )
+    asker = Asker(VideoRequest(prompt="a", seed=1))
+    run(engine, asker)
+    (expected,) = pipeline(["a"], seeds=[1], noise_scale=0.5)
+    (whole,) = pipeline(["a"], seeds=[1])
+    assert (expected.video != whole.video).any()
+    comment = json.dumps({"prompt": "a", "seed": 1, **asdict(expected.settings)})
+    assert asker.videos[0].data == encode_mp4(expected.video, 8, metadata={"comment": comment, "title": "a"})
+
+
 def test_equal_settings_share_a_batch_and_others_do_not(engine):
     same = [Asker(VideoRequest(prompt=prompt, seed=seed)) for prompt, seed in (("a", 1), ("b", 2), ("c", 3))]
     other = Asker(VideoRequest(prompt="a", seed=1, num_frames=1))
