@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,22 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.0)
         synchronize(device)
         best, left = min(best, time.perf_counter() - start), left - 1
     return 2 * size**3 / best
+
+
+@cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies matrices of a dtype. Others are computed number by number, some ten times as
+    slow as float32, or refused by oneDNN. The answer is its instructions', not a measurement's: ranks must agree."""
+    if dtype.itemsize >= torch.float32.itemsize:
+        return True
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    is_supported = getattr(torch.ops.mkldnn, asked.get(dtype, ""), None)  # a torch without oneDNN has no such op
+    return is_supported is not None and torch.backends.mkldnn.is_available() and is_supported()
+
+
+def computing_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """`dtype` where this device multiplies it, else float32, which holds the same numbers and more."""
+    return dtype if device.type != "cpu" or multiplies(dtype) else torch.float32
 
 
 def synchronize(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megadit.models.machine import multiplies
 from megadit.models.ops.linear import is_mkl_slow, onednn_product
 
 TILE = 256
@@ -25,18 +26,13 @@ def suits_tiles(q_BNSK: Tensor, k_BNLK: Tensor) -> bool:
     return (
         q_BNSK.is_cpu
         and q_BNSK.dtype == k_BNLK.dtype
-        and (q_BNSK.dtype == torch.float32 or q_BNSK.dtype == torch.bfloat16 and _multiplies_bfloat16())
+        and (q_BNSK.dtype == torch.float32 or q_BNSK.dtype == torch.bfloat16 and multiplies(torch.bfloat16))
         and min(q_BNSK.shape[2], k_BNLK.shape[2]) >= FEWEST
         and k_BNLK.shape[2] <= MOST_KEYS
         and torch.get_num_threads() == 1  # torch's kernel gives each thread its own heads; here they would share a tile
         and not torch.is_autocast_enabled("cpu")
         and is_mkl_slow()
     )
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether oneDNN does, on this processor: without AVX-512 it refuses to."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class TiledAttention(torch.autograd.Function):

@@ -2,12 +2,12 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from megadit.export.quantize import calibrate, quantise, quantised_linears
+from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
 
 LAYER = "blocks.0.mlp.fc1"
@@ -31,7 +31,7 @@ def write_product(path, kind=TensorProto.FLOAT):
 
 
 def run(path, x):
-    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+    return open_session(path, torch.device("cpu")).run(None, {"x": x})[0]
 
 
 def relative(found, expected):
@@ -57,6 +57,13 @@ def test_products_read_eight_bits(tmp_path, precision, low, high, kind):
     assert kinds.count("QuantizeLinear") == 1 and kinds.count("DequantizeLinear") == 2
     stored = {tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
     assert stored == {TensorProto.INT8 if precision == "int8" else TensorProto.FLOAT8E4M3FN}, "no copy in full is kept"
+
+
+def test_sums_of_eight_bits_are_not_cut_off_without_vnni(tmp_path):
+    """ONNX Runtime asks the processor itself, which no test can change: this one looks at what it is asked for."""
+    write_product(tmp_path / "g.onnx")
+    options = open_session(tmp_path / "g.onnx", torch.device("cpu")).get_session_options()
+    assert options.get_session_config_entry("session.x64quantprecision") == "1"
 
 
 def test_ranges_that_are_too_small_cut_values_off(tmp_path):

@@ -30,6 +30,7 @@ def tiles_pay(monkeypatch):
     if linear._BY_ONEDNN is None:
         pytest.skip("this torch was built without oneDNN")
     monkeypatch.setattr(tiled_attention, "is_mkl_slow", lambda: True)
+    monkeypatch.setattr(tiled_attention, "multiplies", lambda dtype: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(tiled_attention, "FEWEST", 16)
     monkeypatch.setattr(tiled_attention, "MOST_KEYS", 100)
@@ -119,6 +120,9 @@ def test_where_tiles_are_used(tiles_pay, monkeypatch):
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(module, name, lambda value=value: value)
             assert not is_tiled(), name
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(tiled_attention, "multiplies", lambda dtype: False)
+        assert is_tiled() and not is_tiled(dtype=torch.bfloat16)
     monkeypatch.setattr(batch_attention, "_matmul", SimpleNamespace(fp32_precision="bf16"))
     assert not is_tiled() and not is_tiled(dtype=torch.bfloat16)
 
