@@ -4,6 +4,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTIN
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
 from megadit.models.bundle.manifest import MANIFEST_FILE, check_replaceable, write_manifest
+from megadit.models.machine import free_memory
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
+from megadit.models.shared.memory import check_room
 from megadit.models.shared.setting import check_settings, group, setting
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
+from megadit.models.weights import network_shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +116,15 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
             return _write(directory, bundle, tokenizer, specs, settings)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {_reason(error)}") from error
+
+
+def check_memory(source: str | Path, settings: ExportSettings) -> None:
+    """Raises UserError for a network whose weights are far too large for this machine, as torch's and as a graph's."""
+    bundle = open_any_bundle(source)
+    size = PRECISIONS[settings.precision].itemsize
+    needed = 2 * size * sum(map(prod, network_shapes(bundle.config).values()))
+    remedy = "export it where there is more, or with --precision fp16"
+    check_room(needed, free_memory(torch.device("cpu")), f"the export of {source}", remedy)
 
 
 def _specs(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings) -> dict[str, NetworkSpec]:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megadit.export.build import ExportSettings, export_bundle
+from megadit.export.build import ExportSettings, check_memory, export_bundle
 from megadit.export.engines import add_engines, find_refittable, prepared_for_engines
 from megadit.export.to_tensorrt import EngineSettings
 from megadit.models.machine import enough_memory
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
 
@@ -29,6 +30,7 @@ class ExportOptions:
         "with --format tensorrt, an earlier OUT of the same shapes: takes its engines, with the new weights",
         metavar="BUNDLE",
     )
+    even_if_too_large: bool = setting(False, ANYWAY_HELP)
     engines: EngineSettings = group(EngineSettings, "engines (--format tensorrt)")
 
 
@@ -52,6 +54,8 @@ def _export(argv: list[str]) -> None:
     before = None if options.refit is None else find_refittable(options.refit)
     if wants_engines:
         settings = prepared_for_engines(settings, options.engines, before)
+    if not options.even_if_too_large:
+        check_memory(options.bundle, settings)
     export_bundle(options.bundle, out, settings)
     if wants_engines:
         try:

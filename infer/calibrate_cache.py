@@ -32,7 +32,7 @@ MARGIN = 0.85
 FEWEST_VIDEOS = 16
 _OF_GENERATING = (
     *("runtime", "sequential_guidance", "offload_text_encoder", "cuda_graphs", "resident_blocks", "overlap_decoding"),
-    *("dry_run", "device_memory"),
+    *("dry_run", "device_memory", "even_if_too_large"),
     *("tokenizer_model", "t5_cache_dir", "tp_size", "cp_size", "cfg_parallel", "guardrail_dir"),
 )
 """Options that would have other parts, or other processes, make the videos that are measured."""

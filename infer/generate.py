@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +19,11 @@ from megadit.infer.contact_sheet import contact_sheet, middle_frame
 from megadit.infer.given import GivenVideo, Media, Target, check_given, places_of
 from megadit.infer.given_files import GivenFile
 from megadit.infer.long_videos import stories, write_long_videos
-from megadit.infer.memory_plan import GIB, Choices, describe_plan, fitting, plan_memory
+from megadit.infer.memory_plan import Choices, describe_plan, fitting, plan_memory
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
 from megadit.infer.outputs import make_record, output_paths, read_record, repeated, save
 from megadit.infer.pipeline import TextToVideo
-from megadit.infer.ranks import device_name, finish, is_first, start
+from megadit.infer.ranks import device_name, finish, is_first, start, world_size
 from megadit.infer.resolve import far_from_training, latent_size
 from megadit.infer.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.runtimes.load import TORCH, adapter_slots, taken
@@ -39,6 +40,7 @@ from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import told_once
 from megadit.models.shared.files import can_be_folder
+from megadit.models.shared.memory import GIB, check_room
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
@@ -60,13 +62,16 @@ def _generate(argv: list[str]) -> None:
         if options.total_frames:
             grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
         media = _check_videos(grid.specs, options, bundle, tokenizer)
+        asked, room = _asked_of_memory(grid.specs, options, bundle, tokenizer)
         if options.dry_run:
-            _tell_memory(grid.specs, options, bundle, tokenizer)
+            print(describe_plan(plan_memory(*asked), room, fitting(*asked, room)))
             return
         device = device_name(options.device)
         find_device(device)
-        paths = output_paths(options.video_save_path, grid.specs, options.format)
+        if not options.even_if_too_large and world_size() == 1:
+            _check_room(asked, room)
         mark = load_marker(options.signing)
+        paths = output_paths(options.video_save_path, grid.specs, options.format)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
         if options.compile and is_first():
             print("the network is compiled when it is first asked, which may take minutes", file=sys.stderr)
@@ -176,10 +181,10 @@ def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle
         slots.check_together([ranks[adapter.path] for adapter in adapters if adapter.scale])
 
 
-def _tell_memory(
+def _asked_of_memory(
     specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
-) -> None:
-    """Prints the memory plan of the largest video."""
+) -> tuple[tuple[Any, ...], int]:
+    """What `plan_memory` takes, of the largest video, and how many bytes the device has for it."""
     choices = Choices(
         dtype=find_dtype(options.dtype or DEFAULT_DTYPE),
         resident_blocks=options.resident_blocks,
@@ -191,10 +196,17 @@ def _tell_memory(
     )
     largest = max((spec.settings for spec in specs), key=lambda each: each.num_frames * each.height * each.width)
     text_encoder = load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else bundle.load_text_encoder()
-    asked = (bundle, largest, tokenizer, text_encoder, choices)
     in_gib = options.device_memory
     room = free_memory(find_device(options.device)) if in_gib is None else int(in_gib * GIB)
-    print(describe_plan(plan_memory(*asked), room, fitting(*asked, room)))
+    return (bundle, largest, tokenizer, text_encoder, choices), room
+
+
+def _check_room(asked: tuple[Any, ...], room: int) -> None:
+    """Raises UserError for far more memory than there is, with the flags that would make it less."""
+    needed = plan_memory(*asked).peak
+    if needed > room:
+        fits = fitting(*asked, room)
+        check_room(needed, room, "this", f"use {fits.flags}" if fits else "make the video smaller")
 
 
 def _tokenizer(options: GenerateOptions, bundle: Bundle) -> VideoTokenizer:

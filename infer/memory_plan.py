@@ -26,13 +26,13 @@ from megadit.models.config import DiTConfig
 from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import memory_in_words
 from megadit.models.text_encoders.base import PublishedTextEncoder
 from megadit.models.text_encoders.published import DTYPES
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.unet_config import UNetConfig
 from megadit.models.weights import network_shapes
 
-GIB = 2**30
 LIVE_WIDTHS = 10
 """Tensors as large as a block's tokens that live at once: input, norm, q, k, v fused and apart, the result."""
 SAMPLER_STATES = 6
@@ -141,23 +141,19 @@ def fitting(
 
 def describe_plan(plan: MemoryPlan, room: int, fits: Choices | None) -> str:
     """The plan in lines, with what fits in `room` bytes."""
-    text = "not on this machine" if plan.text_encoder is None else _gib(plan.text_encoder)
+    text = "not on this machine" if plan.text_encoder is None else memory_in_words(plan.text_encoder)
     leaves = "" if plan.keeps_text_encoder else ", only while the text is encoded"
-    fetched = f" (all blocks, {_gib(plan.host)}, in the host's memory)" if plan.host else ""
+    fetched = f" (all blocks, {memory_in_words(plan.host)}, in the host's memory)" if plan.host else ""
     lines = [
-        f"network       {_gib(plan.network)}{fetched}",
+        f"network       {memory_in_words(plan.network)}{fetched}",
         f"text encoder  {text}{leaves}",
-        f"autoencoder   {_gib(plan.autoencoder)}",
-        *(f"{name:<13} {_gib(size)} in all" for name, size in plan.phases.items()),
-        f"largest       {_gib(plan.peak)} of {_gib(room)}",
+        f"autoencoder   {memory_in_words(plan.autoencoder)}",
+        *(f"{name:<13} {memory_in_words(size)} in all" for name, size in plan.phases.items()),
+        f"largest       {memory_in_words(plan.peak)} of {memory_in_words(room)}",
     ]
     if plan.peak > room:
         lines.append(f"too much: use {fits.flags}" if fits is not None else "too much: make the video smaller")
     return "\n".join(lines)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
 
 
 def num_blocks(config: NetworkConfig) -> int:

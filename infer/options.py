@@ -15,6 +15,7 @@ from megadit.infer.signing import SigningOptions
 from megadit.models.given_settings import NEEDED, GivenOptions
 from megadit.models.settings import GivenSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import check_text, group, setting, settings_of
 
@@ -134,8 +135,9 @@ class GenerateOptions(GivenOptions):
         False, "say what memory it will take and what fits, load and make nothing", names=("--dry_run", "--dry-run")
     )
     device_memory: float | None = setting(
-        None, "GiB of the device that --dry_run plans for (default: what is free on --device)", above=0, metavar="GIB"
+        None, "GiB of the device that may be taken (default: what is free on --device)", above=0, metavar="GIB"
     )
+    even_if_too_large: bool = setting(False, ANYWAY_HELP)
     overlap_decoding: bool = setting(False, "decode a batch while the next one is sampled")
     tokenizer_model: str = _path(
         "directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one"
@@ -202,7 +204,6 @@ def check(options: GenerateOptions) -> None:
         f"--guidance_convention={options.guidance_convention} says what --guidance means; give that too",
     )
     others = {"story": ("total_frames",), "keep_first": ("total_frames",), "tokenizer_cache_dir": ("tokenizer_model",)}
-    others["device_memory"] = ("dry_run",)
     others["keep_frames"] = (*NEEDED["keep_frames"], "total_frames")
     for name, needed in (NEEDED | others).items():
         value = getattr(options, name)

@@ -4,7 +4,6 @@ import os
 import platform
 import resource
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import host_memory
 
 DATASHEET = {
     ("GB200", torch.bfloat16): 2500e12,
@@ -104,8 +104,7 @@ def free_memory(device: torch.device) -> int:
     of its control group's, whichever is less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    left = [_available_memory(), *(_left_of_group(folder) for folder in _memory_groups())]
-    return min(left) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 NO_MEMORY = (
@@ -141,35 +140,6 @@ def enough_memory(remedy: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise UserError(f"no memory for this ({said_of_memory(error)}): {remedy}") from error
-
-
-def _available_memory() -> int:
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _memory_groups() -> list[Path]:
-    """The control groups (version 2) that limit this process, as folders."""
-    root = Path("/sys/fs/cgroup")
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        place = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
-        own = root / place
-        return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-    return [root]
-
-
-def _left_of_group(folder: Path) -> int:
-    """Bytes up to its limit, caches that it would give back included; no end of them where there is no limit."""
-    try:
-        limit = int((folder / "memory.max").read_text(encoding="ascii"))
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-    except (OSError, ValueError):  # no such group, or "max"
-        return sys.maxsize
-    return max(0, limit - used + int(stat.get("inactive_file", 0)))
 
 
 def describe(device: torch.device) -> dict[str, Any]:

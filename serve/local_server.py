@@ -6,6 +6,7 @@ replaced at run time, it loads none at all after its start and nobody learns the
 """
 
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -14,7 +15,9 @@ from pathlib import Path
 
 from megadit.models.bundle.manifest import is_bundle
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import check_room, host_memory
 from megadit.models.shared.ports import check_free, free_ports
+from megadit.serve.model_config import parameter_in
 from megadit.serve.supervise import Ailment, OwnedProcess, answers, reachable
 from megadit.serve.triton_binary import TritonBinary, find_triton
 
@@ -24,6 +27,8 @@ PORT_FLAGS = {
     "metrics": "--metrics_port (of `serve up` --triton_metrics_port)",
 }
 SHARED_MEMORY = Path("/dev/shm")
+NVIDIA = Path("/dev/nvidiactl")
+"""Where a machine has GPUs."""
 STOP_SECONDS = 30
 """How long requests in progress may take to finish when the server is told to stop.
 
@@ -74,6 +79,25 @@ def check_repository(path: Path) -> None:
     if not any(path.glob("*/config.pbtxt")):
         what = "is not a model repository" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}; `megadit serve build-repository` makes one")
+
+
+def check_memory(path: str | os.PathLike, models: tuple[str, ...]) -> None:
+    """Raises UserError if the weights of the chosen models alone are far too large for this machine; on one with GPUs,
+    which they go to, nothing is counted."""
+    if not NVIDIA.exists():
+        configs = [each for each in Path(path).glob("*/config.pbtxt") if "*" in models or each.parent.name in models]
+        needed = sum(map(_weight_bytes, configs))
+        check_room(needed, host_memory(), f"what {path} serves", "choose one with --model, or serve fewer --instances")
+
+
+def _weight_bytes(config: Path) -> float:
+    """Of all instances of the model with this config.pbtxt: the files that its runtime loads."""
+    text = config.read_text()
+    names = {"torch": "*.safetensors", "onnx": "*.onnx*"}.get(parameter_in(text, "runtime"))
+    instances = re.search(r"instance_group \[ \{ count: (\d+)", text)
+    stored = sum(file.stat().st_size for file in config.parent.rglob(names)) if names else 0
+    is_half = parameter_in(text, "dtype") in ("bfloat16", "float16")  # weights are mostly stored in float32
+    return stored * int(instances[1] if instances else 1) / (2 if is_half else 1)
 
 
 class LocalServer:

@@ -10,9 +10,10 @@ from typing import Literal
 
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.serve.local_server import LocalServer, Ports, check_repository, secret_in
+from megadit.serve.local_server import LocalServer, Ports, check_memory, check_repository, secret_in
 from megadit.serve.model_config import PATHS, parameter_in
 from megadit.serve.supervise import keep_running, tell_on_stderr
 
@@ -33,6 +34,7 @@ class RunOptions:
     control_secret: Path | None = setting(
         None, "models may be replaced at run time with the secret in this file, which is made (default: never)"
     )
+    even_if_too_large: bool = setting(False, ANYWAY_HELP)
     docker: Literal["print", "run"] | None = setting(
         None, "print, or run, the command of the production container instead"
     )
@@ -59,6 +61,8 @@ def _run(argv: list[str]) -> int:
         if options.docker == "run":
             os.execvp(command[0], command)
         return 0
+    if not options.even_if_too_large:
+        check_memory(options.repository, models)
     secret = None if options.control_secret is None else secret_in(options.control_secret)
     server = LocalServer(options.repository, host=options.host, ports=ports, models=models, control_secret=secret)
     signal.signal(signal.SIGTERM, _interrupt)

@@ -20,10 +20,11 @@ from pathlib import Path
 
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.serve.gateway.process import gateway_process
-from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports, secret_in
+from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports, check_memory, secret_in
 from megadit.serve.supervise import OwnedProcess, answers, keep_running, reachable, tell_on_stderr
 from megadit.serve.triton_binary import cache_folder
 
@@ -48,6 +49,7 @@ class UpOptions:
     grpc_port: int = setting(8001, "Triton's (default: {default})", metavar="PORT")
     triton_metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
     control_secret: Path | None = setting(None, "as of `megadit serve run`")
+    even_if_too_large: bool = setting(False, ANYWAY_HELP)
     drain: bool = setting(
         False, "have the `serve up` of this port finish its jobs and load its repository anew; wait until it has"
     )
@@ -71,6 +73,8 @@ def _run(argv: list[str]) -> int:
     of_the_gateway = argv[place + 1 :]
     ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.triton_metrics_port)
     models = options.models or ("*",)
+    if not options.even_if_too_large:
+        check_memory(options.repository, models)
     secret = None if options.control_secret is None else secret_in(options.control_secret)
     triton = LocalServer(
         options.repository, ports=ports, models=models, control_secret=secret, hang_seconds=options.hang_seconds

@@ -38,7 +38,7 @@ GENERATE = """
     --resident_blocks --overlap_decoding --tokenizer_model --tokenizer_cache_dir --t5_cache_dir --num_devices
     --tp_size --cp_size --cfg_parallel --guardrail_dir --adapter --adapter_interval --lead_to_video --image
     --last_image --keyframe --video --mask --instruction --image_guidance --total_frames --story --keep_first
-    --low_guidance --dry_run --device_memory
+    --low_guidance --dry_run --device_memory --even_if_too_large
 """
 SIGNED, C2PA = "infer/test_signing.py", "--c2pa_certificate --c2pa_key"
 INGEST = {
@@ -140,6 +140,7 @@ SHOWN_BY = {
             "--tune --top --tune_steps --tune_seconds"
         ),
         "train/plan/test_budget.py::test_it_is_printed": "--explain",
+        "train/test_kept.py::test_a_run_that_cannot_fit_is_refused_before_anything_is_written": "--even_if_too_large",
     }
     | DEBUG,
     "slurm": {
@@ -201,6 +202,7 @@ SHOWN_BY = {
         "train/distill/test_command.py::test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called": (
             "--adapter_rank"
         ),
+        "train/distill/test_command.py::test_a_stage_that_cannot_fit_is_refused": "--even_if_too_large",
     },
     "tune-sampler": {
         "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """
@@ -222,12 +224,14 @@ SHOWN_BY = {
             --weight_streaming
         """,
         "export/test_to_tensorrt.py::test_engines_of_an_earlier_export_take_new_weights": "--refit",
+        "export/test_export.py::test_an_export_that_cannot_fit_is_refused": "--even_if_too_large",
     },
     "benchmark train": {
         "train/benchmarks/test_train.py::test_figures_agree_with_each_other": (
             "--recipe --steps --warmup --ops --trace --json"
         ),
         "train/benchmarks/test_train.py::test_options_of_the_steps_reach_them": "--config-file --nproc",
+        "train/test_kept.py::test_steps_that_cannot_fit_are_not_measured": "--even_if_too_large",
     }
     | DEBUG,
     "benchmark growth": {
@@ -261,6 +265,7 @@ SHOWN_BY = {
             "--model --host --http_port --grpc_port --metrics_port --control_secret"
         ),
         "serve/test_flags.py::test_every_option_reaches_the_container": "--docker --image --gpus",
+        "serve/test_local_server.py::test_models_that_cannot_fit_are_refused": "--even_if_too_large",
     },
     "serve up": {
         "serve/test_flags.py::test_every_option_reaches_what_is_kept_up": """
@@ -268,6 +273,7 @@ SHOWN_BY = {
             --control_secret
         """,
         "serve/gateway/test_drain.py::test_nobody_is_asked_to_drain": "--drain",
+        "serve/test_local_server.py::test_models_that_cannot_fit_are_refused": "--even_if_too_large",
     },
     "serve gateway": {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """

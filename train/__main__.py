@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megadit.models.megatron.launch import launch, rank_arguments
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, told_once
+from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.train.config.load import resolve_config, to_yaml
@@ -38,6 +39,7 @@ class TrainOptions:
     explain: bool = setting(False, "with --plan: what a step of the layout as configured is spent on, part by part")
     gpus: int | None = setting(None, "for --plan and --dry-run: so many GPUs", low=1, metavar="N")
     gpu: str | None = setting(None, "for --plan, --dry-run, --tune: such as h100-80gb", metavar="NAME")
+    even_if_too_large: bool = setting(False, ANYWAY_HELP)
     debug: bool = setting(False, "show the traceback of user errors")
     overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
 
@@ -64,7 +66,7 @@ def _run(argv: list[str], *, debug: bool) -> int:
         return launch("megadit.train", for_ranks, num_processes=options.nproc)
     if rank == 0:
         _warn_of_shared_store()
-    return _train(config)
+    return _train(config, even_if_too_large=options.even_if_too_large)
 
 
 def _warn_of_shared_store() -> None:
@@ -122,7 +124,7 @@ def _tune(config: RunConfig, options: TrainOptions) -> int:
     return 0
 
 
-def _train(config: RunConfig) -> int:
+def _train(config: RunConfig, *, even_if_too_large: bool) -> int:
     import torch
 
     if not torch.cuda.is_available():
@@ -131,7 +133,7 @@ def _train(config: RunConfig) -> int:
         cpu_shim.install()  # before anything imports Megatron
     from megadit.train.loop import train
 
-    train(config)
+    train(config, even_if_too_large=even_if_too_large)
     return 0
 
 

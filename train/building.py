@@ -21,6 +21,7 @@ from megadit.models.megatron.parallelize import LinearKind, parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.networks import build_network
+from megadit.models.shared.memory import memory_in_words
 from megadit.models.weights import network_shapes
 from megadit.train.config.schema import RunConfig
 from megadit.train.distill.adversary import Adversary
@@ -115,13 +116,21 @@ def _with_recompute(config: RunConfig, groups: Groups) -> RunConfig:
     """
     if config.parallel.recompute_granularity != "auto":
         return config
+    free = least_free_memory(groups)
+    decided = with_recompute(config, groups.world_size, free)
+    if groups.is_first:
+        needed = memory_in_words(needed_memory(decided, groups.world_size))
+        print(
+            f"recomputing {choice_in_words(decided)}: about {needed} of {memory_in_words(free)} are needed", flush=True
+        )
+    return decided
+
+
+def least_free_memory(groups: Groups) -> float:
+    """Bytes that the rank with the least can still take; all ranks call this."""
     free = torch.tensor(float(free_memory(groups.device)), dtype=torch.float64, device=groups.device)
     dist.all_reduce(free, dist.ReduceOp.MIN)
-    decided = with_recompute(config, groups.world_size, free.item())
-    if groups.is_first:
-        needed, found = needed_memory(decided, groups.world_size) / 1e9, free.item() / 1e9
-        print(f"recomputing {choice_in_words(decided)}: about {needed:.3g} of {found:.3g} GB are needed", flush=True)
-    return decided
+    return free.item()
 
 
 def _shard(

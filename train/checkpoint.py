@@ -12,7 +12,6 @@ that is no longer what was written is named, and passed over for the one before 
 """
 
 import dataclasses
-import json
 import pickle
 import shutil
 from collections.abc import Iterator, Mapping
@@ -43,19 +42,14 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.train.background_write import BackgroundWrite
 from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.config.load import to_plain_values, to_yaml
+from megadit.train.config.load import to_yaml
 from megadit.train.config.schema import RunConfig
+from megadit.train.kept import check_kept, kept_settings
 from megadit.train.second_copy import SecondCopy, outdated
 from megadit.train.whole_folders import UNFINISHED, delete, publish, reason_of, unfinished_name
 
 FORMAT_VERSION = 1
 LOADERS = "loaders"
-KEPT_SETTINGS = (
-    *("model", "optimizer.optimizer", "diffusion.learned_uncertainty", "ema.sigma_rels"),  # which tensors there are
-    *("train.adapter", "train.distill"),  # which of them are trained, and to which end
-    *("train.seed", "data.mock"),  # which noise a sample gets, and which samples there are
-)
-"""What a run cannot change on its way; the reader adds what decides the order of samples."""
 
 
 @dataclass(slots=True)
@@ -340,7 +334,7 @@ class CheckpointStore:
             "run": dataclasses.asdict(state),
             "ema_sigma_rels": list(self._config.ema.sigma_rels),
             "data_parallel_size": self._groups.readers.size(),
-            "settings": _kept_settings(self._config),
+            "settings": kept_settings(self._config),
             "base": self._base,
             "teacher": self._teacher,
         }
@@ -351,13 +345,7 @@ class CheckpointStore:
                 f"{path} has format {description['format_version']}; this version of megadit reads up to "
                 f"{FORMAT_VERSION}: update megadit"
             )
-        now = _kept_settings(self._config)
-        for name, before in description["settings"].items():
-            if _differ(before, now.get(name)):
-                raise UserError(
-                    f"{path} was written with {name}={before}, which is {now.get(name)} now; "
-                    "set it back, or start another train.output_dir from its weights with checkpoint.init_from"
-                )
+        check_kept(self._config, path, description["settings"])
         if (base := description.get("base")) != self._base:
             raise UserError(
                 f"{path} has an adapter of a base whose fingerprint is {base}, and that of "
@@ -368,25 +356,6 @@ class CheckpointStore:
                 f"{path} has a student of a teacher whose fingerprint is {teacher}, and that of "
                 f"{self._config.train.distill.teacher} is {self._teacher}; give the teacher it began with"
             )
-
-
-def _kept_settings(config: RunConfig) -> dict[str, Any]:
-    """The values of `KEPT_SETTINGS` by their dotted names; those of a whole section one by one."""
-    values, kept = to_plain_values(config), {}
-    for name in KEPT_SETTINGS:
-        section, _, field_name = name.partition(".")
-        if field_name:
-            kept[name] = values[section][field_name]
-        else:
-            kept |= {f"{section}.{key}": value for key, value in values[section].items()}
-    return json.loads(json.dumps(kept))  # as they are read back
-
-
-def _differ(before: Any, now: Any) -> bool:
-    """Whether a value of `_kept_settings` is another one; what a section has today and had not then is none."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return any(now.get(name) != value for name, value in before.items())
-    return before != now
 
 
 def _next_or_error(iterator: Iterator[Path]) -> Path | UserError | None:

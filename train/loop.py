@@ -22,17 +22,19 @@ from megadit.train.health import Anomaly, Judge, ReadingTime
 from megadit.train.metrics import Metrics
 from megadit.train.narration import beginning, ending, evaluated, validated
 from megadit.train.optimizer import precision, restore_scaler, scaler_state
-from megadit.train.setup import Training, build_training, start_processes
+from megadit.train.setup import Training, begin_folder, build_training, check_memory, start_processes
 from megadit.train.statistics import Statistics
 from megadit.train.step import Mark, StepResult, train_step
 from megadit.train.validation import RAW, evaluate_videos, lowest_so_far, validate
 from megadit.train.watchdog import EXIT_CODE, Watchdog
 
 
-def train(config: RunConfig) -> None:
+def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
     """Trains until `train.train_iters` steps are done, continuing the run found in `train.output_dir`.
 
-    Every rank calls this. A SIGTERM or SIGINT ends the run after the current step, with a checkpoint.
+    Every rank calls this. A run that is estimated to need far more memory than a rank has is refused before anything is
+    allocated, unless it is to begin `even_if_too_large`. A SIGTERM or SIGINT ends the run after the current step, with
+    a checkpoint.
 
     Raises:
         UserError: for a configuration that cannot run here, or a loss that is not a number.
@@ -41,6 +43,8 @@ def train(config: RunConfig) -> None:
         groups = start_processes(config)
         with _watchdog(config) as watchdog:
             try:
+                if not even_if_too_large:
+                    check_memory(config, groups)
                 if groups.is_first:
                     print(*beginning(config, groups.world_size, groups.device), sep="\n", flush=True)
                 _Run(build_training(config, groups), watchdog.mark).to_the_end(stop)
@@ -128,6 +132,7 @@ class _Run:
 
     def to_the_end(self, stop: StopRequest) -> None:
         self._resume()
+        begin_folder(self.config, self.training.groups)
         is_first, begin = self.training.groups.is_first, time.monotonic()
         with ExitStack() as stack:
             start, length = self.state.iteration, self.state.metrics_bytes

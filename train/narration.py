@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadit.models.families import Task
 from megadit.models.machine import free_memory
+from megadit.models.shared.memory import memory_in_words
 from megadit.models.shared.progress import duration
 from megadit.train.config.facts import OF_DATASET, agree
 from megadit.train.config.rules import check_dataset
@@ -17,7 +18,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.curves import CURVES_FILE
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.plan.doubts import doubts
-from megadit.train.plan.hardware import GIB, this_device
+from megadit.train.plan.hardware import this_device
 from megadit.train.plan.pace import samples_of_a_step, time_in_words, with_shapes_of
 from megadit.train.plan.recompute import needed_memory, with_recompute
 from megadit.train.plan.work import count_parameters, count_trained
@@ -42,7 +43,8 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device") -> list[str
         f"{config.recipe}: {count_parameters(config.model).total:,} parameters{adapter}, on {ranks} rank(s)",
         f"data: {samples}, about {samples_of_a_step(counted):,} a step: at most {tokens:,} video tokens, in "
         f"{data.global_batch_size} packs of {data.seq_length:,}",
-        f"memory of a rank: about {needed / GIB:.2g} GiB beside what Python and torch take; {free / GIB:.3g} are free",
+        f"memory of a rank: about {memory_in_words(needed)} beside what Python and torch take; {memory_in_words(free)} "
+        "are free",
         *_taken_from(info, config),
         f"folder: {config.train.output_dir}",
         f"estimated time: {time_in_words(counted, ranks, this_device(ranks))}",

@@ -10,11 +10,12 @@ from pathlib import Path
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, can_be_folder
+from megadit.models.shared.memory import memory_in_words
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import duration
 from megadit.models.shared.setting import setting
 from megadit.train.data.ingest.look import Look, look
-from megadit.train.plan.hardware import GIB, find_gpu, this_device
+from megadit.train.plan.hardware import find_gpu, this_device
 from megadit.train.plan.work import count_parameters
 from megadit.train.proposal import Machine, Proposal, propose, yaml_of
 
@@ -98,7 +99,7 @@ def _tell(options: NewOptions, seen: Look, machine: Machine, proposal: Proposal)
     print(_seen_in_words(options.source, seen))
     steps, sizes = proposal.config.train.train_iters, " ".join(f"{height}x{width}" for height, width in proposal.sizes)
     what = "images" if seen.kind == "image" else f"clips of {proposal.num_frames} frames at {proposal.fps:g} fps"
-    print(f"proposed for {machine.ranks} x {machine.gpu.name} ({machine.gpu.memory / GIB:.3g} GiB): {what}, {sizes}")
+    print(f"proposed for {machine.ranks} x {machine.gpu.name} ({memory_in_words(machine.gpu.memory)}): {what}, {sizes}")
     print(
         f"    {count_parameters(proposal.config.model).total:,} parameters, {steps:,} steps of about "
         f"{proposal.seconds:.2g} s: {duration(steps * proposal.seconds)}"

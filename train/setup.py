@@ -19,7 +19,8 @@ from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.launch import cores_of_a_rank
 from megadit.models.shared.files import atomic_path
-from megadit.train.building import TRAINED, Form, build_parts, network_of, starting_values
+from megadit.models.shared.memory import check_room
+from megadit.train.building import TRAINED, Form, build_parts, least_free_memory, network_of, starting_values
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config.load import to_yaml
 from megadit.train.config.rules import check_layout
@@ -32,6 +33,7 @@ from megadit.train.ema import WeightAverages
 from megadit.train.given_network import GivenNetwork, given_network, read_teacher
 from megadit.train.optimizer import build_optimizer, build_scheduler, loss_scaler
 from megadit.train.optimizer_state import DataParallel, find_ownership, named_parameters
+from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 from megadit.train.training_model import TrainingModel
 
 CRITIC = "critic."
@@ -93,14 +95,24 @@ class Training:
 
 
 def start_processes(config: RunConfig) -> Groups:
-    """Threads, process groups and the folder of the run."""
+    """Threads and process groups of a run."""
     _quieten_megatron()
     check_layout(config, process_groups.world_size())
     torch.set_num_threads(config.train.num_threads or cores_of_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     _set_matmul_precision(config.train.matmul_precision)
     if not torch.cuda.is_available():
         keep_freed_memory()
-    groups = process_groups.initialize(config.parallel.sizes, config.model)
+    return process_groups.initialize(config.parallel.sizes, config.model)
+
+
+def check_memory(config: RunConfig, groups: Groups) -> None:
+    """Raises UserError on all ranks, which all call this, if the estimate is far beyond what one of them has."""
+    free, ranks = least_free_memory(groups), groups.world_size
+    check_room(needed_memory(with_recompute(config, ranks, free), ranks), free, f"a rank of {config.recipe}", SMALLER)
+
+
+def begin_folder(config: RunConfig, groups: Groups) -> None:
+    """Writes what the folder of a run begins with; called once nothing is left that could refuse the run."""
     if groups.is_first:
         folder = Path(config.train.output_dir)
         (folder / "samples").mkdir(parents=True, exist_ok=True)
@@ -109,7 +121,6 @@ def start_processes(config: RunConfig) -> Groups:
         with atomic_path(folder / "config.yaml") as temporary:
             temporary.write_text(to_yaml(config), encoding="utf-8")
     dist.barrier()
-    return groups
 
 
 def _set_matmul_precision(precision: MatmulPrecision) -> None:

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 
-from megadit.export import command
+from megadit.export import build, command
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.networks import build_network
 from megadit.export.signatures import sample_inputs, trace_sizes
@@ -352,3 +352,12 @@ def test_previews_are_fitted_within_the_exported_sizes(tiny_bundle, tmp_path):
     of_torch = TextToVideo.from_pretrained(tiny_bundle, device="cpu").preview(made.latents_CTHW[None])
     assert shown.shape == of_torch.shape and np.abs(shown - of_torch).mean() < 8, "fitted to other videos"
     assert np.abs(shown[:, :, :, ::-1] - of_torch).mean() > 16, "the control: the wrong way around"
+
+
+def test_an_export_that_cannot_fit_is_refused(tiny_bundle, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(build, "free_memory", lambda device: 1000)
+    told = [str(tiny_bundle.path), str(tmp_path / "out")]
+    assert command.main(told) == 2
+    assert f"the export of {tiny_bundle.path} needs about" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.setattr(command, "export_bundle", lambda *_: None)
+    assert command.main([*told, "--even_if_too_large"]) == 0

@@ -129,6 +129,7 @@ BY_OWN_NAMES = {
     "--dry_run": seen("calls"),
     "--dry-run": seen("calls"),
     "--device_memory": seen("printed", "0.01", given=(*PROMPT, "--dry_run")),
+    "--even_if_too_large": seen("error", given=(*PROMPT, "--device_memory", "0.0001")),
     "--overlap_decoding": seen("loaded"),
     "--tokenizer_model": ends("nowhere/config.json", "nowhere"),
     "--tokenizer_cache_dir": ends("", "{bundle}", given=(*PROMPT, "--tokenizer_model", "tokenizer")),
@@ -296,7 +297,7 @@ REFUSED = (
     *("--sequential_guidance", "--offload_text_encoder", "--cuda_graphs", "--overlap_decoding", "--tokenizer_model"),
     *("--tokenizer_cache_dir", "--t5_cache_dir", "--num_devices", "--tp_size", "--cp_size", "--cfg_parallel"),
     *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval", "--resident_blocks"),
-    *("--dry_run", "--dry-run", "--device_memory"),
+    *("--dry_run", "--dry-run", "--device_memory", "--even_if_too_large"),
 )
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megadit.infer.generate import main
-from megadit.infer.memory_plan import GIB, Choices, describe_plan, fitting, plan_memory
+from megadit.infer.memory_plan import Choices, describe_plan, fitting, plan_memory
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
@@ -20,6 +20,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.settings import SamplingSettings
+from megadit.models.shared.memory import GIB
 
 BF16 = Choices(dtype=torch.bfloat16)
 SIZES = {"num_layers": 2, "hidden_size": 192, "num_attention_heads": 4, "crossattn_emb_size": 32}

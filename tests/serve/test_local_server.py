@@ -17,7 +17,7 @@ import pytest
 
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve import triton_binary
+from megadit.serve import local_server, run, triton_binary, up
 from megadit.serve.answers import ServiceError
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
@@ -53,6 +53,26 @@ def wait_for(condition, seconds: float = 240) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("verb", ["run", "up"])
+def test_models_that_cannot_fit_are_refused(verb, tmp_path, capsys, monkeypatch):
+    """Of a file with a hole no block is on the disk."""
+    for name, size in {"small": 1000, "large": 1 << 43}.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        config = 'instance_group [ { count: 2 } ]\nparameters { key: "runtime" value { string_value: "torch" } }\n'
+        (tmp_path / name / "config.pbtxt").write_text(config)
+        with (tmp_path / name / "1" / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+    monkeypatch.setattr(local_server, "NVIDIA", tmp_path / "none")
+    module = {"run": run, "up": up}[verb]
+    monkeypatch.setattr(module, "LocalServer", lambda *_, **__: sys.exit("all is checked"))
+    assert module.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"what {tmp_path} serves needs about 16,000 GiB of memory" in error
+    for more in (["--even_if_too_large"], ["--model", "small"]):
+        with pytest.raises(SystemExit, match="all is checked"):
+            module.main([str(tmp_path), *more])
 
 
 SECRET = "0123456789abcdef" * 2

@@ -42,7 +42,7 @@ def test_what_a_run_says(told, tiny_dataset):
         r"digits_tiny: [\d,]+ parameters, on 2 rank\(s\)",
         rf"data: 32 samples of {tiny_dataset}, about \d+ a step: at most 192 video tokens, in 2 packs of 96",
         r"as the data set has it: model.in_channels=24 \(recipe: 32\), .*",
-        r"memory of a rank: about \S+ GiB beside what Python and torch take; \S+ are free",
+        r"memory of a rank: about \S+ [MG]iB beside what Python and torch take; \S+ [MG]iB are free",
         rf"folder: {out}",
         r"estimated time: about \S+ s for 4 steps of \S+ s",
         rf"validation at step 2: loss \S+ of .* \(best of .*\); 4 video\(s\) in {out}/samples/step_0000002",

@@ -9,10 +9,10 @@ import yaml
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import GIB
 from megadit.train.__main__ import main
 from megadit.train.config.load import config_from_dict, resolve_config
 from megadit.train.config.rules import check_layout
-from megadit.train.plan.hardware import GIB
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
 from megadit.train.recipes import RECIPES, load_recipe

@@ -20,6 +20,7 @@ from megadit.models.megatron.launch import launch, rank_arguments
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import told_once
 from megadit.models.shared.files import write_json
+from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
@@ -42,6 +43,7 @@ class BenchmarkTrainOptions:
         (), "compute an op by one variant, as in attention=reference", repeated=True, metavar="OP=VARIANT"
     )
     json: str = setting("", "also write the figures here", metavar="FILE")
+    even_if_too_large: bool = setting(False, ANYWAY_HELP)
     debug: bool = setting(False, "show the traceback of user errors")
     overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
 
@@ -87,10 +89,12 @@ def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepFig
     from megadit.models.machine import describe
     from megadit.models.megatron import groups as process_groups
     from megadit.train.benchmarks.measure import measure_steps
-    from megadit.train.setup import start_processes
+    from megadit.train.setup import check_memory, start_processes
 
     groups = start_processes(config)
     try:
+        if not options.even_if_too_large:
+            check_memory(config, groups)
         with Progress(options.warmup + options.steps + 1, "measuring", enabled=groups.is_first) as bar:
             figures = measure_steps(
                 config, groups, warmup=options.warmup, steps=options.steps, trace=options.trace, advance=bar.advance

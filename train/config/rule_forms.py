@@ -136,6 +136,12 @@ def check_copy_url(run: Run) -> None:
     check_url(run.checkpoint.copy_to)
 
 
+def check_continues(run: Run) -> None:
+    from megadit.train import kept
+
+    kept.check_continues(run.config)
+
+
 def check_targets(run: Run) -> None:
     """Raises UserError for a pattern of `train.adapter.targets` that names no linear of the network."""
     from megadit.models.adapters import chosen_targets

@@ -16,6 +16,7 @@ from megadit.train.config.facts import OF_DATASET, Run
 from megadit.train.config.learning_rules import LEARNING
 from megadit.train.config.rule_forms import (
     WEIGHTS_IN,
+    check_continues,
     check_copy_url,
     check_sampling,
     check_schedule,
@@ -189,6 +190,7 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.train.output_dir is not None,
         remedy="train.output_dir is not set; give train.output_dir=FOLDER",
     ),
+    accepted_by(check_continues, when=attrgetter("starts_here")),
     # the data set
     Rule(
         when=attrgetter("reads_data"),

@@ -35,6 +35,7 @@ from megadit.models.convert.adapter_files import is_adapter, read_adapter, write
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_directory, write_json
+from megadit.models.shared.memory import ANYWAY_HELP, check_room
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.train.config.load import resolve_config
@@ -45,6 +46,8 @@ from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.pairs import DATASET, make_pairs
 from megadit.train.distill.stages import OF_PAIRS, STAGES, student_settings, student_sigmas, told_scale
 from megadit.train.given_network import UNTRAINED, check_scales
+from megadit.train.plan.hardware import this_machines_memory
+from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 
 PAIRS = "pairs"
 """Folder of the pairs beside those of the stages."""
@@ -98,6 +101,7 @@ class DistillOptions:
     distance: float = setting(
         2.0, "how far from real videos it may be, as a multiple (default: {default}; needs --extractors)", above=0
     )
+    even_if_too_large: bool = setting(False, ANYWAY_HELP)
     device: str = setting("auto", "of the check: auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
     overrides: tuple[str, ...] = setting(
         (), "values of all stages, or [STAGE.]section.key=value of one", positional=True, metavar="section.key=value"
@@ -109,6 +113,7 @@ class StageRun:
     """A stage as it is trained here."""
 
     folder: Path
+    config: RunConfig
     command: tuple[str, ...]
     """What `megadit train` is told."""
 
@@ -141,6 +146,8 @@ def _run(argv: list[str]) -> None:
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
     told = _told(options, teacher)
     runs = _runs(options, stages, recipe, teacher, sigmas, told)
+    if not options.even_if_too_large:
+        _check_memory(runs, options.nproc)
     check = _check(options, teacher)
     before = None
     for number, (name, run) in enumerate(zip(stages, runs, strict=True), start=1):
@@ -276,6 +283,7 @@ def _runs(
     """
     source = ["--recipe", recipe, *(["--config-file", options.config_file] if options.config_file else [])]
     ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
+    ranks += ["--even_if_too_large"] if options.even_if_too_large else []
     plain = resolve_config(recipe, config_file=options.config_file)
     model, path, guidance = teacher.config, teacher.path, options.guidance or teacher.defaults.guidance
     of_adapter = [] if options.adapter_rank is None else [f"train.adapter.rank={options.adapter_rank}"]
@@ -303,7 +311,7 @@ def _runs(
         ]
         config = resolve_config(recipe, config_file=options.config_file, overrides=overrides)
         check_layout(config, options.nproc)
-        runs.append(StageRun(folder=folder, command=(*source, *ranks, *overrides)))
+        runs.append(StageRun(folder=folder, config=config, command=(*source, *ranks, *overrides)))
         guidance = 1.0
         if options.adapter_rank is None:
             model, path = config.model, folder / "bundle"
@@ -314,6 +322,16 @@ def _runs(
         )
         of_adapter = [*of_adapter[:1], f"train.distill.teacher_adapter={folder / 'adapter'}"]
     return runs
+
+
+def _check_memory(runs: Sequence[StageRun], ranks: int) -> None:
+    """Raises UserError for a stage that this machine has far too little memory for."""
+    free = this_machines_memory(ranks)
+    for run in runs:
+        needed = needed_memory(with_recompute(run.config, ranks, free), ranks)
+        check_room(
+            needed, free, f"a rank of {run.folder.name}, with its teacher,", f"{SMALLER}; so does --adapter_rank"
+        )
 
 
 def _model_of(teacher: DiTConfig, run: RunConfig) -> list[str]:

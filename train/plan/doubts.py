@@ -8,11 +8,11 @@ from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.manifest import is_bundle
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import memory_in_words
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.ingest.plan import Notes
 from megadit.train.data.ingest.report import more_channels_in_words
-from megadit.train.plan.hardware import GIB
 from megadit.train.recipes import RECIPES
 
 FAITHFUL_PSNR = 28.0
@@ -36,8 +36,8 @@ def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, 
         )
     if needed > free:
         found.append(
-            f"a rank needs about {needed / GIB:.2g} GiB, and this machine has {free / GIB:.2g} for it: --gpu NAME "
-            "compares with another machine, data.micro_batch_size and data.seq_length make it less"
+            f"a rank needs about {memory_in_words(needed)}, and this machine has {memory_in_words(free)} for it: "
+            "--gpu NAME compares with another machine, data.micro_batch_size and data.seq_length make it less"
         )
     found += _inherited_guidance(config)
     psnr = None if info is None else reconstruction_psnr(info)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from megadit.models.megatron.launch import cores_of_a_rank
 from megadit.models.shared.errors import choose_one
+from megadit.models.shared.memory import GIB
 
-GIB = 2**30
 GB = 10**9
 TERA = 10**12
 

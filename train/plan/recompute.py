@@ -8,6 +8,11 @@ from megadit.train.plan.memory import memory_of
 
 MARGIN = 0.1
 """Share of the memory at hand that stays free: estimates are within a tenth of what is measured."""
+SMALLER = (
+    "more ranks or GPUs, `megadit train --plan --gpus N --gpu NAME` for a layout that fits, a smaller model, "
+    "data.seq_length or data.micro_batch_size make it less"
+)
+"""What helps a run that does not fit."""
 
 
 def with_recompute(config: RunConfig, ranks: int, available: float) -> RunConfig:

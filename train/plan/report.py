@@ -7,12 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import GIB, memory_in_words
 from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.budget import budget
 from megadit.train.plan.doubts import doubts
 from megadit.train.plan.estimate import tokens_per_second
-from megadit.train.plan.hardware import GIB, Gpu, this_device, this_machines_memory
+from megadit.train.plan.hardware import Gpu, this_device, this_machines_memory
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import Memory, memory_of
 from megadit.train.plan.pace import samples_of_a_step, time_in_words, with_shapes_of
@@ -95,7 +96,9 @@ def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     console.print(table)
     needed, given = memory_of(decided, layout).total, usable_memory(gpu)
     fit = "" if needed <= given else ": it does not fit (without --explain, layouts that do)"
-    console.print(f"{_gib(needed)} on each GPU, of {_gib(given)} that it has to give{fit}", highlight=False)
+    console.print(
+        f"{memory_in_words(needed)} on each GPU, of {memory_in_words(given)} that it has to give{fit}", highlight=False
+    )
     console.print(
         f"{tokens_per_second(decided, layout, total):,.0f} tokens/s/GPU; no rate in this table was measured by it: "
         "`make gpu-check` says what a GPU takes",
@@ -142,8 +145,8 @@ def _members(ranks: np.ndarray) -> str:
 
 
 def _memory_lines(memory: Memory) -> list[str]:
-    parts = ", ".join(f"{name} {_gib(getattr(memory, name))}" for name in memory.__slots__)
-    return [f"memory of a rank: {_gib(memory.total)}: {parts}"]
+    parts = ", ".join(f"{name} {memory_in_words(getattr(memory, name))}" for name in memory.__slots__)
+    return [f"memory of a rank: {memory_in_words(memory.total)}: {parts}"]
 
 
 def _work_lines(config: RunConfig, layout: Layout) -> list[str]:
@@ -157,7 +160,7 @@ def _work_lines(config: RunConfig, layout: Layout) -> list[str]:
         "gradients": work.data_reduce_bytes,
         "weights": work.data_gather_bytes,
     }
-    shown = ", ".join(f"{name} {_gib(value)}" for name, value in traffic.items() if value) or "none"
+    shown = ", ".join(f"{name} {memory_in_words(value)}" for name, value in traffic.items() if value) or "none"
     pack = typical_pack(config)
     return [
         f"FLOPs of a step: {step:.4g} ({step / layout.gpus:.4g} a rank); by the formula of the published figures "
@@ -195,8 +198,8 @@ def _own_layout(config: RunConfig, gpus: int, gpu: Gpu) -> str:
     except UserError as error:
         return f"as configured: refused: {error}"
     if not own.fits:
-        return f"as configured ({own.layout}): refused: it needs {_gib(own.memory.total)} on each GPU"
-    return f"as configured ({own.layout}): {own.time.total:.3g} s a step, {_gib(own.memory.total)}"
+        return f"as configured ({own.layout}): refused: it needs {memory_in_words(own.memory.total)} on each GPU"
+    return f"as configured ({own.layout}): {own.time.total:.3g} s a step, {memory_in_words(own.memory.total)}"
 
 
 def _table(config: RunConfig, choices: list[Choice]) -> Table:
@@ -236,9 +239,5 @@ def _compare(best: Choice, name: str, value: int | str, choices: list[Choice]) -
     """The best layout that has another value there (`choices` are in order)."""
     other = next(one for one in choices if getattr(one.layout, name) == value)
     if not other.fits:
-        return f"at least {_gib(other.memory.total)}, does not fit"
-    return f"{other.time.total / best.time.total - 1:+.1%} time, {_gib(other.memory.total)} ({other.layout})"
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.3g} GiB"
+        return f"at least {memory_in_words(other.memory.total)}, does not fit"
+    return f"{other.time.total / best.time.total - 1:+.1%} time, {memory_in_words(other.memory.total)} ({other.layout})"

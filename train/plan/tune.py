@@ -20,12 +20,13 @@ from rich.table import Table
 from megadit.models.machine import NO_MEMORY
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.memory import GIB
 from megadit.models.shared.progress import duration
 from megadit.train.config.load import change, to_yaml
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.calibration import fit_measured
 from megadit.train.plan.estimate import H100_CALIBRATION, estimate_step
-from megadit.train.plan.hardware import GIB, Gpu
+from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.search import Choice, rank_layouts
 
 Outcome = Literal["measured", "crashed", "out of memory", "hung"]

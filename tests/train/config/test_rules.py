@@ -13,6 +13,7 @@ from megadit.models.adapter_config import AdapterConfig
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
 from megadit.models.shared.rules import first_broken
 from megadit.models.text_tower_config import TextTowerConfig
 from megadit.train.config import rules
@@ -403,6 +404,7 @@ BREACHES = (
     on_start(
         "train.output_dir=a_bundle/megadit.json cannot be a folder", train={"output_dir": "a_bundle/megadit.json"}
     ),
+    on_start("iter_0000001 was written with train.seed=-7, which is", train={"output_dir": "a_run"}),
     on_start("train.output_dir is not set; give train.output_dir=FOLDER", train={}),
     # the data set
     breach("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock", {"reads_data": True}),
@@ -440,6 +442,10 @@ def found(tmp_path, monkeypatch):
     """found(breach, of=RULES): the message of the first of the rules that is broken, or None."""
     (tmp_path / "a_bundle").mkdir()
     (tmp_path / "a_bundle" / "megadit.json").write_text("{}")
+    write_json(
+        tmp_path / "a_run/checkpoints/iter_0000001/state.json",
+        {"run": {"iteration": 1}, "ema_sigma_rels": [], "settings": {"train.seed": -7}},
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(extensions, "has_eight_bit_products", lambda: False)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +23,11 @@ from megadit.models.convert.merge import merge_bundle
 from megadit.models.settings import SamplingSettings, check_guidance
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
+from megadit.train.distill import command as distill
 from megadit.train.distill.check import Bounds, Comparison, compare, spread, spread_within
 from megadit.train.distill.command import main
 from megadit.train.distill.stages import STAGES, student_settings, student_sigmas, told_scale
+from tests.bundles import write_tiny_bundle
 from tests.train.test_adapter_runs import write
 
 BOUNDS = Bounds(least_spread=0.5, most_spread=2.0, most_distance=1.5)
@@ -386,3 +389,16 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     shutil.rmtree(out)
     assert main([str(bundle), str(out), *of_pairs, "--pairs", "elsewhere"]) == 0
     assert len(made) == 1 and "data.path=elsewhere" in asked[-2][1]
+
+
+def test_a_stage_that_cannot_fit_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(distill, "this_machines_memory", lambda ranks: 1e5)
+    monkeypatch.setattr(distill, "_check", lambda *_: sys.exit("all is checked"))
+    teacher = write_tiny_bundle(tmp_path / "teacher")
+    told = [str(teacher.path), str(tmp_path / "out"), "--data", "nowhere", "--recipe", "digits_tiny"]
+    assert main(told) == 2
+    error = capsys.readouterr().err
+    assert "1_guidance, with its teacher, needs about" in error and "--adapter_rank" in error
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit, match="all is checked"):
+        main([*told, "--even_if_too_large"])

@@ -69,7 +69,7 @@ def test_guidance_that_another_network_had(tmp_path):
 
 def test_memory_that_this_machine_has_not():
     (said,) = doubts(load_recipe("digits"), None, needed=3 * GIB, free=2 * GIB)
-    assert "needs about 3 GiB, and this machine has 2 for it" in said
+    assert "needs about 3 GiB, and this machine has 2 GiB for it" in said
 
 
 def test_a_tokenizer_that_loses_much(tiny_dataset, blurred):

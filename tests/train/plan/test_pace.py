@@ -9,9 +9,10 @@ import pytest
 from safetensors.torch import save
 from torch import zeros
 
+from megadit.models.shared.memory import GIB
 from megadit.train.config.load import resolve_config
 from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.plan.hardware import GIB, Gpu, find_gpu, this_device
+from megadit.train.plan.hardware import Gpu, find_gpu, this_device
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.pace import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
 from megadit.train.plan.search import assess

@@ -9,11 +9,12 @@ import pytest
 from megadit.models.flops import training_flops
 from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import GIB
 from megadit.models.weights import network_shapes
 from megadit.train.__main__ import main
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import resolve_config
-from megadit.train.plan.hardware import GIB, GPUS, find_gpu
+from megadit.train.plan.hardware import GPUS, find_gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
 from megadit.train.plan.recompute import with_recompute

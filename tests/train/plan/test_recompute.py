@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from megadit.models import machine
+from megadit.models.shared import memory
+from megadit.models.shared.memory import GIB
 from megadit.train.__main__ import main
 from megadit.train.config.load import resolve_config
-from megadit.train.plan.hardware import GIB
 from megadit.train.plan.recompute import MARGIN, choice_in_words, needed_memory, with_recompute
 from megadit.train.recipes import load_recipe
 
@@ -67,8 +68,8 @@ def test_a_dry_run_says_what_would_be_chosen_on_a_gpu(capsys):
 
 
 def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch):
-    monkeypatch.setattr(machine, "_memory_groups", lambda: [])
-    monkeypatch.setattr(machine, "_available_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "_memory_groups", lambda: [])
+    monkeypatch.setattr(memory, "_available_memory", lambda: 1000)
     assert machine.free_memory(torch.device("cpu")) == 1000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert machine.free_memory(torch.device("cpu")) == 250
@@ -79,10 +80,10 @@ def test_a_control_group_limits_memory(monkeypatch, tmp_path):
     values = {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 100\ninactive_file 50\n"}
     for name, value in values.items():
         (tmp_path / name).write_text(value)
-    monkeypatch.setattr(machine, "_memory_groups", lambda: [tmp_path, tmp_path / "none"])
+    monkeypatch.setattr(memory, "_memory_groups", lambda: [tmp_path, tmp_path / "none"])
     assert machine.free_memory(torch.device("cpu")) == 350
     (tmp_path / "memory.max").write_text("max\n")
-    monkeypatch.setattr(machine, "_available_memory", lambda: 5000)  # the machine's own changes while it is read
+    monkeypatch.setattr(memory, "_available_memory", lambda: 5000)  # the machine's own changes while it is read
     assert machine.free_memory(torch.device("cpu")) == 5000
 
 

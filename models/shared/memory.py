@@ -1,0 +1,65 @@
+"""Memory of this machine, how it is written, and when a plan is refused for want of it."""
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from megadit.models.shared.errors import UserError
+
+GIB = 2**30
+TOO_MUCH = 1.3
+"""A plan that is so many times what is free is refused: estimates are within a tenth of what is measured."""
+ANYWAY = "--even_if_too_large"
+"""The switch that starts it all the same."""
+ANYWAY_HELP = "start although the memory that this is estimated to take is not there"
+
+
+def memory_in_words(num_bytes: float) -> str:
+    """In two digits, and all of those before the point: "190 GiB", "2.5 GiB", "0.11 GiB", "64 MiB"."""
+    unit, name = (GIB, "GiB") if num_bytes >= GIB / 10 else (GIB / 1024, "MiB")
+    value = float(f"{num_bytes / unit:.2g}")
+    return f"{value:,.0f} {name}" if value >= 10 else f"{value:g} {name}"
+
+
+def check_room(needed: float, free: float, what: str, remedy: str) -> None:
+    """Raises UserError where `what` needs far more bytes than are free."""
+    if needed >= TOO_MUCH * free:
+        raise UserError(
+            f"{what} needs about {memory_in_words(needed)} of memory, and {memory_in_words(free)} are free: {remedy}; "
+            f"{ANYWAY} starts it all the same"
+        )
+
+
+def host_memory() -> int:
+    """Bytes that processes can still take: of the machine's memory or of their control group's, whichever is less."""
+    return min(_available_memory(), *(_left_of_group(folder) for folder in _memory_groups()), sys.maxsize)
+
+
+def _available_memory() -> int:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_groups() -> list[Path]:
+    """The control groups (version 2) that limit this process, as folders."""
+    root = Path("/sys/fs/cgroup")
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        place = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+        own = root / place
+        return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return [root]
+
+
+def _left_of_group(folder: Path) -> int:
+    """Bytes up to its limit, caches that it would give back included; no end of them where there is no limit."""
+    try:
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):  # no such group, or "max"
+        return sys.maxsize
+    return max(0, limit - used + int(stat.get("inactive_file", 0)))
