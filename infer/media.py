@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from megadit.infer.animations import animation_frames, webp_size
-from megadit.infer.media_reader import check_bytes, receive, send
+from megadit.infer.media_reader import CHECKING, check_bytes, receive, send
 from megadit.infer.video_io import open_container
 from megadit.models.given_settings import IMAGE_HEADS, MediaLimits
 from megadit.models.shared.errors import UserError
@@ -28,6 +28,8 @@ CONTAINERS = "mov,mp4,matroska,webm"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _PROCESSOR_SECONDS = 20.0
 """That one file may take; the kernel ends a decoder that takes more."""
+_LEAST_CLAIM = 19
+"""On a core, as `nice` counts."""
 _MOST_MEMORY = 3 << 30
 """Of a decoding process, beside twice the frames that the limits allow."""
 
@@ -107,8 +109,10 @@ def _check_seconds(seconds: float, limits: MediaLimits) -> None:
         raise UserError(f"the video runs for {seconds:,.0f} s; this service takes {limits.max_media_seconds:g} s")
 
 
-def _work(limits: MediaLimits) -> None:
+def _work(limits: MediaLimits, is_checking: bool) -> None:
     """Answers until there is nobody left who asks."""
+    if is_checking:
+        os.nice(_LEAST_CLAIM)
     memory = _MOST_MEMORY + 6 * limits.max_media_pixels
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -127,8 +131,8 @@ def _work(limits: MediaLimits) -> None:
             frames, answer = np.empty(0, np.uint8), {"error": str(error) or "the file takes too much memory to read"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(answers, json.dumps(answer).encode())
-        send(answers, np.ascontiguousarray(frames).data.cast("B") if frames.size else b"")
+        send(answers, np.ascontiguousarray(frames).data.cast("B") if frames.size and not is_checking else b"")
 
 
 if __name__ == "__main__":
-    _work(MediaLimits(**json.loads(sys.argv[1])))
+    _work(MediaLimits(**json.loads(sys.argv[1])), CHECKING in sys.argv[2:])

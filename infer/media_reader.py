@@ -4,6 +4,7 @@ What decodes (`media.py`) is loaded there and not here. A question is a file's b
 """
 
 import json
+import math
 import os
 import queue
 import struct
@@ -12,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from megadit.models.given_settings import MediaLimits
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import settings_of
 
+CHECKING = "--checking"
+"""To a process that gives back no frames, and has the least claim on a core."""
 _SECONDS = 120.0
 """That a file may take on the clock."""
 _SECONDS_FOR_A_TURN = 30.0
@@ -31,14 +34,18 @@ def check_bytes(data: bytes, limits: MediaLimits) -> None:
         raise UserError(f"the file has {len(data):,} bytes; this service takes {limits.max_media_bytes:,}")
 
 
-def within_total(decode: Callable[[bytes], np.ndarray], limits: MediaLimits) -> Callable[[bytes], np.ndarray]:
-    """`decode` for the files of one request (uint8 THWC), which together may have so many pixels."""
+_Decoded = TypeVar("_Decoded", np.ndarray, int)
+
+
+def within_total(decode: Callable[[bytes], _Decoded], limits: MediaLimits) -> Callable[[bytes], _Decoded]:
+    """`decode`, which gives frames (uint8 THWC) or how many pixels they have, for the files of one request, which
+    together may have so many pixels."""
     num_pixels = 0
 
-    def counted(data: bytes) -> np.ndarray:
+    def counted(data: bytes) -> _Decoded:
         nonlocal num_pixels
         frames = decode(data)
-        num_pixels += frames.size // 3
+        num_pixels += frames if isinstance(frames, int) else frames.size // 3
         if num_pixels > limits.max_media_pixels:
             raise UserError(f"the files have more than the {limits.max_media_pixels:,} pixels that this service takes")
         return frames
@@ -49,11 +56,13 @@ def within_total(decode: Callable[[bytes], np.ndarray], limits: MediaLimits) -> 
 class MediaReader:
     """Decodes files in processes of its own, `num_processes` at once; they are started when they are needed."""
 
-    def __init__(self, limits: MediaLimits, *, num_processes: int = 1) -> None:
+    def __init__(self, limits: MediaLimits, *, num_processes: int = 1, is_checking: bool = False) -> None:
+        """`is_checking`: whether files are decoded to see that they can be, and give way to all else; no frames come
+        back then, only how many pixels they have."""
         self.limits = limits = MediaLimits(**{name: getattr(limits, name) for name in settings_of(MediaLimits)})
         self._free: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for _ in range(num_processes):
-            self._free.put(_Worker(limits))
+            self._free.put(_Worker(limits, is_checking))
 
     def read(self, data: bytes) -> np.ndarray:
         """As `media.decode`, but that a file which ends or holds up its decoder is refused like any other.
@@ -62,6 +71,14 @@ class MediaReader:
             UserError: as `media.decode`.
             TimeoutError: if no process became free.
         """
+        shape, raw = self._asked(data)
+        return np.frombuffer(raw, dtype=np.uint8).reshape(shape)
+
+    def num_pixels(self, data: bytes) -> int:
+        """Of all frames of a file; raises as `read`."""
+        return math.prod(self._asked(data)[0][:3])
+
+    def _asked(self, data: bytes) -> tuple[list[int], bytearray]:
         check_bytes(data, self.limits)
         try:
             worker = self._free.get(timeout=_SECONDS_FOR_A_TURN)
@@ -81,11 +98,12 @@ class MediaReader:
 class _Worker:
     """One process; it lives until a file ends it, and is then started again."""
 
-    def __init__(self, limits: MediaLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: MediaLimits, is_checking: bool) -> None:
+        self._limits, self._is_checking = limits, is_checking
         self._process: subprocess.Popen | None = None
 
-    def read(self, data: bytes) -> np.ndarray:
+    def read(self, data: bytes) -> tuple[list[int], bytearray]:
+        """The shape of the frames, and their bytes, of which a checking one gives none."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         try:
@@ -95,7 +113,7 @@ class _Worker:
             raise UserError("the file cannot be read: its decoder came to no end, or to a bad one") from None
         if "error" in answer:
             raise UserError(answer["error"])
-        return np.frombuffer(raw, dtype=np.uint8).reshape(answer["shape"])
+        return answer["shape"], raw
 
     def end(self) -> None:
         if self._process is not None:
@@ -106,12 +124,15 @@ class _Worker:
     def _start(self) -> None:
         self.end()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megadit.infer.media", json.dumps(asdict(self._limits))],
+            [sys.executable, "-m", "megadit.infer.media", json.dumps(asdict(self._limits)), *self._arguments()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # each thread would reserve memory
         )
+
+    def _arguments(self) -> list[str]:
+        return [CHECKING] if self._is_checking else []
 
     def _exchange(self, data: bytes) -> tuple[dict, bytearray]:
         process, too_late = self._process, threading.Timer(_SECONDS, self._process.kill)

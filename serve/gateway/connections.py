@@ -6,7 +6,8 @@ Every connection is a descriptor of the process. gRPC, over which Triton is aske
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import h11
+from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE, H11Protocol
 
 from megadit.models.shared.errors import UserError
 from megadit.serve.supervise import raise_descriptor_limit
@@ -18,6 +19,10 @@ _OF_OURS = 512
 _OF_A_SLOT = 8
 """Descriptors of a job at Triton."""
 _FEWEST = 16
+_PIECES = 1024
+"""Of a body, that may be as small as they like."""
+_SMALLEST_PIECE = 256
+"""Bytes that all others have on the average: each piece costs as much to read as a small request."""
 BACKLOG = 128
 """Connections that the kernel holds, and that are accepted in one go, before any has to make room."""
 
@@ -75,11 +80,33 @@ class Door:
         self.begin(connection)
 
 
+class _Sparing(h11.Connection):
+    """Reads no body that comes in very many pieces: chunks of a byte cost a thousand times their share."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._num_pieces = self._num_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._num_pieces += 1
+            self._num_bytes += len(event.data)
+            if self._num_pieces > _PIECES + self._num_bytes // _SMALLEST_PIECE:
+                raise h11.RemoteProtocolError("the body comes in too many pieces")
+        return event
+
+    def start_next_cycle(self) -> None:
+        super().start_next_cycle()
+        self._num_pieces = self._num_bytes = 0
+
+
 class Connection(H11Protocol):
     """uvicorn's, which has to ask within a time that single bytes do not prolong."""
 
     def __init__(self, *arguments: Any, door: Door, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        self.conn = _Sparing(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
         self._door = door
         self._end: asyncio.TimerHandle | None = None
         """Of its patience; None while it is being answered."""

@@ -125,11 +125,13 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 class Uploads:
-    """Bodies that are larger than others may be, of which each key sends a few at once."""
+    """Bodies that are being read: of each key a few that are larger than others may be, and so many others."""
 
-    def __init__(self, *, most_bytes: int, most_at_once: int, usual_bytes: int) -> None:
+    def __init__(self, *, most_bytes: int, most_at_once: int, usual_bytes: int, most_usual: int) -> None:
         self._most_bytes, self._most_at_once, self._usual_bytes = most_bytes, most_at_once, usual_bytes
-        self._open: Counter[str] = Counter()
+        self._most_usual = most_usual
+        self._open: Counter[tuple[str, bool]] = Counter()
+        """(key, whether they are larger) -> bodies."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -141,20 +143,22 @@ class Uploads:
         """
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 16 else 0
-        if size <= self._usual_bytes:
-            yield
-            return
-        most = min(self._most_bytes, key.limits.max_upload_bytes)
-        if size > most:
-            raise ApiError(413, "too_large", f"the body has {size:,} bytes; this key may send {most:,}")
+        if is_large := size > self._usual_bytes:
+            most = min(self._most_bytes, key.limits.max_upload_bytes)
+            if size > most:
+                raise ApiError(413, "too_large", f"the body has {size:,} bytes; this key may send {most:,}")
         with self._lock:
-            if self._open[key.id] >= self._most_at_once:
-                message = f"this key may send {self._most_at_once} requests with files at once"
+            at_once = self._most_at_once if is_large else self._most_usual
+            if self._open[key.id, is_large] >= at_once:
+                message = f"this key may send {at_once} requests {'with files ' if is_large else ''}at once"
                 raise ApiError(429, "too_many_uploads", message, retry_after=2)
-            self._open[key.id] += 1
-        request.state.max_body_bytes = most
+            self._open[key.id, is_large] += 1
+        if is_large:
+            request.state.max_body_bytes = most
         try:
             yield
         finally:
             with self._lock:
-                self._open[key.id] -= 1
+                self._open[key.id, is_large] -= 1
+                if not self._open[key.id, is_large]:
+                    del self._open[key.id, is_large]

@@ -63,6 +63,11 @@ class Job:
         return min(99, 100 * self.step // max(1, self.request.num_steps or 1))
 
     @property
+    def is_suspected(self) -> bool:
+        """Whether a server has failed under it, and it has not ended."""
+        return self.error_code is not None and not self.has_ended
+
+    @property
     def has_ended(self) -> bool:
         return self.status not in (QUEUED, IN_PROGRESS)
 

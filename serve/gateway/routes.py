@@ -4,9 +4,11 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import parse_qsl
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -49,8 +51,10 @@ _CONTENTS = (*SUFFIXES, *(variant.media_type for variant in VARIANTS.values()))
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _MOST_FIELDS = 64
 """Of a body; to complain of each of a hundred thousand would hold everybody up."""
-_MOST_MARKS = 1 << 20
+_MOST_MARKS = 1 << 19
 """Quotes, commas and brackets of a JSON body: reading them holds everybody up, as base64, which has none, does not."""
+_SMALL = 1 << 16
+"""Bytes of a body that is read at once; larger ones take turns."""
 _BODY = {
     "requestBody": {
         "required": True,
@@ -85,16 +89,18 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         with gateway.uploads.admitted(request, key):
             if "max_body_bytes" in request.scope["state"]:  # a key without room need not send so much
                 await run_in_threadpool(_with_room, gateway, key, gateway.store.check_room)
-            body = await _read(request, CreateVideo)
-            return await run_in_threadpool(_create, gateway, key, body, idempotency_key)
+            body = await _read(gateway, key, request, CreateVideo)
+            return await _taken(gateway, key, await run_in_threadpool(_new_video, gateway, key, body, idempotency_key))
 
     @router.post("/videos/{video_id}/remix", response_model=Video, openapi_extra=_REMIX_BODY)
     async def remix_video(
         request: Request, key: Authenticated, video_id: str, idempotency_key: _IdempotencyKey = None
     ) -> Video:
         """A new video: a finished one, changed as the prompt says. For models that were trained for edits."""
-        body = await _read(request, RemixVideo)
-        return await run_in_threadpool(_remix, gateway, key, video_id, body, idempotency_key)
+        with gateway.uploads.admitted(request, key):
+            body = await _read(gateway, key, request, RemixVideo)
+            new = await run_in_threadpool(_new_remix, gateway, key, video_id, body, idempotency_key)
+            return await _taken(gateway, key, new)
 
     @router.get("/videos", response_model=VideoPage)
     def list_videos(
@@ -188,16 +194,18 @@ def _find(gateway: Gateway, key: Key, video_id: str) -> Job:
     return job
 
 
-async def _read(request: Request, model: type[_Body]) -> _Body:
-    """The body, as JSON or as a form, which may bring files."""
+async def _read(gateway: Gateway, key: Key, request: Request, model: type[_Body]) -> _Body:
+    """The body, as JSON or as a form, of which one in parts may bring files."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
-        if kind == "application/json":
-            text = _plain(await request.body())
-            return await run_in_threadpool(lambda: model.model_validate(_few(from_json(text, allow_inf_nan=False))))
-        if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        if read := _WHOLE.get(kind):
+            text = await request.body()
+            async with nullcontext() if len(text) <= _SMALL else gateway.reading.of(key):
+                return await run_in_threadpool(lambda: model.model_validate(read(text)))
+        if kind == "multipart/form-data":
             async with request.form(max_files=MOST_FILES, max_fields=_MOST_FIELDS) as form:
-                return model.model_validate(await values_of(form))
+                values = await values_of(form)
+                return await run_in_threadpool(model.model_validate, values)
     except ValidationError as error:
         raise of_validation(error) from None
     except ValueError as error:  # of what is no JSON, or is nested too deep
@@ -205,20 +213,33 @@ async def _read(request: Request, model: type[_Body]) -> _Body:
     raise ApiError(415, "unsupported_media_type", "send application/json or multipart/form-data")
 
 
-def _plain(text: bytes) -> bytes:
-    """The text of a body, which however large it is may hold no more than files in base64 beside a usual one."""
+def _of_json(text: bytes) -> Any:
+    """The values of a body, which however large it is may hold no more than files in base64 beside a usual one."""
     if sum(map(text.count, (b'"', b",", b"[", b"{"))) > _MOST_MARKS:
         raise ApiError(400, "invalid_request", "the body holds too many values")
-    return text
-
-
-def _few(body: Any) -> Any:
+    body = from_json(text, allow_inf_nan=False)
     if isinstance(body, dict) and len(body) > _MOST_FIELDS:
         raise ApiError(400, "invalid_request", f"the body has {len(body):,} fields; {_MOST_FIELDS} is the most")
     return body
 
 
-def _create(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str | None) -> Video:
+def _of_line(text: bytes) -> dict[str, str]:
+    """The values of a form of one line; fields are counted first, of which a megabyte would hold a million."""
+    return dict(parse_qsl(text.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
+
+
+_WHOLE: dict[str, Callable[[bytes], Any]] = {
+    "application/json": _of_json,
+    "application/x-www-form-urlencoded": _of_line,
+}
+"""What reads bodies of a kind that are read as a whole."""
+
+
+_Asked = tuple[NewJob, ServiceInfo]
+"""A job, and what its model takes."""
+
+
+def _new_video(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str | None) -> _Asked:
     model = _known_model(gateway, body.model or gateway.servers.models[0])
     info = _info(gateway, model)
     try:
@@ -235,10 +256,10 @@ def _create(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str 
         idempotency_key=idempotency_key,
         fingerprint=hashlib.sha256(body.model_dump_json(exclude={"preview_every"}).encode()).hexdigest(),
     )
-    return _take(gateway, key, new, info)
+    return new, info
 
 
-def _remix(gateway: Gateway, key: Key, video_id: str, body: RemixVideo, idempotency_key: str | None) -> Video:
+def _new_remix(gateway: Gateway, key: Key, video_id: str, body: RemixVideo, idempotency_key: str | None) -> _Asked:
     source = _find(gateway, key, video_id)
     info = _info(gateway, _known_model(gateway, source.model))
     if "edit" not in info.takes:
@@ -253,7 +274,7 @@ def _remix(gateway: Gateway, key: Key, video_id: str, body: RemixVideo, idempote
         idempotency_key=idempotency_key,
         fingerprint=hashlib.sha256(f"{source.id} {body.prompt}".encode(errors="replace")).hexdigest(),
     )
-    return _take(gateway, key, new, info)
+    return new, info
 
 
 def _info(gateway: Gateway, model: str) -> ServiceInfo:
@@ -263,15 +284,22 @@ def _info(gateway: Gateway, model: str) -> ServiceInfo:
     return info
 
 
-def _take(gateway: Gateway, key: Key, new: NewJob, info: ServiceInfo) -> Video:
+async def _taken(gateway: Gateway, key: Key, asked: _Asked) -> Video:
     """Checks a job, its files included, and writes it down."""
+    new, info = asked
     try:
         check(new.request, info)
-        gateway.check_media(new.request, info.limits)
+        if new.request.media():
+            async with gateway.decoding.of(key):
+                await run_in_threadpool(gateway.check_media, new.request, info.limits)
     except (UserError, InvalidRequestError) as error:
         raise ApiError(400, "invalid_request", str(error)[:500]) from None
     except TimeoutError as error:
         raise unavailable("busy", str(error)) from None
+    return await run_in_threadpool(_take, gateway, key, new)
+
+
+def _take(gateway: Gateway, key: Key, new: NewJob) -> Video:
     if gateway.runner.is_draining:
         raise unavailable("draining", "this gateway is about to end; ask again")
     if not gateway.has_room():

@@ -24,7 +24,7 @@ from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.results import Results
 from megadit.serve.gateway.servers import Server, Servers
-from megadit.serve.gateway.store import MAX_ATTEMPTS, JobStore
+from megadit.serve.gateway.store import JobStore
 from megadit.serve.tracing import NOTHING, Span, Tracing
 
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -193,7 +193,7 @@ class Runner:
         job = self._store.claim(frozenset(server.models))
         if job is None:
             return False
-        is_alone = job.error_code is not None
+        is_alone = job.is_suspected
         if is_alone and not self._empty(server):
             self._persist(lambda: self._store.give_back(job))
             return False
@@ -335,7 +335,7 @@ class Runner:
         log("job interrupted", job=run.job.id, server=run.server.url, attempt=run.job.attempts, reason=reason)
         if (
             self._persist(lambda: self._store.interrupt(run.job, reason, suspicion="server_failed"))
-            and run.job.attempts >= MAX_ATTEMPTS
+            and run.job.is_suspected
         ):
             self._end(run, "failed", "server_failed")
 

@@ -29,6 +29,7 @@ from megadit.serve.gateway.results import Results
 from megadit.serve.gateway.runner import Runner, RunnerSettings
 from megadit.serve.gateway.servers import Servers
 from megadit.serve.gateway.store import JobStore
+from megadit.serve.gateway.turns import Turns
 from megadit.serve.gateway.webhooks import Webhooks
 from megadit.serve.tracing import Tracing
 
@@ -37,6 +38,8 @@ _BEATS_BETWEEN_PURGES = 60
 _SECONDS_FOR_READINESS = 1.0
 _READERS = 2
 """Processes that look at files which were sent."""
+_MOST_BODIES = 64
+"""Of a key, that are read at once or wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +113,12 @@ class Gateway:
             most_bytes=settings.max_upload_bytes,
             most_at_once=settings.max_uploads,
             usual_bytes=settings.max_body_bytes,
+            most_usual=_MOST_BODIES,
         )
+        self.reading = Turns(1, most_of_a_key=_MOST_BODIES)
+        """Of large bodies."""
+        self.decoding = Turns(_READERS, most_of_a_key=_MOST_BODIES)
+        """Of files, once they are known to be a request's."""
         self._readers: dict[MediaLimits, MediaReader] = {}
         self.runner = Runner(
             self.store,
@@ -157,8 +165,8 @@ class Gateway:
 
     def check_media(self, request: VideoRequest, limits: MediaLimits) -> None:
         """Raises UserError for files that cannot be read, or are too much; TimeoutError if there is no time for it."""
-        reader = self._readers.setdefault(limits, MediaReader(limits, num_processes=_READERS))
-        read = within_total(reader.read, limits)
+        reader = self._readers.setdefault(limits, MediaReader(limits, num_processes=_READERS, is_checking=True))
+        read = within_total(reader.num_pixels, limits)
         for name, value in request.media().items():
             for file in map(split_keyframe, value) if name == "keyframe" else [(0, value)]:
                 read(file[1])

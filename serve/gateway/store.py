@@ -28,8 +28,6 @@ from megadit.serve.gateway.jobs import (
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.room import DAY, check_room
 
-MAX_ATTEMPTS = 2
-"""How often a job is begun: a server that fails under it costs it its place once."""
 _WANTED = "wanted"
 """Of a webhook: its job's end is to be told, and has not been yet."""
 _AT_ONCE = 500
@@ -243,20 +241,20 @@ class JobStore:
         return self._change(job, lambda now: _waiting() | {"attempts": job.attempts - 1})
 
     def interrupt(self, job: Job, reason: str, *, suspicion: str | None = None) -> bool:
-        """Puts it back into the queue, or ends it where it has been begun often enough.
+        """Puts it back into the queue, or ends it where a server has suffered under it before.
 
         `suspicion` is the code of what it may have done to its server, and is kept with it.
         """
-        if job.attempts >= MAX_ATTEMPTS:
-            return self.fail(job, "server_failed", f"interrupted {job.attempts} times, last because {reason}")
+        if job.is_suspected:
+            return self.fail(job, "server_failed", f"interrupted twice by a server, last because {reason}")
         return self._change(job, lambda now: _waiting() | {"error_code": suspicion})
 
     def interrupt_all(self, owner: str) -> list[Job]:
-        """What a gateway ran that is no more; as `interrupt` does it."""
+        """Puts back into the queue what a gateway ran that is no more, however often: its end is no fault of theirs."""
         with self._database.reading() as connection:
             now = store_seconds(connection)
             rows = connection.execute(select(JOBS).where(JOBS.c.status == IN_PROGRESS, JOBS.c.owner == owner)).all()
-        jobs = [job for row in rows if self.interrupt(job := job_of(row, now), "its gateway ended")]
+        jobs = [job for row in rows if self._change(job := job_of(row, now), lambda now: _waiting())]
         with self._database.writing() as connection:  # what it had to tell is ours to tell
             untold = and_(JOBS.c.webhook == _WANTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
             connection.execute(update(JOBS).where(untold).values(owner=self.owner))

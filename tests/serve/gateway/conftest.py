@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import importlib.util
 import os
 import secrets
@@ -19,6 +20,7 @@ import uvicorn
 
 from megadit.serve.contract import Limits, ServiceInfo
 from megadit.serve.gateway.app import create_app
+from megadit.serve.gateway.connections import BACKLOG, Connection, Door
 from megadit.serve.gateway.database import Database
 from megadit.serve.gateway.keys import KeyLimits, KeyRing
 from megadit.serve.gateway.service import Gateway, GatewaySettings
@@ -95,6 +97,32 @@ def url(gateway):
         finally:
             server.should_exit = True
             thread.join()
+
+
+@pytest.fixture
+def listen(gateway):
+    """listen(most): the gateway behind a real web server that keeps so many connections; gives its port."""
+    running = []
+
+    def start(most: int) -> int:
+        config = uvicorn.Config(
+            create_app(gateway),
+            http=functools.partial(Connection, door=Door(most)),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            backlog=BACKLOG,
+        )
+        server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        running.append((server, thread))
+        return listening.getsockname()[1]
+
+    yield start
+    for server, thread in running:
+        server.should_exit = server.force_exit = True
+        thread.join()
 
 
 @pytest.fixture(scope="session")

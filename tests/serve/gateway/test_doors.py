@@ -1,7 +1,6 @@
 """The gateway's door: what strangers, slow receivers, other stores and revoked keys cannot do to anybody."""
 
 import contextlib
-import functools
 import logging
 import socket
 import threading
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
@@ -20,8 +18,7 @@ from megadit.serve.answers import ServiceError, VideoResult
 from megadit.serve.client import Generation
 from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway import connections, database, middleware, webhooks
-from megadit.serve.gateway.app import create_app
-from megadit.serve.gateway.connections import BACKLOG, Connection, Door, most_connections
+from megadit.serve.gateway.connections import most_connections
 from megadit.serve.gateway.database import Database, holds_password, shown
 from megadit.serve.gateway.jobs import NewJob
 from megadit.serve.gateway.keys import KeyLimits, KeyRing
@@ -40,32 +37,6 @@ VIDEO = {"prompt": "a secret prompt"}
 
 
 # ------------------------------------------------------------------------------------------------- connections
-
-
-@pytest.fixture
-def listen(gateway):
-    """listen(most): the gateway behind a real web server that keeps so many connections; gives its port."""
-    running = []
-
-    def start(most: int) -> int:
-        config = uvicorn.Config(
-            create_app(gateway),
-            http=functools.partial(Connection, door=Door(most)),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            backlog=BACKLOG,
-        )
-        server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        running.append((server, thread))
-        return listening.getsockname()[1]
-
-    yield start
-    for server, thread in running:
-        server.should_exit = server.force_exit = True
-        thread.join()
 
 
 def ask(port: int) -> int:

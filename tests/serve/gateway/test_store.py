@@ -100,12 +100,25 @@ def test_models_that_no_server_has_wait(jobs, keys):
 def test_an_interrupted_job_is_queued_once_more_and_then_ends(jobs, keys):
     submit(jobs, keys[0])
     first = jobs.claim(MODELS)
-    assert jobs.note_step(first, 3) and jobs.interrupt(first, "a reason")
+    assert jobs.note_step(first, 3) and jobs.interrupt(first, "a reason", suspicion="server_failed")
     second = jobs.claim(MODELS)
     assert (second.id, second.attempts, second.step) == (first.id, 2, 0)
     assert jobs.interrupt(second, "a reason")
     ended = jobs.get(keys[0].id, first.id)
-    assert (ended.status, ended.error_code) == ("failed", "server_failed") and "2 times" in ended.error_message
+    assert (ended.status, ended.error_code) == ("failed", "server_failed") and "twice" in ended.error_message
+
+
+def test_the_end_of_its_gateway_is_never_counted_against_a_job(jobs, keys):
+    submit(jobs, keys[0])
+    for attempt in range(1, 5):
+        job = jobs.claim(MODELS)
+        assert (job.attempts, job.is_suspected) == (attempt, False)
+        assert [each.id for each in jobs.interrupt_all("here")] == [job.id]
+    assert jobs.interrupt(jobs.claim(MODELS), "a reason", suspicion="server_failed")
+    for _ in range(3):
+        assert jobs.claim(MODELS).is_suspected and jobs.interrupt_all("here"), "nor does it clear a suspicion"
+    job = jobs.claim(MODELS)
+    assert jobs.interrupt(job, "a reason", suspicion="server_failed") and jobs.get(keys[0].id, job.id).has_ended
 
 
 def test_an_error_of_any_text_is_kept(jobs, keys):

@@ -1,0 +1,87 @@
+"""What one key sends, and what it costs the others: nothing that they would notice."""
+
+import base64
+import contextlib
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import httpx
+import pytest
+
+from ..media import PNG
+
+
+@pytest.mark.parametrize("text", [b"&" * (1 << 20), b"a=1&" * 65, b"prompt=a" + b"&a" * 64, b"a=\xff"])
+def test_a_form_of_one_line_is_read_only_where_it_has_few_fields(visit, text):
+    """A megabyte of `&` takes a second to parse, of which the event loop once spent all."""
+    for kind in ("application/x-www-form-urlencoded", "Application/X-WWW-Form-Urlencoded; charset=utf-8"):
+        with mock.patch("urllib.parse.unquote_plus", side_effect=AssertionError) as parsed:
+            assert visit().post("/v1/videos", content=text, headers={"content-type": kind}).status_code == 400
+        assert not parsed.called
+        assert visit().post("/v1/adapters", content=text, headers={"content-type": kind}).status_code == 415
+
+
+def test_a_body_of_very_many_values_is_refused_unread(visit, monkeypatch):
+    monkeypatch.setattr("megadit.serve.gateway.routes.from_json", None)
+    for text in (b"[" + b"[]," * 300_000 + b"1]", b'{"prompt":' + b"{" * 600_000, b'["' + b'","' * 200_000 + b'"]'):
+        answer = visit().post("/v1/videos", content=text, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and "too many values" in answer.text
+
+
+def test_a_body_of_tiny_chunks_is_refused_and_one_of_small_chunks_read(listen, new_key):
+    port, text = listen(100), new_key()[0]
+    head = {"Host": "x", "Authorization": f"Bearer {text}", "Content-Type": "application/json"}
+    head |= {"Connection": "close", "Transfer-Encoding": "chunked"}
+    lines = ["POST /v1/videos HTTP/1.1", *map(": ".join, head.items()), "", ""]
+    body = json.dumps({"prompt": "a" * 200_000}).encode()
+
+    def answered(size: int) -> bytes:
+        chunks = (body[at : at + size] for at in range(0, len(body), size))
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            with contextlib.suppress(OSError):  # it may be closed before all is sent, and the answer lost with it
+                connection.sendall("\r\n".join(lines).encode())
+                connection.sendall(b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n")
+                return connection.makefile("rb").read()
+        return b""
+
+    assert b"100000 characters" in answered(500), "read, and refused for what it says"
+    assert b"100000 characters" not in (refused := answered(1)) and refused[9:12] in (b"400", b"")
+    assert httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=60).status_code == 200
+
+
+def test_files_that_take_long_to_read_hold_nobody_else_up(listen, gateway, new_key, monkeypatch):
+    """Sixty requests of one key wait to be decoded: others are answered, and have their own files read before most."""
+    order, going_on = [], threading.Event()
+
+    def check(request, limits):
+        order.append(request.prompt)
+        assert going_on.wait(60)
+
+    monkeypatch.setattr(gateway, "check_media", check)
+    url, image = f"http://127.0.0.1:{listen(200)}", base64.b64encode(PNG).decode()
+
+    def post(key: str, prompt: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return client.post(f"{url}/v1/videos", json={"prompt": prompt, "image": image}, headers=headers)
+
+    theirs, mine = new_key()[0], new_key()[0]
+    with (
+        httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as client,
+        ThreadPoolExecutor(80) as threads,
+    ):
+        floods = [threads.submit(post, theirs, "theirs") for _ in range(70)]
+        while sum(each.done() for each in floods) < 6 or not order:
+            time.sleep(0.01)
+        headers = {"authorization": f"Bearer {mine}"}
+        assert client.get(f"{url}/v1/videos", headers=headers).status_code == 200
+        own = threads.submit(post, mine, "mine")
+        while "mine" not in order:
+            time.sleep(0.01)
+        assert order == ["theirs", "mine"], "a key has one file read at a time"
+        going_on.set()
+        assert own.result().status_code == 200
+        assert sorted(each.result().status_code for each in floods) == [200] * 64 + [429] * 6
