@@ -7,17 +7,22 @@ process is its end alone.
 """
 
 import json
+import os
 import resource
 import sys
 from pathlib import Path
 from typing import Any
 
+from megadit.infer.schedules import given_sigmas
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.convert.adapter_files import open_adapter, read_adapter
+from megadit.models.settings import check_asked
 from megadit.models.shared.errors import UserError
 from megadit.models.weights import config_from_dict
 
 _PROCESSOR_SECONDS = 60
+_LEAST_CLAIM = 19
+"""On a core: whoever waits for anything else comes first."""
 _MOST_TENSORS = 20_000
 """Of a file: some five times as many as an adapter of every linear of the largest network has."""
 
@@ -34,6 +39,8 @@ def problem_of(path: Path, network: dict[str, Any], base: str, slots: dict[str, 
             return f"the file has {len(opened.source.stored):,} tensors; {_MOST_TENSORS:,} is the most"
         if opened.base not in (None, base):
             return f"the adapter was trained with other weights ({opened.base}) than this service's ({base})"
+        if sigmas := check_asked(opened.defaults, "the file asks for settings: ").get("sigmas"):
+            given_sigmas(sigmas)
         adapter = read_adapter(path, config_from_dict(network))
         if slots is not None:
             AdapterSlots.from_dict(slots, adapter.config).check(adapter.to_state()[0])
@@ -43,6 +50,7 @@ def problem_of(path: Path, network: dict[str, Any], base: str, slots: dict[str, 
 
 
 def main() -> None:
+    os.nice(_LEAST_CLAIM)
     resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps({"error": problem_of(Path(sys.argv[1]), **json.load(sys.stdin))}))

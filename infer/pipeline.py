@@ -149,6 +149,7 @@ class TextToVideo:
         cache_measure: Measure = "latents",
         guardrail_dir: str | None = None,
         adapter_bytes: int = KEPT_BYTES,
+        opens_paths: bool = True,
         runtime: str = "torch",
         tensor_parallel: int = 1,
         context_parallel: int = 1,
@@ -165,7 +166,8 @@ class TextToVideo:
         memory (`runtimes/streamed.py`); `overlap_decoding` decodes a batch, maybe in tiles (`tokenizers/tiling.py`),
         while the next one is sampled; `cache_measure` says what `cache_budget` is a share of (`cache.py`);
         `guardrail_dir` names a content filter (`megadit.infer.guardrail`); adapters that nobody asks for stay in memory
-        up to `adapter_bytes`; `runtime` is torch, or onnx or tensorrt for a bundle that `megadit export` made.
+        up to `adapter_bytes`; without `opens_paths` no setting opens another checkpoint; `runtime` is torch, or onnx
+        or tensorrt for a bundle that `megadit export` made.
         Processes of torchrun can share the network's matrices (`tensor_parallel` of them), the tokens of a video
         (`context_parallel`) and, in groups, the halves of guidance; all of them then generate the same prompts. Without
         torchrun, `ranks` are processes that this one starts to share all these (`runtimes/ranked.py`).
@@ -206,7 +208,7 @@ class TextToVideo:
             defaults=bundle.defaults,
             device=place,
             evaluate=evaluate,
-            load_weaker=lambda path: load(weaker_bundle(path, bundle)),
+            load_weaker=(lambda path: load(weaker_bundle(path, bundle))) if opens_paths else None,
             reload_text_encoder=reload_text_encoder if offload_text_encoder else None,
             guardrail=guardrail,
             takes=taken(bundle, runtime),

@@ -55,6 +55,8 @@ def changed_defaults(
     if not changes:
         return defaults
     settings = resolve_settings(defaults, **read_assignments(SamplingSettings, changes))
+    if settings.autoguidance:
+        raise UserError("autoguidance names a path, which no bundle keeps: give it to each command that generates")
     latent_size(settings, config, tokenizer)
     return settings
 

@@ -12,7 +12,15 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean
-from megadit.models.shared.setting import check_json, check_settings, check_value, given_class, setting, settings_of
+from megadit.models.shared.setting import (
+    Setting,
+    check_json,
+    check_settings,
+    check_value,
+    given_class,
+    setting,
+    settings_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +196,23 @@ SERVED = {name: about for name, about in settings_of(SamplingSettings).items() i
 """What a request to a service may set."""
 OF_PROMPTS = tuple(name for name in SERVED if name != "image_guidance")
 """Those that mean something where nothing but a prompt is given of a video."""
+OF_ADAPTERS: dict[str, Setting] = {
+    name: replace(settings_of(SamplingSettings)[name], words=(), **bounds)
+    for name, bounds in {
+        "sampler": {"choices": tuple(SAMPLERS)},
+        "num_steps": {"low": 1, "high": 1000},
+        "guidance": {"low": 0, "high": 1000},
+        "sigmas": {"low": 0, "high": 1e5},
+        "shift": {"low": 0.01, "high": 100},
+        "noise_scale": {"low": 0.01, "high": 10},
+        "eta": {},
+    }.items()
+}
+"""What an adapter may ask for in place of its base's defaults, and the bounds of that: whoever wrote it may be nobody
+that one trusts, and most settings let the machine work, or open, whatever they say."""
+_MOST_SIGMAS = 1000
+_SWITCHED_OFF = {**OF_TWO_CALLS, **_ADDED_NOISE, "second_guidance": 0.0, "cache_budget": 0.0}
+"""Settings that an adapter may switch off, which students do, and the values that do so."""
 GivenSettings = given_class("GivenSettings", SamplingSettings)
 """Settings of which any may be left out, which is None."""
 ServedSettings = given_class("ServedSettings", SamplingSettings, only=SERVED)
@@ -252,6 +277,23 @@ def check_together(settings: SamplingSettings) -> None:
         raise UserError("autoguidance leads away from a weaker network, image_guidance from nothing given: choose one")
     if settings.autoguidance and settings.guidance == 1:
         raise UserError("autoguidance needs a guidance other than 1, which is none")
+
+
+def check_asked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What an adapter asks for, as `resolve` takes it; `where` begins complaints.
+
+    Raises:
+        UserError: for what is no setting, what adapters may not ask for, and values out of their bounds.
+    """
+    others = {name: value for name, value in values.items() if name not in OF_ADAPTERS}
+    for name, value in check_json(others, SamplingSettings, where=where).items():
+        if name not in _SWITCHED_OFF or value != _SWITCHED_OFF[name]:
+            raise UserError(f"{where}{name} is nothing that an adapter may ask for; it may: {', '.join(OF_ADAPTERS)}")
+    sigmas = values.get("sigmas")
+    if isinstance(sigmas, Sequence) and len(sigmas) > _MOST_SIGMAS:
+        raise UserError(f"{where}sigmas are {len(sigmas):,} noise levels; {_MOST_SIGMAS:,} is the most")
+    asked = {name: check_value(OF_ADAPTERS[name], f"{where}{name}", values[name]) for name in values.keys() - others}
+    return {name: asked.get(name, _SWITCHED_OFF.get(name)) for name in values}
 
 
 def check_guidance(settings: SamplingSettings, told: tuple[float, float] | None) -> None:

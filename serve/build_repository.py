@@ -29,7 +29,7 @@ from megadit.models.bundle.bundle import USED_BY, Bundle, check_transformer, upd
 from megadit.models.convert.adapter_files import bundle_fingerprint, open_adapter
 from megadit.models.given_settings import MediaLimits
 from megadit.models.named_adapters import OF_A_KEY, adapters_in, find_adapter
-from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings
+from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings, check_asked
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
@@ -197,7 +197,7 @@ def _adapter_info(bundle: Bundle, folder: Path, runtime: str) -> AdapterInfo:
 def _defaults_of(folder: Path, name: str) -> dict[str, Any]:
     """What an adapter is made for; of one that cannot be read nothing, as requests are told when they name it."""
     try:
-        return dict(open_adapter(find_adapter(folder, name, sys.maxsize)).defaults)
+        return check_asked(open_adapter(find_adapter(folder, name, sys.maxsize)).defaults, f"{name}: ")
     except UserError:
         return {}
 

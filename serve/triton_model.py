@@ -53,6 +53,7 @@ class TritonPythonModel:
             runtime=runtime,
             adapter_bytes=int(parameters["adapter_bytes"]),
             guardrail_dir=parameters["guardrail_dir"],
+            opens_paths=False,
         )
         guardrail, pipeline.guardrail = pipeline.guardrail, None  # the engine asks it, of each request by itself
         pipeline.preview(torch.zeros(1, pipeline.tokenizer.latent_channels, 1, 1, 1))  # fitted at the first call

@@ -112,7 +112,7 @@ class Bundle:
         return cls(
             path=path,
             manifest=manifest,
-            defaults=SamplingSettings.from_dict(manifest["defaults"]),
+            defaults=_defaults(path, manifest["defaults"]),
             config=weights.load_config(path / "transformer"),
         )
 
@@ -293,6 +293,21 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():
             raise UserError(f"{file} gives no size and checksum of {name!r:.60}")
     return manifest
+
+
+def _defaults(path: Path, values: Mapping[str, Any]) -> SamplingSettings:
+    """Those of a bundle, which somebody else may have written: they open nothing beside it.
+
+    Raises:
+        UserError: for what is none, and for a path.
+    """
+    defaults = SamplingSettings.from_dict(values)
+    if defaults.autoguidance:
+        raise UserError(
+            f"{path / MANIFEST_FILE}: defaults.autoguidance={defaults.autoguidance!r:.100} names a checkpoint beside "
+            'the bundle, which none may; make it "", and give --autoguidance PATH'
+        )
+    return defaults
 
 
 def _check_parts_fit(

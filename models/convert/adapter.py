@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megadit.models.adapter_config import AdapterConfig, AdapterKind
 from megadit.models.network_config import NetworkConfig
-from megadit.models.settings import SamplingSettings, resolve
+from megadit.models.settings import SamplingSettings, check_asked, resolve
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.setting import check_json
 
 DOWN, UP, MAGNITUDE, ALPHA = "down", "up", "magnitude", "alpha"
 
@@ -97,7 +96,7 @@ def asked_defaults(defaults: SamplingSettings, asked: Iterable[tuple[str, Mappin
     Raises:
         UserError: for what cannot be, and where two ask for different things.
     """
-    found = {path: check_json(values, SamplingSettings, where=f"{path}: ") for path, values in asked if values}
+    found = {path: check_asked(values, f"{path}: ") for path, values in asked if values}
     if not found:
         return defaults
     (first, values), *others = found.items()

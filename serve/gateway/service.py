@@ -119,6 +119,8 @@ class Gateway:
         """Of large bodies."""
         self.decoding = Turns(_READERS, most_of_a_key=_MOST_BODIES)
         """Of files, once they are known to be a request's."""
+        self.looking = Turns(1, most_of_a_key=_MOST_BODIES)
+        """At adapters."""
         self._readers: dict[MediaLimits, MediaReader] = {}
         self.runner = Runner(
             self.store,

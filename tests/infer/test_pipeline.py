@@ -14,13 +14,14 @@ from megadit.infer.checkpoints import open_bundle
 from megadit.infer.given_latents import Known
 from megadit.infer.one_batch import solve
 from megadit.infer.pipeline import TextToVideo
-from megadit.infer.resolve import latent_size, resolve_settings
+from megadit.infer.resolve import latent_size, resolve_settings, with_changed_defaults
 from megadit.infer.samplers import SAMPLERS
 from megadit.infer.schedules import karras_sigmas
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.noise import Stream, latent_noise, seed_key
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 
@@ -149,6 +150,20 @@ def test_autoguidance_leads_away_from_a_weaker_checkpoint(bundle_dir, pipeline, 
         video(autoguidance=str(tmp_path / "other"))
     with pytest.raises(UserError, match="nowhere"):
         video(autoguidance="nowhere")
+    closed = TextToVideo.from_pretrained(bundle_dir, device="cpu", opens_paths=False)
+    with pytest.raises(UserError, match="cannot load a second checkpoint"):
+        closed(["a"], autoguidance=str(tmp_path / "weak"))
+
+
+def test_no_bundle_names_a_checkpoint_beside_it(bundle_dir, tmp_path):
+    """Whoever wrote it would have its user's machine open, or convert, what they name."""
+    shutil.copytree(bundle_dir, tmp_path / "foreign")
+    manifest, weaker = read_json(tmp_path / "foreign" / "megadit.json"), {"autoguidance": "/etc/shadow"}
+    write_json(tmp_path / "foreign" / "megadit.json", manifest | {"defaults": manifest["defaults"] | weaker})
+    with pytest.raises(UserError, match="defaults.autoguidance='/etc/shadow'"):
+        Bundle.open(tmp_path / "foreign")
+    with pytest.raises(UserError, match="no bundle keeps"):
+        with_changed_defaults(Bundle.open(bundle_dir), ["autoguidance=/etc/shadow"])
 
 
 def test_the_text_encoder_sees_each_text_once_and_may_leave(bundle_dir):

@@ -11,7 +11,17 @@ import pytest
 from megadit.infer.samplers import SAMPLERS as SAMPLER_FUNCTIONS
 from megadit.infer.schedules import SCHEDULES as SCHEDULE_FUNCTIONS
 from megadit.models import settings
-from megadit.models.settings import SAMPLERS, SCHEDULES, SERVED, GivenSettings, SamplingSettings, resolve, switched_off
+from megadit.models.settings import (
+    OF_ADAPTERS,
+    SAMPLERS,
+    SCHEDULES,
+    SERVED,
+    GivenSettings,
+    SamplingSettings,
+    check_asked,
+    resolve,
+    switched_off,
+)
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import settings_of
 
@@ -27,6 +37,36 @@ def test_every_setting_says_what_it_means():
     assert list(known) == [field.name for field in fields(SamplingSettings)] == list(settings_of(GivenSettings))
     assert all(about.help for about in known.values())
     assert all(about.count is None and about.type in (str, int, float) for about in SERVED.values()), "single values"
+
+
+REFUSED = {
+    "sampler": ("nonsense", "../euler", 3),
+    "num_steps": (0, 1001, 10**9, 2.5, "4"),
+    "guidance": (-1, 1e6, float("nan"), float("inf"), 10**400),
+    "sigmas": ([0.5] * 1001, [1e30], [-1.0], ["9"], 5, "9"),
+    "shift": (1e308, 0, "auto", "auto_video", -1.0),
+    "noise_scale": (1e38, 0, 1e-9, True),
+    "eta": (1.5, -0.1, None),
+}
+"""What no adapter may ask for of the settings that it may ask for."""
+
+
+@pytest.mark.parametrize("name", [*settings_of(SamplingSettings), "no_setting"])
+def test_an_adapter_asks_for_few_settings_in_bounds_and_never_for_a_path_or_text(name):
+    assert {each: about.type for each, about in OF_ADAPTERS.items() if about.type is str} == {"sampler": str}
+    if name in OF_ADAPTERS:
+        values = REFUSED[name]
+        assert check_asked({name: getattr(DEFAULTS, name)}, "x: ")[name] == getattr(DEFAULTS, name)
+    else:
+        values = ("/etc/shadow", "a", 7, 0.3, [1.0, 2.0], True, None, {}, 10**400)
+    for value in values:
+        with pytest.raises(UserError, match=f"x: .*{name}"):
+            check_asked({"eta": 0.5, name: value} if name != "eta" else {name: value}, "x: ")
+
+
+def test_an_adapter_may_switch_off_what_its_base_has():
+    off = {"negative_prompt": "", "autoguidance": "", "guidance_interval": [], "churn": 0, "cache_budget": 0.0}
+    assert resolve(replace(DEFAULTS, churn=4.0, sampler="euler"), **check_asked(off, "")).churn == 0
 
 
 def test_an_old_bundle_lacks_settings_that_were_added_since():

@@ -103,6 +103,22 @@ def test_a_student_beside_its_teacher_is_called_as_it_says(engine, frames, bundl
     assert engine.info.filled(replace(REQUEST, adapters=("learnt:0",))).num_steps == bundle.defaults.num_steps
 
 
+@pytest.mark.parametrize("asked", [{"autoguidance": "run"}, {"autoguidance": "/etc/shadow"}, {"noise_scale": 1e38}])
+def test_an_adapter_has_a_service_open_no_path(engine, bundle_dir, adapter_dir, tmp_path, monkeypatch, asked):
+    """Whether it lies in the folder since before or not; nothing is opened, converted or told of what exists."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "adapters"
+    write_adapter(folder / "learnt", replace(read_adapter(adapter_dir / "one"), defaults=asked))
+    bundle = Bundle.open(bundle_dir)
+    engine.info, engine.adapters = service_info(bundle, bundle.defaults, None, adapters=folder), folder
+    assert engine.info.adapters.defaults == {}
+    asker = Asker(replace(REQUEST, adapters=("learnt",)))
+    run(engine, asker)
+    assert not asker.videos and "the adapter 'learnt' cannot be used" in str(asker.endings)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
+
+
 def test_rows_that_change_adapters_are_seen(engine, frames, monkeypatch):
     """Of requests with no, one and two adapters in one batch: those whose rows change places get each other's videos,
     which a comparison with each alone cannot miss."""

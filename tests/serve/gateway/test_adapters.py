@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from anyio import from_thread, to_thread
 
+from megadit.infer.check_adapter import problem_of
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.convert.adapter_files import read_adapter, write_adapter
 from megadit.models.shared.errors import UserError
 from megadit.serve.build_repository import build_repository, service_info
 from megadit.serve.gateway.adapters import Adapters, StoredAdapter
@@ -149,6 +151,24 @@ def test_what_is_no_adapter_is_refused_and_leaves_nothing(keep, gateway, visit, 
     assert put(visit(anonymous=True), "zog", files[0]).status_code == 401
     left = [path for path in folder.iterdir() if path.name != ".lock"]
     assert sorted(left) == before and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"autoguidance": "/etc/shadow"}, {"negative_prompt": "grey"}, {"noise_scale": 1e38}, {"sigmas": [1.0] * 700_000},
+     {"sigmas": [1.0, 2.0]}, {"shift": 1e308}, {"num_frames": 10**6}, {"cache_budget": 0.5}, {"zog": 1}],
+    ids=lambda asked: next(iter(asked)),
+)  # fmt: skip
+def test_an_adapter_that_asks_for_what_it_may_not_is_refused_at_its_upload(bundle_dir, folder, files, tmp_path, asked):
+    """One of megadit's own form, whose header would have the service open a path, or work without end."""
+    bundle, path = Bundle.open(bundle_dir), tmp_path / "a.safetensors"
+    info = service_info(bundle, bundle.defaults, None, adapters=folder).adapters
+    path.write_bytes(files[0])
+    adapter = read_adapter(path)
+    assert problem_of(path, info.network, info.base) is None
+    write_adapter(path, replace(adapter, defaults=asked))
+    problem = problem_of(path, info.network, info.base)
+    assert next(iter(asked)) in problem and len(problem) < 1000 and "\n" not in problem
 
 
 def test_who_waits_for_an_adapter_to_be_looked_at_holds_no_thread_of_others(keep, gateway, visit, monkeypatch):
