@@ -35,6 +35,7 @@ from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
+from megadit.models.machine import computing_dtype
 from megadit.models.parameterization import parameterization_of
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
@@ -271,12 +272,12 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
     """
     settings = replace(bundle.defaults, num_steps=min(num_steps, bundle.defaults.num_steps), autoguidance="")
     prompt, frames = usual_prompt(bundle), {}
-    for name, dtype in (("torch", {"fp16": "float16", "bf16": "bfloat16"}.get(precision, "float32")), (runtime, None)):
-        device = "cuda" if runtime == "tensorrt" else "cpu"
+    device = "cuda" if runtime == "tensorrt" else "cpu"
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    of_torch = str(computing_dtype(torch.device(device), half)).removeprefix("torch.")
+    for name, dtype in (("torch", of_torch), (runtime, "float32")):
         texts = _text_encoder(bundle)
-        pipeline = TextToVideo.from_pretrained(
-            bundle, device=device, dtype=dtype or "float32", runtime=name, text_encoder=texts
-        )
+        pipeline = TextToVideo.from_pretrained(bundle, device=device, dtype=dtype, runtime=name, text_encoder=texts)
         (video,) = pipeline.stream([prompt], settings, seeds=1, given=always_given(bundle))
         frames[name] = video.video.astype(np.float64)
         del pipeline  # before the next one comes

@@ -1,5 +1,6 @@
 """`TextToVideo`: prompts in, videos out."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -71,6 +72,7 @@ from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.machine import cost_in_words
 from megadit.models.network_config import NetworkConfig
 from megadit.models.noise import seed_key
 from megadit.models.settings import SamplingSettings
@@ -176,6 +178,8 @@ class TextToVideo:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
         place, number_type = find_device(device), find_dtype(dtype)
+        if (cost := cost_in_words(place, number_type)) is not None:
+            warnings.warn(f"{cost}, which is more exact, too", stacklevel=2)
         num_ranks = tensor_parallel * context_parallel if ranks is None else ranks.per_share
         of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
         runtime = check_runtime(runtime, dtype=dtype, num_ranks=num_ranks, device=place, **of_torch)

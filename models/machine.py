@@ -44,7 +44,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.0) -> float:
     """Operations per second of large square matrix products: the best of five, or of what `seconds` have room for."""
-    on_cpu = 256 if dtype == torch.float16 else 1024  # without instructions for it, a large one takes seconds
+    on_cpu = 1024 if multiplies(dtype) else 256  # without instructions for it, a large one takes seconds
     size = 8192 if device.type == "cuda" else on_cpu
     a = torch.randn(size, size, device=device).to(dtype)  # equal bits take less power, and so run faster
     best, left, begin = float("inf"), 5, time.perf_counter()
@@ -61,8 +61,11 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.0)
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies matrices of a dtype. Others are computed number by number, some ten times as
     slow as float32, or refused by oneDNN. The answer is its instructions', not a measurement's: ranks must agree."""
-    if dtype.itemsize >= torch.float32.itemsize:
-        return True
+    return dtype.itemsize >= torch.float32.itemsize or _has_products(dtype)
+
+
+def _has_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies a dtype on this processor."""
     asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     is_supported = getattr(torch.ops.mkldnn, asked.get(dtype, ""), None)  # a torch without oneDNN has no such op
     return is_supported is not None and torch.backends.mkldnn.is_available() and is_supported()
@@ -71,6 +74,15 @@ def multiplies(dtype: torch.dtype) -> bool:
 def computing_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """`dtype` where this device multiplies it, else float32, which holds the same numbers and more."""
     return dtype if device.type != "cpu" or multiplies(dtype) else torch.float32
+
+
+def cost_in_words(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What products of a dtype cost here, in a line; None where the device multiplies it."""
+    if computing_dtype(device, dtype) == dtype:
+        return None
+    times = matmul_flops(device, torch.float32) / matmul_flops(device, dtype)
+    name = str(dtype).removeprefix("torch.")
+    return f"this processor does not multiply {name}: a product takes about {times:.0f} times as long as in float32"
 
 
 def synchronize(device: torch.device) -> None:

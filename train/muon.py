@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megadit.models.machine import computing_dtype
 from megadit.models.megatron.shards import full_shape, shard, splits
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that grows small singular values fastest
@@ -22,13 +23,14 @@ _ELEMENTS_AT_ONCE = 2**26
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly: singular values of about 1 (0.7 to 1.2). [n, a, b], in bfloat16.
+    """The nearest semi-orthogonal matrices, roughly: singular values of about 1 (0.7 to 1.2). [n, a, b], in bfloat16;
+    in float32 on a processor that does not multiply that.
 
     Five steps of the quintic Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
-    X = (matrices.mT if is_tall else matrices).bfloat16()
+    X = (matrices.mT if is_tall else matrices).to(computing_dtype(matrices.device, torch.bfloat16))
     X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
     for _ in range(_STEPS):
         A = X @ X.mT

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megadit.infer.runtimes.torch import find_dtype
 from megadit.models.families import Task
-from megadit.models.machine import free_memory
+from megadit.models.machine import cost_in_words, free_memory
 from megadit.models.shared.memory import memory_in_words
 from megadit.models.shared.progress import duration
 from megadit.train.config.facts import OF_DATASET, agree
@@ -49,7 +50,14 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device") -> list[str
         f"folder: {config.train.output_dir}",
         f"estimated time: {time_in_words(counted, ranks, this_device(ranks))}",
         *(f"note: {doubt}" for doubt in doubts(config, info, needed=needed, free=free)),
+        *_slow_precision(config, device),
     ]
+
+
+def _slow_precision(config: RunConfig, device: "torch.device") -> list[str]:
+    """Where the processor does not multiply what the network computes in."""
+    cost = cost_in_words(device, find_dtype(config.train.precision))
+    return [] if cost is None else [f"note: {cost}: train.precision=fp32 spares that"]
 
 
 def _taken_from(info: DatasetInfo | None, config: RunConfig) -> list[str]:

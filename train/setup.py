@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megadit.models.adapters import draw_dropout
+from megadit.models.machine import multiplies
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.launch import cores_of_a_rank
@@ -126,6 +127,7 @@ def begin_folder(config: RunConfig, groups: Groups) -> None:
 def _set_matmul_precision(precision: MatmulPrecision) -> None:
     if precision != "ieee":
         torch.backends.cuda.matmul.fp32_precision = "tf32"
+    if precision == "tf32" or precision == "bf16" and multiplies(torch.bfloat16):
         torch.backends.mkldnn.matmul.fp32_precision = precision
 
 

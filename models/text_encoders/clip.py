@@ -20,7 +20,13 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
-from megadit.models.text_encoders.published import DTYPES, PublishedText, load_settings, save_settings
+from megadit.models.text_encoders.published import (
+    DTYPES,
+    PublishedText,
+    load_settings,
+    loading_dtype,
+    save_settings,
+)
 
 Layer = Literal["last", "penultimate"]
 TextPadding = Literal["none", "tokens"]
@@ -176,7 +182,7 @@ class CLIPTextEncoder:
         networks = []
         for directory, values in zip(self.directories, self._architectures(), strict=True):
             name = WITH_PROJECTION if values["has_projection"] else WITHOUT_PROJECTION
-            networks.append(_PUBLISHED.load_network(directory, name, dtype=DTYPES[self.dtype]))
+            networks.append(_PUBLISHED.load_network(directory, name, dtype=loading_dtype(self.dtype, directory)))
         network = SideBySide(networks, self.layer).eval()
         return network.cuda() if self.placement == "auto" and torch.cuda.is_available() else network
 

@@ -3,6 +3,7 @@ of them."""
 
 import hashlib
 import os
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,11 +17,25 @@ from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
 from megadit.models.bundle.pretrained import check_weights, transformers_library
 from megadit.models.bundle.tensor_source import load_pickled
+from megadit.models.machine import computing_dtype, cost_in_words, free_memory
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Encoder = TypeVar("Encoder")
+
+
+def loading_dtype(name: str, directory: Path) -> torch.dtype:
+    """In which the weights of a directory are loaded: float32 where this processor does not multiply what was asked
+    for, as long as memory has room for the weights twice; else as asked, with a warning of what that costs."""
+    asked, place = DTYPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if computing_dtype(place, asked) == asked:
+        return asked
+    size = sum(file.stat().st_size for ending in ("safetensors", "bin") for file in directory.glob(f"*.{ending}"))
+    if 2 * size < free_memory(place):
+        return torch.float32
+    warnings.warn(f"{cost_in_words(place, asked)}, for which {directory} leaves no memory", stacklevel=2)
+    return asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,13 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
-from megadit.models.text_encoders.published import DTYPES, PublishedText, load_settings, save_settings
+from megadit.models.text_encoders.published import (
+    DTYPES,
+    PublishedText,
+    load_settings,
+    loading_dtype,
+    save_settings,
+)
 
 MODEL_TYPE = "qwen2_5_vl"
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
@@ -129,8 +135,8 @@ class QwenVLTextEncoder:
         """
         if "network" not in self._loaded:
             self._architecture()
-            name = "Qwen2_5_VLForConditionalGeneration"
-            network = _PUBLISHED.load_network(self._folders[0], name, dtype=DTYPES[self.dtype]).model
+            name, folder = "Qwen2_5_VLForConditionalGeneration", self._folders[0]
+            network = _PUBLISHED.load_network(folder, name, dtype=loading_dtype(self.dtype, folder)).model
             self._loaded["network"] = network.cuda() if torch.cuda.is_available() else network
         return self._loaded["network"]
 

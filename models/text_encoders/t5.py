@@ -21,7 +21,13 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
-from megadit.models.text_encoders.published import DTYPES, PublishedText, load_settings, save_settings
+from megadit.models.text_encoders.published import (
+    DTYPES,
+    PublishedText,
+    load_settings,
+    loading_dtype,
+    save_settings,
+)
 
 TextPadding = Literal["none", "zeros"]
 Placement = Literal["auto", "cpu", "8bit", "offload"]
@@ -155,8 +161,9 @@ class T5TextEncoder:
             UserError: if its files are missing or damaged.
         """
         if "network" not in self._loaded:
-            name = NETWORKS[self._architecture()["model_type"]]
-            network = _PUBLISHED.load_network(self._folders[0], name, dtype=DTYPES[self.dtype], **self._placing())
+            name, folder = NETWORKS[self._architecture()["model_type"]], self._folders[0]
+            dtype = loading_dtype(self.dtype, folder)
+            network = _PUBLISHED.load_network(folder, name, dtype=dtype, **self._placing())
             if self.placement == "auto" and torch.cuda.is_available():
                 network = network.cuda()
             self._loaded["network"] = network

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadit.models.bundle import components as parts
+from megadit.models.machine import computing_dtype
 from megadit.models.shared.errors import choose_one
 from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.kinds import KINDS, Kind
@@ -30,7 +31,7 @@ class Autoencoder:
     network: Network
     sigma_data: float
     dtype: str = "float32"
-    """In which the network computes: float32 or bfloat16."""
+    """In which the network computes: float32, or bfloat16 where the device multiplies that."""
     tiles: Tiles = field(default_factory=Tiles)
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class Autoencoder:
             UserError: for sizes that cannot be encoded (see `latent_shape`).
         """
         self.latent_shape(*video_BCTHW.shape[2:])
-        module, dtype = self.network.on(video_BCTHW.device, DTYPES[self.dtype]), DTYPES[self.dtype]
+        module, dtype = self._on(video_BCTHW.device)
 
         def encode(video: Tensor) -> Tensor:
             return self.kind.encode(module, video.to(dtype)).float()
@@ -95,7 +96,7 @@ class Autoencoder:
     @torch.no_grad()
     def decode(self, latents_BCTHW: Tensor) -> Tensor:
         """RGB video (float32 BCTHW, not clamped)."""
-        module, dtype = self.network.on(latents_BCTHW.device, DTYPES[self.dtype]), DTYPES[self.dtype]
+        module, dtype = self._on(latents_BCTHW.device)
         mean, std = self.kind.statistics(self.network.config, latents_BCTHW)
         z_BCTHW = latents_BCTHW.float() / self.sigma_data * std + mean
 
@@ -103,6 +104,11 @@ class Autoencoder:
             return self.kind.decode(module, z.to(dtype)).float()
 
         return decode_in_tiles(decode, z_BCTHW, self._tiles, self.temporal_compression, self.spatial_compression)
+
+    def _on(self, device: torch.device) -> tuple[nn.Module, torch.dtype]:
+        """The network where it computes, and in which dtype it does there."""
+        dtype = computing_dtype(device, DTYPES[self.dtype])
+        return self.network.on(device, dtype), dtype
 
     def save(self, directory: str | os.PathLike) -> None:
         settings: dict[str, Any] = {"sigma_data": self.sigma_data, "dtype": self.dtype, "tiles": asdict(self.tiles)}

@@ -1,6 +1,7 @@
 import os
 import shutil
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
+
+from ..half_products import without_half_products
 
 PROMPTS = ["a red seven moving left", "a blue two", "", "one green zero going up very slowly"]
 SEEDS = [3, 1, 4, 1]
@@ -472,3 +475,11 @@ def test_what_was_sampled_before_a_cancel_is_still_decoded(bundle_dir):
     assert [next(videos).prompt, next(videos).prompt] == PROMPTS[:2]
     with pytest.raises(Cancelled):
         next(videos)
+
+
+def test_it_is_said_what_half_precision_costs_a_processor_without_it(bundle_dir):
+    with without_half_products(), pytest.warns(UserWarning, match=r"not multiply bfloat16: .* as long as in float32"):
+        TextToVideo.from_pretrained(bundle_dir, device="cpu", dtype="bfloat16")
+    with without_half_products(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TextToVideo.from_pretrained(bundle_dir, device="cpu")

@@ -17,6 +17,8 @@ from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.tiling import Tiles, reconstruct, tiling_error
 
+from ..half_products import counted_half_products, without_half_products
+
 TO_RELEASED = (
     ("mid_block.resnets.0", "mid.block_1"),
     ("mid_block.resnets.1", "mid.block_2"),
@@ -82,6 +84,15 @@ def published(request, tmp_path_factory, make_cosmos_autoencoder):
 
 def random_video(frames=9, height=32, width=48, batch=1):
     return torch.rand(batch, 3, frames, height, width, generator=torch.Generator().manual_seed(frames)) * 2 - 1
+
+
+def test_a_processor_without_bfloat16_computes_in_float32(published):
+    tokenizer, video = published_tokenizer(published[1]), random_video()
+    with without_half_products(), counted_half_products() as counted:
+        half = dataclasses.replace(tokenizer, dtype="bfloat16")
+        latents = half.encode(video)
+        half.decode(latents)
+    assert not counted and torch.equal(latents, tokenizer.encode(video))
 
 
 def test_jit_and_diffusers_give_the_same_tokenizer(published):

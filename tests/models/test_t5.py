@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from megadit.models.shared.errors import UserError
-from megadit.models.text_encoders import T5TextEncoder, load_text_encoder
+from megadit.models.text_encoders import T5TextEncoder, load_text_encoder, published
+
+from ..half_products import counted_half_products, without_half_products
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +194,18 @@ def test_eight_bits_come_close(directory, encoder):
     found = T5TextEncoder(model=str(directory), placement="8bit").encode(["a red seven"]).features_BLE
     expected = encoder.encode(["a red seven"]).features_BLE
     assert 0 < (found - expected).norm() <= 0.05 * expected.norm()  # steps of 1/127 of each row's largest weight
+
+
+def test_a_processor_without_bfloat16_computes_in_float32(directory, monkeypatch):
+    """Where memory has room for that; else it is said what bfloat16 costs."""
+    encoder = functools.partial(T5TextEncoder, model=str(directory), dtype="bfloat16")
+    with without_half_products(), counted_half_products() as counted:
+        found = encoder().encode(["a red seven"]).features_BLE
+        assert not counted
+        assert torch.equal(
+            found, T5TextEncoder(model=str(directory), dtype="float32").encode(["a red seven"]).features_BLE
+        )
+        monkeypatch.setattr(published, "free_memory", lambda device: 0)
+        with pytest.warns(UserWarning, match=r"does not multiply bfloat16: .* leaves no memory"):
+            encoder().encode(["a red seven"])
+        assert counted

@@ -80,9 +80,15 @@ def test_what_depends_on_the_run(tmp_path):
     run = replace(run, train=replace(run.train, output_dir=str(tmp_path)), data=replace(run.data, mock=True))
     import torch
 
+    from ..half_products import without_half_products
+
     lines = beginning(run, 2, torch.device("cpu"))
     assert "data: random samples, about 120 a step: at most 3,840 video tokens, in 2 packs" in lines[1]
     assert free_memory(torch.device("cpu")) > 0 and len(lines) == 5
+    half = replace(run, train=replace(run.train, precision="bf16"))
+    with without_half_products():
+        assert beginning(run, 2, torch.device("cpu"))[-1].startswith("estimated time")
+        assert re.search("does not multiply bfloat16.*fp32 spares that", beginning(half, 2, torch.device("cpu"))[-1])
     end = ending(run, RunState(iteration=10**9), steps=1, seconds=2.0, caption=None)
     assert not any("next:" in line for line in end), "nothing encodes prompts of random samples"
     (tmp_path / "curves.png").touch()

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from megadit.train import muon
 from megadit.train.muon import Muon, orthogonalize
 from megadit.train.optimizer import build_scheduler, fuse_updates, takes_muon
 from megadit.train.optimizer_state import OwnedSlice
 from megadit.train.recipes import load_recipe
+
+from ..half_products import counted_half_products, without_half_products
 
 
 def run_with(**changes):
@@ -53,7 +56,8 @@ def test_the_decay_may_end_before_the_run():
     assert rates[49] == pytest.approx(2e-4) and rates[80] == pytest.approx(2e-4) and rates[30] > 3e-4
 
 
-def test_muon_is_torch_muon():
+def test_muon_is_torch_muon(monkeypatch):
+    monkeypatch.setattr(muon, "computing_dtype", lambda device, dtype: dtype)
     generator = torch.Generator().manual_seed(0)
     shapes = [(12, 8), (12, 8), (8, 8), (8, 24)]
     ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
@@ -79,6 +83,19 @@ def test_orthogonalised_matrices_have_singular_values_of_about_one():
     for shape in ((3, 20, 8), (2, 8, 20)):
         values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, generator=generator)).float())
         assert values.min() > 0.5 and values.max() < 1.3
+
+
+def test_muon_multiplies_what_the_processor_does(monkeypatch):
+    """In float32 where bfloat16 would be emulated; the update is the same but for its rounding."""
+    matrices = torch.randn(2, 24, 96, generator=torch.Generator().manual_seed(0))
+    with without_half_products(), counted_half_products() as counted:
+        exact = orthogonalize(matrices)
+    assert exact.dtype == torch.float32 and not counted
+    monkeypatch.setattr(muon, "computing_dtype", lambda device, dtype: dtype)
+    with counted_half_products() as counted:
+        rounded = orthogonalize(matrices)
+    assert rounded.dtype == torch.bfloat16 and len(counted) == 3 * muon._STEPS
+    assert (rounded.float() - exact).norm() < 0.05 * exact.norm()
 
 
 def test_muon_takes_the_matrices_of_the_blocks():

@@ -1,5 +1,6 @@
 """The demo's driver: stages in order, skipped when done, repeated when interrupted."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megadit.train.digits.clips import wall, watchable, write_clips
 from megadit.train.digits.demo import QUICK, Demo
 from megadit.train.digits.stages import Stage, TrainingDemo
 
+JOBS = Path(__file__).parents[1] / "jobs"
 SCORES = {"digit": 0.9, "colour": 1.0, "direction": 1.0, "all": 0.9, "every_frame": 0.5, "num_clips": 3}
 
 
@@ -142,3 +144,10 @@ def test_a_training_stage_asks_for_the_demos_folders_ranks_and_settings(tmp_path
         ("megadit.train.to_bundle", str(demo.training), str(demo.bundle)),
     ]
     assert train.results(demo)[0].exists() and "`digits` here" in train.purpose
+
+
+@pytest.mark.slow
+def test_no_product_is_emulated_where_the_processor_has_no_half_precision(run_ranks, tmp_path):
+    told = run_ranks(1, JOBS / "half_products.py", tmp_path / "demo")[0]
+    counted = json.loads(told.splitlines()[-1])
+    assert counted == {stage.name: [] for stage in demo_module.STAGES}
