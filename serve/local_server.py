@@ -1,15 +1,19 @@
 """A tritonserver of our own: started, watched and stopped so that nothing of it is left behind.
 
 Triton checks nobody. What it would do for whoever asks, beyond making videos, is behind a secret: loading models (a
-request to load one may bring code of its own), shared memory, and the files of traces and logs. Unless models are to be
-replaced at run time, it loads none at all after its start and nobody learns the secret.
+request to load one may bring code of its own), shared memory, and the files of traces and logs. The kernel shows a
+process' arguments to every user of the machine: unless models are to be replaced at run time, the secret is one that no
+request can carry. What Triton and its stubs share in memory is their user's alone; a private server is reached over a
+socket in a folder of that user's alone.
 """
 
+import contextlib
 import os
 import re
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +22,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import check_room, host_memory
 from megadit.models.shared.ports import check_free, free_ports
 from megadit.serve.model_config import parameter_in
-from megadit.serve.supervise import Ailment, OwnedProcess, answers, reachable
+from megadit.serve.supervise import SECONDS_TO_ANSWER, Ailment, OwnedProcess, answers, reachable
 from megadit.serve.triton_binary import TritonBinary, find_triton
 
 PORT_FLAGS = {
@@ -42,6 +46,16 @@ SECRET_HEADER = "megadit-secret"
 """Of a request over HTTP; over gRPC the metadata is `triton-grpc-protocol-` and this."""
 _RESTRICTED = "model-repository,shared-memory,trace,logging"
 """What asks for the secret, as Triton names its protocols."""
+_NOBODY_S = " No\nbody= \r\n "
+"""A header and its value, of which neither HTTP nor gRPC lets anybody send one."""
+_SOCKET, _SOCKET_PORT = "grpc", 1
+"""Of a private server: Triton puts a port behind each address, and finds it taken where gRPC, which says 1 of every
+socket of a file system, does not say the same."""
+_LONGEST_SOCKET = 100
+"""Characters of a path that the kernel takes."""
+OTHERS_HELP = "take --control_secret though other people of this machine could read it in the process list"
+_PEOPLE = range(1000, 65_534)
+"""User ids of people, as Linux gives them, and not of daemons."""
 _LEAST_SECRET = 32
 """Characters."""
 _RESPONSES_IN_MEMORY = 256
@@ -62,11 +76,11 @@ class Ports:
         http, grpc, metrics = free_ports(3)
         return cls(http=http, grpc=grpc, metrics=metrics)
 
-    def check_free(self, host: str) -> None:
+    def check_free(self, host: str, names: Iterable[str] = tuple(PORT_FLAGS)) -> None:
         """Raises:
         UserError: if somebody listens on one of them.
         """
-        for name in ("http", "grpc", "metrics"):
+        for name in names:
             check_free(host, getattr(self, name), PORT_FLAGS[name], name)
 
 
@@ -114,6 +128,7 @@ class LocalServer:
         ports: Ports | None = None,
         models: tuple[str, ...] = ("*",),
         control_secret: str | None = None,
+        is_private: bool = False,
         log: Path | None = None,
         stop_seconds: int = STOP_SECONDS,
         hang_seconds: float = HANG_SECONDS,
@@ -121,7 +136,8 @@ class LocalServer:
     ) -> None:
         """`models` are loaded at start (none: an empty tuple); `log` takes the server's output (None: our own).
 
-        Whoever has `control_secret` may load and unload models while the server runs; None: nobody may.
+        Whoever has `control_secret` may load and unload models while the server runs; None: nobody may. One that
+        `is_private` listens on no port but that of its metrics: processes of the same user alone reach it, over gRPC.
         `arguments` are passed to tritonserver as they are.
 
         Raises:
@@ -132,7 +148,10 @@ class LocalServer:
         check_repository(self.repository)
         self.host = host
         self.ports = ports or Ports.free()
-        self.ports.check_free(host)  # before Triton's environment is prepared, which takes a while the first time
+        self._opened = ("metrics",) if is_private else tuple(PORT_FLAGS)
+        self.ports.check_free(
+            host, self._opened
+        )  # before Triton's environment is prepared, which takes a while the first time
         for name in models:
             if name != "*" and not (self.repository / name).is_dir():
                 have = ", ".join(sorted(folder.name for folder in self.repository.iterdir()))
@@ -140,11 +159,13 @@ class LocalServer:
         self._models, self._control_secret, self._arguments = models, control_secret, arguments
         self._log, self._stop_seconds, self._hang_seconds = log, stop_seconds, hang_seconds
         self._prefix = f"megadit_{os.getpid()}_{secrets.token_hex(4)}_"
+        self._folder = _short_folder() / self._prefix if is_private else None
+        """Of the socket of a private server."""
         triton = find_triton()
         self.process = OwnedProcess(
             command=self._command(triton),
             name="tritonserver",
-            addresses=f"http {self.http_url}, grpc {self.grpc_url}",
+            addresses=f"grpc {self.grpc_url}" if is_private else f"http {self.http_url}, grpc {self.grpc_url}",
             is_ready=self._is_ready,
             ailment=self._ailment,
             start_seconds=START_SECONDS,
@@ -162,6 +183,8 @@ class LocalServer:
 
     @property
     def grpc_url(self) -> str:
+        if self._folder is not None:
+            return f"unix:{self._folder / _SOCKET}:{_SOCKET_PORT}"
         return f"{reachable(self.host)}:{self.ports.grpc}"
 
     def __enter__(self) -> "LocalServer":
@@ -176,25 +199,36 @@ class LocalServer:
 
     def _command(self, triton: TritonBinary) -> list[str]:
         """The command line of the server."""
-        secret = self._control_secret or secrets.token_hex(_LEAST_SECRET)
+        secret = _NOBODY_S if self._control_secret is None else f"{SECRET_HEADER}={self._control_secret}"
         python_backend = {"shm-region-prefix-name": self._prefix, "stub-timeout-seconds": START_SECONDS}
         return [
             str(triton.path),
             *triton.arguments,
             *self._model_arguments(),
-            f"--http-restricted-api={_RESTRICTED}:{SECRET_HEADER}={secret}",
-            f"--grpc-restricted-protocol={_RESTRICTED}:{SECRET_HEADER}={secret}",
+            f"--http-restricted-api={_RESTRICTED}:{secret}",
+            f"--grpc-restricted-protocol={_RESTRICTED}:{secret}",
             *triton.where_known(f"--grpc-max-response-pool-size={_RESPONSES_IN_MEMORY}"),
             "--disable-auto-complete-config",
-            f"--http-address={self.host}",
-            f"--grpc-address={self.host}",
+            *self._addresses(),
             f"--metrics-address={self.host}",
-            f"--http-port={self.ports.http}",
-            f"--grpc-port={self.ports.grpc}",
             f"--metrics-port={self.ports.metrics}",
             f"--exit-timeout-secs={self._stop_seconds}",
             *(f"--backend-config=python,{name}={value}" for name, value in python_backend.items()),
             *self._arguments,
+        ]
+
+    def _addresses(self) -> list[str]:
+        if self._folder is not None:
+            return [
+                "--allow-http=false",
+                f"--grpc-address=unix:{self._folder / _SOCKET}",
+                f"--grpc-port={_SOCKET_PORT}",
+            ]
+        return [
+            f"--http-address={self.host}",
+            f"--grpc-address={self.host}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-port={self.ports.grpc}",
         ]
 
     def _model_arguments(self) -> list[str]:
@@ -211,8 +245,10 @@ class LocalServer:
         return Path(tempfile.gettempdir()) / f"{self._prefix}models"
 
     def _prepare(self) -> None:
-        self.ports.check_free(self.host)
+        self.ports.check_free(self.host, self._opened)
         self._clean_up()  # after a start that failed
+        if self._folder is not None:
+            self._folder.mkdir(mode=0o700)
         if self._chosen_models is not None:
             self._chosen_models.mkdir(mode=0o700)
             for name in self._models:
@@ -220,7 +256,7 @@ class LocalServer:
 
     def _is_ready(self) -> bool:
         """Whether the server answers and every model that was asked for is loaded."""
-        return answers(f"http://{self.http_url}/v2/health/ready")
+        return self._says("ready")
 
     def _ailment(self) -> Ailment | None:
         states = _states_of_stubs(self.process.pid)
@@ -228,11 +264,27 @@ class LocalServer:
             return Ailment(reason="a stub of its Python backend died", patience=_DEAD_STUB_SECONDS)
         if "T" in states:
             return Ailment(reason="a stub of its Python backend stands still", patience=self._hang_seconds)
-        if not answers(f"http://{self.http_url}/v2/health/live"):
+        if not self._says("live"):
             return Ailment(reason="it answers nothing", patience=self._hang_seconds)
         return None
 
+    def _says(self, state: str) -> bool:
+        """Whether it says that it is `live`, or `ready`, and soon."""
+        if self._folder is None:
+            return answers(f"http://{self.http_url}/v2/health/{state}")
+        from tritonclient.grpc import InferenceServerClient
+        from tritonclient.utils import InferenceServerException
+
+        try:
+            with InferenceServerClient(self.grpc_url) as client:
+                ask = client.is_server_ready if state == "ready" else client.is_server_live
+                return ask(client_timeout=SECONDS_TO_ANSWER)
+        except InferenceServerException:
+            return False
+
     def _clean_up(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self._chosen_models is not None:
             shutil.rmtree(self._chosen_models, ignore_errors=True)
         for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
@@ -249,6 +301,34 @@ class LocalServer:
                 break
         message = told[0].partition("\\n\\nAt:")[0].partition("] ")[2] or told[0] if told else "it said nothing useful"
         return f"{message.strip()[:500]} (all of it: {self._log})"
+
+
+def _short_folder() -> Path:
+    """Where a socket's path is no longer than the kernel takes."""
+    folder = Path(tempfile.gettempdir())
+    return folder if len(str(folder)) + len("megadit_0000000_00000000_/grpc:1") < _LONGEST_SOCKET else Path("/tmp")
+
+
+def control_secret(path: Path | None, *, even_if_others_see_it: bool) -> str | None:
+    """The secret in a file, as `secret_in`, of a server that loads models while it runs; None without a file.
+
+    Raises:
+        UserError: as `secret_in`; and where other people use this machine, who could read it in the process list.
+    """
+    if path is None:
+        return None
+    others = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            others.add(process.stat().st_uid)
+    others = sorted(uid for uid in others - {os.getuid()} if uid in _PEOPLE)
+    if others and not even_if_others_see_it:
+        raise UserError(
+            f"other users of this machine (uid {', '.join(map(str, others[:5]))}) could read the secret in "
+            "tritonserver's command line, and with it run code of theirs: serve in a container, replace models with "
+            "`megadit serve up --drain` instead of --control_secret, or say --even_if_others_see_it"
+        )
+    return secret_in(path)
 
 
 def secret_in(path: str | os.PathLike) -> str:

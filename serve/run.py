@@ -13,7 +13,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.serve.local_server import LocalServer, Ports, check_memory, check_repository, secret_in
+from megadit.serve.local_server import OTHERS_HELP, LocalServer, Ports, check_memory, check_repository, control_secret
 from megadit.serve.model_config import PATHS, parameter_in
 from megadit.serve.supervise import keep_running, tell_on_stderr
 
@@ -34,6 +34,7 @@ class RunOptions:
     control_secret: Path | None = setting(
         None, "models may be replaced at run time with the secret in this file, which is made (default: never)"
     )
+    even_if_others_see_it: bool = setting(False, OTHERS_HELP)
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
     docker: Literal["print", "run"] | None = setting(
         None, "print, or run, the command of the production container instead"
@@ -63,7 +64,7 @@ def _run(argv: list[str]) -> int:
         return 0
     if not options.even_if_too_large:
         check_memory(options.repository, models)
-    secret = None if options.control_secret is None else secret_in(options.control_secret)
+    secret = control_secret(options.control_secret, even_if_others_see_it=options.even_if_others_see_it)
     server = LocalServer(options.repository, host=options.host, ports=ports, models=models, control_secret=secret)
     signal.signal(signal.SIGTERM, _interrupt)
     try:

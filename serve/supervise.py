@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import IO
 
 from megadit.models.shared.errors import UserError
+from megadit.serve.own_files import keep_files_to_oneself
 
 _SECONDS_BETWEEN_CHECKS = 0.5
-_SECONDS_TO_ANSWER = 3.0
+SECONDS_TO_ANSWER = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
 def answers(url: str) -> bool:
     """Whether a server says yes there, and soon."""
     try:
-        with urllib.request.urlopen(url, timeout=_SECONDS_TO_ANSWER) as answer:
+        with urllib.request.urlopen(url, timeout=SECONDS_TO_ANSWER) as answer:
             return answer.status == 200
     except (OSError, http.client.HTTPException):  # the latter for what is no HTTP
         return False
@@ -260,6 +261,8 @@ def raise_descriptor_limit() -> int:
 
 
 def _prepare_child() -> None:
-    """Asks the kernel to stop this process when its parent is gone, however that came about."""
+    """Asks the kernel to stop this process when its parent is gone, however that came about, and lets other users of
+    the machine read nothing that it makes: memory that is shared with a stub, results, adapters."""
+    keep_files_to_oneself()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     raise_descriptor_limit()

@@ -74,17 +74,23 @@ def check_address(url: str) -> SplitResult:
         UserError: if it is none.
     """
     try:
-        parts = urlsplit(url if "://" in url else f"//{url}")
+        parts = urlsplit(url if "://" in url or url.startswith("unix:") else f"//{url}")
+        if parts.scheme == "unix" and parts.path.startswith("/"):
+            return parts
         is_address = parts.scheme in ("", "grpc", "http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # of a port that is no number
         is_address = False
     if not is_address or parts.path.strip("/"):
-        raise UserError(f"{url!r} is no address of a service; use grpc://HOST:PORT, http://HOST:PORT or HOST")
+        raise UserError(
+            f"{url!r} is no address of a service; use grpc://HOST:PORT, unix:/PATH, http://HOST:PORT or HOST"
+        )
     return parts
 
 
 def connect(url: str) -> Transport:
     parts = check_address(url)
+    if parts.scheme == "unix":
+        return _Grpc(f"unix:{parts.path}")
     if parts.scheme == "grpc" or (not parts.scheme and parts.port):
         return _Grpc(f"{parts.hostname}:{parts.port or GRPC_PORT}")
     if parts.scheme:

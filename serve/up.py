@@ -24,7 +24,7 @@ from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.serve.gateway.process import gateway_process
-from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports, check_memory, secret_in
+from megadit.serve.local_server import HANG_SECONDS, OTHERS_HELP, LocalServer, Ports, check_memory, control_secret
 from megadit.serve.supervise import OwnedProcess, answers, keep_running, reachable, tell_on_stderr
 from megadit.serve.triton_binary import cache_folder
 
@@ -45,10 +45,13 @@ class UpOptions:
     hang_seconds: float = setting(
         HANG_SECONDS, f"without an answer, until either is killed (default: {HANG_SECONDS:g})", metavar="S"
     )
-    http_port: int = setting(8000, "Triton's (default: {default})", metavar="PORT")
-    grpc_port: int = setting(8001, "Triton's (default: {default})", metavar="PORT")
+    http_port: int | None = setting(
+        None, "Triton's (default: none, a socket that this user alone reaches)", metavar="PORT"
+    )
+    grpc_port: int | None = setting(None, "the same over gRPC (default: none)", metavar="PORT")
     triton_metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
     control_secret: Path | None = setting(None, "as of `megadit serve run`")
+    even_if_others_see_it: bool = setting(False, OTHERS_HELP)
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
     drain: bool = setting(
         False, "have the `serve up` of this port finish its jobs and load its repository anew; wait until it has"
@@ -71,15 +74,22 @@ def _run(argv: list[str]) -> int:
     if options.drain:
         return ask_to_renew(options.port)
     of_the_gateway = argv[place + 1 :]
-    ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.triton_metrics_port)
+    asked = {"http": options.http_port, "grpc": options.grpc_port, "metrics": options.triton_metrics_port}
+    ports = Ports(**{name: port for name, port in asked.items() if port is not None})
+    is_private = options.http_port is options.grpc_port is options.control_secret is None
     models = options.models or ("*",)
     if not options.even_if_too_large:
         check_memory(options.repository, models)
-    secret = None if options.control_secret is None else secret_in(options.control_secret)
     triton = LocalServer(
-        options.repository, ports=ports, models=models, control_secret=secret, hang_seconds=options.hang_seconds
+        options.repository,
+        ports=ports,
+        models=models,
+        control_secret=control_secret(options.control_secret, even_if_others_see_it=options.even_if_others_see_it),
+        is_private=is_private,
+        hang_seconds=options.hang_seconds,
     )
-    arguments = [f"--server=grpc://{triton.grpc_url}", f"--drain_seconds={options.drain_seconds}", *of_the_gateway]
+    url = triton.grpc_url if is_private else f"grpc://{triton.grpc_url}"
+    arguments = [f"--server={url}", f"--drain_seconds={options.drain_seconds}", *of_the_gateway]
     gateway = gateway_process(
         arguments + [f"--model={name}" for name in options.models],
         host=options.host,

@@ -266,6 +266,7 @@ SHOWN_BY = {
         ),
         "serve/test_flags.py::test_every_option_reaches_the_container": "--docker --image --gpus",
         "serve/test_local_server.py::test_models_that_cannot_fit_are_refused": "--even_if_too_large",
+        "serve/test_local_server.py::test_a_secret_that_other_people_would_see_is_refused": "--even_if_others_see_it",
     },
     "serve up": {
         "serve/test_flags.py::test_every_option_reaches_what_is_kept_up": """
@@ -274,6 +275,7 @@ SHOWN_BY = {
         """,
         "serve/gateway/test_drain.py::test_nobody_is_asked_to_drain": "--drain",
         "serve/test_local_server.py::test_models_that_cannot_fit_are_refused": "--even_if_too_large",
+        "serve/test_local_server.py::test_a_secret_that_other_people_would_see_is_refused": "--even_if_others_see_it",
     },
     "serve gateway": {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """

@@ -108,7 +108,7 @@ class Servers:
         UserError: for what is no address, and for one of HTTP, over which what hangs cannot be cancelled.
         """
         for url in urls:
-            if check_address(url).scheme not in ("", "grpc"):
+            if check_address(url).scheme not in ("", "grpc", "unix"):
                 raise UserError(f"{url!r} is asked over HTTP; a gateway asks its servers over gRPC: grpc://HOST:PORT")
         return cls(all=tuple(Server(url=url, models=models, slots=slots) for url in urls), models=models)
 

@@ -125,8 +125,10 @@ def service(url: str | None, bundle: str | None, students: Sequence[str] = ()) -
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megadit_demo_")))
         repository = build_repository(path, folder / "repository", students=students)
         print(f"starting a service on {path}", file=sys.stderr, flush=True)
-        server = stack.enter_context(LocalServer(repository, log=folder / "triton.log", stop_seconds=5))
-        yield VideoClient(f"grpc://{server.grpc_url}")
+        server = stack.enter_context(
+            LocalServer(repository, is_private=True, log=folder / "triton.log", stop_seconds=5)
+        )
+        yield VideoClient(server.grpc_url)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

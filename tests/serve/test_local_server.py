@@ -75,6 +75,21 @@ def test_models_that_cannot_fit_are_refused(verb, tmp_path, capsys, monkeypatch)
             module.main([str(tmp_path), *more])
 
 
+@pytest.mark.parametrize("module", [run, up])
+def test_a_secret_that_other_people_would_see_is_refused(tmp_path, monkeypatch, capsys, module):
+    (tmp_path / "text_to_video").mkdir()
+    (tmp_path / "text_to_video" / "config.pbtxt").touch()
+    monkeypatch.setattr(module, "LocalServer", lambda *_, **__: sys.exit("all is checked"))
+    asked = [str(tmp_path), "--control_secret", str(tmp_path / "secret")]
+    with pytest.raises(SystemExit, match="all is checked"):
+        module.main(asked)
+    monkeypatch.setattr(local_server, "_PEOPLE", range(1 << 32))
+    monkeypatch.setattr(local_server.os, "getuid", lambda: -1)
+    assert module.main(asked) == 2 and "could read the secret" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="all is checked"):
+        module.main([*asked, "--even_if_others_see_it"])
+
+
 SECRET = "0123456789abcdef" * 2
 
 

@@ -3,7 +3,9 @@
 import os
 import signal
 import socket
+import stat
 import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +14,7 @@ from itertools import count
 import pytest
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.supervise import OwnedProcess, answers, keep_running
+from megadit.serve.supervise import Child, OwnedProcess, answers, keep_running
 from megadit.serve.up import _renew, ask_to_renew, noted, supervise
 
 
@@ -173,3 +175,13 @@ def test_a_service_of_another_container_is_not_signalled(tmp_path, monkeypatch):
     with noted(8080), pytest.raises(UserError, match="at port 8080 is not in this container"):
         (tmp_path / "megadit" / "up-8080").write_text(f"{ended.pid} 0\n")
         ask_to_renew(8080)
+
+
+def test_a_child_makes_files_of_its_own_whatever_it_asks_for(tmp_path):
+    """As boost does, which takes a umask back by fchmod; chmod by name stays what it is."""
+    made, opened = tmp_path / "made", tmp_path / "opened"
+    code = "import os, sys; f = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o666); os.fchmod(f, 0o666); "
+    code += "open(sys.argv[2], 'x'); os.chmod(sys.argv[2], 0o644)"
+    child = Child([sys.executable, "-c", code, str(made), str(opened)], environment=os.environ, log=None)
+    assert child.wait(lambda: None) == 0
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (made, opened)] == [0o600, 0o644]

@@ -1,14 +1,19 @@
 """Who may make a real tritonserver do more than make videos: nobody, or who knows the secret."""
 
 import base64
+import contextlib
 import json
+import os
+import socket
+import stat
+from pathlib import Path
 
 import httpx
 import pytest
 
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import SECRET_HEADER, LocalServer
+from megadit.serve.local_server import SECRET_HEADER, SHARED_MEMORY, LocalServer
 
 grpcclient = pytest.importorskip("tritonclient.grpc")
 
@@ -86,16 +91,72 @@ def test_what_makes_no_video_is_refused_over_grpc_too(server, tmp_path):
     assert len(VideoClient(f"grpc://{server.grpc_url}").generate(VideoRequest(prompt="a"))) == 1
 
 
+def test_what_stands_in_the_process_list_opens_nothing(server, tmp_path):
+    """Any user of the machine reads a process' arguments: what they say can be sent neither over HTTP nor over gRPC."""
+    arguments = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().split(b"\0")
+    shown = {each.partition(b":")[2] for each in arguments if b"restricted" in each}
+    ((key, _, value),) = (each.partition(b"=") for each in shown)
+    host, _, port = server.http_url.partition(":")
+    for forms in (
+        (key, value),
+        (key.strip(), value.strip()),
+        (key.replace(b"\n", b"\n "), value.replace(b"\n", b"\n ")),
+    ):
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            lines = b"GET /v2/logging HTTP/1.1", b"Host: x", b"Connection: close", b": ".join(forms)
+            connection.sendall(b"\r\n".join((*lines, b"", b"")))
+            answer = connection.recv(1 << 16)
+        assert answer[9:12] in (b"400", b"403", b""), answer
+    told = over_http2(server.grpc_url, b"/inference.GRPCInferenceService/SystemSharedMemoryStatus", {})
+    assert b"restricted" in told and b"grpc-status" in told, "the control: so it is asked"
+    headers = {b"triton-grpc-protocol-" + key: value}
+    told = over_http2(server.grpc_url, b"/inference.GRPCInferenceService/SystemSharedMemoryStatus", headers)
+    assert b"grpc-status\x010" not in told and told
+
+
+def over_http2(address: str, path: bytes, headers: dict[bytes, bytes]) -> bytes:
+    """What a server answers to frames that no client of gRPC's would send."""
+
+    def frame(kind: int, flags: int, stream: int, data: bytes) -> bytes:
+        return len(data).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + data
+
+    plain = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers"}
+    plain |= {b"content-type": b"application/grpc"} | headers
+    block = b"".join(b"\0" + b"".join(bytes([len(part)]) + part for part in each) for each in plain.items())
+    host, _, port = address.partition(":")
+    answer = b""
+    with socket.create_connection((host, int(port)), timeout=5) as connection, contextlib.suppress(TimeoutError):
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+        connection.sendall(frame(1, 4, 1, block) + frame(0, 1, 1, bytes(5)))
+        while b"grpc-message" not in answer and (data := connection.recv(1 << 16)):
+            answer += data
+    return answer
+
+
+def test_other_users_read_nothing_of_what_a_server_shares_with_its_stubs(server):
+    regions = list(SHARED_MEMORY.glob(f"megadit_{os.getpid()}_*"))
+    assert regions and all(stat.S_IMODE(region.stat().st_mode) == 0o600 for region in regions)
+
+
 @pytest.mark.slow
-def test_a_server_that_loads_nothing_runs_no_code_even_for_who_knows_the_secret(tritonserver, repository, tmp_path):
-    """Its secret stands in the process list of the machine; and the control: a server that loads runs what is sent."""
+def test_a_private_server_is_its_user_s_alone(tritonserver, repository, tmp_path):
+    """It listens on no port but that of its metrics, and makes the same videos."""
+    with LocalServer(repository, is_private=True, log=tmp_path / "log", stop_seconds=3) as server:
+        folder = Path(server.grpc_url.removeprefix("unix:")).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and [each.name for each in folder.iterdir()] == ["grpc:1"]
+        assert len(VideoClient(server.grpc_url).generate(VideoRequest(prompt="a"))) == 1
+        for port in (server.ports.http, server.ports.grpc):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_server_that_loads_nothing_loads_nothing(tritonserver, repository, tmp_path):
+    """And the control: a server that loads runs what is sent with the secret."""
     trace = tmp_path / "ran"
     with LocalServer(repository, models=("text_to_image",), log=tmp_path / "none.log", stop_seconds=3) as server:
-        arguments = dict(each.rpartition("=")[::2] for each in server.process.command if "restricted" in each)
-        assert len(set(arguments.values())) == 1
-        headers = {SECRET_HEADER: next(iter(arguments.values()))}
-        answer = send_load(server, trace, headers)
-        assert answer.is_error and "not allowed" in answer.text and not trace.exists()
+        assert "--model-control-mode=none" in server.process.command
         assert not VideoClient(f"grpc://{server.grpc_url}").is_ready(), "the other model is not there"
     settings = {"models": ("text_to_image",), "control_secret": SECRET, "log": tmp_path / "some.log"}
     with LocalServer(repository, **settings, stop_seconds=3) as server:

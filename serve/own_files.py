@@ -1,0 +1,43 @@
+"""What a process and its children make, kept from the other users of the machine, whatever its libraries ask for.
+
+Triton's Python backend opens the memory that it shares with its stubs (prompts and videos pass through it) with boost,
+which takes the umask back by `fchmod`: files, here, keep the mode with which they were opened.
+"""
+
+import ctypes
+import os
+import struct
+
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
+_FCHMOD = {"x86_64": (0xC000003E, 91), "aarch64": (0xC00000B7, 52)}
+"""Machine -> its number in the kernel's audit.h, and that of the call `fchmod`."""
+_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_ALLOW, _DO_NOTHING = 0x7FFF0000, 0x00050000
+_NUMBER, _ARCHITECTURE = 0, 4
+"""Offsets in the kernel's `seccomp_data`."""
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+
+def keep_files_to_oneself() -> None:
+    """From now on this process, and all that it starts, make files that others cannot open, and change no open one.
+
+    Where the kernel takes no filter (seccomp), only the umask is set.
+    """
+    os.umask(0o077)
+    machine, fchmod = _FCHMOD.get(os.uname().machine, (0, 0))
+    instructions = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_IF_EQUAL, 0, 3, machine),
+        (_LOAD, 0, 0, _NUMBER),
+        (_JUMP_IF_EQUAL, 0, 1, fchmod),
+        (_RETURN, 0, 0, _DO_NOTHING),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
+    program = _Program(len(instructions), ctypes.cast(code, ctypes.c_void_p).value)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # which the kernel asks of who may not do without
+    libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0)
