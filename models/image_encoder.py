@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.bundle.pretrained import check_weights, transformers_library
+from megadit.models.bundle.pretrained import PRETRAINED, check_weights, transformers_library
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
@@ -83,8 +83,8 @@ class ImageEncoder:
             check_weights(directory)
             try:
                 prepared_by = self._directory("image_processor")
-                prepare = library.CLIPImageProcessor.from_pretrained(prepared_by, local_files_only=True)
-                network = library.CLIPVisionModel.from_pretrained(directory, local_files_only=True)
+                prepare = library.CLIPImageProcessor.from_pretrained(prepared_by, **PRETRAINED)
+                network = library.CLIPVisionModel.from_pretrained(directory, **PRETRAINED)
                 self._loaded.update(prepare=prepare, network=network.float().eval())
             except (OSError, ValueError) as error:
                 reason = str(error).split("\n")[0]

@@ -21,6 +21,10 @@ def check_weights(directory: Path) -> None:
         check_archive_file(path)
 
 
+PRETRAINED = {"local_files_only": True, "trust_remote_code": False}
+"""To every `from_pretrained` of transformers: by itself it asks, on standard input, whether to run a folder's code."""
+
+
 def transformers_library(what: str):
     """The library, which `what` needs.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.bundle.pretrained import check_weights, transformers_library
+from megadit.models.bundle.pretrained import PRETRAINED, check_weights, transformers_library
 from megadit.models.bundle.tensor_source import load_pickled
 from megadit.models.machine import computing_dtype, cost_in_words, free_memory
 from megadit.models.shared.errors import UserError
@@ -79,7 +79,7 @@ class PublishedText:
         """
         self._vocabulary(directory)  # without one, transformers makes a tokenizer that knows no word
         try:
-            return transformers_library(self.what).AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            return transformers_library(self.what).AutoTokenizer.from_pretrained(directory, **PRETRAINED)
         except (OSError, ValueError) as error:
             raise UserError(f"{directory} has no readable tokenizer ({_reason(error)}); needs {self.files}") from error
 
@@ -92,7 +92,7 @@ class PublishedText:
         network_class = getattr(transformers_library(self.what), class_name)
         check_weights(directory)
         try:
-            return network_class.from_pretrained(directory, local_files_only=True, **options).eval()
+            return network_class.from_pretrained(directory, **PRETRAINED, **options).eval()
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{directory} cannot be loaded ({_reason(error)}); needs {self.files}") from error
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.infer.evaluate.extractors.base import Extractor, resized
+from megadit.models.bundle.pretrained import PRETRAINED
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json, sha256_of
 
@@ -69,10 +70,10 @@ class ClipPictures(_Normalised):
     name, sees = "clip", "pictures"
 
     def __init__(self, transformers, folder: Path, device: torch.device) -> None:
-        network = transformers.CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+        network = transformers.CLIPModel.from_pretrained(folder, use_safetensors=True, **PRETRAINED)
         config = network.config
         super().__init__(network, folder, device, config.vision_config.image_size, OPENAI_MEAN, OPENAI_STD)
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **PRETRAINED)
         self._most_tokens = config.text_config.max_position_embeddings
         self.width = config.projection_dim
 
@@ -97,7 +98,7 @@ class VideoMAEClips(_Normalised):
     name, sees = "videomae", "clips"
 
     def __init__(self, transformers, folder: Path, device: torch.device) -> None:
-        network = transformers.VideoMAEModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+        network = transformers.VideoMAEModel.from_pretrained(folder, use_safetensors=True, **PRETRAINED)
         config = network.config
         super().__init__(network, folder, device, config.image_size, IMAGENET_MEAN, IMAGENET_STD)
         self.width, self.fewest_frames = config.hidden_size, config.num_frames
