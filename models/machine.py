@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import host_memory
 
@@ -162,7 +163,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "gpu_memory_gb": round(gpu.total_memory / 1e9, 1) if gpu else None,
         "cuda": torch.version.cuda if gpu else None,
         "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "python": platform.python_version(),

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from megadit.models.shared.cores import available_cores
+
 GROUP_OF_FIXTURE = {
     "tritonserver": "triton",
     "exported": "export",
@@ -73,7 +75,7 @@ class Worker:
     """Of a worker: finds groups, and takes its part of the processor's cores."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        threads = (os.cpu_count() or 1) // config.workerinput["workercount"]
+        threads = available_cores() // config.workerinput["workercount"]
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # before anything imports torch
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:

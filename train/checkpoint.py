@@ -79,6 +79,8 @@ class RunState:
     """Tokens of each expert of each layer in the last step, which the next one balances."""
     loss_scaler: dict[str, float] | None = None
     """What the loss of fp16 is multiplied by, and since when."""
+    num_threads: int = 0
+    """Of a rank on a CPU, as measured (`train.threads`); 0: not yet."""
 
 
 MAX_READER_BYTES = 1 << 28

@@ -25,6 +25,7 @@ from megadit.train.optimizer import precision, restore_scaler, scaler_state
 from megadit.train.setup import Training, begin_folder, build_training, check_memory, start_processes
 from megadit.train.statistics import Statistics
 from megadit.train.step import Mark, StepResult, train_step
+from megadit.train.threads import Threads
 from megadit.train.validation import RAW, evaluate_videos, lowest_so_far, validate
 from megadit.train.watchdog import EXIT_CODE, Watchdog
 
@@ -126,6 +127,7 @@ class _Run:
         self.peak = peak_flops(training.groups.device, precision(training.config)) * training.groups.world_size
         self.saved_iteration: int | None = None
         self.num_anomalies = 0  # since the last checkpoint
+        self.threads = Threads(training.config, training.groups.device)
         self.reading = ReadingTime(training.config.health)
         self.caption: str | None = None
         """Of the last video that validation made."""
@@ -163,6 +165,7 @@ class _Run:
         if path.parent != self.store.root:
             self.state.metrics_bytes = 0  # the other run's file stays where it is
         self._restore_what_is_no_tensor()
+        self.threads.go_on(self.state.iteration, self.state.num_threads)
         if (said := self.batches.restore_state(readers)) is not None:
             self._say(f"the data readers go on with {said}")
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
@@ -171,9 +174,12 @@ class _Run:
     def _step(self, stop: StopRequest, metrics: Metrics) -> StepResult:
         step = self.state.iteration + 1
         judge = Judge(self.config.health, self.state.recent_losses)
+        self.threads.begin(step)
         with Statistics(self.training, is_due=self._is_due_at(step, self.config.health.statistics_interval)) as sizes:
             result = train_step(self.training, self.batches, step, must_stop=stop.has_come, judge=judge, mark=self.mark)
         self.state.iteration = step
+        chosen = self.threads.end(step, result.seconds - result.reading_seconds)
+        self.state.num_threads = chosen or self.state.num_threads
         self.state.expert_counts = result.expert_counts
         self.state.loss_scaler = scaler_state(self.training.optimizer)
         self.state.consumed_samples += result.samples

@@ -1,6 +1,5 @@
 """`megadit new FOLDER`: a run for one's own videos or images: one commented YAML and four commands, which --go runs."""
 
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megadit.models.shared.command import run_command, run_module
+from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, can_be_folder
 from megadit.models.shared.memory import memory_in_words
@@ -70,7 +70,7 @@ def _machine(options: NewOptions) -> Machine:
         return Machine(gpu=find_gpu(options.gpu), ranks=options.gpus)
     import torch
 
-    ranks = torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
+    ranks = torch.cuda.device_count() or ranks_that_gain()
     return Machine(gpu=this_device(ranks), ranks=ranks)
 
 

@@ -18,7 +18,7 @@ from megadit.models.adapters import draw_dropout
 from megadit.models.machine import multiplies
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
-from megadit.models.megatron.launch import cores_of_a_rank
+from megadit.models.shared.cores import threads_of_a_rank
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.memory import check_room
 from megadit.train.building import TRAINED, Form, build_parts, least_free_memory, network_of, starting_values
@@ -99,7 +99,7 @@ def start_processes(config: RunConfig) -> Groups:
     """Threads and process groups of a run."""
     _quieten_megatron()
     check_layout(config, process_groups.world_size())
-    torch.set_num_threads(config.train.num_threads or cores_of_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    torch.set_num_threads(config.train.num_threads or threads_of_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     _set_matmul_precision(config.train.matmul_precision)
     if not torch.cuda.is_available():
         keep_freed_memory()

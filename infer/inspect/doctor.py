@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megadit.models.shared.command import run_command
+from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
@@ -115,7 +116,7 @@ def machine_findings() -> list[Finding]:
     free = shutil.disk_usage(Path.cwd()).free
     return [
         Finding(name="python", found=f"{platform.python_version()} on {platform.system()}", enables=""),
-        Finding(name="CPU cores", found=str(_usable_cores()), enables="`make demo` needs 2"),
+        Finding(name="CPU cores", found=str(available_cores()), enables="`make demo` needs 2"),
         Finding(
             name="memory",
             found=f"{total / GIB:.1f} GiB, {available / GIB:.1f} GiB of it free",
@@ -234,10 +235,6 @@ def _try(function: Callable[[], object]) -> object | None:
         return function()
     except Exception:
         return None
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> tuple[int, int]:

@@ -31,6 +31,7 @@ from torch import Tensor
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
+from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.ports import free_ports
 
@@ -299,6 +300,5 @@ def _environment(placement: Placement, device: str, place: int, port: int) -> di
     world = {"RANK": place, "WORLD_SIZE": placement.per_share, "LOCAL_RANK": place_of_gpu, "MASTER_PORT": port}
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}}
     if device == "cpu":  # else each would take all cores
-        threads = (os.cpu_count() or 1) // len(placement.devices)
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        environment |= rank_environment(len(placement.devices))
     return environment

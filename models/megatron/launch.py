@@ -6,6 +6,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 
+from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
 
 
@@ -25,11 +26,6 @@ def rank_arguments(argv: Sequence[str], *, debug: bool) -> list[str]:
     return [*kept, "--debug"] if debug else kept
 
 
-def cores_of_a_rank(ranks: int) -> int:
-    """The cores of this machine divided among its ranks; one at least."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
-
-
 def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     """Runs `python -m module argv` on `num_processes` ranks; the exit code is that of the first rank to fail, or 0.
 
@@ -44,8 +40,9 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for library in ("GLOO", "NCCL"):  # what ranks of one machine say to each other no network needs to carry
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    is_told = "OMP_NUM_THREADS" in os.environ
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores_of_a_rank(num_processes)))
+    threads = rank_environment(num_processes)
+    before = {name: os.environ.get(name) for name in threads}
+    os.environ.update(threads)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -64,6 +61,6 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     except SignalException as error:
         return 128 + error.sigval.value
     finally:
-        if not is_told:  # this process may start others, of which there are fewer
-            del os.environ["OMP_NUM_THREADS"]
+        for name, value in before.items():  # this process may start others, of which there are fewer
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
     return 0

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
+from megadit.models.shared.cores import prepare_threads
 from megadit.models.shared.errors import AlreadyToldError, UserError, did_you_mean
 
 OF_PATHS = {
@@ -65,6 +66,7 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
     debug = "--debug" in argv
     # before torch is there: a GPU that a run fills has no room for gaps between blocks of fixed sizes
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    prepare_threads()
     try:
         code = function([argument for argument in argv if argument != "--debug"]) or 0
         sys.stdout.flush()

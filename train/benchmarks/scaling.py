@@ -11,7 +11,6 @@ configuration, or over other `--steps`, is refused.
 """
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megadit.models.shared.command import run_command
+from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, differences, read_json, write_json
 from megadit.models.shared.options import read_options
@@ -62,7 +62,7 @@ def devices_here() -> int:
     """How many ranks can have one of their own."""
     import torch
 
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    return torch.cuda.device_count() or available_cores()
 
 
 def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:

@@ -124,7 +124,8 @@ class TrainConfig:
     log_interval: int = setting(10, above=0)
     """Steps between printed lines; metrics.jsonl has every step."""
     num_threads: int | None = setting(None, above=0)
-    """CPU threads of one rank; None divides the machine's cores among its ranks."""
+    """CPU threads of one rank; None: OMP_NUM_THREADS, or the cores divided among the machine's ranks, or one where the
+    third step was faster with one than the second with all."""
     adapter: AdapterConfig | None = None
     """What is trained in place of the network, whose weights stay those of `checkpoint.init_from` (of a student, where
     that is left out, its teacher's); None: all of it."""

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command, run_module
+from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
@@ -214,7 +215,7 @@ class AdapterDemoOptions:
     out: Path = setting(Path("runs/demo-adapter"), "folder for everything ({default})")
     bundle: Path = setting(Path("runs/demo/bundle"), "the model to teach ({default})")
     word: str = setting("zog", "what the subject is called ({default})")
-    ranks: int = setting(2, "training processes ({default})", low=1)
+    ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
     steps: int = setting(200, "steps of training ({default})", low=1)
     seed: int = setting(1234, "of training ({default})", low=0)
 
@@ -236,7 +237,7 @@ def _run(argv: list[str]) -> int:
         out=options.out,
         bundle=options.bundle,
         word=options.word,
-        num_ranks=options.ranks,
+        num_ranks=options.ranks or ranks_that_gain(),
         steps=options.steps,
         seed=options.seed,
     )

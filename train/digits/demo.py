@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command
+from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
@@ -187,7 +188,7 @@ def _showcase(demo: Demo) -> tuple[Tensor, list[Attributes], list[str]]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
     out: Path = setting(Path("runs/demo"), "folder for everything ({default})")
-    ranks: int = setting(2, "training processes ({default})", low=1)
+    ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
     quick: bool = setting(False, "next to no training: shows that every stage works")
 
 
@@ -204,7 +205,7 @@ def _run(argv: list[str]) -> int:
         prog="megadit demo",
         description="Prepares handwritten digits, trains on them, makes videos from prompts and scores them.",
     )
-    run_demo(Demo(out=options.out, size=QUICK if options.quick else FULL, num_ranks=options.ranks))
+    run_demo(Demo(out=options.out, size=QUICK if options.quick else FULL, num_ranks=options.ranks or ranks_that_gain()))
     return 0
 
 

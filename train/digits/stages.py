@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import yaml
 
 from megadit.models.shared.command import run_module
+from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.options import read_options
@@ -74,7 +75,7 @@ Following = TypeVar("Following", bound=FollowingDemo)
 class FollowingOptions:
     out: Path | None = setting(None, "folder for everything (default: runs/, and the demo's name)")
     bundle: Path = setting(Path("runs/demo/bundle"), "the model to start from ({default})")
-    ranks: int = setting(2, "training processes ({default})", low=1)
+    ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
     steps: int | None = setting(None, "steps of training (default: those of the recipe)", low=1)
     stride: int = setting(1, "score every so-manyth of 432 clips ({default})", low=1)
     seed: int = setting(1234, "of training ({default})", low=0)
@@ -91,7 +92,7 @@ def following_demo(kind: type[Following], argv: list[str], *, name: str, descrip
     return kind(
         out=options.out or Path("runs") / name,
         base=options.bundle,
-        num_ranks=options.ranks,
+        num_ranks=options.ranks or ranks_that_gain(),
         steps=options.steps,
         stride=options.stride,
         seed=options.seed,

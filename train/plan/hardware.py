@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megadit.models.megatron.launch import cores_of_a_rank
+from megadit.models.shared.cores import threads_of_a_rank
 from megadit.models.shared.errors import choose_one
 from megadit.models.shared.memory import GIB
 
@@ -109,7 +109,7 @@ def this_device(ranks: int) -> Gpu:
             return min(alike, key=lambda gpu: abs(gpu.memory - found.total_memory))
         rate = matmul_flops(torch.device("cuda"), torch.bfloat16)
     else:
-        rate = matmul_flops(torch.device("cpu"), torch.float32) * cores_of_a_rank(ranks) / torch.get_num_threads()
+        rate = matmul_flops(torch.device("cpu"), torch.float32) * threads_of_a_rank(ranks) / torch.get_num_threads()
     return Gpu(
         name=f"this machine's {'cuda' if torch.cuda.is_available() else 'cpu'}",
         memory=this_machines_memory(ranks),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import prod
 from statistics import mean
 
-from megadit.models.megatron.launch import cores_of_a_rank
+from megadit.models.shared.cores import threads_of_a_rank
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import duration
 from megadit.train.config.schema import RunConfig
@@ -27,7 +27,7 @@ def step_seconds(config: RunConfig, ranks: int, gpu: Gpu) -> float:
     if not gpu.is_cpu:
         return assess(config, layout, gpu).time.total
     work = work_of(config, layout)
-    elementwise = work.elementwise_bytes / (ELEMENTWISE_RATE * cores_of_a_rank(ranks))
+    elementwise = work.elementwise_bytes / (ELEMENTWISE_RATE * threads_of_a_rank(ranks))
     return layout.num_micro_batches * (work.flops / gpu.bf16_flops + elementwise)
 
 

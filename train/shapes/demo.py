@@ -20,6 +20,7 @@ from megadit.infer.given import GivenVideo
 from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command, run_module
+from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
@@ -287,7 +288,7 @@ def _pixels(video_BCTHW: Tensor):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapesOptions:
     out: Path = setting(Path("runs/demo-shapes"), "folder for everything ({default})")
-    ranks: int = setting(2, "training processes ({default})", low=1)
+    ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
     quick: bool = setting(False, "next to no training: shows that every stage works")
 
 
@@ -302,7 +303,8 @@ def _run(argv: list[str]) -> int:
         "thing by an adapter; scores all of it."
     )
     options = read_options(ShapesOptions, argv, prog="megadit demo-shapes", description=description)
-    demo = ShapesDemo(out=options.out, size=QUICK if options.quick else Size(), num_ranks=options.ranks)
+    size, ranks = QUICK if options.quick else Size(), options.ranks or ranks_that_gain()
+    demo = ShapesDemo(out=options.out, size=size, num_ranks=ranks)
     seconds = run_stages(demo, STAGES)
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'contact_sheet.png'} and {demo.videos / 'all.gif'}.")

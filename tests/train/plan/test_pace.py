@@ -48,9 +48,11 @@ def test_a_gpu_takes_what_the_planner_says():
 
 def test_a_rank_has_its_share_of_the_cores(monkeypatch):
     from megadit.models import machine
+    from megadit.models.shared import cores
 
     monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype: 8e9)  # of all threads of this process
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(4))
+    monkeypatch.setattr(cores, "available_cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert [this_device(ranks).bf16_flops for ranks in (1, 2, 4, 8)] == [8e9, 4e9, 2e9, 2e9]

@@ -2,7 +2,6 @@
 
 import ctypes
 import multiprocessing
-import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +10,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+
+from megadit.models.shared.cores import available_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -65,7 +66,7 @@ def _watched(function: Callable[[Item], Result], item: Item) -> Result:
 
 
 def default_workers() -> int:
-    return min(16, len(os.sched_getaffinity(0)))
+    return min(16, available_cores())
 
 
 class Pool:

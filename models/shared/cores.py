@@ -1,0 +1,84 @@
+"""How many of the machine's cores this process may use, how many threads that makes, and how threads wait."""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+THREADS = "OMP_NUM_THREADS"
+SHARED_OUT = "MEGADIT_THREADS"
+"""Beside `OMP_NUM_THREADS` where that is ours, and not the user's: the same number."""
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+"""Threads of OpenMP (GNU's, then LLVM's and Intel's) sleep until there is work again: by spinning they would take from
+other processes, and from each other, the cores that they wait for. A short spin costs less than to fall asleep."""
+
+
+def available_cores() -> int:
+    """The cores that this process may run on, or its control group's share of them where that is less; at least 1."""
+    return max(1, math.floor(min([_allowed_cores(), *_quotas()])))
+
+
+def asked_threads() -> int | None:
+    """The threads that the user's OMP_NUM_THREADS says; None where it says none."""
+    said = os.environ.get(THREADS, "").partition(",")[0].strip()
+    return int(said) if said.isdecimal() and int(said) and said != os.environ.get(SHARED_OUT) else None
+
+
+def ranks_that_gain() -> int:
+    """Ranks that share the training of a small network on this machine's cores: one a core, of which each waits for
+    the others at every step; two at most."""
+    return min(2, available_cores())
+
+
+def threads_of_a_rank(ranks: int = 1) -> int:
+    """As the user asks, or the available cores divided among the ranks of this machine; at least 1."""
+    return asked_threads() or max(1, available_cores() // ranks)
+
+
+def prepare_threads() -> None:
+    """Tells the libraries of this process, yet to be imported, how to wait, and of a quota that they ignore."""
+    for name, value in WAITING.items():
+        os.environ.setdefault(name, value)
+    if available_cores() < _allowed_cores():
+        os.environ.update(rank_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def rank_environment(ranks: int) -> dict[str, str]:
+    """What the environment of each of so many ranks is to say of its threads; nothing where the user does."""
+    return {} if asked_threads() else dict.fromkeys((THREADS, SHARED_OUT), str(threads_of_a_rank(ranks)))
+
+
+def _allowed_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _quotas() -> Iterator[float]:
+    """The cores that each control group around this process may keep busy, of those that have a limit."""
+    with suppress(OSError):
+        for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, place = line.split(":", 2)
+            if not controllers:
+                yield from _limits(CONTROL_GROUPS, place, _max)
+            elif "cpu" in controllers.split(","):
+                yield from _limits(CONTROL_GROUPS / controllers, place, _quota_and_period)
+
+
+def _limits(root: Path, place: str, read: Callable[[Path], Sequence[str]]) -> Iterator[float]:
+    own = root / place.lstrip("/")  # a container sees its own group as the root
+    for folder in (own, *own.parents):
+        if folder.is_relative_to(root):
+            with suppress(OSError, ValueError):  # no such group, or "max"
+                quota, period = map(int, read(folder))
+                if quota > 0 and period > 0:
+                    yield quota / period
+
+
+def _max(folder: Path) -> list[str]:
+    return (folder / "cpu.max").read_text().split()
+
+
+def _quota_and_period(folder: Path) -> tuple[str, str]:
+    return (folder / "cpu.cfs_quota_us").read_text(), (folder / "cpu.cfs_period_us").read_text()
