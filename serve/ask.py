@@ -1,6 +1,8 @@
 """`megadit serve ask`: prompts a running service and writes its videos."""
 
+import math
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from megadit.models.shared.files import atomic_path, record_path, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import group, setting
-from megadit.serve.answers import InvalidRequestError, ServiceError, VideoResult
+from megadit.serve.answers import InvalidRequestError, ServiceError, UnavailableError, VideoResult
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import IMAGE_MODEL, MODEL, VideoRequest
+from megadit.serve.gateway.client import GATEWAY, GatewayClient, read_key
 
 _EXIT_CODE = 1
 """Of a service that failed; mistakes in the request end with 2, as in every command."""
+_PAUSE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +29,18 @@ class AskOptions:
     """The options of the command."""
 
     output: Path = setting(Path("video"), "file to write (default: video.mp4)", names=("-o", "--output"))
-    url: str = setting(
-        "localhost",
+    url: str | None = setting(
+        None,
         "grpc://HOST:PORT, http://HOST:PORT, or a host: gRPC where it answers, else HTTP (default: localhost)",
+    )
+    key_file: Path | None = setting(
+        None, f"ask a gateway (--url, default: {GATEWAY}) with the key in this file, not Triton"
     )
     model: str = setting(MODEL, f"{MODEL} or {IMAGE_MODEL} (default: {MODEL})")
     timeout: float | None = setting(None, "give up after so many seconds", metavar="S")
+    patience: float = setting(
+        300.0, "a service that goes away is asked again for so many seconds (default: {default})", low=0, metavar="S"
+    )
     priority: int = setting(0, "1 is served first, then 2 and 3", metavar="N")
     request: VideoRequest = group(VideoRequest)
     given: GivenOptions = group(GivenOptions, "what is given of the video")
@@ -55,8 +65,7 @@ def _run(argv: list[str]) -> int:
     if not (request.prompt or request.instruction):
         raise UserError('say what the video shows: megadit serve ask "a red seven"; or give a video and an instruction')
     try:
-        client = VideoClient(options.url, model=options.model)
-        videos = _watch(client.stream(request, timeout=options.timeout, priority=options.priority))
+        videos = _videos(options, request)
     except InvalidRequestError as error:
         raise UserError(str(error)) from error
     except ServiceError as error:
@@ -69,6 +78,30 @@ def _run(argv: list[str]) -> int:
         write_json(record_path(path), {"prompt": video.prompt, "seed": video.seed, **video.settings, **scores})
         print(path, *(f"{name}={score:g}" for name, score in (video.scores or {}).items()))
     return 0
+
+
+def _videos(options: AskOptions, request: VideoRequest) -> list[VideoResult]:
+    """A gateway's, or Triton's, which keeps no jobs: where it goes away, it is asked anew."""
+    if options.key_file is not None:
+        if options.timeout is not None or options.priority:
+            raise UserError("--timeout and --priority are of requests to Triton; leave them out beside --key_file")
+        key = read_key(options.key_file)
+        gateway = GatewayClient(options.url or GATEWAY, key, model=options.model, patience=options.patience)
+        return _watch(gateway.stream(request))
+    client = VideoClient(options.url or "localhost", model=options.model)
+    begun, gone_since = time.monotonic(), None
+    ends = math.inf if options.timeout is None else begun + options.timeout
+    while True:
+        left = None if options.timeout is None else ends - time.monotonic()
+        try:
+            return _watch(client.stream(request, timeout=left, priority=options.priority))
+        except UnavailableError as error:
+            if gone_since is None:
+                gone_since = time.monotonic()
+                print(f"{error}; asking again for {options.patience:g} s", file=sys.stderr, flush=True)
+            if time.monotonic() + _PAUSE > min(ends, gone_since + options.patience):
+                raise
+        time.sleep(_PAUSE)
 
 
 def given_values(options: GivenOptions) -> dict[str, Any]:

@@ -292,10 +292,10 @@ SHOWN_BY = {
     },
     "serve ask": {
         REQUEST: """
-            --output --url --model --timeout --priority --negative_prompt --sampler --seed --guidance --num_steps
-            --num_video_frames --height --width --fps --num_videos --eta --image_guidance --input_video --strength
-            --continue_video --lead_to_video --keep_frames --image --last_image --keyframe --video --mask --instruction
-            --adapter --evaluate
+            --output --url --model --timeout --priority --key_file --patience --negative_prompt --sampler --seed
+            --guidance --num_steps --num_video_frames --height --width --fps --num_videos --eta --image_guidance
+            --input_video --strength --continue_video --lead_to_video --keep_frames --image --last_image --keyframe
+            --video --mask --instruction --adapter --evaluate
         """
     },
     "serve demo": {

@@ -1,15 +1,22 @@
-"""Asking a gateway for videos, with the face of `VideoClient`: what is written for a service works with a key too."""
+"""Asking a gateway for videos, with the face of `VideoClient`: what is written for a service works with a key too.
+
+A broken connection ends nothing: the request, its progress and its video are asked for again, of whoever answers there.
+"""
 
 import base64
 import contextlib
 import copy
+import hashlib
 import json
 import math
 import queue
+import random
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 
@@ -30,24 +37,49 @@ from megadit.serve.answers import (
 from megadit.serve.client import Generation
 from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
 
+GATEWAY = "http://127.0.0.1:8080"
+"""Where a gateway listens if it is told nothing else."""
 _CONNECT_SECONDS = 5.0
-_SECONDS_BETWEEN_STREAMS = 0.2
+_SILENT_SECONDS = 60.0
+"""After which a connection counts as broken; a stream shows a sign of life every 15 s."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+_AWAY = (502, 503, 504)
+"""A gateway that is starting or stopping, or a proxy that finds none."""
+_Answer = TypeVar("_Answer")
+
+
+class _AwayError(UnavailableError):
+    """Nothing came, or half of it; the same question may be answered later."""
+
+    def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class _BusyError(_AwayError):
+    """This key has asked too often, or has enough running."""
+
+
+class _NotThereError(ServiceError):
+    pass
 
 
 class GatewayClient:
     """Talks to one gateway with one key.
+
+    `patience` is how many seconds a gateway may be away while it has a request of ours.
 
     Raises:
         UserError: if the key is not valid there.
         UnavailableError: if nothing answers.
     """
 
-    def __init__(self, url: str, key: str, *, model: str = MODEL) -> None:
-        self.url, self.model = url.rstrip("/"), model
+    def __init__(self, url: str, key: str, *, model: str = MODEL, patience: float = 300.0) -> None:
+        self.url, self.model, self._patience = url.rstrip("/"), model, patience
         self._http = httpx.Client(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(_CONNECT_SECONDS, read=60),
+            timeout=httpx.Timeout(_CONNECT_SECONDS, read=_SILENT_SECONDS),
         )
         self.info()
 
@@ -73,27 +105,23 @@ class GatewayClient:
         return [each["id"] for each in self._ask("GET", "/v1/adapters")["data"]]
 
     def stream(self, request: VideoRequest) -> Generation:
-        """StepDone and the video; leaving the iteration early cancels the request."""
+        """StepDone and the video; leaving the iteration early cancels the request, and nothing else does."""
 
         def events(cancelled: threading.Event) -> Iterator[Event]:
-            if (request.num_videos or 1) != 1:
-                raise InvalidRequestError(
-                    f"num_videos={request.num_videos}: a gateway makes one video for each request"
-                )
-            names = ("prompt", "seed", "preview_every", "evaluate", *SERVED)
-            body = {name: value for name in names if (value := getattr(request, name)) is not None}
-            body |= {name: _in_json(name, value) for name, value in request.given().items() if value is not None}
-            if scales := request.adapter_scales():
-                body["adapters"] = [{"name": name, "scale": scale} for name, scale in scales.items()]
-            sizes = (body.pop("width", None), body.pop("height", None))
-            if None not in sizes:
-                body["size"] = "{}x{}".format(*sizes)
-            video = self._ask("POST", "/v1/videos", body | {"model": self.model})
+            video_id = self._create(self._body(request), cancelled)
             try:
-                yield from self._follow(video, cancelled)
-            finally:  # a video that was fetched is not needed any more, and one that was not is cancelled
-                with contextlib.suppress(ServiceError):  # or is not there any more, or its gateway is not
-                    self._ask("DELETE", f"/v1/videos/{video['id']}")
+                yield from self._follow(video_id, cancelled)
+            except CancelledError:
+                self._delete(video_id)
+                raise
+            except ServiceError as error:
+                raise type(error)(f"{error} (video {video_id})") from error
+            except UserError as error:
+                raise UserError(f"{error} (video {video_id})") from error
+            except BaseException:  # the caller has left
+                self._delete(video_id)
+                raise
+            self._delete(video_id)  # it was fetched
 
         return Generation(events)
 
@@ -101,13 +129,50 @@ class GatewayClient:
         """The videos of a request.
 
         Raises:
-            ServiceError: or the subclass that says more.
+            ServiceError: or the subclass that says more. The message has the video's id, by which
+                `GET /v1/videos/ID` finds what was accepted.
         """
         return [event for event in self.stream(request) if isinstance(event, VideoResult)]
 
-    def _follow(self, video: dict[str, Any], cancelled: threading.Event) -> Iterator[Event]:
+    # ------------------------------------------------------------------------------------------- one video
+
+    def _body(self, request: VideoRequest) -> dict[str, Any]:
+        if (request.num_videos or 1) != 1:
+            raise InvalidRequestError(f"num_videos={request.num_videos}: a gateway makes one video for each request")
+        names = ("prompt", "seed", "preview_every", "evaluate", *SERVED)
+        body = {name: value for name in names if (value := getattr(request, name)) is not None}
+        body |= {name: _in_json(name, value) for name, value in request.given().items() if value is not None}
+        if scales := request.adapter_scales():
+            body["adapters"] = [{"name": name, "scale": scale} for name, scale in scales.items()]
+        sizes = (body.pop("width", None), body.pop("height", None))
+        if None not in sizes:
+            body["size"] = "{}x{}".format(*sizes)
+        return body | {"model": self.model}
+
+    def _create(self, body: dict[str, Any], cancelled: threading.Event) -> str:
+        """The id of the video, which one key for all tries makes one video."""
+        key, is_first = f"megadit-{uuid.uuid4().hex}", True
+
+        def post(**settings: Any) -> str:
+            nonlocal is_first
+            was_first, is_first = is_first, False
+            try:
+                return self._ask("POST", "/v1/videos", json=body, headers={"idempotency-key": key}, **settings)["id"]
+            except _BusyError as error:
+                if was_first:  # else by the request itself, perhaps, whose answer was lost
+                    raise UnavailableError(str(error)) from error
+                raise
+
+        try:
+            return self._until_answered(post, cancelled, about=f"the request has Idempotency-Key {key}")
+        except (CancelledError, KeyboardInterrupt):
+            with contextlib.suppress(ServiceError, UserError):  # it may have been accepted all the same
+                self._delete(post(timeout=_CONNECT_SECONDS))
+            raise
+
+    def _follow(self, video_id: str, cancelled: threading.Event) -> Iterator[Event]:
         began, last_step, preview = time.monotonic(), 0, b""
-        for kind, data in self._told(video["id"], cancelled):
+        for kind, data in self._told(video_id, cancelled):
             if kind == "video.preview":
                 preview = base64.b64decode(data["data"])
                 continue
@@ -121,7 +186,7 @@ class GatewayClient:
             kinds = {kind.code: kind for kind in (InvalidRequestError, AdapterNotFoundError, HeldBackError)}
             raise kinds.get(video["error"]["code"], ServiceError)(video["error"]["message"])
         yield VideoResult(
-            data=self._answer("GET", f"/v1/videos/{video['id']}/content").content,
+            data=self._until_answered(lambda: self._content(video), cancelled),
             media_type=video["media_type"],
             index=0,
             prompt=video["prompt"],
@@ -133,27 +198,34 @@ class GatewayClient:
         )
 
     def _told(self, video_id: str, cancelled: threading.Event) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(kind, data) of a video's events until it has ended, from as many streams as that takes."""
-        while True:
+        """(kind, data) of a video's events until it has ended, from as many streams as that takes.
+
+        After each stream the video itself is asked for: where no stream comes through, that tells how far it is.
+        """
+        kind, pause = "", _FIRST_PAUSE
+        while kind not in ("video.completed", "video.failed"):
             events: queue.Queue = queue.Queue()
             threading.Thread(target=self._read, args=[video_id, events], daemon=True).start()
             while (event := _next(events, cancelled)) is not None:
-                kind, data = event
-                if kind == "video.deleted":
-                    raise CancelledError("somebody deleted the video")
-                yield event
-                if kind in ("video.completed", "video.failed"):
-                    return
-            cancelled.wait(_SECONDS_BETWEEN_STREAMS)  # the gateway is about to end; another may follow it
+                kind, pause = event[0], _FIRST_PAUSE
+                if kind != "video.deleted":  # asked for below
+                    yield event
+            if kind in ("video.completed", "video.failed"):
+                return
+            _wait(pause, cancelled)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            try:
+                video = self._until_answered(lambda: self._ask("GET", f"/v1/videos/{video_id}"), cancelled)
+            except _NotThereError:
+                raise CancelledError(f"somebody deleted the video {video_id}") from None
+            kind = f"video.{video['status']}"
+            yield kind, video
 
     def _read(self, video_id: str, events: queue.Queue) -> None:
-        """Puts the events of one stream into the queue, and in the end None, or what went wrong."""
+        """Puts the events of one stream into the queue, and in the end None, or what no other stream mends."""
         kind, end = "", None
         try:
             with self._http.stream("GET", f"/v1/videos/{video_id}/events") as answer:
-                if answer.status_code == 404:  # it was there when it was asked for
-                    events.put(("video.deleted", {}))
-                    return
                 self._check(answer)
                 for line in answer.iter_lines():
                     name, _, value = line.partition(": ")
@@ -161,20 +233,53 @@ class GatewayClient:
                         kind = value
                     elif name == "data":
                         events.put((kind, json.loads(value)))
-        except httpx.HTTPError as error:
-            end = UnavailableError(f"the stream from {self.url} broke: {error}")
+        except (httpx.HTTPError, ValueError, _AwayError, _NotThereError):  # ValueError: half a line
+            pass
         except (ServiceError, UserError) as error:
             end = error
         events.put(end)
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._answer(method, path, body).json()
+    def _content(self, video: dict[str, Any]) -> bytes:
+        data = self._answer("GET", f"/v1/videos/{video['id']}/content").content
+        if video["sha256"] not in (None, hashlib.sha256(data).hexdigest()):
+            raise _AwayError(f"{self.url} sent {len(data):,} bytes that are not the whole video")
+        return data
 
-    def _answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def _delete(self, video_id: str) -> None:
+        with contextlib.suppress(ServiceError, UserError):  # or is not there any more, or its gateway is not
+            self._ask("DELETE", f"/v1/videos/{video_id}")
+
+    # ------------------------------------------------------------------------------------------ one question
+
+    def _until_answered(self, ask: Callable[[], _Answer], cancelled: threading.Event, about: str = "") -> _Answer:
+        """What `ask` gives, once the gateway is there.
+
+        Raises:
+            UnavailableError: if it is away for longer than our patience; with what there is to say `about` the request.
+        """
+        deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
+        while True:
+            try:
+                return ask()
+            except _AwayError as error:
+                pause = max(pause, error.retry_after)
+                if time.monotonic() + pause > deadline:
+                    raise UnavailableError("; ".join(filter(None, [str(error), about]))) from error
+            _wait(pause * random.uniform(0.5, 1.0), cancelled)  # not all clients of a gateway at once
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _ask(self, method: str, path: str, **settings: Any) -> dict[str, Any]:
+        answer = self._answer(method, path, **settings)
         try:
-            answer = self._http.request(method, path, json=body)
+            return answer.json()
+        except ValueError as error:
+            raise _AwayError(f"{self.url} does not answer in JSON; is it a gateway?") from error
+
+    def _answer(self, method: str, path: str, **settings: Any) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, **settings)
         except httpx.HTTPError as error:
-            raise UnavailableError(f"no gateway answers at {self.url}: {error}") from error
+            raise _AwayError(f"no gateway answers at {self.url}: {error}") from error
         self._check(answer)
         return answer
 
@@ -182,13 +287,33 @@ class GatewayClient:
         if answer.is_success:
             return
         try:
-            message = json.loads(answer.read())["error"]["message"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            message = f"{self.url} answers {answer.status_code}; is it a gateway?"
+            error = json.loads(answer.read())["error"]
+            code, message = error["code"], error["message"]
+        except (ValueError, KeyError, TypeError):
+            code, message = "", f"{self.url} answers {answer.status_code}; is it a gateway?"
         if answer.status_code == 401:
             raise UserError(message)
-        kinds = {400: InvalidRequestError, 429: UnavailableError, 503: UnavailableError}
-        raise kinds.get(answer.status_code, ServiceError)(message)
+        if code == "storage_full":
+            raise UnavailableError(message)
+        seconds = answer.headers.get("retry-after", "")
+        retry_after = min(float(seconds), _LONGEST_PAUSE) if seconds.isdecimal() else 0.0
+        if answer.status_code == 429:
+            raise _BusyError(message, retry_after=retry_after)
+        if answer.status_code in _AWAY:
+            raise _AwayError(message, retry_after=retry_after)
+        raise {400: InvalidRequestError, 404: _NotThereError}.get(answer.status_code, ServiceError)(message)
+
+
+def read_key(path: Path) -> str:
+    """The key in a file.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read; `megadit serve keys add NAME > {path}` writes one") from error
 
 
 def _in_json(name: str, value: Any) -> Any:
@@ -196,6 +321,11 @@ def _in_json(name: str, value: Any) -> Any:
     if name == "keyframe":
         return [f"{number}:{base64.b64encode(file).decode()}" for number, file in map(split_keyframe, value)]
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+def _wait(seconds: float, cancelled: threading.Event) -> None:
+    if cancelled.wait(seconds):
+        raise CancelledError("the request was cancelled")
 
 
 def _next(events: queue.Queue, cancelled: threading.Event) -> Any:

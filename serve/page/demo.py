@@ -30,15 +30,13 @@ from megadit.serve.answers import Event, ServiceError, StepDone, UnavailableErro
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.gateway.client import GatewayClient
+from megadit.serve.gateway.client import GATEWAY, GatewayClient, read_key
 from megadit.serve.gateway.given import pack, unpack
 from megadit.serve.local_server import LocalServer
 from megadit.serve.page.ways import BEST, ways_of
 
 DEMO_BUNDLE = "runs/demo/bundle"
 """What `make demo` leaves behind."""
-GATEWAY = "http://127.0.0.1:8080"
-"""Where a gateway listens if it is told nothing else."""
 Client = VideoClient | GatewayClient
 _SECONDS_BETWEEN_UPDATES = 0.1
 
@@ -93,11 +91,7 @@ def _client(options: PageOptions) -> AbstractContextManager[Client]:
     if options.bundle is not None:
         raise UserError("--key_file is of a gateway, and --bundle starts a service without one; give one of them")
     try:
-        key = key_file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key_file} cannot be read; `megadit serve keys add NAME > {key_file}` writes one") from error
-    try:
-        return nullcontext(GatewayClient(options.url or GATEWAY, key))
+        return nullcontext(GatewayClient(options.url or GATEWAY, read_key(key_file)))
     except UnavailableError as error:
         raise UserError(str(error)) from error
 

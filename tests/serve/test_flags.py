@@ -14,7 +14,8 @@ from megadit.models.settings import SERVED
 from megadit.models.shared import verbs
 from megadit.models.shared.setting import other_names
 from megadit.serve import ask, build_repository, run, up
-from megadit.serve.answers import VideoResult
+from megadit.serve.answers import UnavailableError, VideoResult
+from megadit.serve.client import Generation
 from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway import command
 from megadit.serve.gateway.service import GatewaySettings
@@ -225,18 +226,48 @@ def test_every_option_reaches_the_service(tmp_path, note, monkeypatch, capsys):
             note()(request, settings)
 
     monkeypatch.setattr(ask, "VideoClient", Client)
+    monkeypatch.setattr(ask, "GatewayClient", Client)
     monkeypatch.setattr(ask, "_watch", lambda _: [video])
+    (tmp_path / "key").write_text("secret")
 
     def seen(*more):
         note.all.clear()
         assert verbs.main(["serve", "ask", "a", *more]) == 0
         return list(note.all), capsys.readouterr().out
 
-    flags = (*REQUEST, *ASKED, ("--output", "elsewhere.mp4"))
+    flags = (*REQUEST, *ASKED, ("--output", "elsewhere.mp4"), ("--key_file", "key"))
     assert differing(seen, flags) == [flag for flag, *_ in flags]
+    patient = seen("--key_file", "key", "--patience", "9")[0][0]
+    assert patient == ((("http://127.0.0.1:8080", "secret"), {"model": "text_to_video", "patience": 9.0}), {})
     (_, ((request, _), _)), _ = seen("--seed", "5")
     assert request == VideoRequest(prompt="a", seed=5)
     assert json.loads((tmp_path / "elsewhere.mp4.json").read_text())["seed"] == 1
+
+
+def test_a_service_that_goes_away_is_asked_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ask, "_PAUSE", 0.01)
+    facts = {"index": 0, "prompt": "a", "seed": 1, "settings": {"fps": 8.0}, "seconds": 1.0, "batch_size": 1}
+    answers = iter([UnavailableError("it is gone")] * 3 + [VideoResult(data=b"v", media_type="video/mp4", **facts)])
+
+    class Client:
+        def __init__(self, *arguments, **settings):
+            pass
+
+        def stream(self, request, **settings):
+            def events(cancelled):
+                if isinstance(answer := next(answers), Exception):
+                    raise answer
+                yield answer
+
+            return Generation(events)
+
+    monkeypatch.setattr(ask, "VideoClient", Client)
+    assert verbs.main(["serve", "ask", "a"]) == 0
+    assert capsys.readouterr().err == "it is gone; asking again for 300 s\n"
+    answers = iter([UnavailableError("it is gone")] * 2)
+    assert verbs.main(["serve", "ask", "a", "--patience", "0"]) == 1
+    assert verbs.main(["serve", "ask", "a", "--timeout", "0.001"]) == 1
 
 
 def test_every_option_reaches_the_page(tmp_path, note, monkeypatch, capsys):
