@@ -171,14 +171,18 @@ def _given_later(options: GenerateOptions, settings: SamplingSettings, takes: Co
 
 def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle) -> None:
     paths = dict.fromkeys(adapter.path for spec in specs for adapter in spec.adapters)
-    states = {path: read_adapter_of(path, bundle).to_state() for path in paths}
+    adapters = {path: read_adapter_of(path, bundle) for path in paths}
+    for path, adapter in adapters.items():
+        if is_first():
+            print(f"{path}: {adapter.reading}", file=sys.stderr)
+    states = {path: adapter.to_state() for path, adapter in adapters.items()}
     if not paths or options.runtime in (None, TORCH):
         return
     slots = adapter_slots(bundle, options.runtime)
     refuse(slots is None, f"{bundle.path} was {NO_ROOM}")
     ranks = {path: slots.packed(*state).ranks for path, state in states.items()}
-    for adapters in dict.fromkeys(spec.adapters for spec in specs):
-        slots.check_together([ranks[adapter.path] for adapter in adapters if adapter.scale])
+    for uses in dict.fromkeys(spec.adapters for spec in specs):
+        slots.check_together([ranks[use.path] for use in uses if use.scale])
 
 
 def _asked_of_memory(

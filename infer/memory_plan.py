@@ -21,7 +21,7 @@ from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.blocks import MLP_SLICE
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.components import TENSOR_FILE
-from megadit.models.bundle.tensor_source import open_safetensors
+from megadit.models.bundle.wrapped import open_tensor_file
 from megadit.models.config import DiTConfig
 from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
@@ -246,8 +246,11 @@ def _text_encoder_bytes(bundle: Bundle, text_encoder: Any) -> int | None:
     if not isinstance(text_encoder, PublishedTextEncoder):
         return in_bundle
     try:
-        files = [file for folder in text_encoder.directories for file in sorted(folder.glob("*.safetensors"))]
+        places = text_encoder.directories
+        files = [
+            file for place in places for file in (sorted(place.glob("*.safetensors")) if place.is_dir() else [place])
+        ]
     except UserError:
         return None
-    numbers = sum(prod(stored.shape) for file in files for stored in open_safetensors(file).stored.values())
+    numbers = sum(prod(stored.shape) for file in files for stored in open_tensor_file(file).stored.values())
     return in_bundle + numbers * DTYPES[text_encoder.dtype].itemsize or None

@@ -14,11 +14,15 @@ from torch import Tensor
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.bundle.pretrained import PRETRAINED, check_weights, transformers_library
+from megadit.models.bundle.pretrained import PRETRAINED, Encoder, check_encoder, load_encoder, transformers_library
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
 _FILES = "config.json, model.safetensors and preprocessor_config.json"
+_ENCODER = Encoder(
+    marks=("vision_model.post_layernorm.weight", "post_layernorm.weight"),
+    others=r"^(text_model|text_projection|visual_projection|logit_scale)\b|position_ids$",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,7 +57,13 @@ class ImageEncoder:
         return network(pixels, output_hidden_states=True).hidden_states[-2].float().cpu()
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the name of the model: its weights stay where they are."""
+        """Writes the name of the model: its weights stay where they are.
+
+        Raises:
+            UserError: if they are not those of a CLIP of images, by name.
+        """
+        network_class = transformers_library("an image encoder").CLIPVisionModel
+        check_encoder(network_class, self._directory("image_encoder"), _ENCODER, _FILES)
         parts.write_part(directory, {"type": "clip", "model": self.model}, {})
 
     @classmethod
@@ -80,12 +90,11 @@ class ImageEncoder:
         """What prepares images, and the network; loaded once."""
         if not self._loaded:
             library, directory = transformers_library("an image encoder"), self._directory("image_encoder")
-            check_weights(directory)
             try:
                 prepared_by = self._directory("image_processor")
                 prepare = library.CLIPImageProcessor.from_pretrained(prepared_by, **PRETRAINED)
-                network = library.CLIPVisionModel.from_pretrained(directory, **PRETRAINED)
-                self._loaded.update(prepare=prepare, network=network.float().eval())
+                network = load_encoder(library.CLIPVisionModel, directory, _ENCODER, _FILES)
+                self._loaded.update(prepare=prepare, network=network.float())
             except (OSError, ValueError) as error:
                 reason = str(error).split("\n")[0]
                 raise UserError(f"{directory} cannot be loaded ({reason}); needs {_FILES}") from error

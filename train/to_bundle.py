@@ -128,7 +128,10 @@ def _steps(checkpoints: Sequence[Path]) -> str:
 def _merge(options: BundleOptions) -> None:
     if options != replace(BundleOptions(checkpoint=options.checkpoint, out=options.out), merge=options.merge):
         raise UserError("--merge takes a bundle as it is: leave out --ema, --step, --dataset and --default")
-    merge_bundle(open_bundle(options.checkpoint), parse_adapters(options.merge), options.out)
+    for path, reading in merge_bundle(
+        open_bundle(options.checkpoint), parse_adapters(options.merge), options.out
+    ).items():
+        print(f"{path}: {reading}")
     print(f"{options.out}: {options.checkpoint} with {', '.join(options.merge)}")
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from megadit.infer.evaluate.extractors.files import ARGUMENTS, KIND, KINDS
 from megadit.models.bundle.tensor_source import TensorSource
-from megadit.models.convert.published import open_tensor_file
+from megadit.models.bundle.wrapped import open_tensor_file
 from megadit.models.convert.tensor_archive import read_archive
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError

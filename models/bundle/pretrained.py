@@ -1,11 +1,136 @@
-"""Networks of published encoders by `transformers`: the library, and a look at files before it reads them."""
+"""Networks of published encoders by `transformers`: the library, a look at files before it reads them, and at what it
+found in them."""
 
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from megadit.models.bundle.tensor_source import check_archive_file
+import torch
+
+from megadit.models.bundle.tensor_source import TensorSource, check_archive_file
+from megadit.models.bundle.weight_files import open_weights, weight_files
+from megadit.models.bundle.wrapped import unwrapped
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json
+from megadit.models.weights import listed
+
+STEMS = ("model", "pytorch_model")
+"""What transformers calls files of weights."""
+_OTHER_FILES = (".safetensors", ".pth", ".pt", ".bin")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """What is known of the encoders of one kind."""
+
+    marks: tuple[str, ...]
+    """Names of one tensor over time, by which what stands before all names is found."""
+    others: str = "$^"
+    """A pattern of tensors that such files have, or lack, and that no feature needs."""
+    rename: Callable[[TensorSource], TensorSource] = lambda source: source
+    """Names of other publications to those of transformers."""
+
+
+def find_weights(place: Path, needs: str) -> list[Path]:
+    """The files of the weights at `place`, a folder or the only file.
+
+    Raises:
+        UserError: if there are none, or it is not clear which.
+    """
+    if place.is_file():
+        return [place]
+    if found := weight_files(place, *STEMS):
+        return found
+    others = sorted(path for path in place.iterdir() if path.suffix in _OTHER_FILES) if place.is_dir() else []
+    if len(others) == 1:
+        return others
+    there = f"there are {', '.join(path.name for path in others)}: keep one" if others else f"needs {needs}"
+    raise UserError(f"{place} has no weights under a known name; {there}")
+
+
+def encoder_tensors(place: Path, encoder: Encoder, needs: str) -> TensorSource:
+    """The tensors at `place` under transformers' names.
+
+    Raises:
+        UserError: as `find_weights`, and for files that cannot be read.
+    """
+    return encoder.rename(unwrapped(open_weights(find_weights(place, needs)), encoder.marks))
+
+
+def load_encoder(network_class: type, place: Path, encoder: Encoder, needs: str, **options: Any) -> Any:
+    """The network of this class of `transformers` with the weights at `place`, in evaluation mode.
+
+    `options` are those of `from_pretrained`, of which `config` is that of the folder unless another is given.
+
+    Raises:
+        UserError: if files are missing or damaged; for tensors that are missing, unexpected or misshapen, by name.
+    """
+    files = find_weights(place, needs)
+    raw = open_weights(files)
+    tensors = encoder.rename(unwrapped(raw, encoder.marks))
+    if tensors is raw and place.is_dir() and files == _plain_files(place):
+        check_weights(place)
+        return _loaded(network_class, place, place, encoder, needs, **options)
+    return _loaded(network_class, None, place, encoder, needs, state_dict=tensors.state_dict(), **options)
+
+
+def check_encoder(network_class: type, place: Path, encoder: Encoder, needs: str, **options: Any) -> None:
+    """What `load_encoder` refuses, from names and shapes alone, where accelerate is installed."""
+    if find_spec("accelerate") is None:
+        return
+    tensors = encoder_tensors(place, encoder, needs)
+    state = {name: torch.empty(kept.shape, dtype=kept.dtype, device="meta") for name, kept in tensors.stored.items()}
+    _loaded(network_class, None, place, encoder, needs, state_dict=state, device_map="meta", **options)
+
+
+def _plain_files(place: Path) -> list[Path]:
+    """What transformers itself takes of a folder."""
+    found = weight_files(place, *STEMS)
+    names = {f"{stem}.{kind}{index}" for stem, kind in zip(STEMS, ("safetensors", "bin"), strict=True)
+             for index in ("", ".index.json")}  # fmt: skip
+    return found if any((place / name).is_file() for name in names) else []
+
+
+def _loaded(network_class: type, folder: Path | None, place: Path, encoder: Encoder, needs: str, **options: Any) -> Any:
+    """By transformers, from its own files in `folder` or from `state_dict`; `place` names either in messages."""
+    always = {**PRETRAINED, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        if folder is None and "config" not in options:
+            beside = place if place.is_dir() else place.parent
+            options["config"] = network_class.config_class.from_pretrained(beside, **PRETRAINED)
+        with _quiet():
+            network, found = network_class.from_pretrained(folder, **always, **options)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{place} cannot be loaded ({reason}); needs {needs}") from error
+    problems = {
+        "missing": sorted(found["missing_keys"]),
+        "unexpected": sorted(found["unexpected_keys"]),
+        "misshapen": sorted(f"{name} {list(a)}, not {list(b)}" for name, a, b in found["mismatched_keys"]),
+    }
+    kept = {kind: [name for name in names if not re.search(encoder.others, name)] for kind, names in problems.items()}
+    if any(kept.values()):
+        raise UserError(f"{place}: its tensors are not those of a {network_class.__name__}; {listed(kept)}")
+    return network.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own report of tensors and its bars."""
+    logging = transformers_library("an encoder").utils.logging
+    before, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if had_bar:
+            logging.enable_progress_bar()
 
 
 def check_weights(directory: Path) -> None:

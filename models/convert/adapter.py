@@ -15,7 +15,8 @@ from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings, check_asked, resolve
 from megadit.models.shared.errors import UserError
 
-DOWN, UP, MAGNITUDE, ALPHA = "down", "up", "magnitude", "alpha"
+DOWN, UP, MAGNITUDE, ALPHA, SCALE = "down", "up", "magnitude", "alpha", "scale"
+"""What files hold of a linear; `scale` is alpha / R."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,8 @@ class Adapter:
     """Where it comes from, such as recipe and step."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings of sampling that it is made for, by name, in place of its base's; {}: these."""
+    reading: str = ""
+    """How its file was read, for the user: its tensors that are used, and its scales."""
 
     @property
     def num_parameters(self) -> int:

@@ -9,7 +9,8 @@ as diffusers calls them, where it has such a network. Nothing of a file is ever 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,9 +21,9 @@ import torch
 from megadit.models.adapters import fingerprint, targets_of
 from megadit.models.bundle.bundle import Bundle, check_single
 from megadit.models.bundle.components import TENSOR_FILE
-from megadit.models.bundle.manifest import MANIFEST_FILE, check_files, write_manifest
+from megadit.models.bundle.manifest import check_files, write_manifest
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
-from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Adapter, Change
+from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, SCALE, UP, Adapter, Change
 from megadit.models.convert.adapter_names import (
     NamedRows,
     diffusers_linears,
@@ -31,22 +32,28 @@ from megadit.models.convert.adapter_names import (
     regroup,
     split_key,
 )
+from megadit.models.convert.adapter_origin import (
+    FOLDER_TENSORS,
+    FORMAT_VERSION,
+    HEADER_ORIGIN,
+    HEADER_SETTINGS,
+    ORIGIN_PARTS,
+    PIPELINE_TENSORS,
+    SETTINGS_FILE,
+    origin_of,
+    read_manifest,
+    settings_of,
+)
 from megadit.models.convert.adapter_settings import LoraSettings, lora_config
 from megadit.models.convert.written import diffusers_folder
 from megadit.models.network_config import NetworkConfig
-from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, read_json, write_json
+from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.weights import config_from_dict, config_to_dict, listed
 
-SETTINGS_FILE = "adapter_config.json"
-FOLDER_TENSORS = "adapter_model.safetensors"
-PIPELINE_TENSORS = "pytorch_lora_weights.safetensors"
-"""What diffusers calls the file in a folder of its own."""
-HEADER_SETTINGS, HEADER_ORIGIN = "lora_adapter_metadata", "megadit"
-ORIGIN_PARTS = ("base", "training", "defaults")
-FORMAT_VERSION = 1
 MOST_RANK = 4096
+MOST_SCALES = 3
+"""That are said of a file."""
 
 
 def is_adapter(path: Path) -> bool:
@@ -60,7 +67,7 @@ def is_adapter(path: Path) -> bool:
 
 def check_adapter(path: Path) -> None:
     """Raises UserError if a file of an adapter's folder is missing or changed, or the folder is none of ours."""
-    check_files(path, _manifest(path), verify=True)
+    check_files(path, read_manifest(path), verify=True)
 
 
 def bundle_fingerprint(bundle: Bundle) -> str:
@@ -99,11 +106,11 @@ def open_adapter(path: str | Path) -> OpenedAdapter:
     path = Path(path)
     file = tensor_file(path)
     source = open_safetensors(file)
-    origin = _origin(path, source)
+    origin = origin_of(file, source)
     base, training, defaults = (origin.get(name) or {} for name in ORIGIN_PARTS)
     return OpenedAdapter(
         source=source,
-        settings=_settings(path, file, source),
+        settings=settings_of(file, source),
         config=config_from_dict(base["config"]) if base.get("config") else None,
         base=base.get("fingerprint"),
         training=training,
@@ -131,7 +138,8 @@ def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapt
     problems = _problems(source, keys, linears, settings)
     if any(problems.values()):
         raise UserError(f"the adapter {path} does not fit the network; {listed(problems)}")
-    changes = {name: _read_change(source, name, of, settings) for name, of in keys.items()}
+    read = {name: _read_change(source, name, of, settings) for name, of in keys.items()}
+    changes = {name: change for name, (change, _) in read.items()}
     return Adapter(
         config=config,
         kind="dora" if any(MAGNITUDE in of for of in keys.values()) else "lora",
@@ -139,7 +147,15 @@ def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapt
         base=opened.base,
         training=opened.training,
         defaults=opened.defaults,
+        reading=_reading(source, sum(map(len, keys.values())), [scale for _, scale in read.values()]),
     )
+
+
+def _reading(source: TensorSource, num_used: int, scales: Sequence[str]) -> str:
+    counts = Counter(scales).most_common()
+    shown = [scale if len(counts) == 1 else f"{count} linears {scale}" for scale, count in counts[:MOST_SCALES]]
+    rest = f" and {len(counts) - MOST_SCALES} more scales" if len(counts) > MOST_SCALES else ""
+    return f"{num_used} of {len(source.stored)} tensors are used, {', '.join(shown)}{rest}"
 
 
 def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
@@ -178,50 +194,6 @@ def tensor_file(path: Path) -> Path:
     if path.suffix != ".safetensors":
         raise UserError(f"{path} is not read: an adapter is a folder, or a file that ends in .safetensors")
     return path
-
-
-def _origin(path: Path, source: TensorSource) -> dict[str, Any]:
-    """What only we write: network, weights and training."""
-    if (path / MANIFEST_FILE).is_file():
-        origin = _manifest(path)
-        check_files(path, origin)
-    else:
-        origin = _of_header(source, HEADER_ORIGIN)
-    version, parts = origin.get("format_version", 0), [origin.get(name) or {} for name in ORIGIN_PARTS]
-    if not isinstance(version, int) or not all(isinstance(part, dict) for part in parts):
-        raise UserError(f"{path} does not say in a known form which network it belongs to")
-    if version > FORMAT_VERSION:
-        raise UserError(f"{path} was written by a newer version of megadit: upgrade")
-    return origin
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    manifest = read_json(path / MANIFEST_FILE)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise UserError(f"{path / MANIFEST_FILE} is not that of an adapter")
-    return manifest
-
-
-def _of_header(source: TensorSource, name: str) -> dict[str, Any]:
-    """The JSON object under a name in a file's header, which may have none."""
-    where = f"{name} in the header of {source.label}"
-    return _object(parse_json(source.metadata.get(name, "{}"), where), where)
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is not a JSON object")
-    return value
-
-
-def _settings(path: Path, file: Path, source: TensorSource) -> LoraSettings:
-    """Those of a folder, or of a file's header; none where there are none."""
-    beside = file.with_name(SETTINGS_FILE)
-    if path.is_dir() and beside.is_file():
-        return LoraSettings.from_dict(_object(read_json(beside), str(beside)), path)
-    values = _of_header(source, HEADER_SETTINGS)
-    plain = {key.removeprefix("transformer.").removeprefix("unet."): value for key, value in values.items()}
-    return LoraSettings.from_dict(plain, path)
 
 
 _Keys = dict[str, dict[str, str]]
@@ -270,11 +242,12 @@ def _misshapen(
         UP: [(num_rows, rank)],
         MAGNITUDE: [(num_rows,), (num_rows, 1)],
         ALPHA: [(), (1,)],
+        SCALE: [(), (1,)],
     }
     for factor, shape in shapes.items():
         if shape not in fitting[factor]:
             yield f"{of[factor]} {list(source.shapes[of[factor]])}, not {list(fitting[factor][0])}"
-        elif not source.stored[of[factor]].dtype.is_floating_point:
+        elif factor not in (ALPHA, SCALE) and not source.stored[of[factor]].dtype.is_floating_point:
             yield f"{of[factor]} holds no floating-point numbers"
 
 
@@ -283,7 +256,8 @@ def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:-2] if len(shape) == 4 and shape[2:] == (1, 1) else shape
 
 
-def _read_change(source: TensorSource, name: str, of: Mapping[str, str], settings: LoraSettings) -> Change:
+def _read_change(source: TensorSource, name: str, of: Mapping[str, str], settings: LoraSettings) -> tuple[Change, str]:
+    """What is added to a linear, and what says how much of it."""
     values = {}
     for factor, key in of.items():
         value = source.read(key).float()
@@ -291,11 +265,24 @@ def _read_change(source: TensorSource, name: str, of: Mapping[str, str], setting
         if not values[factor].isfinite().all():
             raise UserError(f"{source.label} is damaged: {key} has numbers that are not finite")
     rank = len(values[DOWN])
-    alpha = values[ALPHA].item() if ALPHA in values else settings.alpha_of(name, rank)
-    if alpha <= 0:
-        raise UserError(f"{source.label} has the alpha {alpha:g} for {name}, which must be greater than 0")
+    alpha, said_by = _alpha_of(values, name, settings)
+    if alpha < 0:
+        raise UserError(f"{source.label} has the alpha {alpha:g} for {name}, which must be at least 0")
+    scale = f"times {alpha / rank:g} ({said_by})"
+    if alpha == 0:  # it changes nothing; factors of zeros have a scale that others can be compared with
+        alpha, values[UP] = float(rank), torch.zeros_like(values[UP])
     magnitude_O = values[MAGNITUDE].flatten() if MAGNITUDE in values else None
-    return Change(values[DOWN], values[UP], alpha, magnitude_O)
+    return Change(values[DOWN], values[UP], alpha, magnitude_O), scale
+
+
+def _alpha_of(values: Mapping[str, torch.Tensor], name: str, settings: LoraSettings) -> tuple[float, str]:
+    """What a linear's own tensors say, or what stands beside them, else the rank."""
+    rank = len(values[DOWN])
+    for factor, unit in ((SCALE, rank), (ALPHA, 1)):
+        if factor in values:
+            return values[factor].item() * unit, f"{factor} of each linear"
+    alpha = settings.alpha_of(name, rank)
+    return (float(rank), "nothing says an alpha, so it is the rank") if alpha is None else (alpha, settings.said_by)
 
 
 # --------------------------------------------------------------------------------------------------------- writing

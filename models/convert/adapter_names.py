@@ -23,33 +23,31 @@ import torch
 from torch import Tensor
 
 from megadit.models.adapters import targets_of
-from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Change
+from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, SCALE, UP, Change
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.convert.written import diffusers_entries, original_entries, pipeline_entries
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.weights import network_shapes
 
-PREFIXES = ("base_model.model.", "unet.", "transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_")
+PREFIXES = (
+    "base_model.model.", "pipe.dit.", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.",
+    "lora_unet_", "lora_transformer_", "lycoris_",
+)  # fmt: skip
 """What stands before the name of a linear; removed in this order."""
+_WRAPPED = re.compile(r"(?<![^.])_orig_mod\.")
+"""What `torch.compile` puts into a name."""
 ENDINGS = {
-    ".lora_A.weight": DOWN,
-    ".lora_A.default.weight": DOWN,
-    ".lora_down.weight": DOWN,
-    ".lora.down.weight": DOWN,
-    "_lora.down.weight": DOWN,
-    ".lora_B.weight": UP,
-    ".lora_B.default.weight": UP,
-    ".lora_up.weight": UP,
-    ".lora.up.weight": UP,
-    "_lora.up.weight": UP,
-    ".lora_magnitude_vector": MAGNITUDE,
-    ".lora_magnitude_vector.weight": MAGNITUDE,
-    ".lora_magnitude_vector.default.weight": MAGNITUDE,
-    ".dora_scale": MAGNITUDE,
-    ".alpha": ALPHA,
+    DOWN: r"\.lora_A(?:\.\w+)?\.weight|\.lora_down\.weight|[._]lora\.down\.weight",
+    UP: r"\.lora_B(?:\.\w+)?\.weight|\.lora_up\.weight|[._]lora\.up\.weight",
+    MAGNITUDE: r"\.lora_magnitude_vector(?:\.\w+){0,2}|\.dora_scale",
+    ALPHA: r"\.alpha",
+    SCALE: r"\.alpha_scale|\.scale",
 }
-"""What stands behind it -> which of the factors it is."""
+"""Which of the factors it is -> what stands behind the name, a pattern."""
+_KEY = re.compile(
+    "(?P<linear>.*?)(?:" + "|".join(f"(?P<{factor}>{ending})" for factor, ending in ENDINGS.items()) + ")"
+)
 
 
 _ATTENTION = re.compile(r"\.(to_[qkv]|to_out)(\.0)?$")
@@ -102,11 +100,9 @@ def known_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
 def split_key(key: str) -> tuple[str, str] | None:
     """(name of the linear, which of its factors) of a file's key; None for what no adapter has."""
     for prefix in PREFIXES:
-        key = key.removeprefix(prefix)
-    for ending, factor in ENDINGS.items():
-        if key.endswith(ending):
-            return key.removesuffix(ending), factor
-    return None
+        key = _WRAPPED.sub("", key.removeprefix(prefix))
+    found = _KEY.fullmatch(key)
+    return found and (found["linear"], found.lastgroup)
 
 
 def _linears(entries: Iterable[Entry], config: NetworkConfig) -> list[NamedRows]:

@@ -32,10 +32,12 @@ class LoraSettings:
     alphas: Mapping[str, float] = field(default_factory=dict)
     is_rank_stabilised: bool = False
     """alpha / sqrt(rank) scales (arXiv 2312.03732)."""
+    said_by: str = ""
+    """Where these stand, in messages."""
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], path: Path) -> "LoraSettings":
-        """Those of PEFT's `LoraConfig` in the adapter at `path`.
+    def from_dict(cls, values: Mapping[str, Any], path: Path, said_by: str) -> "LoraSettings":
+        """Those of PEFT's `LoraConfig` of the adapter at `path`.
 
         Raises:
             UserError: for settings that are no LoRA's, or that change what is computed in a way that is not known.
@@ -52,38 +54,40 @@ class LoraSettings:
             )
         return cls(
             rank=_number(path, "r", values.get("r")),
-            alpha=_number(path, "lora_alpha", values.get("lora_alpha")),
+            alpha=_number(path, "lora_alpha", values.get("lora_alpha"), least=0),
             ranks=_numbers(path, "rank_pattern", values.get("rank_pattern")),
-            alphas=_numbers(path, "alpha_pattern", values.get("alpha_pattern")),
+            alphas=_numbers(path, "alpha_pattern", values.get("alpha_pattern"), least=0),
             is_rank_stabilised=bool(values.get("use_rslora")),
+            said_by=said_by,
         )
 
     def rank_of(self, linear: str) -> float | None:
         return _matched(self.ranks, linear, self.rank)
 
-    def alpha_of(self, linear: str, rank: int) -> float:
-        """Times 1 / rank it scales; the rank where nothing is said."""
+    def alpha_of(self, linear: str, rank: int) -> float | None:
+        """Times 1 / rank it scales; None where nothing is said."""
         alpha = _matched(self.alphas, linear, self.alpha)
-        if alpha is None:
-            return float(rank)
-        return alpha * math.sqrt(rank) if self.is_rank_stabilised else alpha
+        return alpha * math.sqrt(rank) if alpha is not None and self.is_rank_stabilised else alpha
 
 
-def _number(path: Path, name: str, value: Any) -> float | None:
+def _number(path: Path, name: str, value: Any, *, least: float | None = None) -> float | None:
+    """None, or a number of at least `least`, where there is none greater than 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < math.inf):
-        raise UserError(f"{path} has {name}={value!r}, which must be a number greater than 0")
+    if value is not None and not (is_number and (value == least or 0 < value < math.inf)):
+        bound = "greater than 0" if least is None else f"of at least {least:g}"
+        raise UserError(f"{path} has {name}={value!r}, which must be a number {bound}")
     return value
 
 
-def _numbers(path: Path, name: str, values: Any) -> dict[str, float]:
+def _numbers(path: Path, name: str, values: Any, *, least: float | None = None) -> dict[str, float]:
     if not isinstance(values or {}, dict):
         raise UserError(f"{path} has {name}={values!r}, which must be an object")
     plain = {key.removesuffix("$").replace("\\.", "."): value for key, value in (values or {}).items()}
     for key in plain:
         if re.search(r"[\\*+?()\[\]{}|$]", key):
             raise UserError(f"{path} has {name} for {key!r}: names alone are read, no regular expressions")
-    return {key: _number(path, f"{name}[{key!r}]", value) for key, value in plain.items() if value is not None}
+    found = {key: _number(path, f"{name}[{key!r}]", value, least=least) for key, value in plain.items()}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _matched(pattern: Mapping[str, float], linear: str, default: float | None) -> float | None:

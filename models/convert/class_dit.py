@@ -1,6 +1,7 @@
 """The class-conditional DiT of arXiv 2212.09748: diffusers' `DiTTransformer2DModel`, and the original checkpoints."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megadit.models.config import DiTConfig
@@ -15,7 +16,8 @@ from megadit.models.convert.tensor_map import (
 )
 from megadit.models.shared.errors import UserError
 
-DIFFUSERS_CLASS = "DiTTransformer2DModel"
+DIFFUSERS_CLASS, LEGACY_CLASS = "DiTTransformer2DModel", "Transformer2DModel"
+"""In diffusers, and before it had a class for each network."""
 IGNORED = r"^pos_embed$"
 """The original checkpoints' table of fixed positions, which we compute."""
 
@@ -26,12 +28,36 @@ SETTINGS = {
 }  # fmt: skip
 """Those of diffusers' config.json; what newer ones add may be another network."""
 
+_LEGACY = {
+    "cross_attention_dim": None, "num_vector_embeds": None, "caption_channels": None, "interpolation_scale": None,
+    "use_additional_conditions": None, "use_linear_projection": False, "only_cross_attention": False,
+    "double_self_attention": False, "attention_type": "default",
+}  # fmt: skip
+"""Settings of `LEGACY_CLASS` that a DiT has not, with the values that change nothing."""
+_USUAL = {"norm_eps": 1e-5, "out_channels": None}
+"""diffusers' own values of what such files leave out."""
+
 _EXPECTED = {
     "norm_type": "ada_norm_zero",
     "activation_fn": "gelu-approximate",
     "attention_bias": True,
     "norm_elementwise_affine": False,
 }
+
+
+def from_legacy(values: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
+    """Class and settings of today for those of `LEGACY_CLASS`, as facebook/DiT-XL-2-256 is published.
+
+    Raises:
+        UserError: for another network of that class, which had many.
+    """
+    others = {name: values[name] for name, usual in _LEGACY.items() if values.get(name, usual) != usual}
+    if values.get("norm_type") != _EXPECTED["norm_type"] or others:
+        what = ", ".join(
+            f"{name}={value!r}" for name, value in {"norm_type": values.get("norm_type"), **others}.items()
+        )
+        raise UserError(f"{path} holds a {LEGACY_CLASS} with {what}; of that class only DiT is read ({_EXPECTED})")
+    return DIFFUSERS_CLASS, _USUAL | {name: value for name, value in values.items() if name not in _LEGACY}
 
 
 def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:

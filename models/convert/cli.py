@@ -135,6 +135,7 @@ def _convert_adapter(options: ConvertOptions) -> None:
     bundle = None if options.base is None else Bundle.open(options.base)
     adapter = read_adapter(options.source, None if bundle is None else bundle.config)
     write_adapter(options.out, adapter if bundle is None else with_base(adapter, bundle), PRECISIONS.get(options.dtype))
+    print(f"{options.source}: {adapter.reading}")
     print(f"{options.out}: a {adapter.kind} of {len(adapter.changes)} linears, {adapter.num_parameters:,} numbers")
 
 

@@ -14,8 +14,9 @@ from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 
 
-def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> None:
-    """Writes the bundle with these adapters, each times its scale, in its weights: whole or not at all.
+def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> dict[str, str]:
+    """Writes the bundle with these adapters, each times its scale, in its weights: whole or not at all. Returns how
+    each was read (`Adapter.reading`).
 
     Raises:
         UserError: for an adapter that does not fit, and if `out` is the bundle itself or holds something else.
@@ -43,6 +44,7 @@ def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> No
         training={**training, "merged": [*training.get("merged", ()), *merged]},
         licence=_licence(bundle),
     )
+    return {path: adapter.reading for path, adapter in read.items()}
 
 
 def _defaults(bundle: Bundle, read: Mapping[str, Adapter], scales: Mapping[str, float]) -> SamplingSettings:

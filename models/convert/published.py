@@ -1,29 +1,27 @@
 """What a published checkpoint is, found out from its files: our configuration of it, and our view of its tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megadit.models.bundle.tensor_source import (
-    TensorSource,
-    from_state_dict,
-    load_pickled,
-    open_safetensors,
-)
+from megadit.models.bundle.tensor_source import TensorSource
+from megadit.models.bundle.weight_files import open_weights, weight_files
+from megadit.models.bundle.wrapped import open_tensor_file, unwrapped
 from megadit.models.config import DiTConfig
 from megadit.models.convert import class_dit, clip, cosmos, nemo, nemo_moviegen, stable_diffusion, vit, wan
 from megadit.models.convert.converted import to_ours
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import inner_path, read_json
+from megadit.models.shared.files import read_json
 
 WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
 """Names of files of weights, those of diffusers and those of transformers."""
+_OF_AVERAGES = {"decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma", "power"}
+"""Settings that diffusers' `EMAModel` writes beside those of its network."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +148,7 @@ def open_published(path: Path) -> Published:
     if (kind := transformers_type(path)) is not None:
         return _from_transformers(path, kind)
     if (path / "config.json").is_file():
-        return _from_tensors(open_safetensors(*_shards(path))) if _is_released(path) else _from_diffusers(path)
+        return _from_tensors(_open(path, WEIGHTS)) if _is_released(path) else _from_diffusers(path)
     if path.is_file():
         return _from_tensors(open_tensor_file(path))
     # torch's distributed checkpoints take 50 MB, which each process that serves or samples would keep
@@ -184,10 +182,14 @@ def _is_released(path: Path) -> bool:
 def _from_diffusers(path: Path) -> Published:
     values = read_json(path / "config.json")
     name = values.get("_class_name") if isinstance(values, dict) else None
+    if name == class_dit.LEGACY_CLASS:
+        name, values = class_dit.from_legacy(values, path)
     if name not in DIFFUSERS:
         raise UserError(f"{path} holds a {name or 'network of another kind'}; known are {', '.join(DIFFUSERS)}")
+    if values.get("quantization_config"):
+        raise UserError(f"{path} is quantised (quantization_config): give the weights that it was made of")
     known, values = DIFFUSERS[name], values | (BESIDE[name](path) if name in BESIDE else {})
-    for setting in sorted(values.keys() - known.SETTINGS):
+    for setting in sorted(values.keys() - known.SETTINGS - _OF_AVERAGES):
         if not setting.startswith("_"):
             raise UserError(
                 f"{path / 'config.json'} has the setting {setting!r}, which no {name} known to this version has: was "
@@ -197,10 +199,11 @@ def _from_diffusers(path: Path) -> Published:
         config = known.config_from_diffusers(values)
     except KeyError as missing:
         raise UserError(f"{path / 'config.json'} lacks {missing}, which every {name} has") from None
-    source = open_safetensors(*_shards(path))
+    entries = known.diffusers_entries(config)
+    source = _open(path, WEIGHTS, marks=[theirs for entry in entries[:1] for theirs in entry.theirs])
     return Published(
         config=config,
-        tensors=to_ours(source, known.diffusers_entries(config), config, ignored=IGNORED.get(name, "$^")),
+        tensors=to_ours(source, entries, config, ignored=IGNORED.get(name, "$^")),
         sample_size=values.get("sample_size"),
         text_projection=_text_projection(config, source),
     )
@@ -216,7 +219,7 @@ def transformers_type(path: Path) -> str | None:
 def _from_transformers(path: Path, kind: str) -> Published:
     known = TRANSFORMERS[kind]
     known.pixels_of(path)  # which refuses those of another range
-    values, source = read_json(path / "config.json"), open_safetensors(*_shards(path, OF_TRANSFORMERS))
+    values, source = read_json(path / "config.json"), _open(path, OF_TRANSFORMERS, f"pytorch_{OF_TRANSFORMERS}")
     try:
         config = known.config_from_transformers(values, source.shapes)
     except KeyError as missing:
@@ -236,19 +239,19 @@ def _text_projection(config: NetworkConfig, source: TensorSource) -> dict[str, T
     return {ours: source.read(theirs) for ours, theirs in cosmos.TEXT_PROJECTION.items()}
 
 
-def _shards(path: Path, weights: str = WEIGHTS) -> list[Path]:
-    index = path / f"{weights}.safetensors.index.json"
-    if index.is_file():
-        names = read_json(index)["weight_map"].values()
-        return sorted({inner_path(path, name, follow_links=True) for name in names})
-    if (path / f"{weights}.safetensors").is_file():
-        return [path / f"{weights}.safetensors"]
-    raise UserError(f"{path} has no {weights}.safetensors, nor an index of several")
+def _open(path: Path, *stems: str, marks: Collection[str] = ()) -> TensorSource:
+    """The tensors of a folder whose files of weights are called so, without what stands before all names (`marks`)."""
+    files = weight_files(path, *stems)
+    if not files:
+        raise UserError(
+            f"{path} has no {stems[0]}.safetensors, nor an index of several, a variant of it, or a .bin; give a "
+            "file of another name by itself"
+        )
+    return unwrapped(open_weights(files), marks)
 
 
 def _from_tensors(source: TensorSource) -> Published:
-    for prefix in ("module.", "net."):
-        source = source.without_prefix(prefix)
+    source = unwrapped(source, [form.mark for form in FORMS])
     for form in FORMS:
         if form.mark in source.stored:
             try:
@@ -263,25 +266,6 @@ def _from_tensors(source: TensorSource) -> Published:
     known = ", ".join(form.name for form in FORMS)
     some = ", ".join(list(source.stored)[:3])
     raise UserError(f"{source.label} holds tensors of another network ({some} ...); known are {known}")
-
-
-def open_tensor_file(path: Path) -> TensorSource:
-    """The tensors of a .safetensors file, or of one that torch has pickled, of which nothing else is read.
-
-    Raises:
-        UserError: if there are none.
-    """
-    if path.suffix == ".safetensors":
-        return open_safetensors(path)
-    values = load_pickled(path)
-    for key in ("ema", "model", "module", "state_dict"):
-        if isinstance(values, dict) and isinstance(values.get(key), dict):
-            values = values[key]
-    named = values.items() if isinstance(values, dict) else ()
-    tensors = {name: value for name, value in named if isinstance(value, torch.Tensor)}
-    if not tensors:
-        raise UserError(f"{path} holds no tensors")
-    return from_state_dict(tensors, str(path))
 
 
 def _class_names(index: Mapping[str, Any], config: NetworkConfig) -> tuple[str, ...]:

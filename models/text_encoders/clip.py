@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.bundle import components as parts
+from megadit.models.bundle.pretrained import Encoder
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
@@ -38,8 +39,15 @@ WITHOUT_PROJECTION, WITH_PROJECTION = "CLIPTextModel", "CLIPTextModelWithProject
 """Its classes in `transformers`."""
 FOLDERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"))
 """Network and words of each encoder, in a pipeline."""
-_PUBLISHED = PublishedText("a CLIP text encoder", vocabularies=("tokenizer.json", "vocab.json"))
 _NORM = "final_layer_norm.weight"
+_PUBLISHED = PublishedText(
+    "a CLIP text encoder",
+    vocabularies=("tokenizer.json", "vocab.json"),
+    encoder=Encoder(
+        marks=(f"text_model.{_NORM}", _NORM),
+        others=r"^(vision_model|visual_projection|logit_scale)\b|position_ids$",
+    ),
+)
 _ARCHITECTURE = {
     "hidden_size": 512,
     "intermediate_size": 2048,
@@ -180,11 +188,18 @@ class CLIPTextEncoder:
             UserError: if their files are missing or damaged.
         """
         networks = []
-        for directory, values in zip(self.directories, self._architectures(), strict=True):
-            name = WITH_PROJECTION if values["has_projection"] else WITHOUT_PROJECTION
+        for directory, name in self._classes():
             networks.append(_PUBLISHED.load_network(directory, name, dtype=loading_dtype(self.dtype, directory)))
         network = SideBySide(networks, self.layer).eval()
         return network.cuda() if self.placement == "auto" and torch.cuda.is_available() else network
+
+    def _classes(self) -> list[tuple[Path, str]]:
+        """Folder and class of `transformers` of each encoder."""
+        of_folder = zip(self.directories, self._architectures(), strict=True)
+        return [
+            (folder, WITH_PROJECTION if values["has_projection"] else WITHOUT_PROJECTION)
+            for folder, values in of_folder
+        ]
 
     def _network(self) -> Any:
         """What is called with tokens [B, K, L], loaded when it is first asked for."""
@@ -233,6 +248,8 @@ class CLIPTextEncoder:
             words = [_PUBLISHED.vocabulary_hash(words) for _, words in self._folders]
             named = ("layer", "text_padding", "empty_text")
             settings = {"words": words, **{name: getattr(self, name) for name in named}}
+            for folder, name in self._classes():
+                _PUBLISHED.check_network(folder, name)
             norms = {
                 f"norm_{place}": _PUBLISHED.read_tensor(folder, f"text_model.{_NORM}", _NORM).bfloat16()
                 for place, folder in enumerate(self.directories)

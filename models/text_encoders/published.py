@@ -4,34 +4,40 @@ of them."""
 import hashlib
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.bundle.pretrained import PRETRAINED, check_weights, transformers_library
-from megadit.models.bundle.tensor_source import load_pickled
+from megadit.models.bundle.pretrained import (
+    PRETRAINED,
+    Encoder,
+    check_encoder,
+    encoder_tensors,
+    load_encoder,
+    transformers_library,
+)
+from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.machine import computing_dtype, cost_in_words, free_memory
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import inner_path, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Encoder = TypeVar("Encoder")
+AnyEncoder = TypeVar("AnyEncoder")
 
 
 def loading_dtype(name: str, directory: Path) -> torch.dtype:
-    """In which the weights of a directory are loaded: float32 where this processor does not multiply what was asked
+    """In which the weights of a directory, or a file, are loaded: float32 where this processor does not multiply what was asked
     for, as long as memory has room for the weights twice; else as asked, with a warning of what that costs."""
     asked, place = DTYPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if computing_dtype(place, asked) == asked:
         return asked
-    size = sum(file.stat().st_size for ending in ("safetensors", "bin") for file in directory.glob(f"*.{ending}"))
+    files = [file for ending in ("safetensors", "bin") for file in directory.glob(f"*.{ending}")]
+    size = sum(file.stat().st_size for file in (files if directory.is_dir() else [directory]))
     if 2 * size < free_memory(place):
         return torch.float32
     warnings.warn(f"{cost_in_words(place, asked)}, for which {directory} leaves no memory", stacklevel=2)
@@ -46,6 +52,10 @@ class PublishedText:
     """As messages call it."""
     vocabularies: tuple[str, ...]
     """Files that its words may come from, the first that is there."""
+    encoder: Encoder = Encoder(marks=())
+    """How its tensors are recognised."""
+    released: tuple[str, Path] | None = None
+    """A pattern of its file, and the folder of its words, in the folder of another publication."""
 
     @property
     def files(self) -> str:
@@ -61,15 +71,34 @@ class PublishedText:
         return hub.local_directory(model, "text encoder", self.files)
 
     def folders(self, model: str) -> tuple[Path, Path]:
-        """Where the files of its network are, and those of its words: together, or in `text_encoder` and `tokenizer`
-        (a pipeline).
+        """Where the files of its network are (a folder, or the only file), and those of its words: together, or in
+        `text_encoder` and `tokenizer` (a pipeline), or as `released`.
 
         Raises:
             UserError: as `root`.
         """
+        if Path(model).is_file():
+            return Path(model), self._words_near(Path(model).absolute().parent)
         root = self.root(model)
-        is_pipeline = (root / "text_encoder").is_dir()
-        return (root / "text_encoder", root / "tokenizer") if is_pipeline else (root, root)
+        if (root / "text_encoder").is_dir():
+            return root / "text_encoder", root / "tokenizer"
+        if self.released is not None and (files := sorted(root.glob(self.released[0]))):
+            return files[0], root / self.released[1]
+        return root, root
+
+    def _words_near(self, folder: Path) -> Path:
+        """The folder of the words of a file by itself: its own, or `tokenizer` in it, or beside it."""
+        near = [folder, folder / "tokenizer", folder.parent / "tokenizer"]
+        near += [] if self.released is None else [folder / self.released[1]]
+        return next((place for place in near if any((place / name).is_file() for name in self.vocabularies)), folder)
+
+    def tensors(self, place: Path) -> TensorSource:
+        """Those at `place`, one of `folders`, under transformers' names.
+
+        Raises:
+            UserError: if they cannot be read.
+        """
+        return encoder_tensors(place, self.encoder, self.files)
 
     def load_tokenizer(self, directory: Path) -> Any:
         """The tokenizer of `transformers`.
@@ -87,14 +116,15 @@ class PublishedText:
         """The network of this class of `transformers`, in evaluation mode; `options` are those of `from_pretrained`.
 
         Raises:
-            UserError: if its files are missing or damaged.
+            UserError: if its files are missing or damaged, or hold other tensors, by name.
         """
         network_class = getattr(transformers_library(self.what), class_name)
-        check_weights(directory)
-        try:
-            return network_class.from_pretrained(directory, **PRETRAINED, **options).eval()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{directory} cannot be loaded ({_reason(error)}); needs {self.files}") from error
+        return load_encoder(network_class, directory, self.encoder, self.files, **options)
+
+    def check_network(self, directory: Path, class_name: str, **options: Any) -> None:
+        """What `load_network` refuses, from names and shapes alone."""
+        network_class = getattr(transformers_library(self.what), class_name)
+        check_encoder(network_class, directory, self.encoder, self.files, **options)
 
     def vocabulary_hash(self, directory: Path) -> str:
         """Of the file that the words come from.
@@ -110,20 +140,11 @@ class PublishedText:
         Raises:
             UserError: if it is not there.
         """
-        shards = directory / "model.safetensors.index.json"
-        try:
-            if shards.exists():
-                places = read_json(shards)["weight_map"]
-                paths = {inner_path(directory, places[name], follow_links=True) for name in names if name in places}
-            else:
-                paths = {directory / "model.safetensors"}
-            for path in filter(Path.exists, paths):
-                with safe_open(path, framework="pt") as file:
-                    return file.get_tensor(_first(names, file.keys()))
-            pickled = load_pickled(directory / "pytorch_model.bin")
-            return pickled[_first(names, pickled)]
-        except (OSError, KeyError, RuntimeError, TypeError) as error:
-            raise UserError(f"{directory} has no readable tensor {names[0]}: {error}; needs {self.files}") from error
+        tensors = self.tensors(directory)
+        if found := next((name for name in names if name in tensors.stored), None):
+            return tensors.read(found)
+        some = ", ".join(list(tensors.stored)[:3])
+        raise UserError(f"{directory} has no tensor {names[0]}, but {some} ...; needs {self.files}")
 
     def _vocabulary(self, directory: Path) -> Path:
         for name in self.vocabularies:
@@ -146,7 +167,7 @@ def save_settings(
     parts.write_part(directory, {"type": kind, **settings, "fingerprint": encoder.fingerprint()}, tensors or {})
 
 
-def load_settings(encoder: type[Encoder], directory: str | os.PathLike, **more: Any) -> Encoder:
+def load_settings(encoder: type[AnyEncoder], directory: str | os.PathLike, **more: Any) -> AnyEncoder:
     """The inverse of `save_settings`; `more` are fields that it does not write.
 
     Raises:
@@ -155,11 +176,6 @@ def load_settings(encoder: type[Encoder], directory: str | os.PathLike, **more: 
     settings = parts.read_settings(directory, [*settings_of(encoder), "fingerprint"])
     fingerprint = settings.pop("fingerprint")
     return encoder(**settings, **more, _loaded={"fingerprint": fingerprint})
-
-
-def _first(names: Sequence[str], known: Collection[str]) -> str:
-    """The first of the names that is known, or the first of all."""
-    return next((name for name in names if name in known), names[0])
 
 
 def _reason(error: Exception) -> str:

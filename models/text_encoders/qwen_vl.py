@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.bundle import components as parts
+from megadit.models.bundle.pretrained import Encoder
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextFeatures
@@ -34,9 +35,14 @@ from megadit.models.text_encoders.published import (
 MODEL_TYPE = "qwen2_5_vl"
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
 """What Predict2.5 was trained to have said before each prompt."""
-_PUBLISHED = PublishedText("a Qwen2.5-VL text encoder", vocabularies=("tokenizer.json",))
-_LAST_NORMS = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
+_LAST_NORMS = ("language_model.model.norm.weight", "model.language_model.norm.weight", "model.norm.weight")
 """Names that `transformers` gave it over time."""
+_PUBLISHED = PublishedText(
+    "a Qwen2.5-VL text encoder",
+    vocabularies=("tokenizer.json",),
+    encoder=Encoder(marks=_LAST_NORMS, others=r"^lm_head\.|(^|\.)visual\."),
+)
+_CLASS = "Qwen2_5_VLForConditionalGeneration"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -135,8 +141,8 @@ class QwenVLTextEncoder:
         """
         if "network" not in self._loaded:
             self._architecture()
-            name, folder = "Qwen2_5_VLForConditionalGeneration", self._folders[0]
-            network = _PUBLISHED.load_network(folder, name, dtype=loading_dtype(self.dtype, folder)).model
+            folder = self._folders[0]
+            network = _PUBLISHED.load_network(folder, _CLASS, dtype=loading_dtype(self.dtype, folder)).model
             self._loaded["network"] = network.cuda() if torch.cuda.is_available() else network
         return self._loaded["network"]
 
@@ -165,6 +171,7 @@ class QwenVLTextEncoder:
         if "fingerprint" not in self._loaded:
             network, words = self._folders
             settings = {"max_length": self.max_length, "words": _PUBLISHED.vocabulary_hash(words)}
+            _PUBLISHED.check_network(network, _CLASS)
             norm = _PUBLISHED.read_tensor(network, *_LAST_NORMS).bfloat16()
             tensors = {"norm": norm, **self.projection}
             self._loaded["fingerprint"] = parts.fingerprint({**settings, **self._architecture()}, tensors)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models.bundle import components as parts
-from megadit.models.bundle.pretrained import require, transformers_library
+from megadit.models.bundle.pretrained import Encoder, require, transformers_library
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
@@ -28,12 +28,23 @@ from megadit.models.text_encoders.published import (
     loading_dtype,
     save_settings,
 )
+from megadit.models.text_encoders.released_t5 import RELEASED_FILES, RELEASED_WORDS, config_from_tensors, from_released
 
 TextPadding = Literal["none", "zeros"]
 Placement = Literal["auto", "cpu", "8bit", "offload"]
 NETWORKS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Type of a model -> the class of `transformers` that is its encoder."""
-_PUBLISHED = PublishedText("a T5 text encoder", vocabularies=("tokenizer.json", "spiece.model"))
+_LAST_NORM = "encoder.final_layer_norm.weight"
+_PUBLISHED = PublishedText(
+    "a T5 text encoder",
+    vocabularies=("tokenizer.json", "spiece.model"),
+    released=(RELEASED_FILES, RELEASED_WORDS),
+    encoder=Encoder(
+        marks=(_LAST_NORM, "blocks.0.ffn.gate.0.weight"),
+        others=r"^(decoder|lm_head)\.|^spiece_model$",
+        rename=from_released,
+    ),
+)
 _ARCHITECTURE = ("model_type", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "vocab_size", "feed_forward_proj")
 
 
@@ -161,13 +172,22 @@ class T5TextEncoder:
             UserError: if its files are missing or damaged.
         """
         if "network" not in self._loaded:
-            name, folder = NETWORKS[self._architecture()["model_type"]], self._folders[0]
-            dtype = loading_dtype(self.dtype, folder)
-            network = _PUBLISHED.load_network(folder, name, dtype=dtype, **self._placing())
+            name, config = self._network_class()
+            options = {"dtype": loading_dtype(self.dtype, self._folders[0]), **config, **self._placing()}
+            network = _PUBLISHED.load_network(self._folders[0], name, **options)
             if self.placement == "auto" and torch.cuda.is_available():
                 network = network.cuda()
             self._loaded["network"] = network
         return self._loaded["network"]
+
+    def _network_class(self) -> tuple[str, dict[str, Any]]:
+        """Name of the class of `transformers`, and its configuration where no file says it."""
+        values = self._architecture()
+        name = NETWORKS[values["model_type"]]
+        if self._folders[0].is_dir():
+            return name, {}
+        network_class = getattr(transformers_library("a T5 text encoder"), name)
+        return name, {"config": network_class.config_class(**values)}
 
     def _placing(self) -> dict[str, Any]:
         """What `from_pretrained` is told of where the weights go."""
@@ -206,20 +226,28 @@ class T5TextEncoder:
             words = _PUBLISHED.vocabulary_hash(self._folders[1])
             settings = {"max_length": self.max_length, "text_padding": self.text_padding, "words": words}
             architecture = {name: self._architecture().get(name) for name in _ARCHITECTURE}
-            norm = _PUBLISHED.read_tensor(self._folders[0], "encoder.final_layer_norm.weight").bfloat16()
+            name, config = self._network_class()
+            _PUBLISHED.check_network(self._folders[0], name, **config)
+            norm = _PUBLISHED.read_tensor(self._folders[0], _LAST_NORM).bfloat16()
             self._loaded["fingerprint"] = parts.fingerprint({**settings, **architecture}, {"norm": norm})
         return self._loaded["fingerprint"]
 
     def _architecture(self) -> dict[str, Any]:
         if "architecture" not in self._loaded:
             directory = self._folders[0]
-            values = read_json(directory / "config.json")
+            values = read_json(directory / "config.json") if directory.is_dir() else self._sizes(directory)
             if values.get("model_type") not in NETWORKS:
                 raise UserError(
                     f"{directory} is a model of type {values.get('model_type')!r}, not one of {', '.join(NETWORKS)}"
                 )
             self._loaded["architecture"] = values
         return self._loaded["architecture"]
+
+    def _sizes(self, file: Path) -> dict[str, Any]:
+        try:
+            return config_from_tensors(_PUBLISHED.tensors(file))
+        except KeyError as missing:
+            raise UserError(f"{file} is no T5: it has no tensor {missing}") from None
 
 
 class _Graph(nn.Module):

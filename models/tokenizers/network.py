@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megadit.models.bundle.components import check_header
+from megadit.models.bundle.weight_files import open_weights, weight_files
+from megadit.models.bundle.wrapped import unwrapped
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
@@ -20,7 +22,9 @@ from megadit.models.weights import check_shapes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OURS = {"CosmosImageNetwork": CosmosImageNetwork}
 """Networks that diffusers does not have."""
-_FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
+_STEMS = ("diffusion_pytorch_model", "model")
+_MARKS = ("decoder.conv_in.weight", "decoder.conv_in.conv_s.weight")
+"""Tensors of autoencoders, by which what stands before all names is found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -111,11 +115,11 @@ def read_diffusers(directory: Path, known: Collection[str]) -> tuple[str, dict[s
     class_name = config.get("_class_name") if isinstance(config, dict) else None
     if class_name not in known:
         raise UserError(f"{directory} holds a {class_name}, not one of {', '.join(known)}")
-    for name in _FILES:
-        if (directory / name).is_file():
-            tensors = load_tensors(directory / name)
-            return class_name, config, {_present_name(key): tensor for key, tensor in tensors.items()}
-    raise UserError(f"{directory} has neither {' nor '.join(_FILES)}")
+    files = weight_files(directory, *_STEMS)
+    if not files:
+        raise UserError(f"{directory} has no weights: needs {_STEMS[0]}.safetensors, or a variant of it, or .bin")
+    tensors = unwrapped(open_weights(files), _MARKS).state_dict()
+    return class_name, config, {_present_name(key): tensor for key, tensor in tensors.items()}
 
 
 def _present_name(name: str) -> str:

@@ -294,8 +294,8 @@ Q = "transformer.transformer_blocks.0.attn1.to_q"
             lambda t: t[f"{Q}.lora_B.weight"].view(-1)[7].fill_(float("inf")),
             "lora_B.weight has numbers that are not",
         ),
-        (lambda t: t.update({f"{Q}.alpha": torch.tensor(0.0)}), "alpha 0 for"),
-        (lambda t: t.update({f"{Q}.alpha": torch.tensor(3)}), "alpha holds no floating-point"),
+        (lambda t: t.update({f"{Q}.alpha": torch.tensor(-1.0)}), "alpha -1 for"),
+        (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(3, 32).int()}), "lora_A.weight holds no floating-point"),
         (lambda t: t.update({f"{Q.replace('.', '_')}.lora_A.weight": torch.ones(3, 32)}), "unexpected"),
     ],
 )
