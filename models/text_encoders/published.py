@@ -31,8 +31,8 @@ AnyEncoder = TypeVar("AnyEncoder")
 
 
 def loading_dtype(name: str, directory: Path) -> torch.dtype:
-    """In which the weights of a directory, or a file, are loaded: float32 where this processor does not multiply what was asked
-    for, as long as memory has room for the weights twice; else as asked, with a warning of what that costs."""
+    """In which the weights of a directory or a file are loaded: float32 where this processor does not multiply what
+    was asked for, as long as memory has room for the weights twice; else as asked, with a warning of its cost."""
     asked, place = DTYPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if computing_dtype(place, asked) == asked:
         return asked
