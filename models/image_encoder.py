@@ -56,14 +56,13 @@ class ImageEncoder:
         pixels = prepare(images=image_HWC, return_tensors="pt").pixel_values.to(network.device, network.dtype)
         return network(pixels, output_hidden_states=True).hidden_states[-2].float().cpu()
 
-    def save(self, directory: str | os.PathLike) -> None:
-        """Writes the name of the model: its weights stay where they are.
-
-        Raises:
-            UserError: if they are not those of a CLIP of images, by name.
-        """
+    def check(self) -> None:
+        """Raises UserError for files of weights that are not those of a CLIP of images, by name."""
         network_class = transformers_library("an image encoder").CLIPVisionModel
         check_encoder(network_class, self._directory("image_encoder"), _ENCODER, _FILES)
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the name of the model: its weights stay where they are."""
         parts.write_part(directory, {"type": "clip", "model": self.model}, {})
 
     @classmethod

@@ -97,13 +97,13 @@ def _plain_files(place: Path) -> list[Path]:
 
 def _loaded(network_class: type, folder: Path | None, place: Path, encoder: Encoder, needs: str, **options: Any) -> Any:
     """By transformers, from its own files in `folder` or from `state_dict`; `place` names either in messages."""
-    always = {**PRETRAINED, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         if folder is None and "config" not in options:
             beside = place if place.is_dir() else place.parent
             options["config"] = network_class.config_class.from_pretrained(beside, **PRETRAINED)
         with _quiet():
-            network, found = network_class.from_pretrained(folder, **always, **options)
+            network, found = network_class.from_pretrained(folder, **PRETRAINED, **options)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{place} cannot be loaded ({reason}); needs {needs}") from error
