@@ -45,9 +45,9 @@ class TrainOptions:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains; the exit code is 0, or 2 after a mistake in the command line, told in one line."""
+    """Trains; the exit code is 0 after the last step, 2 after a mistake, 128 + signal where one ended it before."""
     argv = sys.argv[1:] if argv is None else argv
-    return run_command(functools.partial(_run, debug="--debug" in argv), argv)
+    return run_command(functools.partial(_run, debug="--debug" in argv), argv, is_run=True)
 
 
 def _run(argv: list[str], *, debug: bool) -> int:

@@ -14,7 +14,7 @@ that is no longer what was written is named, and passed over for the one before 
 import dataclasses
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,7 @@ from megadit.train.kept import check_kept, kept_settings
 from megadit.train.second_copy import SecondCopy, outdated
 from megadit.train.whole_folders import UNFINISHED, delete, publish, reason_of, unfinished_name
 
+Fence = Callable[[], None]
 FORMAT_VERSION = 1
 LOADERS = "loaders"
 
@@ -105,8 +106,19 @@ class SavedReaders:
 class CheckpointStore:
     """Writes and finds the checkpoints of one run; every rank calls the same methods."""
 
-    def __init__(self, config: RunConfig, groups: Groups, base: str | None = None, teacher: str | None = None) -> None:
-        """`base` is what an adapter is trained beside, `teacher` what a student learns from (fingerprints)."""
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: Groups,
+        base: str | None = None,
+        teacher: str | None = None,
+        fence: Fence = lambda: None,
+    ) -> None:
+        """`base` is what an adapter is trained beside, `teacher` what a student learns from (fingerprints).
+
+        `fence` ends this process if the folder is another's by now.
+        """
+        self._fence = fence
         self.root = Path(config.train.output_dir) / "checkpoints"
         self._config = config
         self._groups = groups
@@ -193,6 +205,7 @@ class CheckpointStore:
         found = self._checksums(unfinished, known=mine)
         with self._all_or_nothing(unfinished):
             if self._groups.is_first:
+                self._fence()
                 write_sums(unfinished, found)
                 publish(unfinished, path)
         if self._groups.is_first:

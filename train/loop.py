@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,9 +14,12 @@ import torch.distributed as dist
 
 from megadit.models.machine import is_out_of_memory, peak_flops, said_of_memory
 from megadit.models.megatron import groups as process_groups
-from megadit.models.shared.errors import UserError
+from megadit.models.megatron.groups import Groups
+from megadit.models.shared.errors import StoppedError, UserError
+from megadit.models.shared.folder_lock import FolderLock
+from megadit.models.shared.signals import StopRequest
 from megadit.train.balance import largest_load, restore_counts
-from megadit.train.checkpoint import CheckpointStore, RunState
+from megadit.train.checkpoint import CheckpointStore, Fence, RunState
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches, validation_batches
 from megadit.train.health import Anomaly, Judge, ReadingTime
@@ -34,21 +38,22 @@ def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
     """Trains until `train.train_iters` steps are done, continuing the run found in `train.output_dir`.
 
     Every rank calls this. A run that is estimated to need far more memory than a rank has is refused before anything is
-    allocated, unless it is to begin `even_if_too_large`. A SIGTERM or SIGINT ends the run after the current step, with
-    a checkpoint.
+    allocated, unless it is to begin `even_if_too_large`. A SIGTERM, SIGINT or SIGHUP ends the run after the current
+    step, with a checkpoint.
 
     Raises:
-        UserError: for a configuration that cannot run here, or a loss that is not a number.
+        UserError: for a configuration that cannot run here, a loss that is not a number, or a folder in use.
+        StoppedError: if a signal ended the run before its end.
     """
     with StopRequest() as stop:
         groups = start_processes(config)
-        with _watchdog(config) as watchdog:
+        with _sole_writer(config, groups) as fence, _watchdog(config) as watchdog:
             try:
                 if not even_if_too_large:
                     check_memory(config, groups)
                 if groups.is_first:
                     print(*beginning(config, groups.world_size, groups.device), sep="\n", flush=True)
-                _Run(build_training(config, groups), watchdog.mark).to_the_end(stop)
+                _Run(build_training(config, groups), watchdog.mark, fence).to_the_end(stop)
             except UserError:
                 if process_groups.claims_report("error"):
                     raise
@@ -63,6 +68,29 @@ def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
                 os._exit(EXIT_CODE)  # the process groups cannot be taken down without it
             finally:
                 process_groups.destroy()
+
+
+@contextmanager
+def _sole_writer(config: RunConfig, groups: Groups) -> Iterator[Fence]:
+    """The first rank holds the run's folder for all; gives what ends it once it has lost that.
+
+    Raises:
+        UserError: if the folder is in use.
+    """
+    lock, problem, is_first = FolderLock(config.train.output_dir, "trains"), [None], groups.is_first
+    with ExitStack() as held:
+        if is_first:
+            try:
+                held.enter_context(lock)
+            except UserError as error:
+                problem = [str(error)]
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            process_groups.destroy()
+            if is_first:
+                raise UserError(problem[0])
+            raise SystemExit(2)
+        yield lock.check if is_first else lambda: None
 
 
 def _end_for_memory(config: RunConfig, error: Exception) -> NoReturn:
@@ -87,39 +115,16 @@ def _watchdog(config: RunConfig) -> Watchdog:
     )
 
 
-class StopRequest:
-    """Whether SIGTERM or SIGINT came while the block was active; a second SIGINT after a second interrupts at once."""
-
-    def __init__(self) -> None:
-        self.has_come = False
-        self._time = 0.0
-
-    def __enter__(self) -> "StopRequest":
-        # reader processes inherit these handlers: a SIGINT to the whole process group must not end them
-        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: Any) -> None:
-        # torchrun repeats a SIGINT that the terminal has sent already
-        if number == signal.SIGINT and self.has_come and time.monotonic() - self._time > 1:
-            raise KeyboardInterrupt
-        if not self.has_come:
-            self.has_come, self._time = True, time.monotonic()
-
-
 class _Run:
     """A run in progress."""
 
-    def __init__(self, training: Training, mark: Mark) -> None:
+    def __init__(self, training: Training, mark: Mark, fence: Fence) -> None:
         self.training = training
         self.mark = mark
+        self.fence = fence
         self.config = training.config
         teacher = None if training.distillation is None else training.distillation.teacher_fingerprint
-        self.store = CheckpointStore(training.config, training.groups, training.base, teacher)
+        self.store = CheckpointStore(training.config, training.groups, training.base, teacher, fence)
         self.batches = TrainBatches(training.config, training.groups)
         self.state = RunState()
         if self.config.validation.interval:
@@ -148,6 +153,8 @@ class _Run:
             self.store.close()
         if not self._is_over():
             self._say(f"told to stop: saved after step {self.state.iteration}; run the same command to continue")
+            dist.barrier()  # a launcher ends all ranks when the first one fails, and that may still copy
+            raise StoppedError(stop.signal or signal.SIGTERM)
         else:
             steps, seconds = self.state.iteration - start, time.monotonic() - begin
             self._say(*ending(self.config, self.state, steps=steps, seconds=seconds, caption=self.caption))
@@ -177,6 +184,7 @@ class _Run:
         self.threads.begin(step)
         with Statistics(self.training, is_due=self._is_due_at(step, self.config.health.statistics_interval)) as sizes:
             result = train_step(self.training, self.batches, step, must_stop=stop.has_come, judge=judge, mark=self.mark)
+        self.fence()
         self.state.iteration = step
         chosen = self.threads.end(step, result.seconds - result.reading_seconds)
         self.state.num_threads = chosen or self.state.num_threads
@@ -317,6 +325,7 @@ class _Run:
     def _save(self, metrics: Metrics) -> None:
         if self.saved_iteration == self.state.iteration:
             return
+        self.fence()
         self.mark(self.state.iteration, "saving")
         self.num_anomalies = 0
         self.state.metrics_bytes = metrics.num_bytes

@@ -12,7 +12,7 @@ first two are dealt to ranks.
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from megadit.infer.specs import prompt_lines
 from megadit.models.settings import OF_PROMPTS, GivenSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one, told_once
+from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
 
@@ -104,7 +105,7 @@ class Model:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit evaluate`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
+    return run_command(_run, sys.argv[1:] if argv is None else argv, is_run=True)
 
 
 def _run(argv: list[str]) -> None:
@@ -141,6 +142,21 @@ def _run(argv: list[str]) -> None:
         )
         evaluation.check(min([each.videos.count for each in folders] + [len(prompts)] * bool(models)))
         ranks = start(tensor=1, context=1, split_guidance=False)
+    with FolderLock(options.out, "evaluates") if is_first() else nullcontext():
+        _evaluate(options, evaluation, models, folders, real, store, device, ranks)
+    finish()
+
+
+def _evaluate(
+    options: EvaluateOptions,
+    evaluation: Evaluation,
+    models: Sequence[Model],
+    folders: Sequence[Candidate],
+    real: VideoSet | None,
+    store: FeatureStore,
+    device: torch.device,
+    ranks: Ranks,
+) -> None:
     seconds: dict[str, float] = {}
     candidates = list(folders)
     with _timed(seconds, "videos"):
@@ -161,7 +177,6 @@ def _run(argv: list[str]) -> None:
         if options.export_for:
             EXPORTS[options.export_for](options.out / "exported", candidates)
         write_report(options.out, evaluation, candidates, figures, found, seconds)
-    finish()
 
 
 # ----------------------------------------------------------------------------------------------- what is asked for

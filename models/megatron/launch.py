@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.signals import ending_signals
 
 
 def rank_arguments(argv: Sequence[str], *, debug: bool) -> list[str]:
@@ -30,8 +31,9 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     """Runs `python -m module argv` on `num_processes` ranks; the exit code is that of the first rank to fail, or 0.
 
     Ranks speak for themselves on the shared terminal; torchrun would add a traceback of its own below their errors.
-    A SIGTERM or SIGINT is passed on to every rank, which have 30 seconds to write a checkpoint. Each computes with its
-    share of the cores, unless OMP_NUM_THREADS says otherwise: threads that have none to themselves wait for each other.
+    A SIGTERM, SIGINT or SIGHUP is passed on to every rank, which have 30 seconds to write a checkpoint; they are told
+    to end (SIGTERM) also where this process is killed. Each computes with its share of the cores, unless
+    OMP_NUM_THREADS says otherwise: threads that have none to themselves wait for each other.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -53,6 +55,9 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    # not a SIGHUP that is ignored; torch 2.9 reads the variable, later ones set it from the configuration
+    config.signals_to_handle = ",".join(number.name for number in ending_signals())
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     try:
         elastic_launch(config, sys.executable)("-m", module, *argv)
     except ChildFailedError as error:

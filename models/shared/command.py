@@ -1,16 +1,17 @@
 """Commands: their options, and how their errors reach the user."""
 
 import argparse
+import contextlib
 import errno
 import os
 import select
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 from megadit.models.shared.cores import prepare_threads
-from megadit.models.shared.errors import AlreadyToldError, UserError, did_you_mean
+from megadit.models.shared.errors import AlreadyToldError, StoppedError, UserError, did_you_mean
+from megadit.models.shared.signals import end_with_parent, exit_code, passed_on, start_with_us
 
 OF_PATHS = {
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
@@ -56,13 +57,19 @@ class CommandParser(argparse.ArgumentParser):
         return underscored + equals + value if underscored in self._option_string_actions else argument
 
 
-def run_command(function: Callable[[list[str]], int | None], argv: list[str]) -> int:
+def run_command(function: Callable[[list[str]], int | None], argv: list[str], *, is_run: bool = False) -> int:
     """Runs a command and returns its exit code: 2 for a `UserError`, 130 when interrupted, each told in one line.
 
-    141, in silence, where nobody reads standard output any more (`megadit info PATH | head -1`). What the system
-    refuses to do at a path (`OF_PATHS`) is told as a `UserError` is. `--debug` among the arguments is taken out, and
-    shows the traceback of such errors instead. Other exceptions are faults of ours and always show theirs.
+    141, in silence, where nobody reads standard output any more (`megadit info PATH | head -1`), but for one that
+    `is_run`, which goes on without a reader. What the system refuses to do at a path (`OF_PATHS`) is told as a
+    `UserError` is. `--debug` among the arguments is taken out, and shows the traceback of such errors instead. Other
+    exceptions are faults of ours and always show theirs.
     """
+    if is_run:
+        streams = contextlib.redirect_stdout(_Unread(sys.stdout)), contextlib.redirect_stderr(_Unread(sys.stderr))
+        with streams[0], streams[1]:
+            return run_command(function, argv)
+    end_with_parent()
     debug = "--debug" in argv
     # before torch is there: a GPU that a run fills has no room for gaps between blocks of fixed sizes
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -73,6 +80,8 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
         return code
     except AlreadyToldError:
         return 2
+    except StoppedError as error:
+        return error.exit_code
     except UserError as error:
         if debug:
             raise
@@ -111,23 +120,43 @@ def _lost_its_reader(stream: TextIO) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+class _Unread:
+    """A stream that takes what is written when its terminal is closed, its reader gone or its disk full."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):  # what is still buffered goes there, too
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
 def run_module(module: str, *arguments: str) -> None:
     """Runs `python -m module` in a process of its own: training patches torch and starts ranks.
 
-    On Ctrl-C the terminal interrupts that process too; it is given the time to save what it has.
+    Signals that end this process reach that one too, which is given the time to save what it has.
 
     Raises:
         UserError: if it fails; it has said why.
+        StoppedError: if a signal came.
     """
-    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.wait(timeout=60)
-        raise
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+    process = start_with_us([sys.executable, "-m", module, *arguments])
+    with passed_on(process):
+        code = exit_code(process.wait())
+    if code > 128:  # it alone was told to end
+        raise StoppedError(code - 128)
     if code:
         raise UserError(f"`python -m {module} {' '.join(arguments)}` ended with exit code {code}; see above")

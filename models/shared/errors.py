@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import signal
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,6 +19,14 @@ class UserError(ValueError):
 
 class AlreadyToldError(Exception):
     """A `UserError` that another process tells; see `told_once`."""
+
+
+class StoppedError(Exception):
+    """The command was told to end by a signal, and has done what that asks for; its exit code is 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

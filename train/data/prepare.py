@@ -31,7 +31,7 @@ SOURCES: dict[str, Callable[[list[str]], int]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit prepare`; returns its exit code."""
-    return run_command(_prepare, sys.argv[1:] if argv is None else argv)
+    return run_command(_prepare, sys.argv[1:] if argv is None else argv, is_run=True)
 
 
 def _prepare(argv: list[str]) -> int:

@@ -35,6 +35,7 @@ from megadit.models.convert.adapter_files import is_adapter, read_adapter, write
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_directory, write_json
+from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.memory import ANYWAY_HELP, check_room
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
@@ -120,7 +121,7 @@ class StageRun:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit distill`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
+    return run_command(_run, sys.argv[1:] if argv is None else argv, is_run=True)
 
 
 def _run(argv: list[str]) -> None:
@@ -130,6 +131,11 @@ def _run(argv: list[str]) -> None:
         prog="megadit distill",
         description="Trains a student of a bundle that makes its videos in few calls.",
     )
+    with FolderLock(options.out, "distills"):
+        _distill(options)
+
+
+def _distill(options: DistillOptions) -> None:
     stages = options.stages or ("guidance", "regression")[: 1 + (options.calls < FEW_CALLS)]
     for name in stages:
         choose_one(name, STAGES, f"--stages {name} is unknown")

@@ -4,15 +4,19 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import StoppedError
 from megadit.models.shared.files import atomic_path
+from megadit.models.shared.folder_lock import FolderLock
+from megadit.models.shared.signals import ending_signals, exit_code
 from megadit.train.slurm.config import ChainConfig
 from megadit.train.slurm.scripts import local_script
+from megadit.train.slurm.state import said_of
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 60
@@ -31,15 +35,16 @@ def run_here(chain: ChainConfig, words: list[str], *, at_once: int) -> int:
     left = {stage: _tasks(chain, stage, numbers) for stage, _, numbers in (word.partition(":") for word in words)}
     chosen, failed, codes = set(left), set[str](), []
     running: dict[subprocess.Popen, tuple[str, str]] = {}
-    with _told_to_stop():
+    with FolderLock(chain.folder, "runs a chain"), _told_to_stop():
         try:
             while left or running:
                 for process in [process for process in running if process.poll() is not None]:
                     stage, task = running.pop(process)
-                    _note(chain, task, str(abs(process.returncode)))
-                    if process.returncode:
-                        print(f"{task}: failed ({process.returncode}); see {_log(chain, task)}", flush=True)
-                        codes.append(abs(process.returncode))
+                    code = exit_code(process.returncode)
+                    _note(chain, task, str(code))
+                    if code:
+                        print(f"{task}: {said_of(code)}; see {_log(chain, task)}", flush=True)
+                        codes.append(code)
                         failed.add(stage)
                 for stage in list(left):
                     busy = {each for each, _ in running.values()}
@@ -101,12 +106,13 @@ def _note(chain: ChainConfig, task: str, text: str) -> None:
 
 @contextmanager
 def _told_to_stop() -> Iterator[None]:
-    """SIGTERM ends the work as Ctrl-C does."""
+    """A signal to end ends the work, and then this process with 128 + signal."""
 
-    def stop(*_: object) -> None:
-        raise UserError("told to stop; --local --failed goes on with what has not ended well")
+    def stop(number: int, frame: object) -> None:
+        print("told to stop; --local --failed goes on with what has not ended well", file=sys.stderr, flush=True)
+        raise StoppedError(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop) for number in ending_signals()}
     try:
         yield
     finally:

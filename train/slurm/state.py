@@ -1,6 +1,7 @@
 """How far a chain has come: what its tasks wrote of themselves, and what the queue knows of those that are silent."""
 
 import os
+import signal
 import socket
 import subprocess
 from collections import Counter
@@ -76,8 +77,15 @@ def status(tasks: list[Task]) -> str:
     return "\n".join(lines)
 
 
+def said_of(code: int) -> str:
+    """What an exit code means (docs/commands.md)."""
+    if 128 < code < 160:
+        return f"stopped by {signal.Signals(code - 128).name} ({code})"
+    return f"ended with an error ({code})"
+
+
 def _said(task: Task) -> str:
-    return f"{WORDS[task.word]} ({task.code})" if task.word == "failed" else WORDS[task.word]
+    return said_of(task.code) if task.word == "failed" else WORDS[task.word]
 
 
 def _task(stage: str, number: int | None, path: Path, job: str, waiting: set[str]) -> Task:

@@ -2,11 +2,13 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
 from megadit.train.data.dataset_info import INFO_FILE
@@ -136,7 +138,7 @@ def prepare(kind: str, options: Options) -> None:
     """Prepares a part of a source, or all of it."""
     common, notes = options.common, Notes(root=options.out)
     is_on_ray = choose_engine(common.engine) == "ray"
-    with join_team(Part.parse(common.part)) as team:
+    with join_team(Part.parse(common.part)) as team, ExitStack() as held:
         if is_on_ray and not team.is_whole:
             raise UserError("--engine ray divides the stages itself; leave out --part")
         names = _stages(common)
@@ -163,6 +165,7 @@ def prepare(kind: str, options: Options) -> None:
         stages.check_encoders(preparation)
         ray = start_ray() if is_on_ray else None
         if team.is_first:
+            held.enter_context(_lock(options.out, team.part))
             if common.overwrite and _is_ours(notes):
                 _remove(options)  # only now that nothing is wrong with what is to take its place
             request = {
@@ -191,6 +194,12 @@ def prepare(kind: str, options: Options) -> None:
             if team.is_first and team.is_whole:
                 notes.withdraw()
             raise
+
+
+def _lock(out: Path, part: Part) -> FolderLock:
+    """Of one part, beside the folder, which `--overwrite` removes."""
+    of = "" if part.count == 1 else f".{part.number}-{part.count}"
+    return FolderLock(out, "prepares", path=out.with_name(f".{out.name}{of}.lock"))
 
 
 def _prepare_part(kind: str, options: Options, stage: str, part: str) -> None:

@@ -1,0 +1,224 @@
+"""One writer of a folder at a time, on this machine and on others that share its file system.
+
+    with FolderLock(folder, "trains") as lock:
+        lock.check()          # before each write: a run that lost the folder writes nothing more
+
+`lock.json` names the holder and beats every few seconds. A holder whose process is gone, or that has been silent for
+long, is followed at once by whoever wants the folder. It may have been suspended: when it wakes, it finds another's
+name there, and ends. Nothing here needs locks of the file system, which shared ones often lack.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megadit.models.shared.errors import UserError
+
+FILE = "lock.json"
+LOST_CODE = 2
+"""Exit code of a process that lost its folder."""
+_BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 30.0
+"""A holder on another machine that does not beat for so long is gone, or suspended."""
+_JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+
+
+@dataclass(slots=True)
+class _Watched:
+    beats: Any
+    since: float
+
+
+class FolderLock:
+    """Holds `folder` while the block is active.
+
+    Raises:
+        UserError: if another holds it, or its file cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike, does: str, *, path: Path | None = None) -> None:
+        """`does` says what the holder does there: "trains"; `path` is where the lock lies if not in the folder."""
+        self._folder, self._path = Path(folder), path or Path(folder) / FILE
+        self._record = {"token": secrets.token_hex(8), "does": does, "beats": 0, **_this_process()}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
+
+    def __enter__(self) -> "FolderLock":
+        self._made = not self._path.parent.exists()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be written: {error.strerror}") from error
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            found = _read(self._path)
+            if found is not None and found["token"] == self._record["token"]:
+                self._path.unlink()
+                if self._made:  # for nothing, where it is empty
+                    self._path.parent.rmdir()
+
+    def check(self) -> None:
+        """Ends this process, at once and without a clean-up that would write, if the folder has become another's."""
+        try:
+            other = _read(self._path)
+        except OSError:  # its file system is away, and so are the writes that follow
+            return
+        if other is not None and other["token"] == self._record["token"]:
+            return
+        taken = f"{_who(other)} has it now" if other else f"{self._path.name} was removed"
+        print(
+            f"error: {self._folder} is no longer this process's: {taken}, while this one was suspended, or its "
+            "file system was away; it ends and writes nothing more",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(LOST_CODE)
+
+    def _acquire(self) -> None:
+        watched: dict[str, _Watched] = {}
+        while not self._put():
+            other = _read(self._path)
+            if other is None:  # gone in between, or damaged
+                self._remove(None)
+            elif _is_gone(other) or self._is_silent(other, watched):
+                print(f"{self._folder}: taken over from {_who(other)}, which is gone", flush=True)
+                self._remove(other["token"])
+
+    def _put(self) -> bool:
+        """Whether the file was not there; linking is atomic on shared file systems too."""
+        temporary = self._path.with_name(f".{self._path.name}.{self._record['token']}")
+        try:
+            _write(temporary, self._record)
+            os.link(temporary, self._path)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _remove(self, token: str | None) -> None:
+        """Takes a dead holder's file away; a living one's, which came in between, goes back."""
+        aside = self._path.with_name(f".{self._path.name}.{self._record['token']}.old")
+        with contextlib.suppress(FileNotFoundError):
+            self._path.rename(aside)
+            found = _read(aside)
+            if found is not None and found["token"] != token:
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self._path)
+            aside.unlink()
+
+    def _is_silent(self, other: dict, watched: dict[str, _Watched]) -> bool:
+        """Whether a holder elsewhere has shown no life for long, which is waited for.
+
+        Raises:
+            UserError: if it lives.
+        """
+        if _is_here(other):
+            raise self._refusal(other)
+        if other["token"] not in watched:
+            watched[other["token"]] = _Watched(other["beats"], time.monotonic())
+            print(f"{self._folder}: waiting to see whether {_who(other)} still lives", flush=True)
+        seen = watched[other["token"]]
+        if seen.beats != other["beats"]:
+            raise self._refusal(other)
+        if time.monotonic() - seen.since > _SILENT_SECONDS:
+            return True
+        time.sleep(_BEAT_SECONDS / 5)
+        return False
+
+    def _refusal(self, other: dict) -> UserError:
+        return UserError(
+            f"{self._folder} is in use: {_who(other)} {other['does']} there since {other['since']}. Wait for its "
+            f"end, stop it (`kill {other['pid']}` on {other['host']}), or take the folder from it, which ends it when "
+            f"it next writes: rm {self._path}"
+        )
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(_BEAT_SECONDS):
+            self.check()  # a process that was suspended is here first
+            self._record["beats"] += 1
+            with contextlib.suppress(OSError):  # a full disk is told by what needs it
+                _write(self._path, self._record, anew=False)
+
+
+def _this_process() -> dict[str, Any]:
+    job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), None)
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process": _process(os.getpid()),
+        "kernel": _kernel(),
+        "job": job,
+        "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    }
+
+
+def _kernel() -> list[str]:
+    """What two processes share that know each other by their ids: the boot of a machine, and its container."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return [socket.gethostname()]
+
+
+def _process(pid: int) -> str | None:
+    """When a process began, which tells it from another that got its id; None if it is not there."""
+    try:
+        state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else values[18]
+
+
+def _is_here(other: dict) -> bool:
+    return other["kernel"] == _kernel()
+
+
+def _is_gone(other: dict) -> bool:
+    return _is_here(other) and _process(other["pid"]) != other["process"]
+
+
+def _who(other: dict) -> str:
+    job = f", job {other['job']}" if other["job"] else ""
+    return f"process {other['pid']} on {other['host']}{job}"
+
+
+def _read(path: Path) -> dict | None:
+    """The record there, None where there is none; read again where a beat is being written."""
+    for _ in range(3):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            record["token"], record["beats"], record["pid"], record["host"], record["kernel"], record["process"]
+            return record
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            time.sleep(0.05)
+    return None
+
+
+def _write(path: Path, record: dict, *, anew: bool = True) -> None:
+    """In one write of one length, on the disk when it returns."""
+    descriptor = os.open(path, os.O_WRONLY | (os.O_CREAT if anew else 0), 0o644)
+    try:
+        os.pwrite(descriptor, json.dumps(record).ljust(1024).encode(), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,95 @@
+"""Signals that end a command, in every launcher alike: what is under way is finished, the exit code is 128 + signal."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megadit.models.shared.errors import StoppedError
+
+WITH_PARENT = "MEGADIT_ENDS_WITH_PARENT"
+"""In the environment of a process that is to end when the one that started it does, however that comes about."""
+_PR_SET_PDEATHSIG = 1
+
+
+def ending_signals() -> list[signal.Signals]:
+    """SIGTERM, SIGINT and, unless it is ignored (nohup), SIGHUP of a terminal that is closed."""
+    asked = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    return [number for number in asked if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def exit_code(returncode: int) -> int:
+    """What a shell says of a process that ended as `subprocess` tells."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+class StopRequest:
+    """Whether a signal to end came while the block was active; a second SIGINT after a second interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._time = 0.0
+
+    @property
+    def has_come(self) -> bool:
+        return self.signal is not None
+
+    def __enter__(self) -> "StopRequest":
+        # reader processes inherit these handlers: a SIGINT to the whole process group must not end them
+        self._previous = {number: signal.signal(number, self._note) for number in ending_signals()}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        # torchrun repeats a SIGINT that the terminal has sent already
+        if number == signal.SIGINT and self.has_come and time.monotonic() - self._time > 1:
+            raise KeyboardInterrupt
+        if not self.has_come:
+            self.signal, self._time = number, time.monotonic()
+
+
+@contextmanager
+def passed_on(process: subprocess.Popen) -> Iterator[None]:
+    """Signals to end go to `process`, which this one waits for within the block, and then end this one as well.
+
+    Raises:
+        StoppedError: in the end, if one came.
+    """
+    came: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        came.append(number)
+        if number != signal.SIGINT or not os.isatty(0):  # whose terminal has sent it to both
+            process.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in ending_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if came:
+        raise StoppedError(came[0])
+
+
+def start_with_us(command: Sequence[str]) -> subprocess.Popen:
+    """A process that is told to end when this one is gone."""
+    return subprocess.Popen(command, env={**os.environ, WITH_PARENT: str(os.getpid())})
+
+
+def end_with_parent() -> None:
+    """Has this process told to end (SIGTERM) when the one is gone that started it for that, or torchrun, which did."""
+    parent = os.environ.pop(WITH_PARENT, None)
+    if (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ) or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if parent is not None and os.getppid() != int(parent):  # it has gone before
+        signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,241 @@
+"""A run that nobody watches: its terminal closes, its reader leaves, another wants its folder, its launcher dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megadit.models.shared import folder_lock
+from megadit.models.shared.folder_lock import FILE
+
+STEPS = 12
+SETTINGS = (
+    f"train.train_iters={STEPS}", "checkpoint.save_interval=50", "validation.interval=0", "logger.tensorboard=false",
+    "logger.curves=false", "train.num_threads=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def command(tiny_arguments):
+    """Trains few steps, but for the folder."""
+    return (*tiny_arguments, *SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def expected(command, run_ranks, tmp_path_factory, read_metrics):
+    """What an undisturbed run tells."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(1, *command, f"train.output_dir={out}")
+    assert not (out / FILE).exists()
+    return read_metrics(out)
+
+
+def num_steps(out) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def wait_for_steps(out, rank, steps=1) -> None:
+    while num_steps(out) < steps:
+        assert rank.poll() is None, rank.communicate()[0]
+        time.sleep(0.002)
+
+
+LONG = f"train.train_iters={10**6}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_is_the_exit_code(
+    number, command, start_ranks, run_ranks, tmp_path, read_metrics, same, expected
+):
+    ranks = start_ranks(1, *command, f"train.output_dir={tmp_path}")
+    wait_for_steps(tmp_path, ranks[0])
+    ranks[0].send_signal(number)
+    told, _ = ranks[0].communicate(timeout=240)
+    done = num_steps(tmp_path)
+    if done < STEPS:  # else the signal came in the last one
+        assert ranks[0].returncode == 128 + number and "told to stop" in told
+        assert (tmp_path / "checkpoints" / f"iter_{done:07d}").is_dir() and not (tmp_path / FILE).exists()
+    run_ranks(1, *command, f"train.output_dir={tmp_path}")
+    assert same(read_metrics(tmp_path), expected)
+
+
+def test_of_two_ranks_one_is_told_and_both_end_with_its_code(command, start_ranks, tmp_path):
+    ranks = start_ranks(2, *command, LONG, f"train.output_dir={tmp_path}")
+    wait_for_steps(tmp_path, ranks[0])
+    ranks[1].send_signal(signal.SIGHUP)
+    for rank in ranks:
+        rank.communicate(timeout=240)
+    assert [rank.returncode for rank in ranks] == [128 + signal.SIGTERM, 128 + signal.SIGHUP]
+    assert any((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_second_run_is_refused_and_the_first_one_notices_nothing(
+    command, start_ranks, run_ranks, tmp_path, read_metrics, same, expected
+):
+    (first,) = start_ranks(1, *command, f"train.output_dir={tmp_path}")
+    wait_for_steps(tmp_path, first)
+    first.send_signal(signal.SIGSTOP)
+    (told,) = run_ranks(1, *command, f"train.output_dir={tmp_path}", code=2)
+    assert f"is in use: process {first.pid} " in told and f"rm {tmp_path / FILE}" in told and "Traceback" not in told
+    told = run_ranks(2, *command, f"train.output_dir={tmp_path}", code=2)
+    assert sum("in use" in each for each in told) == 1, "one of them says so"
+    first.send_signal(signal.SIGCONT)
+    first.communicate(timeout=240)
+    assert first.returncode == 0 and same(read_metrics(tmp_path), expected)
+
+
+def test_a_run_that_lost_its_folder_writes_nothing_more(
+    command, start_ranks, run_ranks, tmp_path, read_metrics, same, expected
+):
+    (first,) = start_ranks(1, *command, f"train.output_dir={tmp_path}")
+    wait_for_steps(tmp_path, first)
+    first.send_signal(signal.SIGSTOP)
+    (tmp_path / FILE).unlink()
+    run_ranks(1, *command, f"train.output_dir={tmp_path}")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    first.send_signal(signal.SIGCONT)
+    told, _ = first.communicate(timeout=240)
+    assert first.returncode == folder_lock.LOST_CODE and "writes nothing more" in told
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path for path in before | after if before.get(path) != after.get(path)} <= set(
+        (tmp_path / "watchdog").glob("*")
+    )
+    assert same(read_metrics(tmp_path), expected)
+
+
+def test_a_killed_run_is_followed_at_once(command, start_ranks, run_ranks, tmp_path, read_metrics, same, expected):
+    (first,) = start_ranks(1, *command, f"train.output_dir={tmp_path}")
+    wait_for_steps(tmp_path, first)
+    first.kill()
+    first.wait()
+    (told,) = run_ranks(1, *command, f"train.output_dir={tmp_path}")
+    assert f"taken over from process {first.pid}" in told and same(read_metrics(tmp_path), expected)
+
+
+PROGRAM = """
+import os, signal, sys
+from megadit.models.shared.command import run_command
+from megadit.models.shared.signals import StopRequest
+def run(argv):
+    with StopRequest() as stop:
+        print("begun", flush=True)
+        if argv == ["told"]:
+            os.kill(os.getpid(), signal.SIGHUP)
+        for _ in range(3):
+            print("x" * 100_000, flush=True)
+            print("y" * 100_000, file=sys.stderr, flush=True)
+        open(sys.argv[1], "w").write(str(stop.has_come))
+sys.exit(run_command(run, sys.argv[2:], is_run=True))
+"""
+
+
+def start(tmp_path, *words, **settings):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "end"), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings)
+
+
+def test_a_reader_that_leaves_ends_no_run(tmp_path):
+    process = start(tmp_path)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 0 and (tmp_path / "end").read_text() == "False"
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_is_a_wish_to_end_unless_that_is_ignored(is_ignored, tmp_path):
+    ours, theirs = os.openpty()
+    action = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "end"), "told"], stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, action),
+    )  # fmt: skip
+    os.close(theirs)
+    while b"begun" not in os.read(ours, 1000):
+        pass
+    os.close(ours)  # whatever is written there now fails
+    assert process.wait(60) == 0 and (tmp_path / "end").read_text() == str(not is_ignored)
+
+
+LAUNCHER = """
+import sys
+from megadit.models.megatron.launch import launch
+sys.exit(launch("rank_program", sys.argv[1:], num_processes=2))
+"""
+RANK = """
+import os, pathlib, signal, sys, time
+from megadit.models.shared.signals import StopRequest, end_with_parent
+end_with_parent()
+with StopRequest() as stop:
+    path = pathlib.Path(sys.argv[1]) / f"rank{os.environ['RANK']}"
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+    while not stop.has_come:
+        time.sleep(0.02)
+    path.with_suffix(".told").write_text(str(stop.signal))
+sys.exit(128 + stop.signal)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(number, tmp_path):
+    (tmp_path / "rank_program.py").write_text(RANK)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    while len(list(tmp_path.glob("rank?"))) < 2:
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    launcher.send_signal(number)
+    code = launcher.wait(120)
+    assert code == (-number if number == signal.SIGKILL else 128 + number)
+    deadline = time.monotonic() + 60
+    while len(told := [path.read_text() for path in tmp_path.glob("*.told")]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert set(told) == {str(int(signal.SIGTERM if number == signal.SIGKILL else number))}
+
+
+def test_a_launcher_under_nohup_outlives_its_terminal(tmp_path):
+    (tmp_path / "rank_program.py").write_text(RANK)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )  # fmt: skip
+    while len(list(tmp_path.glob("rank?"))) < 2:
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGHUP)
+    for path in tmp_path.glob("rank?"):
+        os.kill(int(path.read_text()), signal.SIGHUP)
+    time.sleep(0.5)
+    assert launcher.poll() is None and not list(tmp_path.glob("*.told"))
+    launcher.terminate()
+    assert launcher.wait(120) == 128 + signal.SIGTERM
+
+
+def test_a_step_in_a_process_of_its_own_ends_as_its_parent_is_told(tmp_path):
+    (tmp_path / "step.py").write_text(RANK.replace("os.environ['RANK']", "0"))
+    program = """
+import sys
+from megadit.models.shared.command import run_command, run_module
+sys.exit(run_command(lambda argv: run_module("step", *argv), sys.argv[1:]))
+"""
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)):
+        for path in tmp_path.glob("rank0*"):
+            path.unlink()
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(tmp_path)}
+        )
+        while not list(tmp_path.glob("rank0")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait(60) == code
+        while not list(tmp_path.glob("rank0.told")):
+            time.sleep(0.02)
+    assert json.loads((tmp_path / "rank0.told").read_text()) == signal.SIGTERM
