@@ -1,7 +1,7 @@
 """TensorBoard, Weights & Biases and a picture of curves: where the numbers and videos of a run are looked at.
 
-A board takes the scalars of a step and the videos of a validation. One whose package is missing is left out, with one
-line that says so: no run ends over it.
+A board takes the scalars of a step and the videos of a validation. No run ends over one: what is missing, or fails at
+any moment, is told in one line and left out. Weights & Biases then writes files for `wandb sync`, where it can.
 """
 
 import contextlib
@@ -11,9 +11,9 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import imageio.v3 as iio
 
@@ -25,6 +25,8 @@ from megadit.train.curves import AGAIN, CURVES_FILE, END, FOLLOW
 
 VIDEO_TAG = "validation_generation"
 SECONDS_BETWEEN_CURVES = 120.0
+SECONDS_TO_ANSWER, SECONDS_TO_FINISH = 20.0, 60.0
+"""For Weights & Biases, at the beginning and at the end; in between it sends in a process of its own."""
 WANDB_RUN = "wandb.json"
 """In the run's folder: the id under which Weights & Biases knows it, so that a resumed run goes on in one chart."""
 
@@ -45,11 +47,12 @@ def open_boards(config: RunConfig, *, start: int, taken_back: int = 0) -> list[B
     """
     boards: list[Board] = []
     if config.logger.tensorboard and _is_there("tensorboard", "logger.tensorboard", "megadit[train]"):
-        boards.append(TensorBoard(Path(config.train.output_dir) / "tensorboard", start))
+        folder = Path(config.train.output_dir) / "tensorboard"
+        boards.append(_Guarded("TensorBoard", lambda: TensorBoard(folder, start)))
     if config.logger.wandb_exp_name and _is_there("wandb", "logger.wandb_exp_name", "megadit[wandb]"):
-        boards.append(WeightsAndBiases(config, taken_back))
+        boards.append(_Guarded("Weights & Biases", lambda: WeightsAndBiases(config, taken_back)))
     if config.logger.curves and _is_there("matplotlib", "logger.curves", "megadit[train]"):
-        boards.append(Curves(Path(config.train.output_dir)))
+        boards.append(_Guarded(CURVES_FILE, lambda: Curves(Path(config.train.output_dir))))
     return boards
 
 
@@ -58,6 +61,38 @@ def _is_there(package: str, field: str, extra: str) -> bool:
         return True
     print(f"{field} is off: {package} is not installed (pip install '{extra}')", file=sys.stderr, flush=True)
     return False
+
+
+class _Guarded:
+    """A board that fails once, with one warning, and takes nothing more."""
+
+    def __init__(self, name: str, open_board: Callable[[], Board]) -> None:
+        self._name, self._board = name, None
+        self._try(lambda: setattr(self, "_board", open_board()))
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        if self._board is not None:
+            self._try(lambda: self._board.scalars(step, values))
+
+    def videos(self, step: int, videos: Iterable[tuple[str, Path]]) -> None:
+        if self._board is not None:
+            self._try(lambda: self._board.videos(step, videos))
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._try(self._board.close)
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except Exception as error:  # trackers raise whatever their networks and disks do
+            self._board = None
+            print(f"warning: the run goes on without {self._name}: {in_a_line(error)}", file=sys.stderr, flush=True)
+
+
+def in_a_line(error: Exception) -> str:
+    """What an error of any library says, at most a line of it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 class TensorBoard:
@@ -109,18 +144,31 @@ class WeightsAndBiases:
         if mode is None:  # it would ask on the terminal
             where = f"Weights & Biases writes to {save_dir / 'wandb'}, for `wandb sync`"
             print(f"no WANDB_API_KEY: {where} (WANDB_MODE=online uses a stored login)", flush=True)
-        self._run = wandb.init(
-            project=logger.wandb_project,
-            entity=logger.wandb_entity,
-            name=logger.wandb_exp_name,
-            dir=str(save_dir),
-            config=to_plain_values(config),
-            id=run_id,
-            resume="allow",
-            mode=mode or "offline",
-            settings=wandb.Settings(silent=True),
-        )
+        settings = {
+            "project": logger.wandb_project,
+            "entity": logger.wandb_entity,
+            "name": logger.wandb_exp_name,
+            "dir": str(save_dir),
+            "config": to_plain_values(config),
+            "id": run_id,
+            "resume": "allow",
+        }
+        try:
+            self._run = self._begin(mode or "offline", settings)
+        except Exception as error:  # of its network, its server or its key
+            print(
+                f"warning: Weights & Biases does not take this run ({in_a_line(error)}): it writes to "
+                f"{save_dir / 'wandb'}, for `wandb sync`",
+                file=sys.stderr,
+                flush=True,
+            )
+            wandb.teardown()  # or the id is still in use
+            self._run = self._begin("offline", settings)
         self._run.define_metric("*", step_metric="step")
+
+    def _begin(self, mode: str, settings: dict[str, Any]) -> Any:
+        limits = {"init_timeout": SECONDS_TO_ANSWER, "finish_timeout": SECONDS_TO_FINISH, "finish_timeout_raises": True}
+        return self._wandb.init(**settings, mode=mode, settings=self._wandb.Settings(silent=True, **limits))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         self._run.log({**values, "step": step}, step=step + self._ahead)
@@ -135,7 +183,12 @@ class WeightsAndBiases:
             self._run.log({**shown, "step": step}, step=step + self._ahead)
 
     def close(self) -> None:
-        self._run.finish()
+        try:
+            self._run.finish()
+        except Exception as error:
+            raise RuntimeError(
+                f"not all has been sent ({in_a_line(error)}): wandb sync {Path(self._run.dir).parent}"
+            ) from error
 
 
 class Curves:

@@ -1,8 +1,14 @@
 """Numbers, configuration and videos of a run arrive where they are looked at."""
 
+import contextlib
 import importlib.util
+import json
+import shutil
 import sys
+import threading
+import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.machinery import ModuleSpec
 
 import numpy as np
@@ -149,3 +155,119 @@ def test_a_missing_package_is_said_and_nothing_else_happens(tmp_path, monkeypatc
     told = capsys.readouterr().err
     assert "logger.tensorboard is off: tensorboard is not installed" in told
     assert "logger.wandb_exp_name is off: wandb is not installed (pip install 'megadit[wandb]')" in told
+
+
+class WandbServer(BaseHTTPRequestHandler):
+    """Answers as much of W&B's API as a run asks for, or as a server in trouble does."""
+
+    trouble: str | None = None
+    is_over = threading.Event()
+    bucket = {"id": "x", "name": "r", "displayName": "r", "config": "{}", "sweepName": None, "historyLineCount": 0} | {
+        "project": {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+    }
+    answers = {
+        "upsertBucket": {"upsertBucket": {"bucket": bucket, "inserted": True}},
+        "viewer": {"viewer": {"id": "v", "entity": "e", "flags": "{}", "teams": {"edges": []}}},
+    }
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0)).decode()
+        if self.trouble == "hangs":
+            self.is_over.wait(60)
+        found = next((value for name, value in self.answers.items() if name in body), {})
+        data = json.dumps({"data": found}).encode()
+        with contextlib.suppress(OSError):
+            self.send_response(500 if self.trouble else 200)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    do_GET = do_POST = do_PUT = answer
+
+
+@pytest.fixture
+def wandb_server(monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    handler = type("Handler", (WandbServer,), {"is_over": threading.Event()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(boards, "SECONDS_TO_ANSWER", 5.0)
+    monkeypatch.setattr(boards, "SECONDS_TO_FINISH", 3.0)
+    yield server
+    handler.is_over.set()
+    server.shutdown()
+    server.server_close()
+    wandb.teardown()
+
+
+@pytest.mark.parametrize("trouble", ["hangs", "fails", "is gone"])
+@pytest.mark.parametrize("moment", ["start", "middle"])
+def test_a_server_in_trouble_ends_no_run(moment, trouble, tmp_path, wandb_server, capsys):
+    def begin() -> None:
+        wandb_server.RequestHandlerClass.trouble = trouble
+        if trouble == "is gone":
+            wandb_server.shutdown()
+            wandb_server.server_close()
+
+    if moment == "start":
+        begin()
+    (board,) = open_boards(run_config(tmp_path, wandb_exp_name="x", wandb_project="p"), start=0)
+    board.scalars(1, {"loss": 1.0})
+    if moment == "middle":
+        begin()
+    for step in range(2, 5):
+        board.scalars(step, {"loss": 1.0})
+    board.close()
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(told) == 1 and "wandb sync" in told[0]
+    sys.modules["wandb"].teardown()  # as at the end of the process
+    (written,) = (tmp_path / "wandb").glob(f"{'offline-' if moment == 'start' else ''}run-*/run-*.wandb")
+    assert b"loss" in written.read_bytes()
+
+
+def remove(folder) -> None:
+    time.sleep(0.1)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("moment", ["start", "middle", "end"])
+def test_tensorboard_without_a_folder_ends_no_run(moment, tmp_path, capsys, videos):
+    folder = tmp_path / "tensorboard"
+    if moment == "start":
+        folder.write_text("a file")
+    (board,) = open_boards(run_config(tmp_path, tensorboard=True), start=0)
+    if moment == "middle":
+        remove(folder)
+        folder.write_text("a file")
+    for step in range(1, 2000):  # more than it keeps back
+        board.scalars(step, {"loss": 1.0, "lr": 0.1})
+    board.videos(1, videos)
+    if moment == "end":
+        remove(folder)
+        folder.write_text("a file")
+    board.close()
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(told) <= 1 and all("without TensorBoard" in each for each in told)
+    assert told or moment == "end", "what its thread still holds is lost without a word"
+
+
+def test_a_board_that_fails_fails_once(tmp_path, monkeypatch, capsys):
+    class Failing:
+        def scalars(self, step, values):
+            raise KeyError("whatever")
+
+    monkeypatch.setattr(boards, "Curves", lambda folder: Failing())
+    config = run_config(tmp_path, curves=True)
+    with Metrics(config, start=0, length=0, enabled=True) as metrics:
+        for step in (1, 2):
+            tell(metrics, step, loss=1.0)
+    assert capsys.readouterr().err.count("goes on without curves.png: 'whatever'") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -117,6 +117,18 @@ def test_a_killed_run_is_followed_at_once(command, start_ranks, run_ranks, tmp_p
     assert f"taken over from process {first.pid}" in told and same(read_metrics(tmp_path), expected)
 
 
+def test_trackers_that_nobody_answers_change_nothing(
+    command, run_ranks, tmp_path, monkeypatch, read_metrics, same, expected
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    (tmp_path / "tensorboard").write_text("a file")
+    trackers = ("logger.wandb_exp_name=x", "logger.tensorboard=true", "logger.curves=true")
+    (told,) = run_ranks(1, *command, *trackers, f"train.output_dir={tmp_path}")
+    assert told.count("warning: ") == 2 and same(read_metrics(tmp_path), expected)
+
+
 PROGRAM = """
 import os, signal, sys
 from megadit.models.shared.command import run_command
