@@ -70,10 +70,12 @@ def _run(argv: list[str]) -> int:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
         client = stack.enter_context(_client(options))
+        studio = Studio(client)
+        os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)  # some of gradio asks for it when it is imported
         from megadit.serve.page.layout import show  # gradio takes seconds to import: a mistake is told before
 
         try:
-            show(Studio(client), host=options.host, port=options.port)
+            show(studio, host=options.host, port=options.port)
         except KeyboardInterrupt:
             print("stopping", file=sys.stderr)
         except ServiceError as error:
@@ -166,6 +168,11 @@ class Studio:
     @property
     def folder(self) -> Path:
         return Path(self._folder.name)
+
+    @property
+    def uploads(self) -> Path:
+        """What visitors send, and the copies of videos that are shown: gone with the page."""
+        return self.folder / "gradio"
 
     def told(self, way: str) -> str:
         """What labels say of a way; nothing where there is no choice."""

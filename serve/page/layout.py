@@ -1,10 +1,12 @@
 """The demo page itself, in Gradio: what is where, and what a click does. `Studio` (demo.py) does the work."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
 
 from megadit.models.shared.errors import UserError
 from megadit.serve.answers import CancelledError, ServiceError, StepDone
@@ -13,6 +15,7 @@ from megadit.serve.page import view
 from megadit.serve.page.demo import Studio, Take
 from megadit.serve.page.given import GivenInputs
 from megadit.serve.page.inputs import Adapters, Sampling, Seed, Sizes
+from megadit.serve.page.uploads import SECONDS_BETWEEN_SWEEPS, SECONDS_KEPT, UploadRoom
 
 
 def show(studio: Studio, *, host: str, port: int) -> None:
@@ -27,6 +30,7 @@ def show(studio: Studio, *, host: str, port: int) -> None:
 
 def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> str:
     """Starts serving in threads of its own; returns the page's address."""
+    room = Middleware(UploadRoom, folder=studio.uploads, largest=studio.info.limits.max_media_bytes)
     font = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]  # nothing to fetch from elsewhere
     _, url, _ = page.launch(
         server_name=host,
@@ -34,6 +38,7 @@ def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> s
         prevent_thread_lock=True,
         allowed_paths=[str(studio.folder)],
         max_file_size=studio.info.limits.max_media_bytes,
+        app_kwargs={"middleware": [room]},
         theme=gr.themes.Soft(primary_hue="indigo", font=font, font_mono=["ui-monospace", "monospace"]),
         css=view.CSS,
         footer_links=[],
@@ -45,7 +50,9 @@ def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> s
 def build_page(studio: Studio) -> gr.Blocks:
     """The page: one video, and two side by side."""
     made = "an image" if view.makes_images(studio.info) else "a video"
-    with gr.Blocks(title="megadit", analytics_enabled=False) as page:
+    os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)  # each part of a page asks for it when it is made
+    kept = (SECONDS_BETWEEN_SWEEPS, SECONDS_KEPT)
+    with gr.Blocks(title="megadit", analytics_enabled=False, delete_cache=kept) as page:
         gr.Markdown(f"# megadit\nA few words in, {made} out.", elem_id="headline")
         with gr.Tab(f"Make {made}"):
             _VideoTab(studio)

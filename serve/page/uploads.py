@@ -1,0 +1,86 @@
+"""What visitors may send to the page: so many bytes of each, and of all, and nothing stays for ever.
+
+Gradio writes each file of a request down before anything of the page is asked, and visitors need no session for that.
+"""
+
+import time
+from collections import Counter, deque
+from pathlib import Path
+
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+SECONDS_KEPT = 3600
+"""That a file stays which a visitor has sent."""
+SECONDS_BETWEEN_SWEEPS = 300
+_OF_A_VISITOR, _OF_ALL = 8, 32
+"""The largest files that a page keeps at once."""
+_OTHER_BYTES = 8 << 20
+"""Of a request that brings no file: takes of a session go back and forth as paths."""
+_READ_ONLY = ("GET", "HEAD", "OPTIONS")
+_ALL = ""
+"""Every visitor."""
+
+
+class _TooMuchError(Exception):
+    pass
+
+
+class UploadRoom:
+    """Middleware that counts what visitors send, by their addresses."""
+
+    def __init__(self, app: ASGIApp, *, folder: Path, largest: int) -> None:
+        """`folder`: where gradio keeps files; `largest`: bytes that one may have."""
+        self._app, self._folder, self._largest = app, folder, largest
+        self._sent: deque[tuple[float, str, int]] = deque()
+        """(when, visitor, bytes), the oldest first."""
+        self._num_bytes: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in _READ_ONLY:
+            await self._app(scope, receive, send)
+            return
+        visitor, is_upload = (scope.get("client") or ("?",))[0], scope["path"].rstrip("/").endswith("/upload")
+        has_begun, left = False, (self._largest if is_upload else 0) + _OTHER_BYTES
+        if is_upload:
+            self._sweep()
+
+        async def receiving() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0 or (is_upload and not self._count(visitor, len(message.get("body", b"")))):
+                raise _TooMuchError
+            return message
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receiving, sending)
+        except _TooMuchError:
+            if not has_begun:
+                told = "this page keeps no more files now: send smaller ones, or try again in an hour"
+                await PlainTextResponse(told, 413)(scope, receive, send)
+
+    def _count(self, visitor: str, size: int) -> bool:
+        """Whether there is room for so many bytes more of a visitor, which then count."""
+        if size:
+            self._sent.append((time.monotonic(), visitor, size))
+            self._num_bytes.update({visitor: size, _ALL: size})
+        most = {visitor: _OF_A_VISITOR, _ALL: _OF_ALL}
+        return all(self._num_bytes[name] <= count * self._largest for name, count in most.items())
+
+    def _sweep(self) -> None:
+        """Forgets what gradio has removed by now, and removes what it does not know of: files that were cut off."""
+        oldest = SECONDS_KEPT + SECONDS_BETWEEN_SWEEPS
+        while self._sent and time.monotonic() - self._sent[0][0] > oldest:
+            _, visitor, size = self._sent.popleft()
+            self._num_bytes.subtract({visitor: size, _ALL: size})
+            if not self._num_bytes[visitor]:
+                del self._num_bytes[visitor]
+        for path in self._folder.rglob("*"):
+            if path.is_file() and time.time() - path.stat().st_mtime > oldest:
+                path.unlink(missing_ok=True)
