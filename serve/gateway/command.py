@@ -16,7 +16,7 @@ from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
 from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.connections import BACKLOG, Connection, Door, most_connections
-from megadit.serve.gateway.database import Database
+from megadit.serve.gateway.database import Database, told_in_a_line
 from megadit.serve.gateway.keys import KeyLimits, KeyRing
 from megadit.serve.gateway.logs import log, log_as_json
 from megadit.serve.gateway.metrics import serve_metrics
@@ -55,11 +55,12 @@ def _run(argv: list[str]) -> int:
     slots = options.gateway.slots * len(options.gateway.servers)
     door = Door(most_connections(options.max_connections, slots=slots))
     listening = _listen(options.host, options.port)
-    gateway = Gateway(options.gateway, port=options.port)
-    log_as_json()
-    if options.metrics_port:
-        serve_metrics(gateway.metrics, options.metrics_host, options.metrics_port)
-    gateway.start()
+    with told_in_a_line(options.gateway.store):
+        gateway = Gateway(options.gateway, port=options.port)
+        log_as_json()
+        if options.metrics_port:
+            serve_metrics(gateway.metrics, options.metrics_host, options.metrics_port)
+        gateway.start()
     log("gateway started", name=gateway.store.owner, port=options.port, servers=options.gateway.servers)
     return serve(gateway, listening, door, drain_seconds=options.drain_seconds)
 
@@ -134,7 +135,11 @@ def keys(argv: list[str] | None = None) -> int:
 def _run_keys(argv: list[str]) -> None:
     description = "Keys of the gateway; they are kept as hashes."
     options = read_options(KeysOptions, argv, prog="megadit serve keys", description=description)
-    ring = KeyRing(Database(options.gateway.store))
+    with told_in_a_line(options.gateway.store):
+        _change_keys(options, KeyRing(Database(options.gateway.store)))
+
+
+def _change_keys(options: KeysOptions, ring: KeyRing) -> None:
     if options.action == "list":
         for key in ring.all():
             state = "revoked" if key.is_revoked else ", ".join(f"{n} {v}" for n, v in asdict(key.limits).items())

@@ -8,8 +8,8 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
+from megadit.serve.gateway import patience
 
 SCHEMA_VERSION = 8
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
@@ -197,7 +198,7 @@ class Database:
             _bring_up_to_date(self)
         except SQLAlchemyError as error:
             raise UserError(f"the job store {shown(url)} cannot be opened: {in_a_line(error)}") from error
-        with self.reading() as connection:
+        with told_in_a_line(url), self.reading() as connection:
             self.store_id: str = connection.execute(select(VERSION.c.store_id)).scalar_one()
             """Of this store and no other, however often it moves."""
 
@@ -207,6 +208,11 @@ class Database:
     def writing(self) -> AbstractContextManager[Connection]:
         """Takes SQLite's write lock at once, so that what was read in the transaction still holds when it writes."""
         return self._engine.begin()
+
+    def check_writable(self) -> None:
+        """Raises SQLAlchemyError where nobody could write now, as while a backup holds SQLite's lock."""
+        with self.writing():
+            pass
 
     def alone(self, connection: Connection, work: int) -> None:
         """Waits until nobody else does this work, which nobody else then begins until the transaction ends.
@@ -240,6 +246,15 @@ def holds_password(url: str) -> bool:
     return parsed.password is not None or "password" in parsed.query
 
 
+@contextmanager
+def told_in_a_line(url: str) -> Iterator[None]:
+    """Raises UserError for what a damaged store, or one that does not answer, raises in the block."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise UserError(f"the job store {shown(url)} cannot be used: {in_a_line(error)}") from error
+
+
 def in_a_line(error: SQLAlchemyError) -> str:
     """What the database complained of, in one line, without the values that it was given."""
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
@@ -261,12 +276,13 @@ def _engine(url: str) -> Engine:
             engine = create_engine(parsed, **_POOL, connect_args=waiting)
             event.listen(engine, "connect", _prepare_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
-            return engine
+            return _timed(engine)
         engine = create_engine(parsed, **_POOL, pool_pre_ping=True)
         if parsed.get_backend_name() == "postgresql":
             event.listen(engine, "do_connect", _connect_postgresql)
             event.listen(engine, "connect", _prepare_postgresql)
-        return engine
+            event.listen(engine, "begin", _begin_postgresql)
+        return _timed(engine)
     except (ArgumentError, ValueError):  # whose own words hold the URL
         raise UserError(
             f"{shown(url)!r} is no job store; give a file, or a URL such as postgresql+psycopg://..."
@@ -275,6 +291,13 @@ def _engine(url: str) -> Engine:
         raise UserError(f"the job store {shown(url)} needs {error.name}, which is not installed") from error
     except OSError as error:
         raise UserError(f"the job store {shown(url)} cannot be opened: {error.strerror}") from error
+
+
+def _timed(engine: Engine) -> Engine:
+    event.listen(engine, "begin", patience.began, insert=True)
+    for end in ("commit", "rollback"):
+        event.listen(engine, end, patience.ended)
+    return engine
 
 
 def _prepare_sqlite(connection, _record) -> None:
@@ -321,20 +344,30 @@ def _prepare_postgresql(connection, _record) -> None:
 
 def _turn_to_wal(connection: sqlite3.Connection) -> None:
     """For this one change SQLite itself does not wait while another process has the file, as it does otherwise."""
-    deadline = time.monotonic() + _SECONDS_TO_WAIT_FOR_A_LOCK
+    began, seconds = time.monotonic(), patience.seconds_left(_SECONDS_TO_WAIT_FOR_A_LOCK)
+    connection.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}").close()
     while True:
         try:
             connection.execute("PRAGMA journal_mode=WAL").close()
             return
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() - began > seconds:
+                patience.spend(time.monotonic() - began)
                 raise
             time.sleep(0.01)
 
 
 def _begin_sqlite(connection: Connection) -> None:
+    seconds = patience.seconds_left(_SECONDS_TO_WAIT_FOR_A_LOCK)
+    connection.exec_driver_sql(f"PRAGMA busy_timeout={seconds * 1000:.0f}").close()
     read_only = connection.get_execution_options().get("read_only", False)
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+def _begin_postgresql(connection: Connection) -> None:
+    seconds = patience.seconds_left(_SECONDS_OF_A_STATEMENT)
+    if seconds < _SECONDS_OF_A_STATEMENT:
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = '{seconds * 1000:.0f}ms'")
 
 
 def _bring_up_to_date(database: Database) -> None:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megadit.serve.gateway.errors import ApiError, answer
 from megadit.serve.gateway.logs import REQUEST_ID, log
 from megadit.serve.gateway.metrics import Metrics
+from megadit.serve.gateway.patience import patient
 from megadit.serve.tracing import HERE, TRACEPARENT, Span, Tracing
 
 _PLAIN = re.compile(rb"[0-9A-Za-z._-]{1,64}")
@@ -61,7 +62,8 @@ class Surroundings:
             await send(message)
 
         try:
-            await self._app(scope, self._limited(receive, state), sending)
+            with patient():
+                await self._app(scope, self._limited(receive, state), sending)
         except Exception as error:
             if not isinstance(error, (_BodyTooLargeError, _BodyTooSlowError)):
                 log("request failed", error=error)

@@ -161,9 +161,13 @@ class Gateway:
         if self.runner.is_draining or not self.servers.num_healthy:
             return False
         if self._asked is None or self._asked.done():  # a store that has not answered yet is asked nothing else
-            self._asked = self._asker.submit(self.store.has_queued)
+            self._asked = self._asker.submit(self._ask_store)
         answers, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=_SECONDS_FOR_READINESS)
         return any(answer.exception() is None for answer in answers)
+
+    def _ask_store(self) -> None:
+        self.store.has_queued()
+        self.database.check_writable()
 
     def check_media(self, request: VideoRequest, limits: MediaLimits) -> None:
         """Raises UserError for files that cannot be read, or are too much; TimeoutError if there is no time for it."""

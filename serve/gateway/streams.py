@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.jobs import Job
 from megadit.serve.gateway.keys import Key
+from megadit.serve.gateway.patience import patient
 from megadit.serve.gateway.schemas import Video, VideoPreview
 from megadit.serve.gateway.service import Gateway
 
@@ -70,7 +71,8 @@ class Streams:
     async def _events(self, key: Key, video_id: str) -> AsyncIterator[str]:
         last, shown, told_at = None, 0, time.monotonic()
         while not self._gateway.runner.is_draining:
-            job, preview = await run_in_threadpool(self._look, key, video_id, shown)
+            with patient():  # each look by itself
+                job, preview = await run_in_threadpool(self._look, key, video_id, shown)
             if job is None:
                 yield "event: video.deleted\ndata: {}\n\n"
                 return

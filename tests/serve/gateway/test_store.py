@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
+from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
-from megadit.serve.gateway import clock, store
+from megadit.serve.gateway import clock, patience, store
 from megadit.serve.gateway import database as databases
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database
@@ -139,6 +141,42 @@ def test_a_gateway_that_stands_still_in_a_transaction_holds_nobody_up(postgres, 
         with pytest.raises(SQLAlchemyError), still.writing() as connection:
             still.alone(connection, databases.CLAIMING)
             assert jobs.claim(MODELS).id == mine.id
+
+
+@pytest.mark.parametrize("lock", ["BEGIN EXCLUSIVE", "PRAGMA locking_mode=EXCLUSIVE; BEGIN EXCLUSIVE"])
+def test_a_store_that_somebody_else_holds_is_told_of_soon(gateway, visit, monkeypatch, lock):
+    """As a backup does, or an operator's own client: one deadline for all that a request asks of the store."""
+    monkeypatch.setattr(patience, "SECONDS", 0.4)
+    gateway.servers.all[0].silent_since, gateway.servers.all[0].is_proven = None, True
+    client, anybody = visit(), visit(anonymous=True)
+    made = client.post("/v1/videos", json={"prompt": "a"}).json()["id"]
+    assert anybody.get("/health/ready").status_code == 200
+    gateway.rates._held.clear()
+    gateway.database._engine.dispose()  # who holds it alone has to be alone
+    with contextlib.closing(sqlite3.connect(gateway.settings.store, isolation_level=None)) as other:
+        for statement in lock.split("; "):
+            other.execute(statement).fetchall()
+        began = time.monotonic()
+        answer = client.post("/v1/videos", json={"prompt": "a"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+        assert time.monotonic() - began < 10 and int(answer.headers["retry-after"]) >= 1
+        assert anybody.get("/health/ready").status_code == 503
+    gateway._asked.exception(60)
+    assert client.get(f"/v1/videos/{made}").status_code == 200 and anybody.get("/health/ready").status_code == 200
+
+
+def test_a_damaged_store_is_told_of_in_a_line(tmp_path, capsys):
+    path = tmp_path / "jobs.sqlite"
+    assert verbs.main(["serve", "keys", "add", "a", "--store", str(path)]) == 0
+    data = bytearray(path.read_bytes())
+    page = int.from_bytes(data[16:18], "big")
+    for damaged in range(1, len(data) // page):
+        path.write_bytes(data[: damaged * page] + b"\xa5" * page + data[(damaged + 1) * page :])
+        code = verbs.main(["serve", "keys", "list", "--store", str(path)])
+        told = capsys.readouterr().err
+        assert code in (0, 2) and "SELECT" not in told and "Traceback" not in told and told.count("\n") <= 1, told
+        if code:
+            assert "the job store" in told
 
 
 def test_who_lost_a_job_changes_nothing(database, jobs, keys):
