@@ -1,6 +1,6 @@
 """Whether a file that somebody sent is an adapter of a network, told by a process of its own.
 
-    python -m megadit.infer.check_adapter FILE < what.json       {"network": ..., "base": FINGERPRINT, "slots": ...}
+    python -m megadit.infer.check_adapter FILE < what.json       {"network": ..., "base": FINGERPRINT, ...}
 
 prints JSON: {"error": null}, or what is wrong in one line. Nothing but safetensors is read; what a file does to this
 process is its end alone.
@@ -15,7 +15,7 @@ from typing import Any
 
 from megadit.infer.schedules import given_sigmas
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.convert.adapter_files import open_adapter, read_adapter
+from megadit.models.convert.adapter_files import adapter_size, open_adapter, read_adapter
 from megadit.models.settings import check_asked
 from megadit.models.shared.errors import UserError
 from megadit.models.weights import config_from_dict
@@ -27,16 +27,20 @@ _MOST_TENSORS = 20_000
 """Of a file: some five times as many as an adapter of every linear of the largest network has."""
 
 
-def problem_of(path: Path, network: dict[str, Any], base: str, slots: dict[str, Any] | None = None) -> str | None:
+def problem_of(
+    path: Path, network: dict[str, Any], base: str, slots: dict[str, Any] | None = None, max_rank: int | None = None
+) -> str | None:
     """Why this is no adapter of the network of this configuration and these weights; None: it is one.
 
     An adapter that does not say to which weights it belongs is one of any. `slots` are the room that the network was
-    exported with (`AdapterSlots`).
+    exported with (`AdapterSlots`), `max_rank` the highest rank that the service takes.
     """
     try:
         opened = open_adapter(path)
         if len(opened.source.stored) > _MOST_TENSORS:
             return f"the file has {len(opened.source.stored):,} tensors; {_MOST_TENSORS:,} is the most"
+        if max_rank is not None and (rank := adapter_size(path)[0]) > max_rank:
+            return f"the adapter has rank {rank}; this service takes up to {max_rank}"
         if opened.base not in (None, base):
             return f"the adapter was trained with other weights ({opened.base}) than this service's ({base})"
         if sigmas := check_asked(opened.defaults, "the file asks for settings: ").get("sigmas"):

@@ -4,12 +4,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from megadit.infer.adapters import Scales, adapted_defaults
 from megadit.infer.pipeline import TextToVideo
+from megadit.models.convert.adapter_files import adapter_size
 from megadit.models.named_adapters import SUFFIX, find_adapter
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import ServiceInfo, VideoRequest
+from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
 
 
 def asked_adapters(request: VideoRequest, info: ServiceInfo, folder: Path | None) -> Scales:
@@ -30,6 +33,21 @@ def defaults_with(defaults: SamplingSettings, adapters: Scales) -> SamplingSetti
     """
     with _by_name(adapters):
         return adapted_defaults(defaults, adapters)
+
+
+def share_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> float:
+    """What adapters hold beside each of so many numbers of the network, which take a linear as long.
+
+    Raises:
+        UserError: for a higher rank than this service takes, and for one that is too large once it is in memory.
+    """
+    held = 0
+    for path in adapters:
+        with _by_name([path]):
+            rank, size = adapter_size(path)
+            limits.check_adapter(rank, size * torch.float32.itemsize)
+            held += size
+    return held / num_parameters
 
 
 def admit(pipeline: TextToVideo, adapters: Scales) -> None:

@@ -168,20 +168,21 @@ def service_info(
         "max_work": pixels * _SIZE_BEYOND_DEFAULT * defaults.num_steps * _STEPS_BEYOND_DEFAULT,
         "max_media_pixels": max(MediaLimits().max_media_pixels, pixels * _SIZE_BEYOND_DEFAULT),
     }
+    limits = Limits(**room | (limits or {}))
     return ServiceInfo(
         defaults=defaults.to_dict(),
-        limits=Limits(**room | (limits or {})),
+        limits=limits,
         samplers=SAMPLERS,
         size_multiple=multiple,
         examples=bundle.prompts,
         eta_samplers=(*STOCHASTIC, *(alias for name in STOCHASTIC for alias in SAMPLERS[name].aliases)),
         takes=taken(bundle, runtime),
         guidance_range=bundle.config.guidance_range or (),
-        adapters=None if adapters is None else _adapter_info(bundle, adapters, runtime),
+        adapters=None if adapters is None else _adapter_info(bundle, adapters, runtime, limits.max_adapter_rank),
     )
 
 
-def _adapter_info(bundle: Bundle, folder: Path, runtime: str) -> AdapterInfo:
+def _adapter_info(bundle: Bundle, folder: Path, runtime: str, max_rank: int) -> AdapterInfo:
     names = tuple(name for name in adapters_in(folder) if not OF_A_KEY.fullmatch(name))
     asked = {name: _defaults_of(folder, name) for name in names}
     slots = None if runtime == TORCH else adapter_slots(bundle, runtime)
@@ -190,6 +191,7 @@ def _adapter_info(bundle: Bundle, folder: Path, runtime: str) -> AdapterInfo:
         base=bundle_fingerprint(bundle),
         network=config_to_dict(bundle.config),
         slots=None if slots is None else slots.to_dict(),
+        max_rank=max_rank,
         defaults={name: values for name, values in asked.items() if values},
     )
 

@@ -19,6 +19,8 @@ MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"
 
 MIN_FPS, MAX_FPS = 1, 240
+_FREE_SHARE = 0.25
+"""Of a network's size, that the adapters of a request may have before they count as work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +213,7 @@ class Limits(MediaLimits):
     """Each costs the network as much, however few characters it has."""
     max_adapters: int = setting(4, "adapters of a request (default: {default})", low=0, metavar="N")
     max_adapter_bytes: int = setting(1 << 30, "of an adapter's files (default: 1 GiB)", low=1, metavar="N")
+    max_adapter_rank: int = setting(512, "of an adapter (default: {default})", low=1, metavar="N")
     max_videos: int = setting(4, "videos of a request (default: {default})", low=1, metavar="N")
     max_frames: int = setting(help="frames of a video", low=1, metavar="N")
     max_pixels: int = setting(help="frames x height x width of a video", low=1, metavar="N")
@@ -228,6 +231,13 @@ class Limits(MediaLimits):
         """Raises UserError for more adapters than a request may have."""
         if len(scales) > self.max_adapters:
             raise UserError(f"{len(scales)} adapters; this service takes up to {self.max_adapters} a request")
+
+    def check_adapter(self, rank: int, num_bytes: int) -> None:
+        """Raises UserError for an adapter of too high a rank, or of too many bytes once it is in memory."""
+        if rank > self.max_adapter_rank:
+            raise UserError(f"it has rank {rank}; this service takes up to {self.max_adapter_rank}")
+        if num_bytes > self.max_adapter_bytes:
+            raise UserError(f"it takes {num_bytes:,} bytes of memory; this service gives {self.max_adapter_bytes:,}")
 
     def check_text(self, name: str, text: str) -> None:
         """Raises:
@@ -250,10 +260,20 @@ class Limits(MediaLimits):
             )
 
     def check_size(
-        self, *, num_videos: int, num_frames: int, height: int, width: int, fps: float, num_steps: int
+        self,
+        *,
+        num_videos: int,
+        num_frames: int,
+        height: int,
+        width: int,
+        fps: float,
+        num_steps: int,
+        adapter_share: float = 0.0,
     ) -> None:
-        """Raises:
-        UserError: if this is more than a request may ask for.
+        """`adapter_share`: numbers in the request's adapters for each of the network's; a few are free.
+
+        Raises:
+            UserError: if this is more than a request may ask for.
         """
         if num_frames > 1 and not MIN_FPS <= fps <= MAX_FPS:
             raise UserError(f"fps={fps:g} is not between {MIN_FPS} and {MAX_FPS}")
@@ -267,11 +287,12 @@ class Limits(MediaLimits):
                 f"{num_frames} frames of {height}x{width} are {pixels:,} pixels; this service makes videos of up to "
                 f"{self.max_pixels:,}: ask for fewer frames or a smaller size"
             )
-        work = pixels * num_steps * num_videos
+        work = round(pixels * num_steps * num_videos * max(1.0, 1.0 + adapter_share - _FREE_SHARE))
         if work > self.max_work:
             raise UserError(
                 f"{num_videos} x {num_frames} frames of {height}x{width} in {num_steps} steps are {work:,} pixel "
-                f"steps; this service does up to {self.max_work:,} a request: ask for fewer steps, frames or videos"
+                f"steps{' with these adapters' if adapter_share > _FREE_SHARE else ''}; this service does up to "
+                f"{self.max_work:,} a request: ask for fewer steps, frames or videos"
             )
 
 
@@ -298,6 +319,8 @@ class AdapterInfo:
     """The network's configuration, which an adapter must fit."""
     slots: dict[str, Any] | None = None
     """The room for adapters that the network was exported with (`models/adapter_slots.py`); None: torch takes any."""
+    max_rank: int | None = None
+    """Of an adapter; None: whatever the network takes."""
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name -> settings of sampling that an adapter is made for, of those that are: students."""
 

@@ -30,6 +30,7 @@ from megadit.infer.signing import Marker
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.named_adapters import MissingAdapterError
+from megadit.models.networks import build_without_memory
 from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.answers import (
@@ -46,7 +47,7 @@ from megadit.serve.answers import (
     StepDone,
     VideoResult,
 )
-from megadit.serve.asked_adapters import admit, asked_adapters, defaults_with
+from megadit.serve.asked_adapters import admit, asked_adapters, defaults_with, share_of_work
 from megadit.serve.contract import ServiceInfo, VideoRequest
 from megadit.serve.tracing import NOTHING, Span, shared
 
@@ -134,6 +135,7 @@ class Engine:
         self.info = info
         self.batch_size = batch_size
         self.defaults = SamplingSettings.from_dict(info.defaults)
+        self._num_parameters = sum(each.numel() for each in build_without_memory(pipeline.config).parameters())
 
     def run(self, open_requests: Sequence[OpenRequest]) -> None:
         """Ends every request. Those of equal settings are made together; an error ends only its own request."""
@@ -184,6 +186,7 @@ class Engine:
             width=settings.width,
             fps=settings.fps,
             num_steps=settings.num_steps,
+            adapter_share=share_of_work(adapters, self.info.limits, self._num_parameters),
         )
         if self.guardrail is not None:
             self.guardrail.admit([request.text, *filter(None, [settings.second_prompt])])

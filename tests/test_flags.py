@@ -252,7 +252,8 @@ SHOWN_BY = {
             --images --dtype --device --instances --max_batch_size --max_queue_size --queue_seconds --batching_seconds
             --max_prompt_characters --max_text_tokens --max_videos --max_frames --max_pixels --max_work
             --max_media_bytes --max_media_pixels --max_media_frames --max_media_side --max_media_seconds
-            --max_adapters --max_adapter_bytes --adapters --adapter_bytes --guardrail_dir --judge_dir
+            --max_adapters --max_adapter_bytes --max_adapter_rank --adapters --adapter_bytes --guardrail_dir
+            --judge_dir
         """,
         "serve/test_ranks.py::test_options_of_ranks_change_the_repository": "--ranks --tp_size --cp_size",
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",

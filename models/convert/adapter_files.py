@@ -9,6 +9,7 @@ as diffusers calls them, where it has such a network. Nothing of a file is ever 
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,6 +174,17 @@ def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
             f"with these: megadit convert {path} OUT --base {bundle.path}"
         )
     return adapter
+
+
+def adapter_size(path: str | Path) -> tuple[int, int]:
+    """The highest rank of the adapter at `path`, and how many numbers it holds, as its header says.
+
+    Raises:
+        UserError: if it is none.
+    """
+    shapes = open_safetensors(tensor_file(Path(path))).shapes
+    ranks = [shape[0] for key, shape in shapes.items() if shape and (split_key(key) or ("", ""))[1] == DOWN]
+    return max(ranks, default=0), sum(map(math.prod, shapes.values()))
 
 
 def tensor_file(path: Path) -> Path:

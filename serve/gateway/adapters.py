@@ -183,7 +183,8 @@ class Adapters:
             yield
 
     def _check_file(self, path: Path, info: AdapterInfo) -> None:
-        question = json.dumps({"network": info.network, "base": info.base, "slots": info.slots})
+        asked = {"network": info.network, "base": info.base, "slots": info.slots, "max_rank": info.max_rank}
+        question = json.dumps(asked)
         try:
             checked = subprocess.run(
                 [sys.executable, "-m", _CHECK, str(path)],

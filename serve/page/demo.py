@@ -70,12 +70,10 @@ def _run(argv: list[str]) -> int:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
         client = stack.enter_context(_client(options))
-        studio = Studio(client)
-        os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)  # some of gradio asks for it when it is imported
         from megadit.serve.page.layout import show  # gradio takes seconds to import: a mistake is told before
 
         try:
-            show(studio, host=options.host, port=options.port)
+            show(Studio(client), host=options.host, port=options.port)
         except KeyboardInterrupt:
             print("stopping", file=sys.stderr)
         except ServiceError as error:

@@ -18,6 +18,8 @@ _OF_A_VISITOR, _OF_ALL = 8, 32
 _OTHER_BYTES = 8 << 20
 """Of a request that brings no file: takes of a session go back and forth as paths."""
 _READ_ONLY = ("GET", "HEAD", "OPTIONS")
+_UNUSED = "/process_recording"
+"""A way of gradio's to leave files elsewhere, which this page has no use for."""
 _ALL = ""
 """Every visitor."""
 
@@ -39,6 +41,9 @@ class UploadRoom:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in _READ_ONLY:
             await self._app(scope, receive, send)
+            return
+        if scope["path"].rstrip("/").endswith(_UNUSED):
+            await PlainTextResponse("not found", 404)(scope, receive, send)
             return
         visitor, is_upload = (scope.get("client") or ("?",))[0], scope["path"].rstrip("/").endswith("/upload")
         has_begun, left = False, (self._largest if is_upload else 0) + _OTHER_BYTES

@@ -6,14 +6,19 @@ import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from megadit.infer import adapters as shelf
 from megadit.infer import batches
+from megadit.infer.check_adapter import problem_of
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import encode_mp4
 from megadit.models.adapters import adapter_names
@@ -117,6 +122,48 @@ def test_an_adapter_has_a_service_open_no_path(engine, bundle_dir, adapter_dir, 
     run(engine, asker)
     assert not asker.videos and "the adapter 'learnt' cannot be used" in str(asker.endings)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
+
+
+def test_the_work_of_a_request_counts_what_its_adapters_hold(engine, bundle_dir, adapter_dir, tmp_path):
+    """A rank of thousands costs a network that is small as much as many steps do; usual ones are free."""
+    bundle = Bundle.open(bundle_dir)
+    make_adapter(tmp_path / "large", bundle_dir, 1, rank=700)
+    make_adapter(tmp_path / "wide", bundle_dir, 2, rank=300)
+    shutil.copytree(adapter_dir / "one", tmp_path / "small")
+    settings = bundle.defaults
+    most = settings.num_frames * settings.height * settings.width * settings.num_steps
+    engine.info = service_info(bundle, settings, {"max_work": most}, adapters=tmp_path)
+    engine.adapters = tmp_path
+    ask = partial(replace, VideoRequest(prompt="a"))
+    assert engine.check(ask(adapters=("small",))).num_steps == settings.num_steps
+    with pytest.raises(UserError, match="rank 700; this service takes up to 512"):
+        engine.check(ask(adapters=("large",)))
+    with pytest.raises(UserError, match="pixel steps with these adapters; this service does up to"):
+        engine.check(ask(adapters=("wide",)))
+    roomy = replace(engine.info.limits, max_work=100 * most, max_adapter_rank=700)
+    engine.info = replace(engine.info, limits=roomy)
+    engine.check(ask(adapters=("wide", "large")))
+    assert "rank 700" in problem_of(
+        tmp_path / "large", engine.info.adapters.network, engine.info.adapters.base, max_rank=512
+    )
+
+
+def test_an_adapter_counts_by_its_bytes_in_memory(engine, bundle_dir, tmp_path):
+    """One of 8 bits each takes four times its file."""
+    make_adapter(tmp_path / "plain.safetensors", bundle_dir, 1, rank=64)
+    tensors = load_file(tmp_path / "plain.safetensors")
+    with safe_open(tmp_path / "plain.safetensors", "pt") as file:
+        metadata = file.metadata()
+    save_file(
+        {name: value.to(torch.float8_e4m3fn) for name, value in tensors.items()},
+        tmp_path / "small.safetensors",
+        metadata,
+    )
+    engine.adapters = tmp_path
+    size = (tmp_path / "small.safetensors").stat().st_size
+    engine.info = replace(engine.info, limits=replace(engine.info.limits, max_adapter_bytes=2 * size))
+    with pytest.raises(UserError, match="bytes of memory; this service gives"):
+        engine.check(replace(REQUEST, adapters=("small",)))
 
 
 def test_rows_that_change_adapters_are_seen(engine, frames, monkeypatch):

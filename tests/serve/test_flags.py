@@ -57,7 +57,8 @@ REPOSITORY = (
     *(("--max_prompt_characters", "9"), ("--max_frames", "6"), ("--max_pixels", "5000"), ("--max_work", "90000")),
     *(("--max_text_tokens", "7"), ("--max_media_bytes", "8"), ("--max_media_pixels", "9"), ("--max_media_side", "6")),
     *(("--max_media_frames", "5"), ("--max_media_seconds", "4")),
-    *(("--max_adapters", "3"), ("--max_adapter_bytes", "2"), ("--adapters", "."), ("--adapter_bytes", "1")),
+    *(("--max_adapters", "3"), ("--max_adapter_bytes", "2"), ("--max_adapter_rank", "4")),
+    *(("--adapters", "."), ("--adapter_bytes", "1")),
     ("--guardrail_dir", "guard"),
     ("--judge_dir", "judge"),
 )

@@ -30,7 +30,9 @@ def visit(tmp_path, monkeypatch):
     async def read(request):
         return PlainTextResponse(str(len(await request.body())))
 
-    routes = [Route(path, read, methods=["GET", "POST"]) for path in (UPLOAD, "/other")]
+    routes = [
+        Route(path, read, methods=["GET", "POST"]) for path in (UPLOAD, "/other", "/gradio_api/process_recording")
+    ]
     monkeypatch.setattr(uploads, "_OTHER_BYTES", 1 << 16)
     app = Starlette(routes=routes, middleware=[Middleware(UploadRoom, folder=tmp_path, largest=LARGEST)])
     return lambda address: TestClient(app, client=(address, 1), raise_server_exceptions=False)
@@ -54,6 +56,7 @@ def test_a_visitor_sends_so_much_and_all_of_them_do(visit, monkeypatch):
 def test_one_request_is_no_larger_than_a_file(visit):
     assert sent(visit("a"), 2 * LARGEST) == 413 and sent(visit("b"), 2 * LARGEST, "/other") == 413
     assert sent(visit("b"), (1 << 16) + 1, "/other") == 413
+    assert sent(visit("b"), 9, "/gradio_api/process_recording") == 404
 
 
 def test_what_was_cut_off_is_swept_away(visit, tmp_path):
