@@ -1,5 +1,6 @@
 """Tensors that are read one at a time, and safetensors files written the same way: memory holds one of them."""
 
+import argparse
 import json
 import os
 import pickle
@@ -92,7 +93,8 @@ def load_pickled(file: Path | IO[bytes], where: str = "") -> Any:
             check_archive(file, where)
             return torch.load(file, map_location="cpu", weights_only=True)
         check_archive_file(file)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        with torch.serialization.safe_globals([argparse.Namespace]):  # options of a command, which do nothing
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except UserError:
         raise
     except pickle.UnpicklingError as error:  # torch's own words advise to run whatever the file holds
