@@ -111,7 +111,8 @@ READ = {
     **{
         f"one file, {prefix or 'no prefix'}": lambda path, prefix=prefix: one(path, prefixed(prefix, RELEASED))
         for prefix in ("", "model.diffusion_model.", "diffusion_model.", "_orig_mod.", "module.", "model.", "net.",
-                       "dit.", "transformer.", "module._orig_mod.", "_fsdp_wrapped_module.", "model._orig_mod.", "pipe.dit.")
+                       "dit.", "transformer.", "module._orig_mod.", "_fsdp_wrapped_module.", "model._orig_mod.",
+                       "pipe.dit.")
     },
     "activation checkpoints": lambda path: one(path, wrapped_inside(RELEASED) | {
         name: tensor for name, tensor in RELEASED.items() if ".attn1." not in name
