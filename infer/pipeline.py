@@ -78,6 +78,7 @@ from megadit.models.noise import seed_key
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import TextEncoder
+from megadit.models.text_encoders.base import on_device
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.transfer import sent_together
 
@@ -216,7 +217,7 @@ class TextToVideo:
             reload_text_encoder=reload_text_encoder if offload_text_encoder else None,
             guardrail=guardrail,
             takes=taken(bundle, runtime),
-            image_encoder=bundle.load_image_encoder(),
+            image_encoder=on_device(bundle.load_image_encoder(), place),
             cache_plans=bundle_plans(bundle, cache_measure),
             overlap_decoding=overlap_decoding,
             origin=origin_of(bundle, dtype=dtype, runtime=runtime, cache_measure=cache_measure),

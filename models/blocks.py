@@ -73,7 +73,8 @@ class MLP(nn.Module):
         """fc2(activation(fc1(x))), each token by itself: which sample it belongs to makes no difference."""
         # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors;
         # a compiled or exported graph has no fixed number of slices, and plans its own memory
-        parts = [x_SBD] if torch.compiler.is_compiling() else x_SBD.split(MLP_SLICE)
+        is_one = torch.compiler.is_compiling() or len(x_SBD) <= MLP_SLICE  # of one piece the gradient would be a copy
+        parts = [x_SBD] if is_one else x_SBD.split(MLP_SLICE)
         slices = [self.fc2(self._hidden(x)) for x in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 

@@ -39,6 +39,7 @@ from megadit.models.embeddings import (
 from megadit.models.kept import Kept
 from megadit.models.layout import Layout, PackLayout
 from megadit.models.modulation import SharedModulation
+from megadit.models.ops.condition_rows import two_or_more
 from megadit.models.ops.linear import Linear
 from megadit.models.segments import DenseRows
 
@@ -212,7 +213,7 @@ class DiT(nn.Module):
         if layout.has_given:
             rows = tensors.segment_of_row_R
             of_segments = (None if values_G is None else values_G[rows] for values_G in of_segments)
-        condition = self._embed_condition(c_noise_R, *of_segments)
+        condition = (None if x is None else two_or_more(x) for x in self._embed_condition(c_noise_R, *of_segments))
         text_L1D = self._embed_text(text_L1E, tensors.null_text_L[:, None, None])
         return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout, through=through)
 

@@ -56,6 +56,11 @@ class ImageEncoder:
         pixels = prepare(images=image_HWC, return_tensors="pt").pixel_values.to(network.device, network.dtype)
         return network(pixels, output_hidden_states=True).hidden_states[-2].float().cpu()
 
+    def to(self, device: torch.device) -> "ImageEncoder":
+        """This encoder, whose network computes on `device` when it is loaded."""
+        self._loaded["device"] = device
+        return self
+
     def check(self) -> None:
         """Raises UserError for files of weights that are not those of a CLIP of images, by name."""
         network_class = transformers_library("an image encoder").CLIPVisionModel
@@ -87,13 +92,14 @@ class ImageEncoder:
 
     def _networks(self) -> tuple[Any, Any]:
         """What prepares images, and the network; loaded once."""
-        if not self._loaded:
+        if "network" not in self._loaded:
             library, directory = transformers_library("an image encoder"), self._directory("image_encoder")
             try:
                 prepared_by = self._directory("image_processor")
                 prepare = library.CLIPImageProcessor.from_pretrained(prepared_by, **PRETRAINED)
                 network = load_encoder(library.CLIPVisionModel, directory, _ENCODER, _FILES)
-                self._loaded.update(prepare=prepare, network=network.float())
+                place = self._loaded.get("device", torch.device("cpu"))
+                self._loaded.update(prepare=prepare, network=network.float().to(place))
             except (OSError, ValueError) as error:
                 reason = str(error).split("\n")[0]
                 raise UserError(f"{directory} cannot be loaded ({reason}); needs {_FILES}") from error

@@ -6,7 +6,10 @@ holds: any layout starts from the same network.
 
 import hashlib
 import math
-from collections.abc import Callable
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,9 @@ Fill = Callable[[nn.Parameter, Tensor], object]
 FullShape = Callable[[nn.Parameter], torch.Size]
 CONSTANTS = {"log_scale": math.log(1 / 0.07), "score_offset": -10.0}
 """What scores of CLIP begin with (arXiv 2103.00020, section 2.5; 2303.15343, section 3.2)."""
+
+MOST_THREADS = 8
+"""Threads that compute initial values; each holds one whole float32 tensor beside the network."""
 
 ZERO = (
     *("final_layer.linear.", "head.linear.", "shared_modulation."),
@@ -74,9 +80,31 @@ def initialize_(
         given: the whole tensor of a name, where weights exist; `seed` then changes nothing.
         wanted: whether the parameter of a name is filled; the others stay as they are.
     """
-    for name, parameter in model.named_parameters():
-        if not wanted(name):
-            continue
-        whole = initial_value(name, full_shape(parameter), seed) if given is None else given(name)
-        fill(parameter, whole)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if wanted(name)}
+
+    def value(name: str) -> Tensor:
+        return initial_value(name, full_shape(parameters[name]), seed) if given is None else given(name)
+
+    for name, whole in zip(parameters, computed_ahead(value, parameters), strict=True):
+        fill(parameters[name], whole)
     return model
+
+
+def computed_ahead(value: Callable[[str], Tensor], names: Iterable[str]) -> Iterator[Tensor]:
+    """value(name) of each name, in order, computed by threads that are at most one tensor each ahead.
+
+    A generator draws by one thread, however large its tensor: 7B are 4.5e9 normals, half a minute and more for one
+    core. As each name has a generator of its own, any number of threads gives the same bits.
+    """
+    num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if num_threads < 2:
+        yield from map(value, names)
+        return
+    with ThreadPoolExecutor(num_threads, initializer=torch.set_grad_enabled, initargs=(False,)) as pool:
+        ahead: deque[Future[Tensor]] = deque()
+        for name in names:
+            ahead.append(pool.submit(value, name))
+            if len(ahead) > num_threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()

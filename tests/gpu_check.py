@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,22 +60,25 @@ class Measurement(NamedTuple):
 MEASUREMENTS = {
     "products": Measurement(("products.py",), 30),
     "attention": Measurement(("attention.py",), 75),
-    "chains": Measurement(("chains.py",), 60),
-    "layers": Measurement(("layers.py",), 75),
+    "chains": Measurement(("chains.py",), 45),
+    "layers": Measurement(("layers.py",), 60),
     "optimizer": Measurement(("optimizer.py",), 45),
-    "7b": Measurement(("steps.py", "7b"), 120, True, "training on random samples"),
-    "7b-fused": Measurement(("steps.py", "7b-fused"), 120, True, "training on random samples"),
-    "7b-four": Measurement(("steps.py", "7b-four"), 120, True, "training on random samples"),
+    "7b": Measurement(("steps.py", "7b"), 75, True, "training on random samples"),
+    "7b-fused": Measurement(("steps.py", "7b-fused"), 75, True, "training on random samples"),
+    "7b-four": Measurement(("steps.py", "7b-four"), 75, True, "training on random samples"),
     "eight-bits": Measurement(("eight_bits.py",), 45, False, "training on random samples"),
-    "7b-eight-bits": Measurement(("steps.py", "7b-eight-bits"), 120, True, "training on random samples"),
+    "7b-eight-bits": Measurement(("steps.py", "7b-eight-bits"), 75, True, "training on random samples"),
+    "7b-graphs": Measurement(("steps.py", "7b-graphs"), 75, True, "training on random samples"),
     "xl": Measurement(("steps.py", "xl"), 60, True, "training on random samples"),
     "xl-mixed": Measurement(("steps.py", "xl-mixed"), 60, True, "training on random samples"),
     "xl-graphs": Measurement(("steps.py", "xl-graphs"), 60, True, "training on random samples"),
-    "behaviour": Measurement(("behaviour.py",), 90),
+    "behaviour": Measurement(("behaviour.py",), 60),
     "resume": Measurement(("resume.py",), 120, False, "training on random samples"),
     "tiny": Measurement(("steps.py", "tiny"), 90, False, "training on random samples"),
 }
 """In the order in which they matter; `digits` and `tests` follow."""
+FIRST = ("layers", "attention", "7b", "7b-eight-bits", "xl-mixed", "xl-graphs", "chains", "eight-bits", "behaviour")
+"""What `--pretend` tells of where nothing is named: the first ten minutes on a card."""
 
 Row = tuple[str, str, bool]
 """What, what was found, and whether that is a failure."""
@@ -124,10 +128,15 @@ def main(argv: list[str] | None = None) -> int:
     known = (*MEASUREMENTS, "digits", "tests")
     parser.add_argument("--only", default="", metavar="NAME,...", help=f"some of {', '.join(known)}")
     parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="nothing begins after so many")
+    parser.add_argument(
+        "--pretend", metavar="GPU", help="run nothing: what would be measured on a GPU such as h100-80gb"
+    )
     options = parser.parse_args(argv)
     wanted = options.only.split(",") if options.only else list(known)
     if unknown := set(wanted) - set(known):
         parser.error(f"there is no {sorted(unknown)[0]!r}; choose of {', '.join(known)}")
+    if options.pretend:
+        return pretend(wanted if options.only else FIRST, options.pretend)
     report = Report(options.out.resolve(), options.budget)
     report.tell("machine", "python", sys.version.split()[0])
     with tempfile.TemporaryDirectory(prefix="megadit-gpu-check-") as folder:
@@ -158,6 +167,27 @@ def main(argv: list[str] | None = None) -> int:
         if "tests" in wanted:
             run_tests(report, environment, missing["tests"], has_gpu=gpu)
     return report.finish()
+
+
+def pretend(wanted: Sequence[str], gpu: str) -> int:
+    """Prints what would be measured on `gpu`, how long each part may take, and what a step needs there; the exit code.
+    Needs megadit itself, but no GPU."""
+    total = 0
+    for name in wanted:
+        measurement = MEASUREMENTS.get(name)
+        limit = measurement.limit if measurement else TEST_LIMIT
+        total += limit
+        found = ""
+        if measurement and measurement.arguments[0] == "steps.py":
+            command = [sys.executable, str(PROGRAMS / "steps.py"), measurement.arguments[1], gpu]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                print(last_line(done.stderr))
+                return 1
+            found = json.loads(last_line(done.stdout))["found"]
+        print(f"{name:20}  at most {limit:3} s  {found}")
+    print(f"in all at most {total} s")
+    return 0
 
 
 def measure(

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,38 @@ def test_every_measurement_is_a_program():
     for measurement in gpu_check.MEASUREMENTS.values():
         assert (gpu_check.PROGRAMS / measurement.arguments[0]).is_file()
         assert measurement.needs in gpu_check.MODULES and measurement.limit <= 120
+
+
+@pytest.mark.parametrize("gpu", ["h100-80gb", "b200-180gb"])
+def test_what_would_be_measured_fits_ten_minutes_and_the_card(gpu, capsys):
+    assert gpu_check.main(["--pretend", gpu]) == 0
+    *rows, total = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == list(gpu_check.FIRST)
+    assert int(total.split()[-2]) <= 560
+    [seven] = [row for row in rows if row.startswith("7b ")]
+    layers, gigabytes = int(re.search(r"(\d+) of 32 layers", seven)[1]), int(re.search(r"(\d+) GB", seven)[1])
+    if gpu == "h100-80gb":
+        assert 12 <= layers < 32 and gigabytes < 80
+    else:
+        assert layers == 32 and 120 < gigabytes < 180
+
+
+def test_no_step_begins_that_cannot_fit(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(gpu_check.PROGRAMS)
+    steps = importlib.import_module("steps")
+    begun = []
+    monkeypatch.setattr(steps, "HAS_GPU", True)
+    monkeypatch.setattr(steps, "this_device", lambda ranks: steps.find_gpu("h100-80gb"))
+    monkeypatch.setattr(
+        steps.subprocess, "run", lambda *args, **options: begun.append(args) or subprocess.run(["true"])
+    )
+    monkeypatch.setattr(steps, "free_memory", lambda device: 2e9)
+    steps.main("7b")
+    assert "not measured: one layer needs" in capsys.readouterr().out and not begun
+    monkeypatch.setattr(steps, "free_memory", lambda device: 40e9)
+    steps.main("7b")
+    [[command]] = begun
+    assert 4 <= int(next(word for word in command if word.startswith("model.num_layers=")).split("=")[1]) <= 10
 
 
 def test_cudnn_takes_what_its_row_gives_it(monkeypatch):

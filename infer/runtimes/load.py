@@ -19,6 +19,7 @@ from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle, check_transformer
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import TextEncoder
+from megadit.models.text_encoders.base import on_device
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.weights import load_config, load_network
 
@@ -197,7 +198,9 @@ def with_exported_networks(
 def with_exported_text_network(
     text_encoder: TextEncoder, bundle: Bundle, runtime: str, device: torch.device
 ) -> TextEncoder:
-    """`text_encoder`, its network under `runtime` where it was exported; loaded when a text is first encoded."""
+    """`text_encoder` on `device`, its network under `runtime` where it was exported; loaded when a text is first
+    encoded."""
+    text_encoder = on_device(text_encoder, device)
     if runtime == TORCH or "text_encoder" not in open_exported(bundle, runtime).settings["networks"]:
         return text_encoder
     return with_exported_network(text_encoder, lambda: _open(bundle, runtime, device), device)

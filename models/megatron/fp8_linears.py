@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from megadit.models.megatron.linear_shares import Share, share_of
 from megadit.models.megatron.plan import Role
-from megadit.models.ops.fusion import fused
+from megadit.models.ops.fusion import fused, has_kernels
 from megadit.models.ops.linear import linear
 
 
@@ -49,9 +49,13 @@ class Scale(NamedTuple):
 def scale_of(x: Tensor, of: Format) -> Scale:
     """The scale of all numbers of `x`, of any shape. Nothing is asked of the device."""
     largest = torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32)
+    return Scale(*fused(_powers, largest, of.top))
+
+
+def _powers(largest, top):
     exponent = largest.view(torch.int32) >> 23  # with the bias of 127: largest < 2^(exponent - 126)
-    biased = (of.top + 126 + 127 - exponent).clamp(1, 253)  # both it and its inverse are numbers
-    return Scale((biased << 23).view(torch.float32), ((254 - biased) << 23).view(torch.float32))
+    biased = (top + 126 + 127 - exponent).clamp(1, 253)  # both it and its inverse are numbers
+    return (biased << 23).view(torch.float32), ((254 - biased) << 23).view(torch.float32)
 
 
 def codes_of(x_NK: Tensor, scale: Scale, of: Format) -> Tensor:
@@ -63,9 +67,14 @@ def _codes(x, factor, dtype):
     return (x * factor).to(dtype)
 
 
-def _turned(codes_NK):
-    """[K, N], row by row."""
-    return codes_NK.t().clone(memory_format=torch.contiguous_format)
+def turned_codes_of(x_NK: Tensor, scale: Scale, of: Format, *, both: bool = False) -> tuple[Tensor | None, Tensor]:
+    """(float8 [N, K] where `both`, else None; the same codes turned, [K, N], row by row)."""
+    if has_kernels(x_NK):
+        from megadit.models.ops.cast_transpose import cast_transposed
+
+        return cast_transposed(x_NK, scale.factor, of.dtype, both=both)
+    codes_NK = codes_of(x_NK, scale, of)
+    return codes_NK if both else None, codes_NK.t().clone(memory_format=torch.contiguous_format)
 
 
 def product(a_NK: Tensor, b_MK: Tensor, steps: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool) -> Tensor:
@@ -96,14 +105,18 @@ class _EightBitProduct(torch.autograd.Function):
         of_x, of_weight = Scale(*numbers[:2]), Scale(*numbers[2:])
         grad_NO = grad.flatten(0, -2)
         of_grad = scale_of(grad_NO, ctx.of_gradients)
-        codes_NO = codes_of(grad_NO, of_grad, ctx.of_gradients)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            codes_IO = _turned(codes_of(weight_OI, of_weight, E4M3))
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = grad_weight = codes_ON = None
+        if needs_weight:
+            codes_NO, codes_ON = turned_codes_of(grad_NO, of_grad, ctx.of_gradients, both=needs_x)
+        else:
+            codes_NO = codes_of(grad_NO, of_grad, ctx.of_gradients)
+        if needs_x:
+            _, codes_IO = turned_codes_of(weight_OI, of_weight, E4M3)
             grad_x = product(codes_NO, codes_IO, (of_grad.step, of_weight.step), x.dtype, fast=False).view_as(x)
-        if ctx.needs_input_grad[1]:
-            codes_IN = _turned(codes_of(x.flatten(0, -2), of_x, E4M3))
-            grad_weight = product(_turned(codes_NO), codes_IN, (of_grad.step, of_x.step), weight_OI.dtype, fast=False)
+        if needs_weight:
+            _, codes_IN = turned_codes_of(x.flatten(0, -2), of_x, E4M3)
+            grad_weight = product(codes_ON, codes_IN, (of_grad.step, of_x.step), weight_OI.dtype, fast=False)
         return grad_x, grad_weight, None
 
 

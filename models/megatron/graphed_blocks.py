@@ -23,24 +23,23 @@ from megadit.models.ops.ledger import cheap_values_recomputed
 from megadit.models.segments import LONGEST_RUN, RowsByToken
 from megadit.models.shared.errors import UserError
 
-Record = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], tuple[Callable[..., Tensor], ...]]
-"""Functions that compute what modules do with other tensors of the samples' shapes, and its gradients. They are called
+Compute = Callable[..., Tensor]
+Record = Callable[[tuple[Compute, ...], tuple[tuple[Tensor, ...], ...]], tuple[Compute, ...]]
+"""Functions that compute what others do with other tensors of the samples' shapes, and its gradients. They are called
 in this order, and their backwards in the opposite one; what a function gives, its next call overwrites."""
 
 
-def record_cuda_graphs(
-    modules: tuple[nn.Module, ...], samples: tuple[tuple[Tensor, ...], ...]
-) -> tuple[Callable[..., Tensor], ...]:
-    """Records the forwards and backwards of `modules` on the GPU.
+def record_cuda_graphs(functions: tuple[Compute, ...], samples: tuple[tuple[Tensor, ...], ...]) -> tuple[Compute, ...]:
+    """Records the forwards and backwards of `functions` on the GPU.
 
-    `samples` are the inputs of each module, whose shapes a recording keeps.
+    `samples` are the inputs of each function, whose shapes a recording keeps.
 
     Raises:
         UserError: if one asks the device for anything meanwhile, which no recording can.
     """
     try:
         with _others_may_use_the_gpu():
-            return torch.cuda.make_graphed_callables(modules, samples, allow_unused_input=True)
+            return torch.cuda.make_graphed_callables(functions, samples, allow_unused_input=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise UserError(
@@ -97,8 +96,8 @@ class GraphedBlocks(BlockStack):
         tensors = _tensors(inputs, self.max_segments)
         if self._graphs is None:
             self._graphs = self._recorded(x_SBD, tensors)
-        for graph in self._graphs:
-            x_SBD = graph(x_SBD, *tensors.values())
+        for graph, block in zip(self._graphs, self.values(), strict=True):
+            x_SBD = graph(x_SBD, *tensors.values(), *block.parameters())
         return x_SBD
 
     def _has_room(self, inputs: BlockInputs, num_tokens: int) -> bool:
@@ -108,10 +107,11 @@ class GraphedBlocks(BlockStack):
         fits = num_starts <= _most_starts(num_tokens, self.max_segments)
         return fits and len(inputs.condition_GD) <= self.max_segments
 
-    def _recorded(self, x_SBD: Tensor, tensors: dict[str, Tensor]) -> tuple[Callable[..., Tensor], ...]:
-        modules = tuple(_OfTensors(block, tuple(tensors)) for block in self.values())
+    def _recorded(self, x_SBD: Tensor, tensors: dict[str, Tensor]) -> tuple[Compute, ...]:
+        functions = tuple(partial(_of_tensors, block, tuple(tensors)) for block in self.values())
         shared = tuple(_place(tensor) for tensor in tensors.values())  # every block reads the same there
-        return self._record(modules, tuple((_place(x_SBD), *shared) for _ in modules))
+        weights = (tuple(_own(parameter) for parameter in block.parameters()) for block in self.values())
+        return self._record(functions, tuple((_place(x_SBD), *shared, *own) for own in weights))
 
 
 def _most_starts(num_tokens: int, num_segments: int) -> int:
@@ -121,6 +121,15 @@ def _most_starts(num_tokens: int, num_segments: int) -> int:
 
 def _place(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """The same memory as an input of a recording.
+
+    Autograd adds a parameter's gradient up on the stream on which Megatron first asked where that happens, the default
+    one, which no recording may wait for.
+    """
+    return parameter.detach().requires_grad_(parameter.requires_grad)
 
 
 def _tensors(inputs: BlockInputs, num_segments: int) -> dict[str, Tensor]:
@@ -148,30 +157,25 @@ def _tensors(inputs: BlockInputs, num_segments: int) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-class _OfTensors(nn.Module):
-    """A block as a function of tensors alone, with these `names`."""
-
-    def __init__(self, block: nn.Module, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.block, self.names = block, names
-
-    def forward(self, x_SBD: Tensor, *tensors: Tensor) -> Tensor:
-        given = dict(zip(self.names, tensors, strict=True))
-        text_LBD = given.get("text")
-        layout = FixedLayout(
-            bounds=given["token_bounds"],
-            text_bounds=given["text_bounds"],
-            longest=len(x_SBD),
-            longest_text=0 if text_LBD is None else len(text_LBD),
-            rows=RowsByToken(given["row"], given["starts"]),
-        )
-        inputs = BlockInputs(
-            condition_GD=given["condition"],
-            text_LBD=text_LBD,
-            layout=layout,
-            rotary=Rotary(given["cos"], given["sin"]) if "cos" in given else None,
-            shared_GM=given.get("shared"),
-            positions_SBD=given.get("positions"),
-        )
-        with cheap_values_recomputed():
-            return self.block(x_SBD, inputs)
+def _of_tensors(block: nn.Module, names: tuple[str, ...], x_SBD: Tensor, *tensors: Tensor) -> Tensor:
+    """A block as a function of tensors alone: those with these `names`, then its own parameters."""
+    given = dict(zip(names, tensors, strict=False))
+    parameters = zip((name for name, _ in block.named_parameters()), tensors[len(names) :], strict=True)
+    text_LBD = given.get("text")
+    layout = FixedLayout(
+        bounds=given["token_bounds"],
+        text_bounds=given["text_bounds"],
+        longest=len(x_SBD),
+        longest_text=0 if text_LBD is None else len(text_LBD),
+        rows=RowsByToken(given["row"], given["starts"]),
+    )
+    inputs = BlockInputs(
+        condition_GD=given["condition"],
+        text_LBD=text_LBD,
+        layout=layout,
+        rotary=Rotary(given["cos"], given["sin"]) if "cos" in given else None,
+        shared_GM=given.get("shared"),
+        positions_SBD=given.get("positions"),
+    )
+    with cheap_values_recomputed():
+        return torch.func.functional_call(block, dict(parameters), (x_SBD, inputs))

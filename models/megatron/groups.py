@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.context_parallel import ContextGroups
+from megadit.models.megatron.interfaces import name_gloos_interface
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.megatron.plan import Axes
 from megadit.models.segments import TokenMesh
@@ -202,6 +203,7 @@ def _local_device() -> torch.device:
 
 
 def _start_torch_distributed(device: torch.device) -> None:
+    name_gloos_interface()
     # gloo beside nccl carries what lives on the CPU (objects, checkpoints' plans)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:

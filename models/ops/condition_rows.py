@@ -48,9 +48,9 @@ def of_each_token(x_GD: Tensor, rows: Rows) -> Tensor:
 
 
 def two_or_more(x_GD: Tensor) -> Tensor:
-    """The rows [G, D], and one that no token has where there is but one: compiled kernels would take its number, 1,
-    for a constant, and packs of one segment for another kind."""
-    return x_GD if len(x_GD) > 1 else F.pad(x_GD, (0, 0, 0, 1))
+    """The rows [G, D], and where they are compiled for one that no token has beside a single one: packs of one segment
+    would be a kind of input of their own."""
+    return F.pad(x_GD, (0, 0, 0, 1)) if len(x_GD) == 1 and is_compiled(x_GD) else x_GD
 
 
 def tokens_of(x_S1D: Tensor, group: Group) -> Tensor:

@@ -1,14 +1,18 @@
 """Chains of small operations as few kernels, where that pays.
 
-A compiler makes a kernel anew for whatever it takes for another kind of inputs: gradients, views, sides of length 1.
-Chains are therefore called with tensors of one form, and one that still meets too many kinds, or that the compiler
-cannot make, runs as it is written.
+A compiler makes a kernel anew for whatever it takes for another kind of inputs: other strides, sides of length 1. One
+chain that meets too many kinds, or that the compiler cannot make, runs as it is written.
 """
 
 import warnings
-from collections.abc import Callable, Hashable
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.util import find_spec
+from operator import itemgetter
+from threading import Lock
 from types import FunctionType
 from typing import Any
 
@@ -45,6 +49,8 @@ def options_there() -> dict[str, int | bool]:
 BACKEND: Callable = by_inductor
 MOST_VARIANTS = 64
 """Kinds of inputs that one chain is compiled for."""
+_NUM_KINDS: Counter[Callable] = Counter()
+"""Of inputs that each chain was compiled for."""
 _AS_WRITTEN: set[Callable] = set()
 """Chains that the compiler failed with."""
 
@@ -84,9 +90,8 @@ def fused(function: Callable[..., Any], *inputs: Any) -> Any:
     """
     if not is_compiled(inputs[0]) or function in _AS_WRITTEN:
         return function(*inputs)
-    plain = tuple(_plain(x) for x in inputs)
     try:
-        return compiled(function, tuple(_kind(x) for x in plain))(*plain)
+        return compiled(function, tuple(map(_kind, inputs)))(*inputs)
     except Exception as error:
         if not _is_the_compilers(error):
             raise
@@ -99,16 +104,120 @@ def fused(function: Callable[..., Any], *inputs: Any) -> Any:
 @cache
 def compiled(function: Callable[..., Any], kinds: tuple[Hashable, ...]) -> Callable[..., Any]:
     """The compiled function for inputs of these `kinds`."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
-    # the limit counts all variants of one code object: each kind has its own
-    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
-    return torch.compile(copy, fullgraph=True, dynamic=True, backend=BACKEND)
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    _NUM_KINDS[function] += 1
+    if _NUM_KINDS[function] > MOST_VARIANTS:
+        raise FailOnRecompileLimitHit(f"more than {MOST_VARIANTS} kinds of inputs")
+    return _Compiled(function)
+
+
+class _Compiled:
+    """A function that its first call compiles; later ones go straight to the kernels.
+
+    The compiler checks at each call whether its inputs are such as it compiled for, which takes a host several times as
+    long as a GPU computes. `_kind` says all of that: what one `_Compiled` is called with would always pass.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        # the compiler's limit counts all variants of one code object: each kind has its own
+        copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+        self._backend = torch._dynamo.lookup_backend(BACKEND)
+        self._checked = torch.compile(copy, fullgraph=True, dynamic=True, backend=self._compile)
+        self._calls: list[_Call] = []
+        self._direct: Callable[..., Any] | None = None
+        self._lock = Lock()
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._direct is not None:
+            return self._direct(*inputs)
+        inputs = tuple(map(_plain, inputs))
+        with self._lock, _as_kinds_say():
+            self._calls.clear()
+            found = self._checked(*inputs)
+            if len(self._calls) == 1:
+                self._direct = self._calls.pop().repeated(inputs, found)
+        return found
+
+    def _compile(self, graph: GraphModule, inputs: list) -> Callable[..., Any]:
+        kernels = self._backend(graph, inputs)
+        declared = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+
+        def watched(*given: Any) -> Any:
+            gave = kernels(*given)
+            self._calls.append(_Call(kernels, declared, given, gave))
+            return gave
+
+        return watched
+
+
+@contextmanager
+def _as_kinds_say() -> Iterator[None]:
+    """The compiler takes no sides for one because they are equal in the first call, and numbers for constants."""
+    from torch._dynamo import config as tracing
+    from torch.fx.experimental import _config as shapes
+
+    with shapes.patch(use_duck_shape=False), tracing.patch(specialize_float=True):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of what a graph was compiled to."""
+
+    kernels: Callable[..., Any]
+    declared: list[Any]
+    """What the compiler knows of each input: a tensor whose sides are symbols, or a symbol."""
+    given: tuple[Any, ...]
+    gave: Sequence[Any]
+
+    def repeated(self, inputs: tuple[Any, ...], found: Any) -> Callable[..., Any] | None:
+        """The function that gave `found` for `inputs` by this call, as the same call for others of their kind.
+
+        None where its inputs and outputs are not those of the function.
+        """
+        sources = [self._source(at, inputs) for at in range(len(self.given))]
+        results = found if isinstance(found, tuple) else (found,)
+        at = [next((n for n, value in enumerate(self.gave) if value is result), None) for result in results]
+        if any(n is None and result is not None for n, result in zip(at, results, strict=True)):
+            return None
+        kernels, is_tuple = self.kernels, isinstance(found, tuple)
+
+        def call(*inputs: Any) -> Any:
+            gave = kernels(*[source(inputs) for source in sources])
+            if is_tuple:
+                return tuple(None if n is None else gave[n] for n in at)
+            return None if at[0] is None else gave[at[0]]
+
+        return call
+
+    def _source(self, at: int, inputs: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
+        """What reads input `at` of the kernels from those of the function: one of them, or a side of one; other
+        numbers are part of the kind."""
+        value, symbol = self.given[at], self.declared[at]
+        if isinstance(value, Tensor) and (index := _index(value, inputs)) is not None:
+            return itemgetter(index)
+        if isinstance(symbol, torch.SymInt):
+            for known, declared in zip(self.given, self.declared, strict=True):
+                for dim, side in enumerate(declared.shape if isinstance(declared, Tensor) else ()):
+                    if isinstance(side, torch.SymInt) and side.node.expr == symbol.node.expr:
+                        return partial(_side, _index(known, inputs), dim)
+        return lambda inputs: value
+
+
+def _index(value: Tensor, inputs: tuple[Any, ...]) -> int | None:
+    return next((index for index, x in enumerate(inputs) if x is value), None)
+
+
+def _side(index: int, dim: int, inputs: tuple[Any, ...]) -> int:
+    return inputs[index].shape[dim]
 
 
 def _plain(x: Any) -> Any:
     """The same numbers in a tensor without a history, at the start of its storage, whose width is a constant.
 
-    With the width left open a kernel would divide for every number, and could not keep a row in its registers.
+    With the width left open a kernel would divide for every number, and could not keep a row in its registers; a place
+    within a storage would be one more number that the compiler keeps open.
     """
     if not isinstance(x, Tensor):
         return x
@@ -125,10 +234,13 @@ def _has_width(x: Tensor) -> bool:
 
 
 def _kind(x: Any) -> Hashable:
-    """What a compiled function is made for."""
+    """What a compiled function is made for, and depends on: it holds for no other device, strides or sides of 0 or 1,
+    nor for more numbers than 32 bits count."""
     if not isinstance(x, Tensor):
         return type(x), x
-    return x.ndim, x.dtype, x.shape[-1] if _has_width(x) else None
+    ones = tuple(min(side, 2) for side in x.shape)
+    strides = None if x.is_contiguous() else x.stride()
+    return x.device, x.dtype, x.shape[-1] if _has_width(x) else None, ones, strides, x.numel() < 2**31
 
 
 def _is_the_compilers(error: Exception) -> bool:

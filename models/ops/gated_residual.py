@@ -17,7 +17,6 @@ from megadit.models.ops.condition_rows import (
     sum_rows,
     sum_tokens,
     tokens_of,
-    two_or_more,
 )
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.registry import Op
@@ -83,27 +82,26 @@ class _ByToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, y, row_S):
         ctx.save_for_backward(gate, _if_gate_learns(ctx, y), row_S)
-        return fused(_forward, x, two_or_more(gate), y, row_S)
+        return fused(_forward, x, gate, y, row_S)
 
     @staticmethod
     def backward(ctx, grad):
         gate, *others = ctx.saved_tensors
-        grad_gate, grad_y = fused(_backward, grad.contiguous(), two_or_more(gate), *others)
-        return grad, None if grad_gate is None else grad_gate[: len(gate)], grad_y, None
+        return grad, *fused(_backward, grad.contiguous(), gate, *others), None
 
 
 class _ByRun(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, y, row_S, starts_P):
         ctx.save_for_backward(gate, _if_gate_learns(ctx, y), row_S, starts_P)
-        return fused(_forward, x, two_or_more(gate), y, row_S)
+        return fused(_forward, x, gate, y, row_S)
 
     @staticmethod
     def backward(ctx, grad):
         gate, y, row_S, starts_P = ctx.saved_tensors
         grad = grad.contiguous()
         if y is None:
-            return grad, *fused(_backward, grad, two_or_more(gate), None, row_S), None, None
+            return grad, *fused(_backward, grad, gate, None, row_S), None, None
         from megadit.models.ops.row_sums import gate_backward
 
         return grad, *gate_backward(grad, gate.contiguous(), y.contiguous(), row_S, starts_P), None, None

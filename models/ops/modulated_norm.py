@@ -24,7 +24,6 @@ from megadit.models.ops.condition_rows import (
     sum_rows,
     sum_tokens,
     tokens_of,
-    two_or_more,
 )
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.ledger import cheap
@@ -198,7 +197,7 @@ def _backward(grad, x, factor, mean, root_inverse, row_S, is_rms):
 class _ByToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shift, factor, eps, row_S, is_rms):
-        y, mean, root_inverse = fused(_forward, x, two_or_more(shift), two_or_more(factor), eps, row_S, is_rms)
+        y, mean, root_inverse = fused(_forward, x, shift, factor, eps, row_S, is_rms)
         ctx.save_for_backward(x, factor, mean, root_inverse, row_S)
         ctx.is_rms = is_rms
         return y
@@ -206,14 +205,13 @@ class _ByToken(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, factor, *others = ctx.saved_tensors
-        grad_x, *of_rows = fused(_backward, grad.contiguous(), x, two_or_more(factor), *others, ctx.is_rms)
-        return grad_x, *(gradient[: len(factor)] for gradient in of_rows), None, None, None
+        return *fused(_backward, grad.contiguous(), x, factor, *others, ctx.is_rms), None, None, None
 
 
 class _ByRun(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shift, factor, eps, row_S, starts_P, is_rms):
-        y, mean, root_inverse = fused(_forward, x, two_or_more(shift), two_or_more(factor), eps, row_S, is_rms)
+        y, mean, root_inverse = fused(_forward, x, shift, factor, eps, row_S, is_rms)
         ctx.save_for_backward(x, factor, mean, root_inverse, row_S, starts_P)
         ctx.is_rms = is_rms
         return y

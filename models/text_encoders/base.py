@@ -6,7 +6,7 @@ Shapes: B batch, L text tokens, E text feature width, P width of the one feature
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,11 @@ class TokenInput:
     """How many values there are."""
     places: tuple[int, ...] | None = None
     """The sides after the batch; None: as many tokens as the longest text has."""
+
+
+def on_device(encoder: Any, device: torch.device) -> Any:
+    """An encoder that computes on `device`, where it has weights of its own; others follow their input."""
+    return encoder.to(device) if hasattr(encoder, "to") else encoder
 
 
 RunTokens = Callable[[Sequence[Tensor], tuple[int, ...]], Tensor]

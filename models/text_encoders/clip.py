@@ -26,6 +26,7 @@ from megadit.models.text_encoders.published import (
     PublishedText,
     load_settings,
     loading_dtype,
+    moved,
     save_settings,
 )
 
@@ -181,6 +182,11 @@ class CLIPTextEncoder:
 
     # ------------------------------------------------------------------------------------------------- loading
 
+    def to(self, device: torch.device) -> "CLIPTextEncoder":
+        """This encoder, whose network computes on `device` when it is loaded."""
+        self._loaded["device"] = device
+        return self
+
     def load_network(self) -> "SideBySide":
         """The encoders of `transformers`.
 
@@ -191,7 +197,7 @@ class CLIPTextEncoder:
         for directory, name in self._classes():
             networks.append(_PUBLISHED.load_network(directory, name, dtype=loading_dtype(self.dtype, directory)))
         network = SideBySide(networks, self.layer).eval()
-        return network.cuda() if self.placement == "auto" and torch.cuda.is_available() else network
+        return moved(network, self._loaded) if self.placement == "auto" else network
 
     def _classes(self) -> list[tuple[Path, str]]:
         """Folder and class of `transformers` of each encoder."""

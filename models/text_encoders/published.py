@@ -44,6 +44,12 @@ def loading_dtype(name: str, directory: Path) -> torch.dtype:
     return asked
 
 
+def moved(network: Any, loaded: Mapping[str, Any]) -> Any:
+    """A network where its encoder computes: on `loaded["device"]`, else on the GPU that is current, if there is one."""
+    current = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return network.to(loaded.get("device", current))
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedText:
     """How text encoders of one kind lie on disk."""

@@ -29,6 +29,7 @@ from megadit.models.text_encoders.published import (
     PublishedText,
     load_settings,
     loading_dtype,
+    moved,
     save_settings,
 )
 
@@ -133,6 +134,11 @@ class QwenVLTextEncoder:
             self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self._folders[1])
         return self._loaded["tokenizer"]
 
+    def to(self, device: torch.device) -> "QwenVLTextEncoder":
+        """This encoder, whose network computes on `device` when it is loaded."""
+        self._loaded["device"] = device
+        return self
+
     def load_network(self) -> Any:
         """The network of `transformers` without its last linear, loaded when it is first asked for.
 
@@ -143,7 +149,7 @@ class QwenVLTextEncoder:
             self._architecture()
             folder = self._folders[0]
             network = _PUBLISHED.load_network(folder, _CLASS, dtype=loading_dtype(self.dtype, folder)).model
-            self._loaded["network"] = network.cuda() if torch.cuda.is_available() else network
+            self._loaded["network"] = moved(network, self._loaded)
         return self._loaded["network"]
 
     # ------------------------------------------------------------------------------------------------ on disk

@@ -26,6 +26,7 @@ from megadit.models.text_encoders.published import (
     PublishedText,
     load_settings,
     loading_dtype,
+    moved,
     save_settings,
 )
 from megadit.models.text_encoders.released_t5 import RELEASED_FILES, RELEASED_WORDS, config_from_tensors, from_released
@@ -165,6 +166,11 @@ class T5TextEncoder:
             self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self._folders[1])
         return self._loaded["tokenizer"]
 
+    def to(self, device: torch.device) -> "T5TextEncoder":
+        """This encoder, whose network computes on `device` when it is loaded."""
+        self._loaded["device"] = device
+        return self
+
     def load_network(self) -> Any:
         """The encoder of `transformers`, loaded when it is first asked for.
 
@@ -175,9 +181,7 @@ class T5TextEncoder:
             name, config = self._network_class()
             options = {"dtype": loading_dtype(self.dtype, self._folders[0]), **config, **self._placing()}
             network = _PUBLISHED.load_network(self._folders[0], name, **options)
-            if self.placement == "auto" and torch.cuda.is_available():
-                network = network.cuda()
-            self._loaded["network"] = network
+            self._loaded["network"] = moved(network, self._loaded) if self.placement == "auto" else network
         return self._loaded["network"]
 
     def _network_class(self) -> tuple[str, dict[str, Any]]:

@@ -6,13 +6,14 @@ nested tensors. `varlen_attn` has it switched off, and gives its backward argume
 would fail. Where the row here is the fastest, a variant is due.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from einops import rearrange
-from rows import DEVICE, HAS_GPU, attempt, normal, seconds, size, tell
+from rows import DEVICE, HAS_GPU, attempt, normal, seconds, size, synchronize, tell
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megadit.models.layout import PackLayout
@@ -78,6 +79,39 @@ def measure(
     tell(name, found, failed=apart > 2e-2, ms=whole * 1e3, tflops=rates[1], error=apart)
 
 
+def captioned(num_packs: int) -> list[PackLayout]:
+    """Packs of eight samples whose captions have lengths as people write them: normal around 180 words."""
+    draws = torch.randn(num_packs, 8, generator=torch.Generator().manual_seed(0)) * 70 + 180
+    texts = draws.round().clamp(8, 512).int().tolist()
+    capacity = max(map(sum, texts))
+    return [
+        PackLayout.pack([Segment((1, 1, EIGHTH), n) for n in of], capacity=TOKENS, text_capacity=capacity)
+        for of in texts
+    ]
+
+
+def measure_captions(title: str, compute: Callable) -> None:
+    """What a pack costs where each has captions of its own: plans of new shapes are part of it."""
+    layouts = captioned(size(24, 2))
+    q, grad = normal(TOKENS, 1, HEADS, WIDTH).requires_grad_(), normal(TOKENS, 1, HEADS * WIDTH)
+    k, v = (normal(layouts[0].text_capacity, 1, HEADS, WIDTH).requires_grad_() for _ in range(2))
+
+    def attend(layout: PackLayout) -> None:
+        layout.on(DEVICE)
+        torch.autograd.grad(compute(q, k, v, layout, True), (q, k, v), grad)
+
+    attend(layouts[0])
+    synchronize()
+    start = time.perf_counter()
+    for layout in layouts[1:]:
+        attend(layout)
+    synchronize()
+    new = (time.perf_counter() - start) / (len(layouts) - 1)
+    known = seconds(lambda: attend(layouts[0]))
+    found = f"{new * 1e3:.2f} ms a pack of new lengths, {known * 1e3:.2f} ms a known one"
+    tell(title, found, ms=new * 1e3, known_ms=known * 1e3)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     cases = [(name, lengths, size(512, 32), False) for name, lengths in PACKS.items()]
@@ -91,3 +125,7 @@ if __name__ == "__main__":
             if HAS_GPU or kernel == "by groups":
                 title = f"{'cross-' if cross else ''}attention, {name}, {kernel}"
                 attempt(title, lambda t=title, la=layout, c=cross, h=how: measure(t, la, c, *h))
+    for kernel, compute in (("by groups", attend_by_length_group), ("varlen", attend_varlen)):
+        if HAS_GPU or kernel == "by groups":
+            title = f"cross-attention, varied captions, {kernel}"
+            attempt(title, lambda t=title, c=compute: measure_captions(t, c))

@@ -51,6 +51,26 @@ def rows() -> None:
     measure("gate", gated_residual, (x, gate, y, layout.rows), (3, 3))
 
 
+def warps() -> None:
+    """The backward of a norm by Triton's kernel, with more warps to a program than it takes by itself, and fewer."""
+    from megadit.models.ops import row_sums
+
+    layout = PackLayout.pack([Segment((1, 1, TOKENS // 8), 1)] * 7, capacity=TOKENS, text_capacity=16)
+    x, grad = normal(TOKENS, 1, WIDTH), normal(TOKENS, 1, WIDTH)
+    factor, mean, root = normal(layout.num_segments, WIDTH), *(normal(TOKENS, 1, 1).float() for _ in range(2))
+    rows = layout.rows.of_token(DEVICE), layout.rows.starts_of_runs(DEVICE)
+    chosen = row_sums.num_warps
+    try:
+        for count in (4, 8, 16, 32):
+            row_sums.num_warps = lambda block, count=count: count
+            taken = seconds(lambda: row_sums.norm_backward(grad, x, factor, mean, root, *rows, False))
+            rate = 3 * x.nbytes / taken / 1e9
+            mark = ", the one chosen" if chosen(4096) == count else ""
+            tell(f"norm backward, {count} warps", f"{taken * 1e3:.3f} ms, {rate:,.0f} GB/s{mark}", ms=taken * 1e3)
+    finally:
+        row_sums.num_warps = chosen
+
+
 def heads() -> None:
     config = DiTConfig(hidden_size=WIDTH, num_attention_heads=HEADS)
     positions = torch.stack([torch.arange(TOKENS, device=DEVICE)] * 3, dim=-1) % 32
@@ -67,6 +87,7 @@ if __name__ == "__main__":
     for name, of in {"chains of rows": rows, "chains of heads": heads}.items():
         attempt(name, of)
     if HAS_GPU:
+        attempt("norm backward", warps)
         from torch._dynamo.utils import counters
 
         tell(

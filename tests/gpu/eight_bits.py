@@ -6,7 +6,7 @@ from products import SHAPES, TOKENS, told
 from rows import DEVICE, DTYPE, attempt, normal, seconds, tell
 
 from megadit.models.megatron.extensions import has_eight_bit_products
-from megadit.models.megatron.fp8_linears import E4M3, OF_GRADIENTS, Fp8Linear, codes_of, scale_of
+from megadit.models.megatron.fp8_linears import E4M3, OF_GRADIENTS, Fp8Linear, codes_of, scale_of, turned_codes_of
 from megadit.models.megatron.linear_shares import Share
 
 BOUND = 1e-2
@@ -28,6 +28,13 @@ def measure(name: str, inputs: int, outputs: int) -> None:
     exact = rounded(x.detach())[:COMPARED] @ rounded(layer.weight.detach()).T
     apart = ((layer(x)[:COMPARED].double().cpu() - exact).norm() / exact.norm()).item()
     tell(f"{name}: error", f"{apart:.1e}", failed=apart > BOUND, error=apart)
+    of_grad = scale_of(grad, OF_GRADIENTS["hybrid"])
+    plain, turned = turned_codes_of(grad, of_grad, OF_GRADIENTS["hybrid"], both=True)
+    expected = (grad.cpu() * of_grad.factor.cpu()).to(plain.dtype).view(torch.uint8)
+    same = torch.equal(plain.cpu().view(torch.uint8), expected) and torch.equal(
+        turned.view(torch.uint8).T, plain.view(torch.uint8)
+    )
+    tell(f"{name}: codes, turned codes", "those of the CPU" if same else "others than the CPU's", failed=not same)
     told(f"{name}: x W^T", flops, seconds(lambda: layer(x)))
     told(f"{name}: with gradients", 3 * flops, seconds(lambda: torch.autograd.grad(layer(x), (x, layer.weight), grad)))
 

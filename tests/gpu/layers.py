@@ -10,7 +10,7 @@ from megadit.models.machine import datasheet_flops
 from megadit.models.ops.registry import describe_variants, force_variants, variants_run
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.budget import budget
-from megadit.train.plan.hardware import find_gpu
+from megadit.train.plan.hardware import find_gpu, this_device
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.work import typical_pack
 
@@ -18,6 +18,7 @@ LAYERS = 4
 ONE_PACK = ("data.mock=true", "data.global_batch_size=1", "data.micro_batch_size=1", "optimizer.optimizer=adamw")
 SMALL = ("model.hidden_size=256", "model.num_attention_heads=2", "data.seq_length=256", "data.text_seq_length=16",
          "data.mock_latent_shapes=[[4,16,16]]", "model.ffn_hidden_size=512")  # fmt: skip
+GPU = this_device(1) if HAS_GPU else find_gpu("h200-141gb")
 IN_BLOCKS = ("linears", "attention", "norm", "gates", "activation")
 
 
@@ -46,10 +47,10 @@ def measure(forced: str | None) -> None:
 
     taken = seconds(step, at_most=5)
     whole = configured(size(32, 2))
-    parts = budget(whole, Layout.of(whole, 1), find_gpu("h200-141gb"))
+    parts = budget(whole, Layout.of(whole, 1), GPU)
     predicted = sum(p.seconds for p in parts if any(name in p.name for name in IN_BLOCKS)) / whole.model.num_layers
     layers = f"{taken / LAYERS * 1e3:.2f} ms a block, {taken / LAYERS * 32 * 1e3:.0f} for 32"
-    of = f" (planned for an H200: {predicted * 1e3:.2f}, {predicted * 32e3:.0f})" if HAS_GPU else ""
+    of = f" (planned for {GPU.name}: {predicted * 1e3:.2f}, {predicted * 32e3:.0f})" if HAS_GPU else ""
     tell(f"four blocks, {forced or 'as chosen'}", layers + of, ms=taken / LAYERS * 1e3, planned_ms=predicted * 1e3)
     tell("  variants", describe_variants(variants_run()))
     if HAS_GPU:

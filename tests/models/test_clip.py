@@ -179,3 +179,8 @@ def test_mistakes_are_told_in_one_line(one, tmp_path):
         (tmp_path / name).write_bytes((one / name).read_bytes())
     with pytest.raises(UserError, match="has no weights under a known name"):
         encoder_of(tmp_path).encode(["a"])
+
+
+def test_the_networks_compute_where_the_encoder_was_sent(two):
+    network = encoder_of(two).to(torch.device("meta")).load_network()
+    assert {parameter.device.type for parameter in network.parameters()} == {"meta"}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import T5TextEncoder, load_text_encoder, published
+from megadit.models.text_encoders.base import on_device
 
 from ..half_products import counted_half_products, without_half_products
 
@@ -209,3 +210,12 @@ def test_a_processor_without_bfloat16_computes_in_float32(directory, monkeypatch
         with pytest.warns(UserWarning, match=r"does not multiply bfloat16: .* leaves no memory"):
             encoder().encode(["a red seven"])
         assert counted
+
+
+def test_the_network_computes_where_the_encoder_was_sent(directory):
+    """The meta device stands for a second GPU; without `to` it is the current one's, here the CPU."""
+    assert T5TextEncoder(model=str(directory)).load_network().device.type == "cpu"
+    sent = on_device(T5TextEncoder(model=str(directory)), torch.device("meta"))
+    assert sent.load_network().device.type == "meta"
+    kept = on_device(T5TextEncoder(model=str(directory), placement="cpu"), torch.device("meta"))
+    assert kept.load_network().device.type == "cpu"

@@ -3,7 +3,7 @@ takes at least.
 
 `estimate` knows four numbers of a step, fitted to published runs, and ranks layouts by them. Here every part stands by
 itself, with a rate of its own, so that each can be found wrong: `make gpu-check` prints what it measures beside it. The
-rates were set without a GPU, from published figures of single kernels.
+rates are one H100's where `train/BENCHMARKS.md` has them, else from published figures of single kernels.
 
 Letters: D width, A width of all heads, M hidden values of a token in the MLP (of both factors of SwiGLU).
 """
@@ -21,7 +21,7 @@ from megadit.train.plan.work import count_trained, num_self_attentions, num_subl
 
 PRODUCTS = 0.71
 """Share of the data sheet's rate that products of some thousand rows and columns reach."""
-EIGHT_BITS = 1.65
+EIGHT_BITS = 1.1
 """What products in eight bits gain over that, their casts included (of a peak twice as high)."""
 ATTENTION = {"dense": 0.445, "varlen": 0.267}
 """The same of attention, forward and backward: of cuDNN's kernel for dense batches, of FlashAttention-2's for packs."""
@@ -34,7 +34,7 @@ CHAIN = 0.55
 NOISE_KERNELS = 260
 LAUNCH = 5e-6
 """Seconds from one small kernel to the next."""
-HOST_PER_LAYER = 3.9e-3
+HOST_PER_LAYER = 9e-3
 """Seconds that Python takes to launch a layer's forward and backward; seen where the GPU takes less."""
 
 

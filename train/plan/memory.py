@@ -49,12 +49,17 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
 
     return Memory(
         parameters=_frozen_bytes(config, layout) + _size(config) * learnt,
-        gradients=4 * learnt,
+        gradients=(4 + _recorded_gradient_bytes(config)) * learnt,
         optimizer=_optimizer_bytes(config) * (learners * updated(trained) + updated(head)),
         averages=4 * len(config.ema.sigma_rels) * trained.share(layout),
         activations=(1 + (head.total > 0)) * _kept_activations(config, layout, kept_per_layer),
         passing=_passing(config, layout, kept_per_layer),
     )
+
+
+def _recorded_gradient_bytes(config: RunConfig) -> int:
+    """Of each parameter: a block's CUDA graph writes its gradients to a place of their own."""
+    return 0 if config.parallel.cuda_graph_max_segments is None else _size(config)
 
 
 def _base_bytes(config: RunConfig, layout: Layout) -> float:

@@ -12,12 +12,13 @@ from itertools import product
 import pytest
 import torch
 
+from megadit.models import dit as dit_module
 from megadit.models.conditioning import Conditioning, Given
 from megadit.models.config import DiTConfig
 from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dit import DiT
 from megadit.models.layout import PackLayout
-from megadit.models.ops import condition_rows, fusion, gated_residual, modulated_norm, qk_norm_rope
+from megadit.models.ops import fusion, gated_residual, modulated_norm, qk_norm_rope
 from megadit.models.ops.fusion import fused
 from megadit.models.segments import RowsByToken, Segment
 from megadit.train.adamw import HalfMomentAdamW
@@ -137,13 +138,8 @@ def test_five_hundred_packs_and_batches_meet_two_kinds_of_a_chain_at_most(made):
     assert len({chain[:2] for chain in made}) == 6
 
 
-@pytest.mark.parametrize("remedy", ["_plain", "two_or_more"])
-def test_without_its_remedies_there_are_more(made, monkeypatch, remedy):
-    if remedy == "_plain":
-        monkeypatch.setattr(fusion, "_plain", lambda x: x)
-    else:
-        for module in (condition_rows, gated_residual, modulated_norm):
-            monkeypatch.setattr(module, remedy, lambda x: x)
+def test_packs_of_one_segment_would_be_more_kinds(made, monkeypatch):
+    monkeypatch.setattr(dit_module, "two_or_more", lambda x: x)
     dit, chance = network(), random.Random(0)
     for _ in range(2):
         run_pack(dit, chance)
@@ -173,12 +169,11 @@ def chained(x, y):
 
 def test_what_is_too_much_for_the_compiler_runs_as_it_is_written(made, monkeypatch):
     monkeypatch.setattr(fusion, "MOST_VARIANTS", 1)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        fused(chained, torch.randn(3), torch.randn(3))
-        with pytest.warns(UserWarning, match="chained runs uncompiled, more slowly"):
-            found = fused(chained, torch.ones(1), torch.ones(3))
-        assert torch.equal(found, torch.full((3,), 2.0))
-        assert torch.equal(fused(chained, torch.ones(1), torch.ones(4)), torch.full((4,), 2.0)), "told once"
+    fused(chained, torch.randn(3), torch.randn(3))
+    with pytest.warns(UserWarning, match="chained runs uncompiled, more slowly"):
+        found = fused(chained, torch.ones(1), torch.ones(3))
+    assert torch.equal(found, torch.full((3,), 2.0))
+    assert torch.equal(fused(chained, torch.ones(1), torch.ones(4)), torch.full((4,), 2.0)), "told once"
     assert sum(made.values()) == 1
 
 
@@ -191,6 +186,30 @@ def test_errors_of_the_chain_itself_are_raised(made):
     with pytest.raises(RuntimeError, match="nonzero"):
         fused(failing, torch.ones(3))
     assert made and not fusion._AS_WRITTEN
+
+
+def shifted(x, y, factor):
+    """As many results as a chain gives, of which one is none."""
+    return x * factor + y[:, None], None, y.sum()
+
+
+def test_later_calls_pass_the_compiler_by(made, monkeypatch):
+    """They compute with their own numbers and sizes, also where sides were equal in the first call by chance."""
+    checked = []
+    fused(shifted, torch.randn(4, 4), torch.randn(4), 2.0)
+    monkeypatch.setattr(fusion._Compiled, "_checked", property(lambda self: checked.append(self)), raising=False)
+    for rows, width, factor in ((4, 4, 2.0), (7, 4, 2.0), (2, 4, 2.0)):
+        x, y = torch.randn(rows, width), torch.randn(rows)
+        out, nothing, total = fused(shifted, x, y, factor)
+        assert torch.equal(out, x * factor + y[:, None]) and nothing is None and torch.equal(total, y.sum())
+    assert not checked and sum(made.values()) == 1
+    for x, factor in ((torch.randn(4, 4).T, 2.0), (torch.randn(1, 4), 2.0), (torch.randn(4, 4), 3.0)):
+        y = torch.randn(len(x))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(fusion._Compiled, "_checked", raising=False)
+            out, *_ = fused(shifted, x, y, factor)
+        assert torch.equal(out, x * factor + y[:, None])
+    assert sum(made.values()) == 4, "other strides, a side of one and another number are kinds of their own"
 
 
 # --- what is compiled computes the same ---------------------------------------------------------------------------

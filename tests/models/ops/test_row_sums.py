@@ -131,16 +131,20 @@ import json, re, subprocess, triton
 from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from megadit.models.ops import row_sums
+import triton.language as tl
+from megadit.models.ops import cast_transpose, row_sums
 
-POINTERS = {"mean_ptr": "*fp32", "root_inverse_ptr": "*fp32", "sums_ptr": "*fp32", "row_ptr": "*i64",
+POINTERS = {"scale_ptr": "*fp32", "plain_ptr": "*fp8e4nv", "turned_ptr": "*fp8e4nv", "mean_ptr": "*fp32",
+            "root_inverse_ptr": "*fp32", "sums_ptr": "*fp32", "row_ptr": "*i64",
             "row_of_run_ptr": "*i64", "starts_ptr": "*i32"}
 found = {}
 for name, constants in (("_norm_backward", {"IS_RMS": False, "BLOCK": 4096}), ("_gate_backward", {"BLOCK": 1024}),
-                        ("_sum_runs", {"RUNS": 16, "BLOCK": 1024})):
-    kernel = getattr(row_sums, name)
+                        ("_sum_runs", {"RUNS": 16, "BLOCK": 1024}),
+                        ("_cast", {"BOTH": True, "CODE": tl.float8e4nv, "ROWS": 128, "COLUMNS": 64})):
+    kernel = getattr(row_sums, name, None) or getattr(cast_transpose, name)
     types = {n: POINTERS.get(n, "*bf16" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
-    aligned = [n for n, type in enumerate(types.values()) if type[0] == "*" or kernel.arg_names[n] == "width"]
+    sizes = ("width", "num_rows", "num_columns")
+    aligned = [n for n, (name_, type) in enumerate(types.items()) if type[0] == "*" or name_ in sizes]
     attributes = {(n,): [["tt.divisibility", 16]] for n in aligned}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
@@ -162,5 +166,5 @@ def test_kernels_compile_for_a_hopper_gpu(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert found.keys() == {"_norm_backward", "_gate_backward", "_sum_runs"}
+    assert found.keys() == {"_norm_backward", "_gate_backward", "_sum_runs", "_cast"}
     assert all(0 < of["REG"] <= 128 and of["STACK"] == of["LOCAL"] == 0 for of in found.values()), found

@@ -37,7 +37,7 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, graph, *inputs):
-        for place, given in zip(graph["places"], inputs, strict=False):
+        for place, given in zip(graph["places"], inputs, strict=True):
             place.data.copy_(given)
         graph["output"].copy_(graph["forward"](*graph["places"]))
         ctx.graph = graph
@@ -54,30 +54,29 @@ class Replayed(torch.autograd.Function):
         return None, *(next(grads).detach() if is_wanted else None for is_wanted in graph["is_wanted"])
 
 
-def record_by_tracing(modules, samples):
+def record_by_tracing(functions, samples):
     """Stands in for torch.cuda.make_graphed_callables."""
-    return tuple(record_one(module, places) for module, places in zip(modules, samples, strict=True))
+    return tuple(record_one(function, places) for function, places in zip(functions, samples, strict=True))
 
 
-def record_one(module, places):
-    parameters = tuple(module.parameters())
+def record_one(function, places):
     is_wanted = [place.requires_grad for place in places]
 
     def backward(grad, *inputs):
         inputs = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, is_wanted, strict=True)]
         with torch.enable_grad():
-            output = module(*inputs)
-        return torch.autograd.grad(output, [*(x for x in inputs if x.requires_grad), *parameters], grad)
+            output = function(*inputs)
+        return torch.autograd.grad(output, [x for x in inputs if x.requires_grad], grad)
 
-    output = module(*places).detach()
+    output = function(*places).detach()
     graph = {"places": places, "output": output, "grad": torch.zeros_like(output)}
     with torch.no_grad():
-        graph["forward"] = make_fx(module)(*places)
+        graph["forward"] = make_fx(function)(*places)
     graph["backward"] = make_fx(backward)(graph["grad"], *places)
     graph["grads"] = [x.clone() for x in backward(graph["grad"], *places)]
-    graph["is_wanted"] = [*is_wanted, *(True for _ in parameters)]
+    graph["is_wanted"] = is_wanted
     calls["recorded"] += 1
-    return lambda *inputs: Replayed.apply(graph, *inputs, *parameters)
+    return lambda *inputs: Replayed.apply(graph, *inputs)
 
 
 def of_the_first_pack(tensors, names):

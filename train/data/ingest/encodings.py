@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import ClassLabels, HashedWordEncoder, TextEncoder, load_text_encoder
+from megadit.models.text_encoders.base import on_device
 from megadit.models.tokenizers import HaarTokenizer, VideoTokenizer, load_tokenizer
 
 PRECISIONS = {"float16": torch.float16, "float32": torch.float32}
@@ -155,12 +156,7 @@ def load_encoder(encoding: Encoding, made: Path, device: torch.device) -> Encode
         return Encoder(encoding, BUILT_IN[name](), device)
     folder = made / name if name in (HAAR, LABELS, TOKENS) else Path(name)
     load = load_tokenizer if encoding.modality == "video" else load_text_encoder
-    return Encoder(encoding, _on(load(folder), device), device)
-
-
-def _on(model: Any, device: torch.device) -> Any:
-    """Encoders with weights move; the others follow their input."""
-    return model.to(device) if hasattr(model, "to") else model
+    return Encoder(encoding, on_device(load(folder), device), device)
 
 
 def gather_labels(captions: Iterable[str]) -> ClassLabels:

@@ -1,0 +1,87 @@
+"""Ranks on two nodes find each other though a node's own name resolves to loopback: two network namespaces."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megadit.models.megatron.interfaces import interface_towards, name_gloos_interface
+
+PROGRAM = """
+import os, sys
+if sys.argv[1] == "named":
+    from megadit.models.megatron.interfaces import name_gloos_interface
+    name_gloos_interface()
+import datetime, torch
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+total = torch.ones(1)
+dist.all_reduce(total)
+print(os.environ.get("GLOO_SOCKET_IFNAME"), int(total), flush=True)
+"""
+NAMES = ("megadit-node-0", "megadit-node-1")
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def nodes():
+    """Two namespaces joined by a cable, 10.77.0.1 and 10.77.0.2."""
+    if shutil.which("ip") is None or os.geteuid():
+        pytest.skip("network namespaces need root and iproute2")
+    try:
+        for name in NAMES:
+            ip("netns", "add", name)
+        ip("link", "add", "cable0", "netns", NAMES[0], "type", "veth", "peer", "name", "cable1", "netns", NAMES[1])
+        for rank, name in enumerate(NAMES):
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"cable{rank}")
+            ip("-n", name, "link", "set", f"cable{rank}", "up")
+        yield NAMES
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_ranks_of_two_nodes_meet(nodes, tmp_path):
+    hosts = tmp_path / "hosts"  # as many images have it: the node's own name is loopback
+    hosts.write_text(f"127.0.0.1 localhost {os.uname().nodename}\n")
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    ranks = []
+    for rank, name in enumerate(nodes):
+        of_rank = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        environment = {**os.environ, **of_rank, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "PYTHONPATH": path}
+        environment.pop("GLOO_SOCKET_IFNAME", None)
+        shell = f"mount --bind {hosts} /etc/hosts 2>/dev/null; exec {sys.executable} -c '{PROGRAM}' named"
+        command = ["ip", "netns", "exec", name, "sh", "-c", shell]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        found = [process.communicate(timeout=120)[0].split() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert found == [["cable0", "2"], ["cable1", "2"]]
+
+
+def test_what_the_user_named_stays_and_one_node_needs_no_name(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    name_gloos_interface()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ, "one node"
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    name_gloos_interface()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ, "the first node's address is loopback's"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    name_gloos_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert interface_towards("no.such.host.invalid") is None
