@@ -3,6 +3,7 @@
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
@@ -75,6 +77,21 @@ def _has_products(dtype: torch.dtype) -> bool:
 def computing_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """`dtype` where this device multiplies it, else float32, which holds the same numbers and more."""
     return dtype if device.type != "cpu" or multiplies(dtype) else torch.float32
+
+
+def small_operations_speed() -> float:
+    """How fast one thread of this CPU is at what is no product: norms, activations and the calls themselves, forward
+    and backward; 1 is one core of an Intel Xeon with AMX (family 6, model 143)."""
+    x, scale, threads = torch.randn(1920, 192, requires_grad=True), torch.randn(192), torch.get_num_threads()
+    seconds = []
+    torch.set_num_threads(1)
+    for _ in range(15):
+        start = time.perf_counter()
+        normed = F.layer_norm(x, scale.shape) * (1 + scale) + scale
+        (F.gelu(normed, approximate="tanh") * scale + x).sum().backward()
+        seconds.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return 0.0046 / statistics.median(seconds)
 
 
 def cost_in_words(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -315,7 +315,7 @@ SHOWN_BY = {
         f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",
         "test_deploy.py::test_doctor_names_what_is_missing": "--extras",
     },
-    "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
+    "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick --all_guidances"},
     "demo-shapes": {"train/shapes/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
     "demo-given": {
         "train/digits/test_given_demo.py::test_every_option_reaches_the_demo": (

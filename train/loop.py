@@ -24,7 +24,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches, validation_batches
 from megadit.train.health import Anomaly, Judge, ReadingTime
 from megadit.train.metrics import Metrics
-from megadit.train.narration import beginning, ending, evaluated, validated
+from megadit.train.narration import beginning, ending, evaluated, expected_seconds, validated
 from megadit.train.optimizer import precision, restore_scaler, scaler_state
 from megadit.train.setup import Training, begin_folder, build_training, check_memory, start_processes
 from megadit.train.statistics import Statistics
@@ -51,9 +51,10 @@ def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
             try:
                 if not even_if_too_large:
                     check_memory(config, groups)
+                expected = expected_seconds(config, groups.world_size) if groups.is_first else 0.0
                 if groups.is_first:
-                    print(*beginning(config, groups.world_size, groups.device), sep="\n", flush=True)
-                _Run(build_training(config, groups), watchdog.mark, fence).to_the_end(stop)
+                    print(*beginning(config, groups.world_size, groups.device, expected), sep="\n", flush=True)
+                _Run(build_training(config, groups), watchdog.mark, fence, expected).to_the_end(stop)
             except UserError:
                 if process_groups.claims_report("error"):
                     raise
@@ -118,8 +119,10 @@ def _watchdog(config: RunConfig) -> Watchdog:
 class _Run:
     """A run in progress."""
 
-    def __init__(self, training: Training, mark: Mark, fence: Fence) -> None:
+    def __init__(self, training: Training, mark: Mark, fence: Fence, expected: float) -> None:
+        """On the first rank, a step is `expected` to take so many seconds."""
         self.training = training
+        self.expected = expected
         self.mark = mark
         self.fence = fence
         self.config = training.config
@@ -143,7 +146,9 @@ class _Run:
         is_first, begin = self.training.groups.is_first, time.monotonic()
         with ExitStack() as stack:
             start, length = self.state.iteration, self.state.metrics_bytes
-            metrics = stack.enter_context(Metrics(self.config, start=start, length=length, enabled=is_first))
+            metrics = stack.enter_context(
+                Metrics(self.config, start=start, length=length, expected=self.expected, enabled=is_first)
+            )
             self._tell_what_was_put_off(metrics)
             while not self._is_over():
                 result = self._step(stop, metrics)

@@ -22,6 +22,8 @@ _IN_BAR = {"loss": "loss", "seconds": "s/step", "lr": "lr", "grad_norm": "grad_n
 """Key in metrics.jsonl -> name on the terminal; what comes first is seen on narrow ones."""
 STEPS_BEFORE_ESTIMATE = 3
 """Of this process; the first one is slower than the others."""
+SLOW = 1.5
+"""Times what was expected, from which on it is said that a step takes longer."""
 FEW_STEPS = 10
 """For which nobody needs an estimate."""
 
@@ -33,12 +35,17 @@ class Metrics:
     is cut off, so that no step is told twice.
     """
 
-    def __init__(self, config: RunConfig, *, start: int, length: int, enabled: bool) -> None:
-        """`start` steps are done already, and told by the first `length` bytes of the file."""
+    def __init__(
+        self, config: RunConfig, *, start: int, length: int, expected: float = math.inf, enabled: bool
+    ) -> None:
+        """`start` steps are done already, and told by the first `length` bytes of the file; one is `expected` to take
+        so many seconds."""
         self._config = config
         self._enabled = enabled
         self._step = start
         self._start = start
+        self._expected = expected
+        self._quickest = math.inf
         has_bar = enabled and sys.stderr.isatty() and not _is_pipe(sys.stdout)  # `| tee` would write into the bar
         self._bar = Progress(config.train.train_iters, "training", completed=start, enabled=has_bar)
         self._prints = enabled and not (has_bar and sys.stdout.isatty())
@@ -72,10 +79,11 @@ class Metrics:
             board.scalars(self._step, _scalars(values))
         self._bar.advance(1, **{shown: values[name] for name, shown in _IN_BAR.items() if values.get(name) is not None})
         left = self._config.train.train_iters - self._step
+        self._quickest = min(self._quickest, values.get("seconds", math.inf))
         if self._prints and (self._step % self._config.train.log_interval == 0 or not left):
             print(plain_line(values, self._config, self._bar.seconds_left), flush=True)
         if self._step == self._start + STEPS_BEFORE_ESTIMATE and left > FEW_STEPS:
-            print(f"estimated time: {duration(self._bar.seconds_left)} for {left:,} steps more", flush=True)
+            print(f"estimated time: {time_left(left, self._quickest, self._expected)}", flush=True)
 
     def rewind(self, step: int, length: int) -> None:
         """Forgets what was told after `step`, whose line ends after `length` bytes."""
@@ -99,6 +107,14 @@ class Metrics:
         """Puts the (caption, path) videos of a validation on the boards."""
         for board in self._boards:
             board.videos(step, videos)
+
+
+def time_left(steps: int, seconds: float, expected: float) -> str:
+    """What so many steps will take of `seconds` each, and a word where that is far more than was expected."""
+    words = f"{duration(steps * seconds)} for {steps:,} steps more"
+    if seconds < SLOW * expected:
+        return words
+    return f"{words}: a step takes {seconds:.2g} s, not {expected:.2g}; other processes may take this machine's time"
 
 
 def _is_pipe(stream: TextIO) -> bool:

@@ -20,7 +20,7 @@ from megadit.train.curves import CURVES_FILE
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.plan.doubts import doubts
 from megadit.train.plan.hardware import this_device
-from megadit.train.plan.pace import samples_of_a_step, time_in_words, with_shapes_of
+from megadit.train.plan.pace import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
 from megadit.train.plan.recompute import needed_memory, with_recompute
 from megadit.train.plan.work import count_parameters, count_trained
 from megadit.train.recipes import RECIPES
@@ -32,8 +32,14 @@ if TYPE_CHECKING:
     from megadit.train.validation import SampledVideo
 
 
-def beginning(config: RunConfig, ranks: int, device: "torch.device") -> list[str]:
-    """What is about to be trained, on what, and where: before the first step."""
+def expected_seconds(config: RunConfig, ranks: int) -> float:
+    """What a step of a run will take on this machine, which is measured for it."""
+    info = None if config.data.mock else check_dataset(config)
+    return step_seconds(with_shapes_of(info, config), ranks, this_device(ranks))
+
+
+def beginning(config: RunConfig, ranks: int, device: "torch.device", seconds: float) -> list[str]:
+    """What is about to be trained, on what, and where: before the first step, which is to take so many seconds."""
     data, info = config.data, None if config.data.mock else check_dataset(config)
     adapter = f" and {count_trained(config).total:,} of the adapter, which alone learn" if config.train.adapter else ""
     samples = "random samples" if info is None else f"{info.num_samples.get('train', 0):,} samples of {data.path}"
@@ -48,7 +54,7 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device") -> list[str
         "are free",
         *_taken_from(info, config),
         f"folder: {config.train.output_dir}",
-        f"estimated time: {time_in_words(counted, ranks, this_device(ranks))}",
+        f"estimated time: {time_in_words(config, seconds)}",
         *(f"note: {doubt}" for doubt in doubts(config, info, needed=needed, free=free)),
         *_slow_precision(config, device),
     ]

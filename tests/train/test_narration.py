@@ -19,6 +19,7 @@ import pytest
 from megadit.models.machine import free_memory
 from megadit.models.shared import verbs
 from megadit.train.checkpoint import RunState
+from megadit.train.metrics import time_left
 from megadit.train.narration import beginning, ending
 from megadit.train.recipes import load_recipe
 
@@ -82,18 +83,26 @@ def test_what_depends_on_the_run(tmp_path):
 
     from ..half_products import without_half_products
 
-    lines = beginning(run, 2, torch.device("cpu"))
+    lines = beginning(run, 2, torch.device("cpu"), 0.5)
     assert "data: random samples, about 120 a step: at most 3,840 video tokens, in 2 packs" in lines[1]
     assert free_memory(torch.device("cpu")) > 0 and len(lines) == 5
     half = replace(run, train=replace(run.train, precision="bf16"))
     with without_half_products():
-        assert beginning(run, 2, torch.device("cpu"))[-1].startswith("estimated time")
-        assert re.search("does not multiply bfloat16.*fp32 spares that", beginning(half, 2, torch.device("cpu"))[-1])
+        assert beginning(run, 2, torch.device("cpu"), 0.5)[-1].startswith("estimated time")
+        assert re.search(
+            "does not multiply bfloat16.*fp32 spares that", beginning(half, 2, torch.device("cpu"), 0.5)[-1]
+        )
     end = ending(run, RunState(iteration=10**9), steps=1, seconds=2.0, caption=None)
     assert not any("next:" in line for line in end), "nothing encodes prompts of random samples"
     (tmp_path / "curves.png").touch()
     end = ending(run, RunState(iteration=10**9), steps=1, seconds=2.0, caption=None)
     assert f"look at: {tmp_path}/curves.png, " in end[1]
+
+
+@pytest.mark.parametrize(("seconds", "is_slow"), [(0.9, False), (1.4, False), (1.6, True), (15.0, True)])
+def test_steps_that_take_far_longer_than_expected_are_named(seconds, is_slow):
+    words = time_left(100, seconds, 1.0)
+    assert "for 100 steps more" in words and (f"a step takes {seconds:.2g} s, not 1" in words) == is_slow
 
 
 def frames_of(recorded):

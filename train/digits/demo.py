@@ -26,9 +26,9 @@ from megadit.train.data.drawn import prepare_drawn
 from megadit.train.digits import figures, judge, score
 from megadit.train.digits.clips import make_clips, read_clips, write_clips
 from megadit.train.digits.data import FPS, Attributes
-from megadit.train.digits.evaluation import evaluate_bundle
+from megadit.train.digits.evaluation import ALL_GUIDANCES, evaluate_bundle
 from megadit.train.digits.samples import DIGITS
-from megadit.train.digits.stages import Stage, TrainingDemo, run_stages, summary_of_seconds, training_stages
+from megadit.train.digits.stages import Stage, TrainingDemo, run_stages, summary_of_seconds, takes, training_stages
 
 MP4_ZOOM = 8
 """Each pixel of a clip becomes a square of this side in its mp4: 32 pixels are too few to watch."""
@@ -69,6 +69,8 @@ class Demo(TrainingDemo):
     """The folder of this demo and what goes into it."""
 
     size: DemoSize
+    guidances: tuple[float, ...] = (1.0,)
+    """At which clips are evaluated beside those of the model's own guidance."""
 
     @property
     def generated(self) -> Path:
@@ -123,7 +125,7 @@ def _score(demo: Demo) -> None:
 def _evaluate(demo: Demo) -> None:
     seen, _ = demo.attributes
     clips = load_file(demo.generated)["video_BCTHW"][: len(seen)]
-    evaluate_bundle(demo.evaluation, Bundle.open(demo.bundle), demo.out / judge.FILE, clips, seen)
+    evaluate_bundle(demo.evaluation, Bundle.open(demo.bundle), demo.out / judge.FILE, clips, seen, demo.guidances)
 
 
 def _draw_figures(demo: Demo) -> None:
@@ -150,23 +152,41 @@ def _draw_figures(demo: Demo) -> None:
     training_curves(demo.out / "curves.png", records, title="training on handwritten digits")
 
 
+def _clips(demo: Demo) -> int:
+    return sum(map(len, demo.attributes))
+
+
 STAGES = (
-    Stage("prepare", "draw captioned clips and write them as shards", _prepare, lambda demo: [demo.dataset]),
-    *training_stages("digits", "on Megatron-core", lambda demo: demo.size.overrides),
-    Stage("generate", "make a clip of each held-out caption", _generate, lambda demo: [demo.generated]),
-    Stage("videos", "write mp4 files", _write_videos, lambda demo: [demo.videos]),
-    Stage("score", "judge every frame", _score, lambda demo: [demo.out / "score.json"]),
+    Stage(
+        "prepare",
+        "draw captioned clips and write them as shards",
+        _prepare,
+        lambda demo: [demo.dataset],
+        takes(1.1e-3, of=lambda demo: demo.size.num_clips + demo.size.num_images),
+    ),
+    *training_stages("digits", "on Megatron-core", lambda demo: demo.size.overrides, is_timed=True),
+    Stage(
+        "generate",
+        "make a clip of each held-out caption",
+        _generate,
+        lambda demo: [demo.generated],
+        takes(0.12, of=_clips),
+    ),
+    Stage("videos", "write mp4 files", _write_videos, lambda demo: [demo.videos], takes(8)),
+    Stage("score", "judge every frame", _score, lambda demo: [demo.out / "score.json"], takes(30)),
     Stage(
         "evaluate",
         "measure distances from real clips, at several guidances",
         _evaluate,
         lambda demo: [demo.evaluation / "report.json"],
+        takes(0.035, of=lambda demo: _clips(demo) * len(demo.guidances)),
     ),
     Stage(
         "figures",
         "draw the contact sheet and the curves",
         _draw_figures,
         lambda demo: [demo.out / "contact_sheet.png", demo.out / "curves.png"],
+        takes(4),
     ),
 )
 
@@ -190,6 +210,7 @@ class DemoOptions:
     out: Path = setting(Path("runs/demo"), "folder for everything ({default})")
     ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
     quick: bool = setting(False, "next to no training: shows that every stage works")
+    all_guidances: bool = setting(False, "evaluate at guidance 1, 2 and 8, and not at 1 alone: a minute more")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -205,7 +226,9 @@ def _run(argv: list[str]) -> int:
         prog="megadit demo",
         description="Prepares handwritten digits, trains on them, makes videos from prompts and scores them.",
     )
-    run_demo(Demo(out=options.out, size=QUICK if options.quick else FULL, num_ranks=options.ranks or ranks_that_gain()))
+    size, ranks = QUICK if options.quick else FULL, options.ranks or ranks_that_gain()
+    more = {"guidances": ALL_GUIDANCES} if options.all_guidances else {}
+    run_demo(Demo(out=options.out, size=size, num_ranks=ranks, **more))
     return 0
 
 

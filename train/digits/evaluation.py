@@ -27,8 +27,8 @@ from megadit.train.digits.data import FPS, FRAME_SIZE, NUM_FRAMES, Attributes
 from megadit.train.digits.judge import round_trip
 
 WINDOW = Window(frames=NUM_FRAMES, height=FRAME_SIZE, width=FRAME_SIZE, fps=FPS, is_resized=False)
-GUIDANCES = (1.0, 2.0, 8.0)
-"""At which clips are made beside those of the model's own guidance."""
+ALL_GUIDANCES = (1.0, 2.0, 8.0)
+"""At which clips can be made beside those of the model's own guidance."""
 
 
 def clip_set(label: str, video_BCTHW: Tensor, captions: Sequence[str]) -> VideoSet:
@@ -49,9 +49,14 @@ def judged_by(folder: Path, judge_file: Path, real: VideoSet, metrics: Sequence[
 
 
 def evaluate_bundle(
-    out: Path, bundle: Bundle, judge_file: Path, video_BCTHW: Tensor, attributes: Sequence[Attributes]
+    out: Path,
+    bundle: Bundle,
+    judge_file: Path,
+    video_BCTHW: Tensor,
+    attributes: Sequence[Attributes],
+    guidances: Sequence[float] = ALL_GUIDANCES,
 ) -> None:
-    """Writes the report of a digits bundle: its clips of `attributes` at its own guidance, and those at `GUIDANCES`.
+    """Writes the report of a digits bundle: its clips of `attributes` at its own guidance, and those at `guidances`.
 
     Real clips are what the tokenizer leaves of them: the judge learnt to read such, and no network makes sharper ones.
 
@@ -61,7 +66,7 @@ def evaluate_bundle(
     captions = score.heldout_captions(attributes)
     made = [Candidate(model="demo", guidance=bundle.defaults.guidance, videos=clip_set("demo", video_BCTHW, captions))]
     maker = BundleMaker(bundle, device="cpu", dtype="float32")
-    for guidance in GUIDANCES:
+    for guidance in guidances:
         settings = resolve_settings(bundle.defaults, guidance=guidance)
         request = Request(maker=maker, prompts=captions, settings=settings)
         make_videos(out / "videos", request, ALONE, told=True)

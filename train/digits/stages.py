@@ -18,6 +18,9 @@ from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import duration
 from megadit.models.shared.setting import setting
+from megadit.train.config.load import resolve_config
+from megadit.train.plan.hardware import Gpu, this_device
+from megadit.train.plan.pace import step_seconds
 
 
 class HasFolder(Protocol):
@@ -107,14 +110,21 @@ class Stage(Generic[Demo]):
     run: Callable[[Demo], None]
     results: Callable[[Demo], Sequence[Path]]
     """Complete once they exist: each is written under a temporary name and renamed."""
+    seconds: Callable[[Demo, Gpu], float] | None = None
+    """What it will take on this machine, a rank of which has such a core; None where nobody knows."""
+
+
+def takes(seconds: float, of: Callable[[Demo], int] = lambda demo: 1) -> Callable[[Demo, Gpu], float]:
+    """What a stage takes that takes so many seconds, for each `of` its samples, where `small_speed` is 1."""
+    return lambda demo, core: seconds * of(demo) / core.small_speed
 
 
 def training_stages(
-    recipe: str, goal: str, settings: Callable[[Demo], Sequence[str]]
+    recipe: str, goal: str, settings: Callable[[Demo], Sequence[str]], *, is_timed: bool = False
 ) -> tuple[Stage[Demo], Stage[Demo]]:
     """A recipe trained on the demo's data set, with `settings` of its configuration, and the bundle of what it learnt.
 
-    A run that was interrupted goes on where it stopped.
+    A run that was interrupted goes on where it stopped. `is_timed`: it is known before how long they will take.
     """
 
     def train(demo: Demo) -> None:
@@ -123,13 +133,19 @@ def training_stages(
         run_module("megadit.train", "--recipe", recipe, *ranks, *folders, *settings(demo))
         (demo.training / "finished").touch()
 
+    def seconds(demo: Demo, core: Gpu) -> float:
+        config = resolve_config(recipe, overrides=[*settings(demo)])
+        steps = config.train.train_iters * step_seconds(config, demo.num_ranks, core)
+        return 1.1 * steps + 25 / core.small_speed  # validation and checkpoints, then imports
+
     def gather(demo: Demo) -> None:
         run_module("megadit.train.to_bundle", str(demo.training), str(demo.bundle))
 
+    purpose = f"train the recipe `{recipe}` {goal}"
     parts = "gather network, tokenizer and text encoder in one folder"
     return (
-        Stage("train", f"train the recipe `{recipe}` {goal}", train, lambda demo: [demo.training / "finished"]),
-        Stage("bundle", parts, gather, lambda demo: [demo.bundle]),
+        Stage("train", purpose, train, lambda demo: [demo.training / "finished"], seconds if is_timed else None),
+        Stage("bundle", parts, gather, lambda demo: [demo.bundle], takes(8) if is_timed else None),
     )
 
 
@@ -137,6 +153,8 @@ def run_stages(demo: Demo, stages: Sequence[Stage[Demo]]) -> dict[str, float]:
     """Runs every stage whose results are missing; the seconds that each took in its last run."""
     demo.out.mkdir(parents=True, exist_ok=True)
     file = demo.out / "seconds.json"
+    plan = TimePlan(demo, stages)
+    print(*plan.beginning(), sep="\n", end="", flush=True)
     with _unwinding_at_sigterm():
         for number, stage in enumerate(stages, start=1):
             heading = f"[{number}/{len(stages)}] {stage.name}: {stage.purpose}"
@@ -149,8 +167,33 @@ def run_stages(demo: Demo, stages: Sequence[Stage[Demo]]) -> dict[str, float]:
             seconds = time.monotonic() - start
             known = read_json(file) if file.exists() else {}
             write_json(file, {**known, stage.name: round(seconds, 1)})
-            print(f"      {duration(seconds)}", flush=True)
+            print(f"      {duration(seconds)}{plan.after(stage.name, seconds)}", flush=True)
     return read_json(file)
+
+
+class TimePlan:
+    """What the stages that are not done yet will take: as this machine was measured, then as those before them took."""
+
+    def __init__(self, demo: Demo, stages: Sequence[Stage[Demo]]) -> None:
+        known = [stage for stage in stages if stage.seconds is not None]
+        open_ = [stage for stage in known if not all(path.exists() for path in stage.results(demo))]
+        core = this_device(demo.num_ranks) if open_ else None
+        self._left = {stage.name: stage.seconds(demo, core) for stage in open_}
+        self._expected = self._taken = 0.0
+
+    def beginning(self) -> list[str]:
+        """A line for all of them."""
+        if not self._left:
+            return []
+        parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self._left.items())
+        return [f"about {duration(sum(self._left.values()))} on this machine, as measured: {parts}", ""]
+
+    def after(self, name: str, seconds: float) -> str:
+        """What is left after a stage that took so many seconds, in words to follow those."""
+        self._expected += self._left.pop(name, 0.0)
+        self._taken += seconds
+        left = sum(self._left.values())
+        return f"; about {duration(left * self._taken / self._expected)} left" if left and self._expected else ""
 
 
 @contextmanager

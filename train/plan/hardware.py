@@ -28,6 +28,8 @@ class Gpu:
     per_node: int = 8
     is_cpu: bool = False
     """Whether it is none, but a share of this machine's cores."""
+    small_speed: float = 1.0
+    """Of a CPU's core: `machine.small_operations_speed`."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -100,7 +102,7 @@ def this_device(ranks: int) -> Gpu:
     CPU its share of the cores, which this process may have all of."""
     import torch
 
-    from megadit.models.machine import matmul_flops
+    from megadit.models.machine import matmul_flops, small_operations_speed
 
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
@@ -118,6 +120,7 @@ def this_device(ranks: int) -> Gpu:
         link_bandwidth=2 * GB,
         network_bandwidth=2 * GB,
         is_cpu=not torch.cuda.is_available(),
+        small_speed=1.0 if torch.cuda.is_available() else small_operations_speed(),
     )
 
 

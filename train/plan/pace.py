@@ -13,12 +13,15 @@ from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.recompute import with_recompute
 from megadit.train.plan.search import assess
-from megadit.train.plan.work import work_of
+from megadit.train.plan.work import count_trained, work_of
 
 ELEMENTWISE_RATE = 1.5e9
 """Bytes a second that one core of a CPU moves through the small operations of a block: norms, gates, rotations,
 activations, and the calls themselves. Fitted to `digits` (.6 s of processor time a step), the same 192 wide (1.15 s)
-and `shapes` (.57 s), on one core of an Intel Xeon, family 6, model 167, and to the demo on two of an AMD EPYC."""
+and `shapes` (.57 s), on one core of an Intel Xeon, family 6, model 167, and to the demo on two of an AMD EPYC; where
+`small_speed` is 1."""
+MUON_FLOPS = 23
+"""Operations of `muon.orthogonalize` for each number of a matrix and unit of its shorter side: 5 (4 + 2/3)."""
 
 
 def step_seconds(config: RunConfig, ranks: int, gpu: Gpu) -> float:
@@ -27,13 +30,21 @@ def step_seconds(config: RunConfig, ranks: int, gpu: Gpu) -> float:
     if not gpu.is_cpu:
         return assess(config, layout, gpu).time.total
     work = work_of(config, layout)
-    elementwise = work.elementwise_bytes / (ELEMENTWISE_RATE * threads_of_a_rank(ranks))
-    return layout.num_micro_batches * (work.flops / gpu.bf16_flops + elementwise)
+    elementwise = work.elementwise_bytes / (ELEMENTWISE_RATE * gpu.small_speed * threads_of_a_rank(ranks))
+    of_packs = layout.num_micro_batches * (work.flops / gpu.bf16_flops + elementwise)
+    return of_packs + _muon_flops(config) / gpu.bf16_flops
 
 
-def time_in_words(config: RunConfig, ranks: int, gpu: Gpu) -> str:
-    """Of all steps of a run, and of one."""
-    steps, seconds = config.train.train_iters, step_seconds(config, ranks, gpu)
+def _muon_flops(config: RunConfig) -> float:
+    """Of orthogonalising the matrices of the blocks, whose shorter side is mostly the width."""
+    if config.optimizer.optimizer != "muon":
+        return 0.0
+    return MUON_FLOPS * config.model.hidden_size * count_trained(config).split
+
+
+def time_in_words(config: RunConfig, seconds: float) -> str:
+    """Of all steps of a run, each of which takes so many seconds."""
+    steps = config.train.train_iters
     return f"about {duration(steps * seconds)} for {steps:,} steps of {seconds:.2g} s"
 
 

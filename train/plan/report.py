@@ -16,7 +16,7 @@ from megadit.train.plan.estimate import tokens_per_second
 from megadit.train.plan.hardware import Gpu, this_device, this_machines_memory
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import Memory, memory_of
-from megadit.train.plan.pace import samples_of_a_step, time_in_words, with_shapes_of
+from megadit.train.plan.pace import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
 from megadit.train.plan.recompute import choice_in_words, with_recompute
 from megadit.train.plan.search import Choice, assess, rank_layouts, usable_memory
 from megadit.train.plan.work import count_parameters, count_trained, typical_pack, upstream_flops, work_of
@@ -43,7 +43,9 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> str:
         lines += _time_lines(config, assess(config, layout, gpu))
     free = math.inf if gpu is not None else this_machines_memory(gpus)
     if memory.total <= free < math.inf:
-        lines.append(f"estimated on this machine: {time_in_words(config, gpus, this_device(gpus))}")
+        lines.append(
+            f"estimated on this machine: {time_in_words(config, step_seconds(config, gpus, this_device(gpus)))}"
+        )
     lines += [f"note: {doubt}" for doubt in doubts(config, info, needed=memory.total, free=free)]
     return "\n".join(f"# {line}" for line in lines)
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import imageio.v3 as iio
 import pytest
@@ -14,10 +15,21 @@ from megadit.models.shared.files import read_json, write_json
 from megadit.train.digits import demo as demo_module
 from megadit.train.digits import stages
 from megadit.train.digits.clips import wall, watchable, write_clips
-from megadit.train.digits.demo import QUICK, Demo
+from megadit.train.digits.demo import FULL, QUICK, Demo
+from megadit.train.digits.evaluation import ALL_GUIDANCES
 from megadit.train.digits.stages import Stage, TrainingDemo
+from megadit.train.plan.hardware import Gpu
 
 JOBS = Path(__file__).parents[1] / "jobs"
+CORE = Gpu(
+    name="a core",
+    memory=1e9,
+    bf16_flops=1e11,
+    memory_bandwidth=1e10,
+    link_bandwidth=1e9,
+    network_bandwidth=1e9,
+    is_cpu=True,
+)
 SCORES = {"digit": 0.9, "colour": 1.0, "direction": 1.0, "all": 0.9, "every_frame": 0.5, "num_clips": 3}
 
 
@@ -60,6 +72,32 @@ def test_a_stage_without_its_result_runs_again(demo, log):
     (demo.out / "b.json").unlink()
     demo_module.run_demo(demo)
     assert log == ["prepare", "train", "score", "train"]
+
+
+def test_the_time_of_all_stages_is_told_first_and_corrected_after_each(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stages, "this_device", lambda ranks: replace(CORE, small_speed=0.5))
+    now = iter([0.0, 40.0, 40.0, 41.0])
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    touch = [lambda demo, name=name: (demo.out / name).touch() for name in ("a", "b")]
+    made = [lambda demo, name=name: [demo.out / name] for name in ("a", "b")]
+    first = Stage("first", "pretend", touch[0], made[0], lambda demo, core: 10 / core.small_speed)
+    last = Stage("last", "pretend", touch[1], made[1], lambda demo, core: 60 * demo.num_ranks)
+    stages.run_stages(TrainingDemo(out=tmp_path), [first, last])
+    output = capsys.readouterr().out
+    assert output.startswith("about 2 min 20 s on this machine, as measured: first 20 s, last 2 min 0 s\n")
+    assert "      40 s; about 4 min 0 s left\n" in output and output.endswith("      1 s\n"), (
+        "twice as long as expected"
+    )
+    stages.run_stages(TrainingDemo(out=tmp_path), [first, last])
+    assert "as measured" not in capsys.readouterr().out, "nothing is left"
+
+
+def test_every_stage_of_the_demo_is_expected_to_take_some_time(tmp_path):
+    quick, full = (
+        [stage.seconds(Demo(out=tmp_path, size=size), CORE) for stage in demo_module.STAGES] for size in (QUICK, FULL)
+    )
+    assert all(0 < one <= other for one, other in zip(quick, full, strict=True))
+    assert 60 < sum(quick) < 0.5 * sum(full) < 900
 
 
 def test_a_failing_stage_stops_the_demo(demo, log, monkeypatch):
@@ -112,12 +150,13 @@ def test_no_ranks(tmp_path):
 def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(demo_module, "run_demo", asked.append)
-    for more in ([], ["--out", str(tmp_path)], ["--ranks", "5"], ["--quick"]):
+    for more in ([], ["--out", str(tmp_path)], ["--ranks", "5"], ["--quick"], ["--all_guidances"]):
         assert demo_module.main(more) == 0
-    plain, placed, divided, quick = asked
+    plain, placed, divided, quick, whole = asked
     assert placed == replace(plain, out=tmp_path) != plain
     assert divided == replace(plain, num_ranks=5) != plain
     assert quick == replace(plain, size=QUICK) != plain
+    assert whole == replace(plain, guidances=ALL_GUIDANCES) != plain
 
 
 def test_clips_are_written_under_their_captions_and_all_together(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import save
 from torch import zeros
 
+from megadit.models.machine import small_operations_speed
 from megadit.models.shared.memory import GIB
 from megadit.train.config.load import resolve_config
 from megadit.train.data.dataset_info import DatasetInfo
@@ -33,12 +34,23 @@ def test_a_step_takes_as_long_as_its_packs():
     run = load_recipe("digits")
     one = step_seconds(run, 1, CORE)
     twice = replace(run, data=replace(run.data, global_batch_size=2 * run.data.global_batch_size))
-    assert step_seconds(twice, 1, CORE) == pytest.approx(2 * one)
+    adamw = [replace(some, optimizer=replace(run.optimizer, optimizer="adamw")) for some in (run, twice)]
+    assert step_seconds(adamw[1], 1, CORE) == pytest.approx(2 * step_seconds(adamw[0], 1, CORE))
     slower = replace(CORE, bf16_flops=CORE.bf16_flops / 10)
     assert one < step_seconds(run, 1, slower) < 10 * one, "what is no product is as slow as before"
-    assert time_in_words(replace(run, train=replace(run.train, train_iters=600)), 1, CORE).endswith(
+    assert time_in_words(replace(run, train=replace(run.train, train_iters=600)), one).endswith(
         f"for 600 steps of {one:.2g} s"
     )
+
+
+def test_what_a_core_measures_counts():
+    """Products, what is none, and the optimizer's own, which no packs add to."""
+    run = load_recipe("digits")
+    one = step_seconds(run, 1, CORE)
+    assert one < step_seconds(run, 1, replace(CORE, small_speed=0.5)) < 2 * one
+    adamw = replace(run, optimizer=replace(run.optimizer, optimizer="adamw"))
+    assert 0.8 * one < step_seconds(adamw, 1, CORE) < one
+    assert 0.05 < small_operations_speed() < 20
 
 
 def test_a_gpu_takes_what_the_planner_says():
@@ -51,11 +63,13 @@ def test_a_rank_has_its_share_of_the_cores(monkeypatch):
     from megadit.models.shared import cores
 
     monkeypatch.setattr(machine, "matmul_flops", lambda device, dtype: 8e9)  # of all threads of this process
+    monkeypatch.setattr(machine, "small_operations_speed", lambda: 0.7)
     monkeypatch.setattr(cores, "available_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert [this_device(ranks).bf16_flops for ranks in (1, 2, 4, 8)] == [8e9, 4e9, 2e9, 2e9]
+    assert this_device(2).small_speed == 0.7
 
 
 def test_samples_are_counted_by_the_shapes_that_the_data_set_has(tiny_dataset):
