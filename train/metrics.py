@@ -24,6 +24,8 @@ STEPS_BEFORE_ESTIMATE = 3
 """Of this process; the first one is slower than the others."""
 SLOW = 1.5
 """Times what was expected, from which on it is said that a step takes longer."""
+SHORT = 60.0
+"""Seconds, for which nobody needs to hear that a step takes longer."""
 FEW_STEPS = 10
 """For which nobody needs an estimate."""
 
@@ -112,7 +114,7 @@ class Metrics:
 def time_left(steps: int, seconds: float, expected: float) -> str:
     """What so many steps will take of `seconds` each, and a word where that is far more than was expected."""
     words = f"{duration(steps * seconds)} for {steps:,} steps more"
-    if seconds < SLOW * expected:
+    if seconds < SLOW * expected or steps * seconds < SHORT:
         return words
     return f"{words}: a step takes {seconds:.2g} s, not {expected:.2g}; other processes may take this machine's time"
 

@@ -103,6 +103,7 @@ def test_what_depends_on_the_run(tmp_path):
 def test_steps_that_take_far_longer_than_expected_are_named(seconds, is_slow):
     words = time_left(100, seconds, 1.0)
     assert "for 100 steps more" in words and (f"a step takes {seconds:.2g} s, not 1" in words) == is_slow
+    assert "not 1" not in time_left(3, seconds, 1.0), "it is over soon"
 
 
 def frames_of(recorded):
