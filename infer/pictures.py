@@ -15,6 +15,7 @@ from megadit.infer.evaluate.window import Window, cut
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.outside import files_under
 
 SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 
@@ -26,7 +27,8 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path]:
         UserError: for a path without any.
     """
     for path in paths:
-        files = sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        inside = files_under(path) if path.is_dir() else [path]
+        files = [each for each in inside if each.suffix.lower() in SUFFIXES or each == path]
         if not files:
             raise UserError(f"{path} holds no picture; known are {', '.join(SUFFIXES)}")
         yield from files

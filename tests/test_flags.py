@@ -41,6 +41,7 @@ GENERATE = """
     --low_guidance --dry_run --device_memory --even_if_too_large
 """
 SIGNED, C2PA = "infer/test_signing.py", "--c2pa_certificate --c2pa_key"
+ACCOUNT = "train/data/ingest/test_account.py"
 INGEST = {
     SELECTED: """
         --sizes --fps --cut --scene_threshold --min_brightness --min_motion --max_duplicate_bits --max_minutes
@@ -54,6 +55,7 @@ INGEST = {
     "train/data/ingest/test_originals.py::test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut": "--originals",
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
     "train/data/ingest/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
+    f"{ACCOUNT}::test_the_sums_of_a_report_add_up": "--max_caption_words",
     "train/data/ingest/test_not_in.py::test_what_another_data_set_holds_is_left_out": "--not_in",
     "train/data/ingest/test_few_clips.py::test_clips_of_training_stand_beside_their_mirror_images": "--mirror",
     "train/data/ingest/test_few_clips.py::test_one_caption_for_all_that_have_none": "--default_caption",
@@ -77,7 +79,8 @@ INGEST = {
     "train/data/ingest/test_flags.py::test_a_preparation_is_begun_anew": "--overwrite",
 }
 FETCHED = {f"{DOWNLOAD}::test_downloads_obey_their_options": "--downloads --download_seconds --private_addresses"}
-CAPTIONED = {SELECTED: f"{INGEST[SELECTED]} --captions"}
+READING = {f"{ACCOUNT}::test_how_captions_are_read": "--caption_columns --caption_encoding --follow_links"}
+CAPTIONED = {SELECTED: f"{INGEST[SELECTED]} --captions", f"{ACCOUNT}::test_splits_stay_apart": "--split"} | READING
 TABLES = "train/data/ingest/test_flags.py::test_tables_of_a_split_into_a_folder_of_its_own"
 COLUMN = "train/data/ingest/test_sources.py::test_images_inside_tables_and_a_chosen_column_of_captions"
 
@@ -104,9 +107,12 @@ SHOWN_BY = {
     },
     "prepare videos": INGEST | CAPTIONED,
     "prepare images": INGEST | CAPTIONED,
-    "prepare webdataset": INGEST,
-    "prepare hf": INGEST | FETCHED | {TABLES: "--split", COLUMN: "--caption_column"},
-    "prepare butterfly": INGEST | FETCHED | {TABLES: "--split --source --output_dir", COLUMN: "--caption_column"},
+    "prepare webdataset": INGEST | READING,
+    "prepare hf": INGEST | FETCHED | READING | {TABLES: "--split", COLUMN: "--caption_column"},
+    "prepare butterfly": INGEST
+    | FETCHED
+    | READING
+    | {TABLES: "--split --source --output_dir", COLUMN: "--caption_column"},
     "prepare nemo": {
         "train/data/ingest/test_sources.py::test_what_nemo_and_dfm_wrote_becomes_a_data_set": (
             "--tokenizer --text_encoder --fps --val_every --shard_size --overwrite"

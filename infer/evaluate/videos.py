@@ -21,9 +21,11 @@ import torch
 from PIL import Image
 
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
+from megadit.models.shared.captions import captions_in, texts_of
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, record_path, sha256_of
+from megadit.models.shared.outside import files_under, leads_out
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 PART = 16
@@ -117,12 +119,12 @@ def _part_in_memory(label: str, first: int, videos: np.ndarray, prompts: Sequenc
 
 def _of_folder(folder: Path, most: int | None) -> list[Part]:
     suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())[:most]
+    files = [path for path in files_under(folder) if path.suffix.lower() in suffixes][:most]
     return [_part_of_files(folder, files[first : first + PART]) for first in range(0, len(files), PART)]
 
 
 def _part_of_files(folder: Path, files: Sequence[Path]) -> Part:
-    captions = [_caption(file) for file in files]
+    captions = [_caption(file, folder) for file in files]
     return Part(
         key=hashed(*(sha256_of(file) for file in files), *captions),
         names=tuple(str(file.relative_to(folder)) for file in files),
@@ -131,16 +133,19 @@ def _part_of_files(folder: Path, files: Sequence[Path]) -> Part:
     )
 
 
-def _caption(video: Path) -> str:
+def _caption(video: Path, folder: Path) -> str:
     """What stands beside a video: in NAME.mp4.json (as `megadit generate` writes it), NAME.json or NAME.txt."""
-    text = video.with_suffix(".txt")
-    for record in (record_path(video), video.with_suffix(".json")):
-        if record.is_file():
-            values = read_json(record, max_bytes=MAX_CAPTION_BYTES)
-            return str(values.get("prompt") or values.get("caption") or "") if isinstance(values, dict) else ""
-    if text.is_file():
-        with open(text, "rb") as file:
-            return file.read(MAX_CAPTION_BYTES).decode("utf-8", "replace").strip()
+    for file in (record_path(video), video.with_suffix(".json"), video.with_suffix(".txt")):
+        if not file.is_file() or leads_out(file, folder):
+            continue
+        if file.suffix == ".json":
+            values = read_json(file, max_bytes=MAX_CAPTION_BYTES, is_finite=False)
+            captions = (isinstance(values, dict) and captions_in(values)) or ()
+        else:
+            with open(file, "rb") as opened:
+                captions = texts_of(opened.read(MAX_CAPTION_BYTES))
+        if captions:
+            return captions[0]
     return ""
 
 

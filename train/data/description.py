@@ -12,6 +12,7 @@ MAX_HEADER_BYTES = 1 << 16
 SLOWEST_FPS, FASTEST_FPS = 0.01, 10_000.0
 """Of videos: the time between frames is divided by."""
 LARGEST_SIDE = 1 << 20
+MOST_CAPTIONS = 64
 MOST_FRAMES = 64
 """Encoded as images, of one clip."""
 
@@ -23,6 +24,8 @@ class UnreadableSampleError(ValueError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
     caption: str
+    captions: tuple[str, ...]
+    """All of them, where a sample has several; each pass over the data reads one."""
     num_frames: int
     """0 where it is not said, like height and width."""
     height: int
@@ -58,6 +61,7 @@ def read_description(content: bytes) -> Description:
         raise UnreadableSampleError(f"its fps is {fps}, not 0 or {SLOWEST_FPS:g} to {FASTEST_FPS:g}")
     return Description(
         caption=str(values.get("caption") or ""),
+        captions=_captions(values),
         num_frames=_count(values, "num_frames"),
         height=_count(values, "height"),
         width=_count(values, "width"),
@@ -68,6 +72,13 @@ def read_description(content: bytes) -> Description:
         frame_times=_times(values, "frame_times"),
         keyframes=tuple(map(int, _times(values, "keyframes"))),
     )
+
+
+def _captions(values: dict[str, Any]) -> tuple[str, ...]:
+    found = values.get("captions") or []
+    if not isinstance(found, list) or len(found) > MOST_CAPTIONS or not all(isinstance(each, str) for each in found):
+        raise UnreadableSampleError(f"its captions are not a list of at most {MOST_CAPTIONS} texts")
+    return tuple(found)
 
 
 def _truth(values: dict[str, Any], name: str) -> bool:

@@ -30,7 +30,7 @@ from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 from megadit.train.data.ingest.decode import UnusableSourceError, fit_image, read_frames, read_image, read_timeline
 from megadit.train.data.ingest.plan import Kind, Settings, Source
-from megadit.train.data.ingest.sources import read_table
+from megadit.train.data.ingest.rows import read_table
 from megadit.train.data.ingest.team import Part, Team, join_team
 from megadit.train.data.requests import begin, count_samples, missing_shards
 from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members

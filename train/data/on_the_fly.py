@@ -20,8 +20,8 @@ from megadit.infer.video_io import MAX_PIXELS, open_container
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.description import UnreadableSampleError, read_description
-from megadit.train.data.samples import member, training_sample
-from megadit.train.data.training_sample import Frames, TrainingSample, encode_frames, frame_times
+from megadit.train.data.samples import OCCURRENCE, member, training_sample
+from megadit.train.data.training_sample import Frames, TrainingSample, drawn_caption, encode_frames, frame_times
 
 MAX_CLIP_PIXELS = 1 << 30
 """Of all frames of a clip; a small file may hold any number of them."""
@@ -57,7 +57,9 @@ class FrozenEncoders:
         if max(description.keyframes, default=0) >= len(frames_THWC):
             raise UnreadableSampleError(f"its keyframes {description.keyframes[:5]} are not of its {len(frames_THWC)}")
         latent_CTHW, frames = self._latents(frames_THWC, description.keyframes)
-        sample = training_sample(crude, description, latent_CTHW, self._text(description.caption))
+        captions = description.captions or (description.caption,)
+        caption = captions[drawn_caption(crude["__key__"], crude[OCCURRENCE], len(captions))]
+        sample = training_sample(crude, description, latent_CTHW, self._text(caption))
         return replace(sample, frames=frames)
 
     @torch.inference_mode()

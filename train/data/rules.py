@@ -73,6 +73,14 @@ class Rules:
         key = sample_key(self.format.seed, sample.sample_id, sample.occurrence)
         return uniform_numbers(key, 1, stream=Stream.KEEP)[0] < share
 
+    def long_text(self, sample: TrainingSample) -> tuple[str, str] | None:
+        """The reason against a text that no pack has room for: found before any buffer holds many of them."""
+        texts = [text for text in (sample.text_LE, sample.given_text_LE) if text is not None]
+        return self._long_text() if max(map(len, texts)) > self.format.text_seq_length else None
+
+    def _long_text(self) -> tuple[str, str]:
+        return "long_text", f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
+
     def reason_against(self, sample: TrainingSample) -> tuple[str, str] | None:
         """Why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
         model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
@@ -97,7 +105,7 @@ class Rules:
         if num_tokens > self.format.seq_length:
             return "too_long", f"it has more tokens than data.seq_length, {self.format.seq_length}"
         if text_slots > self.format.text_seq_length:
-            return "long_text", f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
+            return self._long_text()
         if not all(map(_is_finite, (*latents, *texts))):
             return "not_finite", "it holds NaN or infinite values"
         if any(latent.numel() and latent.abs().max() > self.max_latent for latent in latents):

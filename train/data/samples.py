@@ -17,7 +17,7 @@ from torch import Tensor
 from megadit.models.shared.documents import check_tensor_header
 from megadit.train.data.description import MAX_HEADER_BYTES, Description, UnreadableSampleError, read_description
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.data.training_sample import Frames, TrainingSample
+from megadit.train.data.training_sample import Frames, TrainingSample, another, drawn_caption
 
 OCCURRENCE = "__occurrence__"
 """Field of a crude sample: the pass over the data set that it was read in."""
@@ -52,7 +52,7 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
         raise
     except Exception as error:  # safetensors and torch have many kinds for what they do not know
         raise UnreadableSampleError(f"its safetensors cannot be read: {type(error).__name__} {error}") from None
-    latent_CTHW, text_LE = tensors.get("latent"), tensors.get("text")
+    latent_CTHW, text_LE = tensors.get("latent"), _drawn_text(tensors, description, crude)
     if latent_CTHW is None:
         raise UnreadableSampleError("its safetensors holds no latent")
     if latent_CTHW.ndim != 4 or (text_LE is not None and text_LE.ndim != 2):
@@ -69,6 +69,14 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
         given_text_LE=given_text_LE,
         frames=_frames(tensors, description),
     )
+
+
+def _drawn_text(tensors: dict[str, Tensor], description: Description, crude: dict[str, Any]) -> Tensor | None:
+    """The text features of the caption that this pass reads."""
+    count = len(description.captions)
+    if count < 2:
+        return tensors.get("text")
+    return tensors.get(another("text", drawn_caption(crude["__key__"], crude[OCCURRENCE], count)))
 
 
 def _reference(tensors: dict[str, Tensor]) -> Tensor | None:

@@ -96,6 +96,8 @@ class LatentTaskEncoder(TaskEncoder):
             content = self.read(crude)
         except UnreadableSampleError as error:
             self.refused.refuse(crude["__key__"], "unreadable", "unreadable", str(error))
+        if found := self.rules.long_text(content):
+            self.refused.refuse(content.sample_id, *found, f"{len(content.text_LE)} tokens")
         return LatentSample(**basic_sample_keys(crude), content=content)
 
     @stateless

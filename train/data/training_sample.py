@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megadit.models.noise import sample_key
 from megadit.models.tokenizers import VideoTokenizer
 
 
@@ -20,6 +21,16 @@ class Frames(NamedTuple):
     """[C, K, H, W]."""
     times: tuple[float, ...]
     """When each is, in latent frames: see `frame_times`."""
+
+
+def another(name: str, number: int) -> str:
+    """The name of a sample's tensor, for its `number`-th further caption: text, text/1, text/2."""
+    return f"{name}/{number}" if number else name
+
+
+def drawn_caption(sample_id: str, occurrence: int, count: int) -> int:
+    """Which of a sample's captions this pass over the data reads: drawn by sample and pass alone."""
+    return sample_key(0, f"caption of {sample_id}", occurrence) % count
 
 
 def keyframe_places(num_frames: int, count: int) -> list[int]:

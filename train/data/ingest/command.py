@@ -17,11 +17,13 @@ from megadit.train.data.ingest.captions import CaptionServer
 from megadit.train.data.ingest.download import Downloads
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
 from megadit.train.data.ingest.engine import choose_engine, run_on_ray, start_ray
+from megadit.train.data.ingest.listing import Listing, Reading
 from megadit.train.data.ingest.plan import Notes, Settings
 from megadit.train.data.ingest.pool import default_workers
-from megadit.train.data.ingest.sources import Listing, list_folder, list_webdataset
+from megadit.train.data.ingest.sources import list_folder
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.team import Part, join_team
+from megadit.train.data.ingest.webdataset import list_webdataset
 from megadit.train.data.places import is_url
 from megadit.train.data.writer import is_prepared
 
@@ -65,7 +67,6 @@ class PrepareOptions:
 _SOURCE = "where the data are: a folder, or a URL such as s3://BUCKET/PATH"
 _OUT = "folder to write"
 _SPLIT = "of the data set (default: {default})"
-_CAPTION_COLUMN = "column of captions (default: caption, text, prompt or name)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +75,10 @@ class FolderOptions:
     out: Path = setting(help=_OUT, positional=True, metavar="OUT")
     common: PrepareOptions = group(PrepareOptions)
     captions: str | None = setting(
-        None, "table (.csv, .jsonl, .parquet) of files and captions; folders: their names are labels"
+        None, "table (.csv, .tsv, .jsonl, .json, .parquet) of files and captions; folders: their names are labels"
     )
+    split: str = setting("train", "folders of other splits are not used (default: {default})")
+    reading: Reading = group(Reading)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +86,7 @@ class WebDatasetOptions:
     source: str = setting(help=_SOURCE, positional=True, metavar="SRC")
     out: Path = setting(help=_OUT, positional=True, metavar="OUT")
     common: PrepareOptions = group(PrepareOptions)
+    reading: Reading = group(Reading)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +95,7 @@ class TableOptions:
     out: Path = setting(help=_OUT, positional=True, metavar="OUT")
     common: PrepareOptions = group(PrepareOptions)
     split: str = setting("train", _SPLIT)
-    caption_column: str | None = setting(None, _CAPTION_COLUMN)
+    reading: Reading = group(Reading)
     downloads: Downloads = group(Downloads)
 
 
@@ -102,7 +106,7 @@ class ButterflyOptions:
     folder: Path | None = setting(None, "the same as --output_dir", positional=True, metavar="OUT")
     common: PrepareOptions = group(PrepareOptions)
     split: str = setting("train", _SPLIT)
-    caption_column: str | None = setting(None, _CAPTION_COLUMN)
+    reading: Reading = group(Reading)
     downloads: Downloads = group(Downloads)
 
     @property
@@ -242,8 +246,16 @@ def _settings(options: PrepareOptions) -> Settings:
 
 def _listing(kind: str, options: FolderOptions | WebDatasetOptions) -> Callable[[], Listing]:
     if isinstance(options, FolderOptions):
-        return partial(list_folder, options.source, "video" if kind == "videos" else "image", options.captions)
-    return partial(list_webdataset, options.source)
+        return partial(
+            list_folder,
+            options.source,
+            "video" if kind == "videos" else "image",
+            options.captions,
+            reading=options.reading,
+            split=options.split,
+            without=options.out,
+        )
+    return partial(list_webdataset, options.source, reading=options.reading)
 
 
 def _tables(options: Options, notes: Notes) -> Tables | None:
@@ -253,7 +265,8 @@ def _tables(options: Options, notes: Notes) -> Tables | None:
         root=options.source,
         fetched=notes.fetched,
         split=options.split,
-        caption_column=options.caption_column,
+        reading=options.reading,
+        names_are_captions=isinstance(options, ButterflyOptions),
         downloads=options.downloads,
     )
 

@@ -22,7 +22,7 @@ from megadit.train.data.ingest.decode import UnusableSourceError, fit_image, rea
 from megadit.train.data.ingest.encodings import LATENT, Encoder
 from megadit.train.data.ingest.plan import Clip, Settings
 from megadit.train.data.ingest.pool import Pool
-from megadit.train.data.training_sample import encode_frames, frame_times, keyframe_places
+from megadit.train.data.training_sample import another, encode_frames, frame_times, keyframe_places
 from megadit.train.data.writer import sample_members, write_members
 
 CAPTIONS_AT_A_TIME = 64
@@ -81,6 +81,10 @@ def encode_shard(
                 for place, text_LE in enumerate(encoder.encode_texts([clip.source.caption for clip in stretch])):
                     if len(text_LE):
                         tensors[start + place][encoder.name] = text_LE
+                for place, clip in enumerate(stretch, start):
+                    if more := list(clip.source.more_captions):
+                        texts = enumerate(encoder.encode_texts(more), 1)
+                        tensors[place] |= {another(encoder.name, number): text_LE for number, text_LE in texts}
     video_encoders = [encoder for encoder in encoders if encoder.modality == "video"]
     for places, frames_BTHWC in _batches(decoded_clips(clips, settings, pool), batch_size(settings)):
         video_BCTHW = to_video(frames_BTHWC)
@@ -142,6 +146,8 @@ def describe(clip: Clip, **of_frames: list[float] | None) -> dict[str, Any]:
         "source": clip.source.name,
         "start": round(clip.start, 3),
     }
+    if clip.source.more_captions:
+        description["captions"] = clip.source.captions
     if clip.is_mirrored:
         description["mirrored"] = True
     if clip.source.aesthetic_score is not None:

@@ -1,84 +1,93 @@
 """Files of a source: in a folder, or in any store that fsspec reaches (s3://BUCKET/PATH, gs://..., memory://...)."""
 
 import io
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import inner_path, is_inner_name
+from megadit.models.shared.files import is_inner_name
+from megadit.models.shared.outside import HIDDEN, Found, is_litter, walk
 from megadit.train.data.places import is_url
 
 BLOCK_BYTES = 1 << 22
 """Read from a store at a time."""
 
 
-class Folder(Protocol):
-    """The files under one place. Their names are relative, with slashes."""
+class Folder:
+    """The files under one place, listed once. Their names are relative, with slashes."""
+
+    def __init__(self, root: str, found: Iterable[Found], named: str = "") -> None:
+        """`named`: how a user wrote `root`, with other links in it."""
+        self.root = root
+        self.roots = tuple(dict.fromkeys(filter(None, (root, named))))
+        """Paths of the files begin with one of these, where a table has them whole."""
+        self._files: set[str] = set()
+        self.not_used: dict[str, str] = {}
+        """Name -> why it is not read."""
+        for each in found:
+            if each.reason:
+                self.not_used[each.name] = each.reason
+            else:
+                self._files.add(each.name)
 
     def names(self) -> Iterator[str]:
-        """All of them, in no order."""
+        """Of all files that may be read, in no order."""
+        return iter(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
 
     def holds(self, name: str) -> bool:
         """False for a name that leads out of the place, whether something is there or not."""
+        return is_inner_name(name)
 
     def path(self, name: str) -> str | None:
-        """What `open_file` takes; None if there is no such file."""
+        """What `open_file` takes; None if there is no such file, or it may not be read."""
+        name = str(PurePosixPath(name))
+        return f"{self.root}/{name}" if name in self._files else None
+
+    @cached_property
+    def by_last_name(self) -> dict[str, list[str]]:
+        """The last part of a name -> the files that are called so."""
+        found: dict[str, list[str]] = {}
+        for name in self._files:
+            found.setdefault(name.rpartition("/")[2], []).append(name)
+        return found
 
 
-def open_folder(root: str | Path) -> Folder | None:
-    """The files under a folder or URL; None if there is nothing.
+def open_folder(root: str | Path, *, follow_links: bool = False, without: str | Path | None = None) -> Folder | None:
+    """The files under a folder or URL, but for those under `without`; None if there is nothing.
 
     Raises:
         UserError: for a URL that cannot be reached.
     """
     if is_url(root):
-        folder = StoredFolder(str(root))
+        folder = _stored_folder(str(root))
         return folder if next(folder.names(), None) is not None else None
-    return LocalFolder(Path(root)) if Path(root).is_dir() else None
+    if not Path(root).is_dir():
+        return None
+    base = Path(root).resolve()
+    found = walk(base, follow_links=follow_links)
+    if without is not None and (inner := Path(without).resolve()).is_relative_to(base):
+        prefix = f"{inner.relative_to(base).as_posix()}/"
+        found = (each for each in found if not each.name.startswith(prefix))
+    return Folder(str(base), found, os.path.abspath(root))
 
 
-class LocalFolder:
-    """A `Folder` on disk."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root.resolve()
-
-    def names(self) -> Iterator[str]:
-        return (path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file())
-
-    def holds(self, name: str) -> bool:
-        try:
-            return bool(inner_path(self._root, name))
-        except UserError:
-            return False
-
-    def path(self, name: str) -> str | None:
-        path = self._root / name
-        return str(path) if path.is_file() else None
-
-
-class StoredFolder:
-    """A `Folder` in a store; its files are listed once."""
-
-    def __init__(self, url: str) -> None:
-        """Raises UserError if it cannot be listed."""
-        store, root = _store(url)
-        try:
-            found = store.find(root)
-        except Exception as error:  # each store has exceptions of its own
-            raise UserError(f"{url} cannot be read: {error}") from error
-        prefix = root.rstrip("/") + "/"
-        self._paths = {path.removeprefix(prefix): store.unstrip_protocol(path) for path in found if path != root}
-
-    def names(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def holds(self, name: str) -> bool:
-        return is_inner_name(name)
-
-    def path(self, name: str) -> str | None:
-        return self._paths.get(str(PurePosixPath(name)))
+def _stored_folder(url: str) -> Folder:
+    """Raises UserError if it cannot be listed."""
+    store, root = _store(url)
+    try:
+        paths = store.find(root)
+    except Exception as error:  # each store has exceptions of its own
+        raise UserError(f"{url} cannot be read: {error}") from error
+    prefix = root.rstrip("/") + "/"
+    names = (path.removeprefix(prefix) for path in paths if path != root)
+    found = (Found(name, HIDDEN if any(map(is_litter, name.split("/"))) else "") for name in names)
+    return Folder(store.unstrip_protocol(root.rstrip("/")), found)
 
 
 def open_file(path: str) -> BinaryIO:
@@ -91,11 +100,6 @@ def open_file(path: str) -> BinaryIO:
         return open(path, "rb")
     store, inside = _store(path)
     return store.open(inside, "rb", block_size=BLOCK_BYTES)
-
-
-def open_text(path: str) -> io.TextIOWrapper:
-    """The same as UTF-8, its line ends as they are."""
-    return io.TextIOWrapper(open_file(path), encoding="utf-8", newline="")
 
 
 def file_size(file: BinaryIO) -> int:

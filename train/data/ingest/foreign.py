@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from megadit.models.bundle.tensor_source import load_pickled
+from megadit.models.shared.captions import captions_in
 from megadit.models.shared.documents import check_pickle, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
+from megadit.models.shared.outside import files_under
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import load_text_encoder
@@ -154,7 +156,7 @@ def _without_padding(text_LE: Tensor) -> Tensor:
 
 def iter_samples(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes]]]:
     """(shard and key, members) of all samples; `refuse` is told of members that are none."""
-    shards = sorted(root.rglob("*.tar"))
+    shards = [path for path in files_under(root) if path.suffix == ".tar"]
     if not shards:
         raise UserError(f"{root} holds no tar files")
     for shard in shards:
@@ -202,7 +204,7 @@ def convert(
                         name.replace("/", "-").replace(".", "-").replace("__", "-"),
                         latent_CTHW=latent_CTHW.half(),
                         text_LE=text_LE.half(),
-                        caption=str(description.get("caption") or ""),
+                        caption=next(iter(captions_in(description) or ()), ""),
                         num_frames=1 + (frames - 1) * tokenizer.temporal_compression,
                         height=height * tokenizer.spatial_compression,
                         width=width * tokenizer.spatial_compression,

@@ -9,7 +9,7 @@ from PIL import Image
 
 from megadit.models.shared.files import atomic_directory
 from megadit.train.data.ingest.decode import UnusableSourceError, read_glimpse
-from megadit.train.data.ingest.plan import Notes, Settings, Skip, Source, read_lines, write_lines
+from megadit.train.data.ingest.plan import Notes, Settings, Skip, Source, read_lines, source_from_json, write_lines
 from megadit.train.data.ingest.pool import Pool
 
 OF_A_REASON = 12
@@ -28,7 +28,9 @@ def picture_left_out(notes: Notes, settings: Settings, num_workers: int) -> None
     """Writes `left_out.jsonl`, the skips that are shown, and `0.jpg`, `1.jpg`, ... of those that show something."""
     chosen = choose([Skip(**values) for values in read_lines(notes.skips)])
     names = {skip.source for skip in chosen}
-    sources = {values["name"]: Source(**values) for values in read_lines(notes.sources) if values["name"] in names}
+    sources = {
+        values["name"]: source_from_json(values) for values in read_lines(notes.sources) if values["name"] in names
+    }
     wanted = [Wanted(skip, sources.get(skip.source)) for skip in chosen]
     with atomic_directory(notes.left_out) as folder, Pool(num_workers) as pool:
         write_lines(folder / "left_out.jsonl", chosen)

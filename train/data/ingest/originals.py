@@ -20,7 +20,7 @@ from megadit.train.data.ingest.encode import decoded_clips, describe, png_bytes
 from megadit.train.data.ingest.files import file_size, open_file
 from megadit.train.data.ingest.plan import Clip, Settings, Source
 from megadit.train.data.ingest.pool import Pool
-from megadit.train.data.ingest.sources import ORIGINALS
+from megadit.train.data.ingest.webdataset import ORIGINALS
 from megadit.train.data.writer import write_members
 
 MOST_BYTES = 1 << 26

@@ -68,6 +68,7 @@ class Settings:
         None, "of a CLIP: clips whose caption fits less, or that have none, are left out", metavar="BUNDLE:SCORE"
     )
     """A similarity, -1..1, of the middle frame."""
+    max_caption_words: int = setting(512, "longer captions are cut (default: {default})", low=1)
     default_caption: str | None = setting(None, "of clips that have none: one text for all", metavar="TEXT")
     caption_model: str | None = setting(None, "model of --caption_server that describes clips", metavar="NAME")
     caption_prompt: str = setting(
@@ -134,6 +135,14 @@ class Source:
     """Bytes; None: to the end of the file."""
     caption: str = ""
     aesthetic_score: float | None = None
+    more_captions: tuple[str, ...] = ()
+    """Beside the first one; training draws one of all, anew in each pass."""
+    stamp: str = ""
+    """Size and time of its file, by which a change is seen; empty: not known."""
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        return (self.caption, *self.more_captions) if self.caption else ()
 
     @property
     def key(self) -> str:
@@ -206,12 +215,16 @@ class Finding:
     """Length of the video that could be read."""
 
 
+def source_from_json(values: dict[str, Any]) -> Source:
+    return Source(**{**values, "more_captions": tuple(values.get("more_captions", ()))})
+
+
 def to_json(value: Any) -> dict[str, Any]:
     return asdict(value)
 
 
 def clip_from_json(values: dict[str, Any]) -> Clip:
-    return Clip(**{**values, "pts": tuple(values["pts"]), "source": Source(**values["source"])})
+    return Clip(**{**values, "pts": tuple(values["pts"]), "source": source_from_json(values["source"])})
 
 
 def finding_from_json(values: dict[str, Any]) -> Finding:
@@ -259,6 +272,16 @@ class Notes:
     def skipped(self) -> Path:
         """What the listing of the sources left out, before any was read."""
         return self.folder / "skipped_sources.jsonl"
+
+    @property
+    def not_used(self) -> Path:
+        """What lies among the sources, or is named by a table, and is none of them."""
+        return self.folder / "not_used.jsonl"
+
+    @property
+    def remarks(self) -> Path:
+        """What was done to sources that are used: captions that were cut."""
+        return self.folder / "remarks.jsonl"
 
     @property
     def captions(self) -> Path:
@@ -340,7 +363,7 @@ class Notes:
 
     def forget_selected(self) -> None:
         """Removes the selection and all that was made from it."""
-        self._keep_only(self.sources, self.skipped, self.scans)
+        self._keep_only(self.sources, self.skipped, self.not_used, self.remarks, self.scans)
 
     def _keep_only(self, *paths: Path) -> None:
         kept = (self.folder, self.settings, self.fetched, self.captions, self.scores, *paths)

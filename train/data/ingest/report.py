@@ -34,7 +34,13 @@ class Report:
     """The contents of `report.json`."""
 
     sources: int
-    """Videos and images that were looked at."""
+    """Everything that lies there or that a table names, but for captions that were read: the sum of the next three."""
+    used: int
+    """Videos and images that samples were made of."""
+    left_out: int
+    """Of which no sample was made, for reasons in `skips`."""
+    not_used: int
+    """No videos or images to be read, for reasons in `not_used_reasons`."""
     hours_read: float
     hours_kept: float
     samples: dict[str, int]
@@ -45,6 +51,9 @@ class Report:
     skips: dict[str, int]
     """Reason -> sources, or stretches of one, that were left out for it."""
     skipped_hours: dict[str, float]
+    not_used_reasons: dict[str, int]
+    remarks: dict[str, int]
+    """What was done to sources that are used -> how many."""
     sizes: dict[str, int]
     """height x width -> samples."""
     lengths: dict[str, int]
@@ -57,9 +66,15 @@ def write_report(notes: Notes) -> Report:
     skips = [Skip(**values) for values in read_lines(notes.skips)]
     every = [clip for plan in clips.values() for clip in plan]
     selection = read_json(notes.selection)
-    unlisted = Counter(skip.source for skip in (Skip(**values) for values in read_lines(notes.skipped)))
+    unlisted = {values["source"] for values in read_lines(notes.skipped)}
+    not_used = [values["reason"] for values in read_lines(notes.not_used)] if notes.not_used.is_file() else []
+    remarks = [values["reason"] for values in read_lines(notes.remarks)] if notes.remarks.is_file() else []
+    used, looked_at = len({clip.source.name for clip in every}), selection["sources"] + len(unlisted)
     report = Report(
-        sources=selection["sources"] + len(unlisted),
+        sources=looked_at + len(not_used),
+        used=used,
+        left_out=looked_at - used,
+        not_used=len(not_used),
         hours_read=round(selection["hours_read"], 6),
         hours_kept=round(sum(clip.seconds for clip in every) / 3600, 6),
         samples={split: len(plan) for split, plan in clips.items()},
@@ -70,6 +85,8 @@ def write_report(notes: Notes) -> Report:
             reason: round(sum(skip.seconds for skip in skips if skip.reason == reason) / 3600, 4)
             for reason in sorted({skip.reason for skip in skips if skip.seconds})
         },
+        not_used_reasons=_counts(not_used),
+        remarks=_counts(remarks),
         sizes=_counts(f"{clip.height}x{clip.width}" for clip in every),
         lengths=_counts(str(clip.num_frames) for clip in every),
     )
@@ -83,13 +100,25 @@ def summary(report: Report, notes: Notes) -> str:
     samples = ", ".join(f"{count:,} {split}" for split, count in report.samples.items())
     length = f"{duration(3600 * report.hours_kept)} of {duration(3600 * report.hours_read)} of video"
     lines = [f"{report.sources:,} sources -> {samples} samples" + (f", {length}" if report.hours_read else "")]
+    lines.append(f"{report.used:,} used, {report.left_out:,} left out, {report.not_used:,} not used")
     if report.without_caption:
         lines.append(f"{report.without_caption:,} samples have no caption")
     if report.transparent:
         lines.append(f"{report.transparent:,} samples are transparent in parts; --background says what is seen there")
     lines += [f"left out: {count:,} x {reason}{FLAGS.get(reason, '')}" for reason, count in report.skips.items()]
-    if report.skips:
-        lines.append(f"each by its name: {notes.skips}")
+    lines += [f"not used: {count:,} x {reason}" for reason, count in report.not_used_reasons.items()]
+    lines += [f"{count:,} x {reason}" for reason, count in report.remarks.items()]
+    named = [
+        str(path)
+        for path, counts in (
+            (notes.skips, report.skips),
+            (notes.not_used, report.not_used),
+            (notes.remarks, report.remarks),
+        )
+        if counts
+    ]
+    if named:
+        lines.append(f"each by its name: {', '.join(named)}")
     return "\n".join(lines)
 
 

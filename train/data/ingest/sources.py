@@ -1,359 +1,339 @@
-"""Where videos and images come from: folders and WebDataset shards (`tables`: those of a Hugging Face data set).
+"""Videos and images in a folder, each with its captions (`webdataset`: in tar files, `tables`: in Parquet files).
 
-Each listing gives `Source`s, in an order that depends on their names alone, and `Skip`s for what it cannot use. Names
-inside archives and tables are names and nothing more: no path is made from them.
+The order of sources depends on their names alone. Names inside tables are names and nothing more: only files that were
+found in the folder are opened.
 """
 
-import csv
-import math
-import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megadit.models.shared.captions import (
+    CAPTION_COLUMNS,
+    FILE_COLUMNS,
+    MAX_CAPTION_BYTES,
+    caption_columns,
+    captions_in,
+    check_columns,
+    decoded,
+    file_columns,
+    score_in,
+    texts_of,
+)
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
-from megadit.train.data.dataset_info import INFO_FILE
-from megadit.train.data.ingest import animations
-from megadit.train.data.ingest.files import Folder, file_size, open_file, open_folder, open_text
-from megadit.train.data.ingest.plan import Kind, Skip, Source
+from megadit.models.shared.progress import Progress
+from megadit.train.data.ingest.files import Folder, open_file, open_folder
+from megadit.train.data.ingest.layouts import (
+    METADATA,
+    SIDE_SUFFIXES,
+    Resolver,
+    Table,
+    beside,
+    extensions_named,
+    find_tables,
+    given_table,
+    split_of,
+)
+from megadit.train.data.ingest.listing import Listing, Reading, as_text, stamp_of
+from megadit.train.data.ingest.plan import Kind, Source
+from megadit.train.data.ingest.rows import REST, TABLES, open_text
+from megadit.train.data.ingest.sniff import HEAD_BYTES, SUFFIXES, kinds_of
 from megadit.train.data.places import is_url
-from megadit.train.data.tar_files import ForeignTarFile
 
-SUFFIXES: dict[Kind, tuple[str, ...]] = {
-    "video": tuple(".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv .gif".split()),
-    "image": tuple(".jpg .jpeg .png .webp .bmp .tif .tiff .ppm".split()),
-}
-TABLES = (".csv", ".jsonl", ".parquet")
-FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path")
-CAPTION_COLUMNS = ("caption", "text", "prompt", "name")
-MAX_CAPTION_BYTES = 1 << 20
 LABELS = ("labels.txt", "words.txt", "LOC_synset_mapping.txt")
 """Lines of a folder's name and the words that stand for it, as beside ImageNet."""
 MAX_LABEL_CHARACTERS = 1 << 24
-ORIGINALS = "originals"
-"""The folder of a data set where `megadit prepare --originals` keeps them."""
 BY_FOLDER = "folders"
 """In place of a table of captions: the name of a picture's folder is its label."""
+QUIET_ROWS = 50_000
+"""Of a table that are read without a word."""
 
 
-@dataclass(slots=True)
-class Listing:
-    """What was found."""
-
-    sources: list[Source] = field(default_factory=list)
-    skips: list[Skip] = field(default_factory=list)
-
-    def add(self, source: Source) -> None:
-        """Notes a source, or leaves it out for a name that is no text, which no file of ours can hold."""
-        if _as_text(source.name) == source.name and _as_text(source.path) == source.path:
-            self.sources.append(source)
-        else:
-            self.skip(source.name, "unreadable name")
-
-    def skip(self, name: str, reason: str, detail: str = "") -> None:
-        self.skips.append(Skip(source=_as_text(name), reason=reason, detail=_as_text(detail)))
-
-    def sorted(self) -> "Listing":
-        return Listing(
-            sorted(self.sources, key=lambda s: s.name), sorted(self.skips, key=lambda s: (s.source, s.detail))
-        )
-
-
-def _as_text(name: str) -> str:
-    """The name with the bytes that are not UTF-8 written out."""
-    return name.encode("utf-8", "backslashreplace").decode()
-
-
-# --- folders ------------------------------------------------------------------------------------------------------
-
-
-def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listing:
-    """Files under `root`, captioned by a table (`metadata.csv`, `.jsonl` or `.parquet`, or the one given), by
-    `clip.mp4.json` (as `megadit generate` writes it), `clip.json` or `clip.txt` beside `clip.mp4`, or (with `folders`
-    for a table) by the folder that each lies in, for whose name one of `LABELS` may give other words.
+def list_folder(
+    root: str | Path,
+    kind: Kind,
+    table: str | None = None,
+    *,
+    reading: Reading = Reading(),  # noqa: B008  (it is frozen)
+    split: str = "train",
+    without: str | Path | None = None,
+) -> Listing:
+    """Files under `root`, but for those under `without`, captioned by a table (the one given, or those that lie there),
+    by a file beside each (`layouts`), or (with `folders` for a table) by the folder that each lies in, for whose name
+    one of `LABELS` may give other words. Folders that are other splits of the data set than `split` are not used.
 
     Raises:
-        UserError: if there is no such folder, no such file in it, or the table has no column of files.
+        UserError: if there is no such folder, nothing in it to use, or a table has no column of files or captions.
     """
-    folder = open_folder(root)
+    folder = open_folder(root, follow_links=reading.follow_links, without=without)
     if folder is None:
         is_missing = not is_url(root) and not Path(root).exists()
         raise UserError(f"{root} {'does not exist' if is_missing else 'is not a folder'}; give a folder of {kind}s")
-    table = table or next(filter(None, (folder.path(f"metadata{suffix}") for suffix in TABLES)), None)
-    listing = Listing()
-    if table not in (None, BY_FOLDER):
-        _list_table(folder, kind, table, listing)
-    else:
-        labels = _labels(folder) if table else None
-        for name in folder.names():
-            if is_of_kind(folder, name, kind):
-                caption = _side_caption(folder, name, listing) if labels is None else _label(labels, name)
-                listing.add(Source(name=name, kind=kind, path=folder.path(name), **caption))
+    listing = _Lister(folder, kind, reading, split).listing_with(table)
     if not listing.sources:
-        moving = f", and {', '.join(animations.SUFFIXES)} that move" if kind == "video" else ""
-        raise UserError(f"{root} holds no {kind}s ({', '.join(SUFFIXES[kind])}{moving})")
+        why = listing.why_empty()
+        raise UserError(
+            f"{root} holds no {kind}s to use: {why}"
+            if why
+            else f"{root} holds no {kind}s ({', '.join(SUFFIXES[kind])})"
+        )
     return listing.sorted()
 
 
 def is_of_kind(folder: Folder, name: str, kind: Kind) -> bool:
-    """Whether a file is one, as its name says; of pictures that may move, as their first bytes say."""
-    suffix = PurePosixPath(name).suffix.lower()
-    if kind == "video" and suffix in animations.SUFFIXES:
-        try:
-            with open_file(folder.path(name)) as file:
-                return animations.is_animated(file.read(animations.HEAD_BYTES))
-        except OSError:
-            return False
-    return suffix in SUFFIXES[kind]
+    """Whether a file is one, as its name says; as its first bytes say, where that says too little."""
+    return kind in kinds_of(name, lambda: _beginning(folder.path(name), HEAD_BYTES))
 
 
-def _labels(folder: Folder) -> dict[str, str]:
-    """Folder's name -> words."""
-    path = next(filter(None, map(folder.path, LABELS)), None)
-    if path is None:
-        return {}
-    try:
-        with open_text(path) as file:
-            lines = file.read(MAX_LABEL_CHARACTERS).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    return {
-        name: words for name, _, words in (line.partition("\t" if "\t" in line else " ") for line in lines) if words
-    }
+@dataclass
+class _Lister:
+    """Lists one folder."""
 
+    folder: Folder
+    kind: Kind
+    reading: Reading
+    split: str
+    listing: Listing = field(default_factory=Listing)
+    _read: set[str] = field(default_factory=set)
+    """Captions, tables and files that need no further account."""
+    _listed: dict[str, Source] = field(default_factory=dict)
+    _scopes: dict[str, str] = field(default_factory=dict)
+    """Folder of which a table names the files -> that table."""
 
-def _label(labels: dict[str, str], name: str) -> dict[str, Any]:
-    label = PurePosixPath(name).parent.name
-    return {"caption": _as_text(labels.get(label, label.replace("_", " ")).strip())}
+    def listing_with(self, table: str | None) -> Listing:
+        labels = self._labels() if table == BY_FOLDER else None
+        others = self._other_splits()
+        if labels is None:
+            found = [given_table(self.folder, table)] if table else self._found_tables()
+            for each in found:
+                if each.base.partition("/")[0] not in others:
+                    self._read_table(each, is_named=table is not None)
+        extensions, suffixes = extensions_named(self.folder) if labels is None else ({}, ())
+        self._read.update(extensions)
+        for name in sorted(self.folder.names()):
+            if name in self._listed or name in self._read or name.partition("/")[0] in others:
+                continue
+            if not is_of_kind(self.folder, name, self.kind):
+                continue
+            self._read.add(name)
+            if (scope := self._scope_of(name)) is not None:
+                self.listing.pass_over(name, f"not named by {scope}")
+            elif labels is not None:
+                self._add(name, (_label(labels, name),))
+            else:
+                self._add_with_side_caption(name, suffixes)
+        for source in self._listed.values():
+            self.listing.add(source)
+        self._account(others)
+        return self.listing
 
+    def _found_tables(self) -> list[Table]:
+        return find_tables(self.folder, self.split, self.reading.caption_encoding)
 
-def _list_table(folder: Folder, kind: Kind, table: str, listing: Listing) -> None:
-    has_captions = False
-    for number, row in enumerate(read_table(table)):
-        column = column_of(row, FILE_COLUMNS)
-        if column is None:
-            raise UserError(f"{table} has no column of files; name it one of {', '.join(FILE_COLUMNS)}")
-        has_captions |= column_of(row, CAPTION_COLUMNS) is not None
-        name = str(row[column])
-        if not folder.holds(name):
-            listing.skip(name, "outside the source folder", f"row {number} of {PurePosixPath(table).name}")
-        elif (path := folder.path(name)) is None:
-            listing.skip(name, "missing file", f"row {number} of {PurePosixPath(table).name}")
-        else:
-            listing.add(Source(name=name, kind=kind, path=path, **described(row)))
-    if not has_captions:
-        raise UserError(f"{table} has no column of captions; name it one of {', '.join(CAPTION_COLUMNS)}")
-    if len({source.name for source in listing.sources}) < len(listing.sources):
-        raise UserError(f"{table} names a file twice; give each of them one row")
-
-
-def read_table(path: str) -> Iterator[dict[str, Any]]:
-    """Rows of a CSV, JSONL or Parquet file.
-
-    Raises:
-        UserError: if it is none of them, or broken.
-    """
-    suffix = PurePosixPath(path).suffix
-    try:
-        if suffix == ".parquet":
-            yield from read_parquet(path)
-        elif suffix == ".csv":
-            with open_text(path) as file:
-                yield from csv.DictReader(file)
-        elif suffix == ".jsonl":
-            with open_text(path) as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield _row(parse_json(line, f"line {number} of {path}"), path)
-        else:
-            raise UserError(f"{path} is no table; give a name that ends in {', '.join(TABLES)}")
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give a table of files and captions: {', '.join(TABLES)}") from None
-    except (OSError, csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def _row(value: Any, path: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f"{path} cannot be read: a line is {ascii(value)[:60]}, not names and values")
-    return value
-
-
-def parquet_rows(path: str) -> int:
-    """How many rows a Parquet file has; raises as `read_parquet`."""
-    with _open_parquet(path) as table:
-        return table.metadata.num_rows
-
-
-def read_parquet(path: str, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows from `start` to `stop` of a Parquet file; only the row groups that hold them are read.
-
-    Raises:
-        UserError: if it is none, or broken, or pyarrow is missing.
-    """
-    with _open_parquet(path) as table:
-        stop = table.metadata.num_rows if stop is None else stop
-        ends = list(accumulate(table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)))
-        starts = [0, *ends[:-1]]
-        groups = [n for n, (first, end) in enumerate(zip(starts, ends, strict=True)) if first < stop and end > start]
-        number = starts[groups[0]] if groups else 0
-        for batch in table.iter_batches(batch_size=64, row_groups=groups):
-            wanted = batch.slice(max(0, start - number), max(0, stop - max(start, number)))
-            number += len(batch)
-            yield from wanted.to_pylist()
-
-
-@contextmanager
-def _open_parquet(path: str) -> Iterator[Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        name = PurePosixPath(path).name
-        raise UserError(f"reading {name} needs the library pyarrow; pip install 'megadit[tables]'") from None
-    try:
-        with open_file(path) as file, pyarrow.parquet.ParquetFile(file) as table:
-            yield table
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def _side_caption(folder: Folder, name: str, listing: Listing) -> dict[str, Any]:
-    beside = f"{name}.json", *(str(PurePosixPath(name).with_suffix(suffix)) for suffix in (".json", ".txt"))
-    try:
-        for side in beside:
-            if (path := folder.path(side)) is not None:
-                return _caption(PurePosixPath(side).suffix, _beginning(path))
-    except (OSError, ValueError) as error:
-        listing.skip(PurePosixPath(name).name, "unreadable caption", str(error))
-    return {}
-
-
-def _beginning(path: str) -> bytes:
-    with open_file(path) as file:
-        return file.read(MAX_CAPTION_BYTES)
-
-
-def _caption(suffix: str, content: bytes) -> dict[str, Any]:
-    """Caption and score in a file beside a picture.
-
-    Raises:
-        ValueError: if it is not UTF-8, or as JSON not an object.
-    """
-    if suffix != ".json":
-        return {"caption": content.decode("utf-8").strip()}
-    values = parse_json(content, "it")
-    if not isinstance(values, dict):
-        raise ValueError("it is not names and values")
-    return described(values)
-
-
-def described(row: dict[str, Any]) -> dict[str, Any]:
-    """Caption and score of a row or a description."""
-    column = column_of(row, CAPTION_COLUMNS)
-    score = row.get("aesthetic_score")
-    try:
-        score = None if score in (None, "") else float(score)
-    except (TypeError, ValueError, OverflowError):
-        score = None
-    if score is not None and not math.isfinite(score):
-        score = None
-    return {"caption": _as_text(str(row[column] or "")).strip() if column else "", "aesthetic_score": score}
-
-
-def column_of(row: dict[str, Any], names: Iterable[str]) -> str | None:
-    """The first of these columns that the row has."""
-    return next((name for name in names if name in row), None)
-
-
-# --- WebDataset shards --------------------------------------------------------------------------------------------
-
-
-def list_webdataset(root: str | Path, kind: Kind | None = None) -> Listing:
-    """The videos and images inside tar files, where they lie: nothing is unpacked. Captions are the members of the
-    same key that end in .txt, .caption or .json.
-
-    Raises:
-        UserError: if there are no tar files, or none with videos or images.
-    """
-    is_remote_file = is_url(root) and str(root).endswith(".tar")
-    if is_remote_file or Path(root).is_file():
-        shards = {PurePosixPath(root).name: str(root) if is_remote_file else str(Path(root).resolve())}
-    else:
-        folder = open_folder(root)
-        names = sorted(name for name in folder.names() if name.endswith(".tar")) if folder is not None else ()
-        if folder is not None and folder.path(INFO_FILE):  # a data set of ours: what it was made from, where it is kept
-            names = [name for name in names if name.startswith(f"{ORIGINALS}/")] or names
-        shards = {name: folder.path(name) for name in names}
-    if not shards:
-        raise UserError(f"{root} holds no tar files")
-    listing = list_shards(shards, kind)
-    if not listing.sources:
-        raise UserError(f"the tar files of {root} hold no {kind or 'video or image'}s")
-    return listing.sorted()
-
-
-def list_shards(shards: Mapping[str, str], kind: Kind | None = None) -> Listing:
-    """The videos and images inside tar files: name -> path."""
-    listing = Listing()
-    for name, path in shards.items():
-        _list_shard(path, name, kind, listing)
-    return listing
-
-
-def _list_shard(path: str, shard: str, kind: Kind | None, listing: Listing) -> None:
-    media: dict[str, tuple[tarfile.TarInfo, Kind]] = {}
-    captions: dict[str, dict[str, Any]] = {}
-    for member, content in _members(path, shard, listing):
-        folder, _, file = member.name.rpartition("/")
-        key, _, suffix = file.partition(".")
-        key, suffix = f"{folder}/{key}" if folder else key, "." + suffix.lower()
-        kinds = [known for known in _kinds(suffix, content) if kind in (None, known)]
-        if kinds and key in media:
-            listing.skip(f"{shard}/{member.name}", "second picture of a sample")
-        elif kinds:
-            media[key] = (member, kinds[0])
-        elif suffix in (".txt", ".caption", ".json"):
-            try:
-                captions[key] = {**captions.get(key, {}), **_caption(suffix, content(MAX_CAPTION_BYTES))}
-            except ValueError as error:
-                listing.skip(f"{shard}/{member.name}", "unreadable caption", str(error))
-    for key, (member, found) in media.items():
-        listing.add(
-            Source(
-                name=f"{shard}/{key}",
-                kind=found,
-                path=path,
-                offset=member.offset_data,
-                size=member.size,
-                **captions.get(key, {}),
-            )
+    def _add(self, name: str, captions: tuple[str, ...], score: float | None = None) -> None:
+        path = self.folder.path(name)
+        self._listed[name] = Source(
+            name=name,
+            kind=self.kind,
+            path=path,
+            caption=captions[0] if captions else "",
+            more_captions=captions[1:],
+            aesthetic_score=score,
+            stamp=stamp_of(path),
         )
 
+    # --- tables
 
-def _kinds(suffix: str, content: Callable[[int], bytes]) -> list[Kind]:
-    if suffix in animations.SUFFIXES and animations.is_animated(content(animations.HEAD_BYTES)):
-        return ["video", "image"]
-    return [kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes]
+    def _read_table(self, table: Table, *, is_named: bool) -> None:
+        resolver, asked = Resolver(self.folder, table.base), self.reading.columns
+        columns: dict[str, None] = {}
+        has_captions, named = False, set()
+        must_be_one = is_named or PurePosixPath(table.name).stem.lower() == METADATA
+        for number, row in enumerate(_told(table.rows(self.reading.caption_encoding), table.name)):
+            columns |= dict.fromkeys(each for each in row if each != REST)
+            files = file_columns(tuple(row))
+            if not files and must_be_one:
+                raise UserError(_lacks(table, "files", FILE_COLUMNS, row))
+            has_captions |= bool(asked or caption_columns(tuple(row)))
+            self._take_row(row, files, f"row {number} of {PurePosixPath(table.name).name}", resolver, named)
+        if asked:
+            check_columns(asked, columns, f"{table.name} has")
+        if not has_captions and must_be_one:
+            raise UserError(_lacks(table, "captions", CAPTION_COLUMNS, columns))
+        self._read |= {each for each in (table.name,) if each in self.folder}
+        if table.file_list:
+            self._read.add(table.file_list.removeprefix(f"{self.folder.root}/"))
+        inside = all(name.startswith(table.base) for name in named)
+        self._scopes.setdefault(table.base if inside else "", PurePosixPath(table.name).name)
+
+    def _take_row(self, row: dict[str, Any], files: Iterable[str], place: str, resolver: Resolver, named: set) -> None:
+        said = [str(row[column]) for column in self._in_order(files) if row.get(column) not in (None, "")]
+        if not said:
+            self.listing.skip(place, "row without a file")
+            return
+        found = [name for name in map(resolver.resolve, said) if name]
+        name = next((name for name in found if is_of_kind(self.folder, name, self.kind)), None)
+        if name is None:
+            if not found and (reason := resolver.why_not(said[0])) not in self.folder.not_used.values():
+                self.listing.skip(said[0], reason, place)
+            return
+        is_new = name not in named
+        if name in self._read or (is_new and name in self._listed):
+            return
+        named.add(name)
+        try:
+            if REST in row:
+                raise ValueError("it has more columns than the header: quote what has separators in it")
+            captions, score = captions_in(row, self.reading.columns) or (), score_in(row)
+        except ValueError as error:
+            if is_new:
+                self._read.add(name)
+                self.listing.skip(name, "unreadable caption", f"{place}: {error}")
+            return
+        if is_new:
+            self._add(name, captions, score)
+        else:
+            self._add_captions(name, captions)
+
+    def _in_order(self, files: Iterable[str]) -> list[str]:
+        """Of several columns of files, that of this kind first."""
+        return sorted(files, key=lambda column: self.kind not in column.lower())
+
+    def _add_captions(self, name: str, captions: tuple[str, ...]) -> None:
+        source = self._listed[name]
+        every = tuple(dict.fromkeys((*source.captions, *captions)))
+        if every:
+            self._listed[name] = replace(source, caption=every[0], more_captions=every[1:])
+
+    def _scope_of(self, name: str) -> str | None:
+        """The table that names other files of the same folder, or of one above it."""
+        if not self._scopes:
+            return None
+        parents = (f"{each}/" if str(each) != "." else "" for each in PurePosixPath(name).parents)
+        return next((self._scopes[parent] for parent in parents if parent in self._scopes), None)
+
+    # --- beside files
+
+    def _add_with_side_caption(self, name: str, suffixes: tuple[str, ...]) -> None:
+        captions, score, trouble = (), None, ""
+        for side in beside(self.folder, name, suffixes):
+            if captions:
+                break
+            try:
+                captions, found = caption_of(side, _beginning(self.folder.path(side)), self.reading)
+            except (OSError, ValueError) as error:
+                trouble = trouble or f"{PurePosixPath(side).name}: {error}"
+                found = None
+            score = found if score is None else score
+            self._read.add(side)
+        if trouble and not captions:
+            self.listing.skip(name, "unreadable caption", trouble)
+        else:
+            self._add(name, captions, score)
+
+    # --- folders
+
+    def _labels(self) -> dict[str, str]:
+        """Folder's name -> words."""
+        path = next(filter(None, map(self.folder.path, LABELS)), None)
+        if path is None:
+            return {}
+        self._read |= {name for name in LABELS if self.folder.path(name) == path}
+        try:
+            with open_text(path, self.reading.caption_encoding) as file:
+                lines = file.read(MAX_LABEL_CHARACTERS).splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from None
+        return {
+            name: words for name, _, words in (line.partition("\t" if "\t" in line else " ") for line in lines) if words
+        }
+
+    def _other_splits(self) -> dict[str, str]:
+        """Folders at the top that are other splits, where all of them are splits -> the split."""
+        tops = {name.partition("/")[0] for name in self.folder.names() if "/" in name}
+        splits = {top: split_of(top) for top in tops}
+        if self.split not in splits.values() or None in splits.values():
+            return {}
+        return {top: split for top, split in splits.items() if split != self.split}
+
+    # --- what is left
+
+    def _account(self, others: dict[str, str]) -> None:
+        """Everything that is neither a source nor has captions of one."""
+        for name, reason in self.folder.not_used.items():
+            self.listing.pass_over(name, reason)
+        for name in self.folder.names():
+            if name not in self._listed and name not in self._read:
+                other = others.get(name.partition("/")[0])
+                self.listing.pass_over(name, f"of the split {other} (--split)" if other else self._why_not(name))
+
+    def _why_not(self, name: str) -> str:
+        suffix = PurePosixPath(name).suffix.lower()
+        other: Kind = "image" if self.kind == "video" else "video"
+        if is_of_kind(self.folder, name, other):
+            return f"{other} (megadit prepare {other}s)"
+        if suffix in TABLES:
+            return f"{suffix} of no {self.kind}"
+        if suffix in SIDE_SUFFIXES:
+            return f"{suffix} of no {self.kind}, or beside another caption of it"
+        return suffix or "file without a suffix"
 
 
-def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.TarInfo, Callable[[int], bytes]]]:
-    """Regular members that lie whole inside the file, each with a way to read so many bytes of it."""
+def _told(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
+    """The rows, with a line that says how many were read where these are many."""
+    rows = iter(rows)
+    yield from islice(rows, QUIET_ROWS)
+    first = next(rows, None)
+    if first is None:
+        return
+    with Progress(0, f"listing {name}", completed=QUIET_ROWS) as bar:
+        for row in chain([first], rows):
+            bar.total = bar.completed + 1
+            bar.advance()
+            yield row
+
+
+def _lacks(table: Table, what: str, names: Iterable[str], row: Iterable[str]) -> str:
+    found = ", ".join(str(each) for each in row if each != REST)
+    return f"{table.path} has no column of {what}; name it one of {', '.join(names)}; it has {ascii(found)[1:201]}"
+
+
+def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, ...], float | None]:
+    """Captions and score in a file beside a picture.
+
+    Raises:
+        ValueError: if it is broken, or of another encoding.
+    """
+    text = decoded(content, reading.caption_encoding).strip()
+    if PurePosixPath(name).suffix.lower() != ".json":
+        text.encode()
+        return ((text,) if text else ()), None
+    values = parse_json(text, "it", is_finite=False) if text else {}
+    if isinstance(values, dict):
+        columns = tuple(column for column in reading.columns if column in values)
+        return captions_in(values, columns) or (), score_in(values)
+    captions = tuple(dict.fromkeys(texts_of(values))) if _is_texts(values) else ()
+    "".join(captions).encode()
+    return captions, None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str | dict) for each in value))
+
+
+def _label(labels: dict[str, str], name: str) -> str:
+    label = PurePosixPath(name).parent.name
+    return as_text(labels.get(label, label.replace("_", " ")).strip())
+
+
+def _beginning(path: str, size: int = MAX_CAPTION_BYTES) -> bytes:
     try:
         with open_file(path) as file:
-            length = file_size(file)
-            tar = ForeignTarFile.open(fileobj=file, mode="r:")  # noqa: SIM115  (it holds nothing but the file)
-            for member in tar:
-                if not member.isfile():
-                    listing.skip(f"{shard}/{member.name}", "not a file", "a link, folder or device in a tar file")
-                elif member.offset_data + member.size > length:
-                    listing.skip(f"{shard}/{member.name}", "cut short", f"{member.size} bytes are announced")
-                    return  # nothing can follow
-                else:
-                    yield member, lambda size, tar=tar, member=member: tar.extractfile(member).read(size)
-    except (tarfile.TarError, OSError, ValueError, EOFError) as error:
-        listing.skip(shard, "broken tar file", str(error))
+            return file.read(size)
+    except OSError:
+        if size == HEAD_BYTES:
+            return b""
+        raise

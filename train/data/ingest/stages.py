@@ -46,6 +46,7 @@ from megadit.train.data.ingest.encodings import (
 from megadit.train.data.ingest.fitting import drop_unfit, parse_least
 from megadit.train.data.ingest.judging import NO_SCORE, judge_clips, open_judge
 from megadit.train.data.ingest.left_out import picture_left_out
+from megadit.train.data.ingest.listing import Listing, shorten_captions
 from megadit.train.data.ingest.originals import expected, originals_bytes, originals_of, write_originals
 from megadit.train.data.ingest.plan import (
     Clip,
@@ -55,14 +56,13 @@ from megadit.train.data.ingest.plan import (
     Skip,
     Source,
     read_lines,
-    to_json,
+    source_from_json,
     write_lines,
 )
 from megadit.train.data.ingest.pool import Pool
 from megadit.train.data.ingest.report import more_channels_in_words, summary, write_report
 from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.select import SPLITS, Filter, add_caption, check_not_in, drop_known, select, shards
-from megadit.train.data.ingest.sources import Listing
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.team import Team
 from megadit.train.data.writer import describe_dataset
@@ -127,19 +127,21 @@ def fetch(preparation: Preparation) -> None:
     listing = preparation.list_sources() if team.is_first else None
     if listing is None:
         return
-    sources = [to_json(source) for source in listing.sources]
+    shorten_captions(listing, preparation.settings.max_caption_words)
     if notes.sources.is_file():
-        if list(read_lines(notes.sources)) == sources:
+        if list(map(source_from_json, read_lines(notes.sources))) == listing.sources:
             return
         notes.forget_made()
     write_lines(notes.skipped, listing.skips)
+    write_lines(notes.not_used, listing.not_used)
+    write_lines(notes.remarks, listing.remarks)
     write_lines(notes.sources, listing.sources)
 
 
 def scan_sources(preparation: Preparation) -> None:
     notes, team = preparation.notes, preparation.team
     _require(notes.sources, "fetch")
-    sources = [Source(**values) for values in read_lines(notes.sources)]
+    sources = [source_from_json(values) for values in read_lines(notes.sources)]
     units = [sources[start : start + SOURCES_OF_A_UNIT] for start in range(0, len(sources), SOURCES_OF_A_UNIT)]
     mine = [unit for unit in team.mine(len(units)) if not notes.scan(unit).is_file()]
     total = sum(len(units[unit]) for unit in mine)
@@ -193,7 +195,8 @@ def _filters(preparation: Preparation) -> list[Filter]:
 
 
 def _captions(preparation: Preparation, splits: Sequence[str]) -> Iterator[str]:
-    return (clip.source.caption for split in splits for clip in preparation.notes.clips(split))
+    clips = (clip for split in splits for clip in preparation.notes.clips(split))
+    return (caption for clip in clips for caption in clip.source.captions or ("",))
 
 
 def _learn(preparation: Preparation) -> TokenIds:

@@ -14,15 +14,19 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.captions import captions_in, check_columns, score_in
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
+from megadit.models.shared.outside import LEADS_OUT
 from megadit.models.shared.progress import Progress
-from megadit.train.data.ingest.animations import HEAD_BYTES, is_animated
 from megadit.train.data.ingest.download import Downloads, download_all
 from megadit.train.data.ingest.files import open_folder
+from megadit.train.data.ingest.listing import Listing, Reading, counted
 from megadit.train.data.ingest.plan import Skip, read_lines, write_lines
-from megadit.train.data.ingest.sources import Listing, column_of, described, list_shards, parquet_rows, read_parquet
+from megadit.train.data.ingest.rows import parquet_rows, read_parquet
+from megadit.train.data.ingest.sniff import HEAD_BYTES, extension_of
 from megadit.train.data.ingest.team import Team
+from megadit.train.data.ingest.webdataset import list_shards
 
 ROWS_OF_A_UNIT = 1000
 MEDIA_COLUMNS = ("image", "video", "jpg", "png", "mp4", "img")
@@ -43,7 +47,9 @@ class Tables:
     fetched: Path
     """Folder of the tar files."""
     split: str = "train"
-    caption_column: str | None = None
+    reading: Reading = Reading()
+    names_are_captions: bool = False
+    """Whether the column `name` is one of captions."""
     downloads: Downloads = field(default_factory=Downloads)
 
     def fetch(self, team: Team, *, again: bool = False) -> bool:
@@ -64,12 +70,11 @@ class Tables:
         tars = [self._tar(unit) for unit in range(self.num_units)]
         if not all(tar.is_file() for tar in tars):
             return None
-        listing = list_shards({tar.name: str(tar.resolve()) for tar in tars})
+        listing = list_shards({tar.name: str(tar.resolve()) for tar in tars}, is_stamped=False)
         for unit in range(self.num_units):
             listing.skips += [Skip(**values) for values in read_lines(self._skips(unit))]
         if not listing.sources:
-            reasons = Counter(skip.reason for skip in listing.skips)
-            told = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common())
+            told = counted(Counter(skip.reason for skip in listing.skips).most_common())
             raise UserError(f"{self.root}: no row gave a picture or video: {told or 'there are none'}")
         return listing.sorted()
 
@@ -80,10 +85,14 @@ class Tables:
     @cached_property
     def _files(self) -> list[tuple[str, int]]:
         """(path, rows) of each table."""
-        folder = open_folder(self.root) or open_folder(_download_dataset(self.root))
+        folder = open_folder(self.root, follow_links=self.reading.follow_links)
+        if folder is None:  # the cache of a hub consists of links
+            folder = open_folder(_download_dataset(self.root), follow_links=True)
         names = sorted(name for name in folder.names() if name.endswith(".parquet") and _is_of_split(name, self.split))
         if not names:
-            raise UserError(f"{self.root} holds no Parquet files of a split {self.split!r}")
+            links = sum(reason == LEADS_OUT for reason in folder.not_used.values())
+            why = f": {links:,} x {LEADS_OUT}" if links else ""
+            raise UserError(f"{self.root} holds no Parquet files of a split {self.split!r}{why}")
         return [(path, parquet_rows(path)) for path in map(folder.path, names)]
 
     def _range(self, unit: int) -> range:
@@ -120,11 +129,20 @@ class Tables:
             _unpack(tar, pieces)
         addresses: dict[Path, str] = {}
         descriptions: dict[Path, bytes] = {}
+        skips: list[Skip] = []
         for name, row in self._rows(unit):
+            check_columns(self.reading.columns, row, "the tables have")
             piece = pieces / name
-            descriptions[piece] = self._description(row)
             content = _media(row)
-            if piece.is_file():
+            try:
+                descriptions[piece] = self._description(row)
+            except ValueError as error:
+                content = None
+                skips.append(Skip(source=name, reason="unreadable caption", detail=str(error)))
+            else:
+                if content is None:
+                    skips.append(Skip(source=name, reason="row without a picture"))
+            if content is None or piece.is_file():
                 bar.advance()
             elif isinstance(content, bytes):
                 with atomic_path(piece) as temporary:
@@ -133,39 +151,39 @@ class Tables:
             else:
                 addresses[piece] = content
         reasons = download_all(addresses, self.downloads, bar.advance)
-        write_lines(
-            self._skips(unit),
-            [
-                Skip(source=piece.name, reason=NOT_FETCHED + reason, detail=addresses[piece])
-                for piece, reason in reasons.items()
-            ],
-        )
+        skips += [
+            Skip(source=piece.name, reason=NOT_FETCHED + reason, detail=addresses[piece])
+            for piece, reason in reasons.items()
+        ]
+        write_lines(self._skips(unit), skips)
         _pack(tar, {piece: text for piece, text in descriptions.items() if piece.is_file()})
         shutil.rmtree(pieces)
 
     def _description(self, row: dict[str, Any]) -> bytes:
-        """The `.json` beside a picture."""
-        values = described(row)
-        if self.caption_column is not None:
-            choose_one(self.caption_column, row, f"the tables have no column {self.caption_column!r}")
-            values["caption"] = str(row[self.caption_column] or "").strip()
-        return json.dumps(values, ensure_ascii=False).encode()
+        """The `.json` beside a picture.
+
+        Raises:
+            ValueError: if its caption is no text.
+        """
+        columns = self.reading.columns or (("name",) if self.names_are_captions and "name" in row else ())
+        captions = captions_in(row, columns) or ()
+        return json.dumps({"caption": captions, "aesthetic_score": score_in(row)}, ensure_ascii=False).encode()
 
 
-def _media(row: dict[str, Any]) -> bytes | str:
-    """The content of a row's picture or video, or its address."""
+def _media(row: dict[str, Any]) -> bytes | str | None:
+    """The content of a row's picture or video, or its address; None where the row has neither."""
     for name in MEDIA_COLUMNS:
         value = row.get(name)
         content = value.get("bytes") if isinstance(value, dict) else value
         if isinstance(content, bytes):
             return content
-    column = column_of(row, URL_COLUMNS)
-    if column is None:
+    addresses = [name for name in URL_COLUMNS if name in row]
+    if not addresses and not any(name in row for name in MEDIA_COLUMNS):
         raise UserError(
             f"the tables hold no pictures: none of the columns {', '.join(row)} is one of {', '.join(MEDIA_COLUMNS)} "
             f"(bytes) or {', '.join(URL_COLUMNS)}"
         )
-    return str(row[column])
+    return next((str(row[name]) for name in addresses if row[name]), None)
 
 
 def _pack(tar: Path, descriptions: dict[Path, bytes]) -> None:
@@ -192,14 +210,7 @@ def _unpack(tar: Path, pieces: Path) -> None:
 def _suffix(piece: Path) -> str:
     """By what the file holds: its name may say anything."""
     with open(piece, "rb") as file:
-        head = file.read(HEAD_BYTES)
-    if head[4:8] == b"ftyp":
-        return ".mp4" if head[8:12] not in (b"avif", b"heic", b"mif1") else ".jpg"
-    if head[:4] == b"\x1aE\xdf\xa3":
-        return ".mkv"
-    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
-        return ".avi"
-    return ".gif" if is_animated(head) else ".jpg"
+        return extension_of(file.read(HEAD_BYTES))
 
 
 def _is_of_split(name: str, split: str) -> bool:

@@ -19,7 +19,9 @@ from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
 from megadit.train.data.ingest.decode import UnusableSourceError, read_image
 from megadit.train.data.ingest.foreign import UnreadableTensorError, as_tensor, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
-from megadit.train.data.ingest.sources import list_folder, list_webdataset, read_table
+from megadit.train.data.ingest.rows import read_table
+from megadit.train.data.ingest.sources import list_folder
+from megadit.train.data.ingest.webdataset import list_webdataset
 
 CPU = torch.device("cpu")
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
@@ -70,8 +72,9 @@ def test_no_caption_and_no_score_ends_a_preparation(tmp_path, make_pan, picture)
     described = [each for split in info.num_samples for each in iter_descriptions(tmp_path / "out", split)]
     assert len(described) == sum(info.num_samples.values()) >= len(CAPTIONS) // 2
     assert all(each.aesthetic_score is None and each.caption in ("", "a") for each in described)
-    skips = json.loads((tmp_path / "out" / "report.json").read_text())["skips"]
-    assert skips["unreadable caption"] >= 9 and skips["unreadable name"] == 1
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["skips"]["unreadable caption"] == 3 and report["skips"]["unreadable name"] == 1
+    assert report["sources"] == report["used"] + report["left_out"] == len(CAPTIONS) + 1
 
 
 def test_the_same_captions_beside_files(tmp_path, picture):
@@ -79,11 +82,12 @@ def test_the_same_captions_beside_files(tmp_path, picture):
         (tmp_path / f"{name}.jpg").write_bytes(picture)
         (tmp_path / f"{name}.json").write_bytes(content)
     listing = list_folder(tmp_path, "image")
-    assert len(listing.sources) == len(CAPTIONS) and len(listing.skips) >= 9
+    assert len(listing.sources) + len(listing.skips) == len(CAPTIONS)
+    assert {skip.source for skip in listing.skips} == {"half.jpg", "deep.jpg", "long.jpg"}
     assert all(source.aesthetic_score is None for source in listing.sources)
 
 
-@pytest.mark.parametrize("line", ['{"file_name": "\\ud800"}', "[" * 5000, '{"score": 1e999}', "[1]", "{"])
+@pytest.mark.parametrize("line", ["[" * 5000, "[1]", "{"])
 def test_a_hostile_line_of_a_table_is_named(tmp_path, line):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.jpg"}\n' + line + "\n")
     with pytest.raises(UserError, match="line 2 of .*metadata.jsonl|a line is"):

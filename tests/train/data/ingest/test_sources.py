@@ -26,7 +26,8 @@ from megadit.train.data.description import UnreadableSampleError
 from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.scan import scan
-from megadit.train.data.ingest.sources import list_folder, list_webdataset
+from megadit.train.data.ingest.sources import list_folder
+from megadit.train.data.ingest.webdataset import list_webdataset
 from megadit.train.data.samples import OCCURRENCE
 
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]

@@ -1,0 +1,195 @@
+"""Captions as people write them: in any encoding, under any of the usual names, one or several of a clip."""
+
+import ast
+import codecs
+import math
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from megadit.models.shared.documents import parse_json
+from megadit.models.shared.errors import UserError, choose_one
+
+CAPTION_COLUMNS = ("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations")
+FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path")
+ANSWERS = ("gpt", "assistant")
+"""Who describes, in conversations."""
+MAX_CAPTION_BYTES = 1 << 20
+MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+"""First bytes -> encoding; those of UTF-32 begin with those of UTF-16."""
+_SAYS_CAPTION = frozenset("caption captions text texts prompt prompts description descriptions".split())
+_QUALIFIES_CAPTION = frozenset(
+    "long short brief detailed dense full refined rewritten final generated merged clean en english video image clip "
+    "scene llm vlm blip blip2 cogvlm llava qwen gpt gemini".split()
+)
+_SAYS_FILE = frozenset("file filename filepath path video image media img videoid filenames".split())
+_QUALIFIES_FILE = frozenset("name id relative rel absolute abs local clip clips".split())
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------
+
+
+def encoding_of(head: bytes, encoding: str | None = None) -> str:
+    """The encoding of a text that begins so: what its mark says, what was named, UTF-16 where every other byte is zero,
+    or UTF-8."""
+    for mark, name in MARKS.items():
+        if head.startswith(mark):
+            return name
+    if encoding is None and len(head) > 1:
+        even, odd = head[0::2].count(0), head[1::2].count(0)
+        if max(even, odd) > len(head) // 4 and min(even, odd) < max(even, odd) // 4 + 1:
+            return "utf-16-be" if even > odd else "utf-16-le"
+    return encoding or "utf-8"
+
+
+def check_encoding(name: str | None) -> None:
+    """Raises UserError for an encoding that Python does not know."""
+    try:
+        codecs.lookup(name or "utf-8")
+    except LookupError:
+        raise UserError(f"--caption_encoding: unknown encoding {name!r}; cp1252 and gb18030 are two") from None
+
+
+def decoded(content: bytes, encoding: str | None = None) -> str:
+    """The text of a file, without the mark that it may begin with.
+
+    Raises:
+        ValueError: saying what it is not.
+    """
+    name = encoding_of(content[:1024], encoding)
+    try:
+        return content.decode(name).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"byte {error.start} is not {name.upper()}; --caption_encoding cp1252 reads what Windows wrote"
+        ) from None
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def caption_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of a row's columns that hold its caption: the first of the usual names, else one made of their words
+    (`caption_long`, `video_description`), never `caption_score` or `negative_prompt`."""
+    return _chosen(columns, CAPTION_COLUMNS, _SAYS_CAPTION, _QUALIFIES_CAPTION)[:1]
+
+
+@lru_cache(maxsize=4096)
+def file_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of a row's columns that may name its file, the likeliest first."""
+    return _chosen(columns, FILE_COLUMNS, _SAYS_FILE, _QUALIFIES_FILE)
+
+
+def _chosen(
+    columns: tuple[str, ...], usual: Sequence[str], say: frozenset[str], qualify: frozenset[str]
+) -> tuple[str, ...]:
+    plain = {column: re.sub(r"[\s-]+", "_", str(column).strip().lower()) for column in columns if column is not None}
+    exact = [column for name in usual for column, other in plain.items() if other == name]
+    made = [
+        column
+        for column, name in plain.items()
+        if (words := set(name.split("_"))) & say and words <= say | qualify and column not in exact
+    ]
+    return (*exact, *made)
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def captions_in(row: dict[str, Any], asked: Sequence[str] = ()) -> tuple[str, ...] | None:
+    """The captions of a row or a description, each once, in the columns `asked` for or in the usual one; () where they
+    are empty, None where no column holds any.
+
+    Raises:
+        ValueError: for half a surrogate pair, which no file holds.
+    """
+    columns = asked or caption_columns(tuple(row))
+    if not columns:
+        return None
+    found = dict.fromkeys(text for column in columns for text in texts_of(row.get(column)))
+    for text in found:
+        if not text.isascii():
+            text.encode()
+    return tuple(found)
+
+
+def check_columns(asked: Iterable[str], columns: Iterable[str], where: str) -> None:
+    """Raises UserError for one of `--caption_columns` that is not there."""
+    columns = list(columns)
+    for column in asked:
+        choose_one(column, columns, f"{where} no column {column!r}")
+
+
+def texts_of(value: Any) -> list[str]:
+    """The captions in a value: a text, a list of them, answers of a conversation, texts by their language or length."""
+    match value:
+        case None:
+            return []
+        case str():
+            return _texts_of_string(value.strip())
+        case bytes():
+            return _texts_of_string(decoded(value).strip())
+        case float() if math.isnan(value):
+            return []
+        case dict():
+            if columns := caption_columns(tuple(value)):
+                return texts_of(value[columns[0]])
+            if "en" in value:
+                return texts_of(value["en"])
+            said = (each for name, each in value.items() if set(str(name).lower().split("_")) <= _QUALIFIES_CAPTION)
+            return [text for each in said if isinstance(each, str) for text in texts_of(each)]
+        case list() | tuple():
+            if value and all(isinstance(each, dict) and ("from" in each or "role" in each) for each in value):
+                return _answer(value)
+            return [text for each in value for text in texts_of(each)]
+        case _:
+            return [str(value)]
+
+
+def _texts_of_string(text: str) -> list[str]:
+    """One, or those of a list that a table wrote as text."""
+    if text[:2] in ('["', "['") and text.endswith("]"):
+        for read in (parse_json_list, ast.literal_eval):
+            try:
+                values = read(text)
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+            if isinstance(values, list) and all(isinstance(each, str) for each in values):
+                return [each.strip() for each in values if each.strip()]
+    return [text] if text else []
+
+
+def parse_json_list(text: str) -> Any:
+    return parse_json(text, "it", is_finite=False)
+
+
+def _answer(turns: list[dict[str, Any]]) -> list[str]:
+    for turn in turns:
+        if (turn.get("from") or turn.get("role")) in ANSWERS:
+            return texts_of(turn.get("value") or turn.get("content"))
+    return []
+
+
+def score_in(row: dict[str, Any]) -> float | None:
+    """The `aesthetic_score` of a row or a description; None where it is no finite number."""
+    try:
+        score = float(row.get("aesthetic_score"))
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return score if math.isfinite(score) else None
+
+
+def shortened(text: str, words: int) -> str:
+    """The first words of a text, and no more letters than as many words have."""
+    if len(text) > 8 * words:
+        text = text[: 8 * words].rpartition(" ")[0] or text[: 8 * words]
+    parts = text.split(maxsplit=words)
+    return text if len(parts) <= words else text[: len(text) - len(parts[-1])].rstrip()

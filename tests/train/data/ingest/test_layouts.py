@@ -1,0 +1,278 @@
+"""Captions of every kind, encoding and layout: each is its own file's, or the file is left out for a true reason."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megadit.models.shared.captions import caption_columns, captions_in, file_columns, shortened
+from megadit.models.shared.errors import UserError
+from megadit.train.data.ingest.listing import Listing, Reading, shorten_captions
+from megadit.train.data.ingest.plan import Source
+from megadit.train.data.ingest.sources import list_folder
+from megadit.train.data.ingest.webdataset import list_webdataset
+
+PICTURE = io.BytesIO()
+Image.new("RGB", (8, 8), "red").save(PICTURE, "png")
+PICTURE = PICTURE.getvalue()
+
+
+def write(root: Path, files: dict[str, str | bytes | dict | list]) -> None:
+    """Names -> contents; pictures where these are empty."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        match content:
+            case bytes():
+                path.write_bytes(content)
+            case str():
+                path.write_text(content, encoding="utf-8")
+            case _:
+                path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def captions(root: Path, kind: str = "image", table: str | None = None, **reading) -> dict[str, tuple[str, ...]]:
+    listing = list_folder(root, kind, table, reading=Reading(**reading))
+    return {source.name: source.captions for source in listing.sources}
+
+
+A, B = {"a.png": PICTURE}, {"b.png": PICTURE}
+BESIDE = {
+    "text": ({"a.txt": " a cat \r\n"}, ("a cat",)),
+    "caption": ({"a.caption": "a cat"}, ("a cat",)),
+    "whole name": ({"a.png.txt": "a cat"}, ("a cat",)),
+    "capitals": ({"a.TXT": "a cat"}, ("a cat",)),
+    "mark": ({"a.txt": b"\xef\xbb\xbfa cat"}, ("a cat",)),
+    "utf-16": ({"a.txt": "a cat".encode("utf-16")}, ("a cat",)),
+    "utf-16 without a mark": ({"a.txt": "a cat".encode("utf-16-le")}, ("a cat",)),
+    "json with a mark": ({"a.json": b'\xef\xbb\xbf{"caption": "a cat"}'}, ("a cat",)),
+    "json without a caption": ({"a.json": {"width": 8}, "a.txt": "a cat"}, ("a cat",)),
+    "json of a list": ({"a.json": [{"box": 1}], "a.txt": "a cat"}, ("a cat",)),
+    "broken json": ({"a.json": "{", "a.txt": "a cat"}, ("a cat",)),
+    "several": ({"a.json": {"caption": ["a cat", "a red cat", "a cat"]}}, ("a cat", "a red cat")),
+    "texts in json": ({"a.json": ["a cat", "a red cat"]}, ("a cat", "a red cat")),
+    "by language": ({"a.json": {"caption": {"fr": "un chat", "en": "a cat"}}}, ("a cat",)),
+    "by length": ({"a.json": {"caption": {"short": "a cat", "long": "a red cat"}}}, ("a cat", "a red cat")),
+    "no name": ({"a.json": {"name": "IMG_0042.png", "description": "a cat"}}, ("a cat",)),
+    "other column": ({"a.json": {"caption_score": 0.5, "negative_prompt": "dog", "caption_long": "a cat"}}, ("a cat",)),
+    "boxes": ({"a.json": [{"label": "dog"}]}, ()),
+    "nothing": ({"a.txt": ""}, ()),
+    "not a number": ({"a.json": '{"caption": NaN}'}, ()),
+    "conversation": (
+        {"a.json": {"conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "a cat"}]}},
+        ("a cat",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "wanted"), BESIDE.values(), ids=BESIDE)
+def test_captions_beside_a_file(tmp_path, files, wanted):
+    write(tmp_path, A | files)
+    assert captions(tmp_path) == {"a.png": wanted}
+
+
+@pytest.mark.parametrize("content", ["a café".encode("cp1252"), b'{"caption": "\\ud800"}'], ids=["cp1252", "half"])
+def test_what_cannot_be_read_is_left_out_and_not_kept_without_a_caption(tmp_path, content):
+    write(tmp_path, A | B | {"b.txt": "a dog", "a.json" if content[:1] == b"{" else "a.txt": content})
+    listing = list_folder(tmp_path, "image")
+    assert [source.name for source in listing.sources] == ["b.png"]
+    assert [(skip.source, skip.reason) for skip in listing.skips] == [("a.png", "unreadable caption")]
+    if content[:1] != b"{":
+        assert captions(tmp_path, caption_encoding="cp1252")["a.png"] == ("a café",)
+
+
+TABLES = {
+    "imagefolder": {"metadata.csv": "file_name,text\na.png,a cat\nb.png,a dog\n"},
+    "excel": {"metadata.csv": "\ufefffile_name;text\r\na.png;a cat\r\nb.png;a dog\r\n"},
+    "capitals": {"metadata.csv": "File_Name, Text\na.png,a cat\nb.png,a dog\n"},
+    "filename": {"metadata.csv": "filename,caption_long,caption_score\na.png,a cat,1\nb.png,a dog,2\n"},
+    "name": {"metadata.csv": "image,name,caption_long\na.png,0001,a cat\nb.png,0002,a dog\n"},
+    "tabs": {"metadata.tsv": "file_name\ttext\na.png\ta cat\nb.png\ta dog\n"},
+    "utf-16": {"metadata.csv": "file_name,text\na.png,a cat\nb.png,a dog\n".encode("utf-16")},
+    "marked lines": {"metadata.jsonl": '\ufeff{"file_name": "a.png", "text": "a cat", "score": NaN}\n'
+                     '{"file_name": "b.png", "text": "a dog"}\n'},
+    "backslashes": {"metadata.csv": "file_name,text\n.\\a.png,a cat\n.\\b.png,a dog\n"},
+    "without suffixes": {"metadata.csv": "file_name,text\na,a cat\nb,a dog\n"},
+    "ltx": {"captions.json": [{"media_path": f"{text[0]}.png", "caption": text[1:]} for text in ("aa cat", "ba dog")]},
+    "by file": {"captions.json": {"a.png": "a cat", "b.png": "a dog"}},
+    "kohya": {"metadata.json": {"a": {"caption": "a cat"}, "b": {"caption": "a dog"}}},
+    "musubi": {"any.jsonl": '{"image_path": "a.png", "caption": "a cat"}\n'
+               '{"image_path": "b.png", "caption": "a dog"}\n'},
+    "finetrainers": {"prompts.txt": "a cat\na dog\n", "images.txt": "a.png\nb.png\n"},
+    "llava": {"llava.json": [
+        {"image": f"{n}.png", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": text}]}
+        for n, text in (("a", "a cat"), ("b", "a dog"))]},
+    "coco": {"annotations/train.json": {
+        "images": [{"id": 1, "file_name": "a.png"}, {"id": 2, "file_name": "b.png"}],
+        "annotations": [{"image_id": 2, "caption": "a dog"}, {"image_id": 1, "caption": "a cat"}]}},
+    "toml": {"set.toml": "[general]\ncaption_extension = '.cap'\n", "a.cap": "a cat", "b.cap": "a dog"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("files", TABLES.values(), ids=TABLES)
+def test_tables_and_layouts_of_others(tmp_path, files):
+    write(tmp_path, A | B | files)
+    assert captions(tmp_path) == {"a.png": ("a cat",), "b.png": ("a dog",)}
+    assert not list_folder(tmp_path, "image").not_used
+
+
+def test_labels_lie_beside_the_videos(tmp_path):
+    write(tmp_path, {"videos/a.mp4": b"", "labels/a.txt": "a cat", "videos/b.mp4": b"", "labels/c.txt": "a dog"})
+    assert captions(tmp_path, "video") == {"videos/a.mp4": ("a cat",), "videos/b.mp4": ()}
+    listing = list_folder(tmp_path, "video")
+    assert [(skip.source, skip.reason) for skip in listing.not_used] == [
+        ("labels/c.txt", ".txt of no video, or beside another caption of it")
+    ]
+
+
+def test_whole_paths_lead_into_the_folder_or_nowhere(tmp_path):
+    write(tmp_path, {"clips/a.png": PICTURE, "clips/b.png": PICTURE, "c.png": PICTURE})
+    rows = [f"{tmp_path}/clips/a.png,a cat", f"{tmp_path}/c.png,a dog", "/etc/b.png,no"]
+    write(tmp_path, {"clips/metadata.csv": "path,text\n" + "\n".join(rows)})
+    (tmp_path / "linked").symlink_to(tmp_path / "clips")
+    listing = list_folder(tmp_path / "linked", "image")
+    assert [(source.name, source.caption) for source in listing.sources] == [("a.png", "a cat")]
+    assert {skip.source: skip.reason for skip in listing.skips} == {
+        f"{tmp_path}/c.png": "outside the source folder", "/etc/b.png": "outside the source folder",
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"holds no images to use: 1 x outside the source folder; /etc/b.png first"):
+        write(tmp_path, {"other/a.png": PICTURE, "other/metadata.csv": "path,text\n/etc/b.png,no\n"})
+        (tmp_path / "other" / "a.png").unlink()
+        list_folder(tmp_path / "other", "image")
+
+
+def test_several_captions_of_a_clip(tmp_path):
+    write(tmp_path, A | {"metadata.csv": "file_name,text,short\na.png,a cat,cat\na.png,a red cat,cat\n"})
+    assert captions(tmp_path) == {"a.png": ("a cat", "a red cat")}
+    assert captions(tmp_path, caption_columns="text,short") == {"a.png": ("a cat", "cat", "a red cat")}
+    with pytest.raises(UserError, match="metadata.csv has no column 'shrt'; did you mean 'short'"):
+        captions(tmp_path, caption_columns="text,shrt")
+
+
+def test_commas_of_a_caption_need_no_quotes_where_it_is_last(tmp_path):
+    write(tmp_path, A | {"metadata.csv": "file_name,text\na.png,a cat, red, sitting\n"})
+    assert captions(tmp_path) == {"a.png": ("a cat, red, sitting",)}
+    write(tmp_path, A | B | {"metadata.csv": "text,file_name\na cat,a.png\na dog, red,b.png\n"})
+    listing = list_folder(tmp_path, "image")
+    assert [source.name for source in listing.sources] == ["a.png"]
+    assert {skip.reason for skip in listing.skips} == {"missing file"}
+
+
+def test_splits_are_kept_apart(tmp_path):
+    write(tmp_path, {f"{split}/{n}.png": PICTURE for split in ("train", "test") for n in "ab"})
+    for split in ("train", "test"):
+        write(tmp_path, {f"{split}/metadata.jsonl": f'{{"file_name": "a.png", "text": "a {split} cat"}}\n'})
+    assert captions(tmp_path) == {"train/a.png": ("a train cat",)}
+    listing = list_folder(tmp_path, "image", split="test")
+    assert [source.caption for source in listing.sources] == ["a test cat"]
+    assert {skip.source: skip.reason for skip in listing.not_used if "png" in skip.source} == {
+        "train/a.png": "of the split train (--split)",
+        "train/b.png": "of the split train (--split)",
+        "test/b.png": "not named by metadata.jsonl",
+    }
+
+
+def test_words_that_make_a_column(tmp_path):
+    assert caption_columns(("video", "caption_score", "long_caption")) == ("long_caption",)
+    assert caption_columns(("name", "negative_prompt", "num_captions")) == ()
+    assert file_columns(("relative_path", "name", "pathology")) == ("relative_path",)
+    assert captions_in({"caption": float("nan")}) == () and captions_in({"caption": "['a', \"b's\"]"}) == ("a", "b's")
+    assert captions_in({"caption": 7}) == ("7",) and captions_in({"words": "a"}) is None
+
+
+def test_a_book_is_cut_with_a_count(tmp_path):
+    book = "word " * 180_000
+    listing = Listing(
+        sources=[Source(name=n, kind="image", path="", caption=t) for n, t in (("a", book), ("b", "cat"))]
+    )
+    shorten_captions(listing, 512)
+    assert [len(source.caption.split()) for source in listing.sources] == [512, 1]
+    assert [(skip.source, skip.detail) for skip in listing.remarks] == [("a", "180,000 words")]
+    assert len(shortened("字" * 100_000, 512)) == 8 * 512 and shortened("a b  c d", 3) == "a b  c"
+
+
+# --- tar files ------------------------------------------------------------------------------------------------------
+
+MEMBERS = {
+    "usual": (["a.png", "a.txt=a cat"], {"a": "a cat"}, {}),
+    "unsorted": (["a.png", "b.png", "b.txt=a dog", "a.txt=a cat"], {"a": "a cat", "b": "a dog"}, {}),
+    "twice": (["a.png", "a.txt=a cat", "a.png", "a.txt=a dog"], {"a": "a cat", "a#2": "a dog"}, {}),
+    "twice, of one caption": (["a.png", "a.txt=a cat", "a.png"], {}, {"a.png": "repeated key"}),
+    "dots": (
+        ["v1.0.png", "v1.0.txt=a cat", "v1.1.png", "v1.2.txt=a dog"],
+        {"v1.0": "a cat", "v1.1": ""},
+        {"v1.2.txt": ".txt of no sample"},
+    ),
+    "fields": (["0.input.png", "0.output.txt=a cat"], {"0": "a cat"}, {}),
+    "two fields": (
+        ["0.source.png", "0.target.png", "0.json={\"caption\": \"a cat\"}"],
+        {"0": "a cat"},
+        {"0.target.png": "second picture of a sample"},
+    ),
+    "both suffixes": (["a.png.txt=a cat", "a.png"], {"a": "a cat"}, {}),
+    "json without a caption": (["a.png", "a.txt=a cat", "a.json={}"], {"a": "a cat"}, {}),
+    "a mark": (["a.png", "a.txt=\ufeffa cat"], {"a": "a cat"}, {}),
+    "others": (["a.png", "a.txt=a cat", "a.npy=x", "._a.png"], {"a": "a cat"}, {"a.npy": ".npy", "._a.png": "hidden"}),
+    "by content": (["a.picture", "a.txt=a cat"], {"a": "a cat"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("members", "wanted", "others"), MEMBERS.values(), ids=MEMBERS)
+def test_members_of_a_tar_file(tmp_path, members, wanted, others):
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        for member in members:
+            name, has_text, text = member.partition("=")
+            content = text.encode() if has_text else PICTURE
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    if not wanted:
+        with pytest.raises(UserError, match=next(iter(others.values()))):
+            list_webdataset(tmp_path)
+        return
+    listing = list_webdataset(tmp_path)
+    assert {source.name.removeprefix("s.tar/"): source.caption for source in listing.sources} == wanted
+    found = {skip.source.removeprefix("s.tar/"): skip.reason for skip in (*listing.skips, *listing.not_used)}
+    assert found == others
+
+
+def test_a_compressed_tar_file_says_so(tmp_path):
+    for name in ("a.tar.gz", "b.tar"):
+        with tarfile.open(tmp_path / name, "w:gz"):
+            pass
+        with pytest.raises(UserError, match=r"compressed tar file \(unpack it: gunzip\)"):
+            list_webdataset(tmp_path)
+        (tmp_path / name).unlink()
+
+
+# --- links and litter -----------------------------------------------------------------------------------------------
+
+
+def test_links_that_lead_out_are_counted_and_not_read(tmp_path):
+    write(tmp_path, {"home/id_rsa": "secret", "home/private.png": PICTURE, "clips/sub/b.png": PICTURE})
+    clips = tmp_path / "clips"
+    write(clips, A)
+    (clips / "a.txt").symlink_to(tmp_path / "home/id_rsa")
+    (clips / "c.png").symlink_to(tmp_path / "home/private.png")
+    (clips / "inner.png").symlink_to("sub/b.png")
+    (clips / "home").symlink_to(tmp_path / "home")
+    (clips / "again").symlink_to("sub")
+    (clips / "lost.png").symlink_to("nowhere")
+    (clips / ".ipynb_checkpoints").mkdir()
+    write(clips, {".ipynb_checkpoints/a.png": PICTURE, "@eaDir/a.png": PICTURE, "._a.png": b"x"})
+    assert captions(clips) == {"a.png": (), "inner.png": (), "sub/b.png": ()}
+    leads_out = "link that leads out of the folder (--follow_links)"
+    assert {skip.source: skip.reason for skip in list_folder(clips, "image").not_used} == {
+        "a.txt": leads_out, "c.png": leads_out, "home": leads_out, "lost.png": "link to nothing",
+        "again": "linked folder that is read elsewhere",
+        ".ipynb_checkpoints/a.png": "hidden", "@eaDir/a.png": "hidden", "._a.png": "hidden",
+    }  # fmt: skip
+    followed = captions(clips, follow_links=True)
+    assert followed["a.png"] == ("secret",) and {"c.png", "home/private.png"} <= followed.keys()
+    (clips / "metadata.csv").write_text("file_name,text\nc.png,a cat\n")
+    with pytest.raises(UserError, match=r"4 x hidden|x link that leads out of the folder \(--follow_links\)"):
+        list_folder(clips, "image")
+    assert captions(clips, follow_links=True) == {"c.png": ("a cat",)}

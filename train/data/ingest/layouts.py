@@ -1,0 +1,226 @@
+"""Where captions lie in a folder: beside the files, in tables, and as other projects lay them out.
+
+| layout | of |
+|---|---|
+| `clip.mp4.json`, `clip.json`, `clip.txt`, `clip.caption`, `clip.mp4.txt`, `clip.TXT` | megadit, kohya, musubi |
+| `labels/clip.txt` beside `videos/clip.mp4` (or captions, texts, prompts) | CogVideo |
+| `prompt.txt` beside `videos.txt`, line by line | finetrainers, CogVideo |
+| `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet` in any folder | Hugging Face, DiffSynth, kohya |
+| any other table whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
+| `*.toml` with `caption_extension` | kohya, musubi |
+"""
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import PurePosixPath
+from typing import Any
+
+from megadit.models.shared.captions import MAX_CAPTION_BYTES, file_columns
+from megadit.models.shared.errors import UserError
+from megadit.train.data.ingest.files import Folder, open_file
+from megadit.train.data.ingest.rows import TABLES, open_text, read_table
+from megadit.train.data.ingest.sniff import is_media_name
+
+METADATA = "metadata"
+SIDE_SUFFIXES = (".json", ".txt", ".caption")
+MEDIA_FOLDERS = frozenset("videos video images image clips media".split())
+TEXT_FOLDERS = ("labels", "captions", "caption", "texts", "text", "prompts", "txt", "annotations")
+FILE_LISTS = ("videos.txt", "images.txt", "video.txt", "image.txt", "files.txt")
+TEXT_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt", "texts.txt")
+LOOKED_AT = 20
+"""Rows of a table that are looked at, to see whether it names files of the folder."""
+MOST_DOCUMENTS = 64
+"""JSON documents of one folder that are opened to see whether they are tables."""
+SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+"""Split -> the names that its folder or table may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of files and captions."""
+
+    path: str
+    name: str
+    """In the folder; of one that lies elsewhere as it was named."""
+    base: str = ""
+    """The folder that it lies in, with a slash at its end."""
+    file_list: str | None = None
+    """Of two files, line by line, the one that names files; `path` is that of the captions then."""
+
+    def rows(self, encoding: str | None = None) -> Iterator[dict[str, Any]]:
+        """Raises UserError for a table that is broken."""
+        if self.file_list is None:
+            yield from read_table(self.path, encoding)
+            return
+        with open_text(self.file_list, encoding) as files, open_text(self.path, encoding) as texts:
+            for number, (file, text) in enumerate(zip_longest(files, texts), 1):
+                if file is None or text is None:
+                    raise UserError(
+                        f"{self.file_list} and {self.path} must have equally many lines; one ends after {number - 1}"
+                    )
+                yield {"file_name": file.strip(), "caption": text.strip()}
+
+
+def split_of(name: str, is_file: bool = False) -> str | None:
+    """The split that the name of a folder, or the words of a table's name, speak of."""
+    words = set(PurePosixPath(name).stem.lower().replace("-", "_").split("_")) if is_file else {name.lower()}
+    return next((split for split, names in SPLITS.items() if words & set(names)), None)
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def find_tables(folder: Folder, split: str, encoding: str | None = None) -> list[Table]:
+    """The tables of captions in a folder, but for those of other splits; `metadata` first."""
+    metadata, others, documents = [], [], {}
+    names = sorted(name for name in folder.names() if PurePosixPath(name).suffix.lower() in TABLES)
+    described = {name.rpartition(".")[0] for name in folder.names() if is_media_name(name)} if names else set()
+    for name in names:
+        path = PurePosixPath(name)
+        if path.suffix.lower() == ".json" and (name[:-5] in folder or name[:-5] in described):
+            continue  # it is of one file, beside which it lies
+        if path.stem.lower() == METADATA:
+            metadata.append(_table(folder, name))
+            continue
+        if split_of(name, is_file=True) not in (None, split):
+            continue
+        documents[path.parent] = documents.get(path.parent, 0) + (path.suffix.lower() == ".json")
+        if documents[path.parent] <= MOST_DOCUMENTS and _names_files(folder, table := _table(folder, name), encoding):
+            others.append(table)
+    return [*metadata, *_lists(folder), *others]
+
+
+def given_table(folder: Folder, path: str) -> Table:
+    """The table that a user named."""
+    inner = path.removeprefix(f"{folder.root}/")
+    if inner != path and inner in folder:
+        return _table(folder, inner)
+    return Table(path, path)
+
+
+def _table(folder: Folder, name: str) -> Table:
+    return Table(folder.path(name), name, name[: name.rfind("/") + 1])
+
+
+def _lists(folder: Folder) -> Iterator[Table]:
+    for name in FILE_LISTS:
+        for files in sorted(folder.by_last_name.get(name, ())):
+            base = files.removesuffix(name)
+            texts = next((base + each for each in TEXT_LISTS if base + each in folder), None)
+            if texts:
+                yield Table(folder.path(texts), texts, base, folder.path(files))
+
+
+def _names_files(folder: Folder, table: Table, encoding: str | None) -> bool:
+    resolver = Resolver(folder, table.base)
+    try:
+        for row in islice(table.rows(encoding), LOOKED_AT):
+            if any(resolver.resolve(str(row[column])) for column in file_columns(tuple(row)) if row[column]):
+                return True
+    except (UserError, ValueError):
+        return False
+    return False
+
+
+class Resolver:
+    """Files by what rows call them: beside the table, below the source, with its whole path, without its suffix."""
+
+    def __init__(self, folder: Folder, base: str) -> None:
+        self._folder, self._base = folder, base
+        self._stems: dict[str, list[str]] | None = None
+
+    def resolve(self, name: str) -> str | None:
+        """The name of the file in the folder; None if there is none, or it is not clear which."""
+        name = self._inner(name)
+        for inner in (self._base + name, name):
+            if inner in self._folder:
+                return inner
+        if not self._folder.holds(name):
+            return None
+        return self._only(self._folder.by_last_name.get(name.rpartition("/")[2], ()), name) or self._without_suffix(
+            name
+        )
+
+    def why_not(self, name: str) -> str:
+        """The reason for a name that is none of a file."""
+        inner = self._inner(name)
+        if not self._folder.holds(inner):
+            return "outside the source folder"
+        not_used = self._folder.not_used
+        return not_used.get(self._base + inner) or not_used.get(inner) or "missing file"
+
+    def _inner(self, name: str) -> str:
+        name = name.strip().replace("\\", "/")
+        for root in self._folder.roots:
+            name = name.removeprefix(f"{root}/")
+        while name.startswith("./"):
+            name = name[2:]
+        return name
+
+    def _only(self, names: Sequence[str], tail: str) -> str | None:
+        found = [each for each in names if each.endswith(f"/{tail}") and each.startswith(self._base)]
+        return found[0] if len(found) == 1 else None
+
+    def _without_suffix(self, name: str) -> str | None:
+        if self._stems is None:
+            self._stems = {}
+            for each in self._folder.names():
+                if is_media_name(each):
+                    self._stems.setdefault(PurePosixPath(each).stem, []).append(each)
+        folder, _, stem = name.rpartition("/")
+        found = [
+            each for each in self._stems.get(stem, ()) if not folder or str(PurePosixPath(each).parent).endswith(folder)
+        ]
+        return found[0] if len(found) == 1 else None
+
+
+# --- captions beside files ----------------------------------------------------------------------------------------
+
+
+def beside(folder: Folder, name: str, extensions: Sequence[str] = ()) -> list[str]:
+    """The files that may hold the caption of one, the first one first."""
+    path = PurePosixPath(name)
+    stem = str(path.with_suffix(""))
+    suffixes = (*extensions, *SIDE_SUFFIXES)
+    wanted = [f"{name}.json", *(stem + suffix for suffix in suffixes), *(name + suffix for suffix in suffixes)]
+    if path.parent.name.lower() in MEDIA_FOLDERS:
+        parent = path.parent.parent
+        wanted += [str(parent / texts / f"{path.stem}{suffix}") for texts in TEXT_FOLDERS for suffix in suffixes]
+    found = [each for each in dict.fromkeys(wanted) if each in folder]
+    if not found:  # .TXT, as some systems write
+        upper = [each[: each.rfind(".")] + each[each.rfind(".") :].upper() for each in wanted]
+        found = [each for each in dict.fromkeys(upper) if each in folder]
+    return found
+
+
+def extensions_named(folder: Folder) -> tuple[dict[str, str], tuple[str, ...]]:
+    """`*.toml` of trainers -> the suffixes that they give captions; those that have none are left alone."""
+    found: dict[str, str] = {}
+    for name in sorted(folder.names()):
+        if not name.endswith(".toml"):
+            continue
+        with open_file(folder.path(name)) as file:
+            try:
+                document = tomllib.loads(file.read(MAX_CAPTION_BYTES).decode())
+            except (ValueError, RecursionError):
+                continue
+        for part in _parts(document):
+            if isinstance(suffix := part.get("caption_extension"), str) and suffix.strip("."):
+                found[name] = f".{suffix.strip('. ')}"
+    return found, tuple(dict.fromkeys(found.values()))
+
+
+def _parts(document: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    if depth < 5 and isinstance(document, dict):
+        yield document
+        for value in document.values():
+            yield from _parts(value, depth + 1)
+    elif depth < 5 and isinstance(document, list):
+        for value in document:
+            yield from _parts(value, depth + 1)
