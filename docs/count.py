@@ -140,6 +140,7 @@ SHORT = {
     "serve/examples/with_megadit.py": "a program to copy",
     "serve/examples/with_openai.py": "a program to copy",
     "train/cpu_memory.py": "a switch of the allocator",
+    "train/data/ingest/motion.py": "a measure, free of torch",
     "train/digits/samples.py": "a data set, written like that of shapes",
     "train/shapes/samples.py": "a data set, written like that of digits",
     "train/data/ingest/flow.py": "imports torch, which a scan otherwise does without",

@@ -44,7 +44,7 @@ SIGNED, C2PA = "infer/test_signing.py", "--c2pa_certificate --c2pa_key"
 ACCOUNT = "train/data/ingest/test_account.py"
 INGEST = {
     SELECTED: """
-        --sizes --fps --cut --scene_threshold --min_brightness --min_motion --max_duplicate_bits --max_minutes
+        --sizes --fps --cut --scene_threshold --min_brightness --min_motion --overlap --max_duplicate_bits --max_minutes
         --val_share --seed --min_contrast --max_megapixels --duplicates --background
     """,
     FOLDER: "--tokenizer --text_encoder --num_workers",
@@ -108,11 +108,8 @@ SHOWN_BY = {
     "prepare videos": INGEST | CAPTIONED,
     "prepare images": INGEST | CAPTIONED,
     "prepare webdataset": INGEST | READING,
-    "prepare hf": INGEST | FETCHED | READING | {TABLES: "--split", COLUMN: "--caption_column"},
-    "prepare butterfly": INGEST
-    | FETCHED
-    | READING
-    | {TABLES: "--split --source --output_dir", COLUMN: "--caption_column"},
+    "prepare hf": INGEST | FETCHED | READING | {TABLES: "--split"},
+    "prepare butterfly": INGEST | FETCHED | READING | {TABLES: "--split --source --output_dir"},
     "prepare nemo": {
         "train/data/ingest/test_sources.py::test_what_nemo_and_dfm_wrote_becomes_a_data_set": (
             "--tokenizer --text_encoder --fps --val_every --shard_size --overwrite"

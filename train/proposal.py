@@ -17,7 +17,7 @@ from megadit.models.shared.progress import duration
 from megadit.models.text_encoders.hashed_words import split_words
 from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.ingest.look import Look, Seen
+from megadit.train.data.ingest.look import MOST_SECONDS, Look, Seen
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.pace import step_seconds
 from megadit.train.plan.recompute import needed_memory, with_recompute
@@ -262,11 +262,21 @@ def choose_length(seen: Sequence[Seen], scale: Scale) -> tuple[int, float]:
         for length in (one for one in LENGTHS if one <= scale.num_frames):
             if length >= 9 or fps == own_rate:
                 if sum(count >= length for count in available) >= LONG_ENOUGH * len(seen):
-                    return length, round(fps, 3)
+                    return length, _least_wasteful(seen, length, fps)
     raise UserError(
         f"most videos have fewer than {LENGTHS[-1]} frames, which one clip needs; longer ones, or a folder of images "
         "alone, can be trained on"
     )
+
+
+def _least_wasteful(seen: Sequence[Seen], length: int, fps: float) -> float:
+    """The rate at which a clip is as long as most videos, where these are shorter than two: fewer frames a second than
+    `fps`, and none past the clip's end."""
+    durations = sorted((one.frames / one.fps for one in seen), reverse=True)
+    most = durations[math.ceil(LONG_ENOUGH * len(seen)) - 1]
+    is_whole = most < MOST_SECONDS  # else no more of it was decoded
+    fitted = math.ceil(1000 * length / most) / 1000
+    return fitted if is_whole and length <= fps * most < 2 * length and fitted < fps else round(fps, 3)
 
 
 def _most_tokens(latents: list[list[int]], scale: Scale) -> int:

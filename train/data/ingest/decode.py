@@ -21,6 +21,7 @@ from megadit.infer.animations import is_webp, webp_size
 from megadit.infer.video_io import open_container
 from megadit.train.data.ingest.animations import WebpVideo
 from megadit.train.data.ingest.files import file_size, open_file
+from megadit.train.data.ingest.motion import motion_between
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.pool import still_alive
 
@@ -53,7 +54,7 @@ class Timeline:
     luma_THW: np.ndarray
     """Brightness, 0..255, THUMBNAIL x THUMBNAIL."""
     motion_T: np.ndarray
-    """Mean change of its colours, 0..255, since the frame before; things as bright as what they move over count too."""
+    """Change of its colours since the frame before (`motion_between`); things as bright as what they cover count."""
     is_transparent: bool
 
 
@@ -190,7 +191,7 @@ def read_timeline(source: Source, settings: Settings, most: Callable[[float], in
                 frame, is_seen_through = opaque_frame(frame, settings)
                 is_transparent |= is_seen_through
                 luma, colours, before = _thumbnail(frame, "gray"), _thumbnail(frame, "rgb24"), colours
-                change = 0.0 if before is None else np.abs(colours.astype(np.int16) - before).mean()
+                change = 0.0 if before is None else motion_between(before, colours)
             pts.append(frame.pts)
             thumbnails.append(luma)
             motion.append(change)

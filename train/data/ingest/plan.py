@@ -26,6 +26,8 @@ NOTES = "prepare"
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")
 """Names that `atomic_path` and `atomic_directory` write under."""
 Kind = Literal["video", "image"]
+REST = "rest of a scene"
+"""Reason for the frames past the last whole clip."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,7 @@ class Settings:
     """Lengths of clips in frames; a stretch of video is cut into the longest that fit."""
     fps: float = setting(24.0, "frames per second (default: 24)", above=0)
     """At which clips are sampled; slower videos keep their own."""
+    overlap: bool = setting(False, "the last clip of a scene ends with it, and overlaps the one before")
     cut: Literal["length", "scene"] = setting("scene", "where clips end (default: {default})")
     """Clips may cross a change of scene (`length`), or not."""
     scene_threshold: float = setting(20.0, "change of brightness (0..255) that ends a scene (default: {default})")
@@ -45,7 +48,7 @@ class Settings:
     min_brightness: float = setting(12.0, "darker clips are left out as black (default: {default})")
     """Of the brightest frame on average (0..255)."""
     min_motion: float = setting(0.4, "stiller clips are left out as static (default: {default})")
-    """Of all neighbouring frames: how much they differ on average (0..255)."""
+    """Of neighbouring frames: how much they differ on average (0..255), or ten times as much where most moves."""
     min_flow: float = setting(0.0, "slower clips are left out as slow, by optical flow (default: {default})", low=0)
     """Mean speed of all that is seen, in sides of the picture a second: what fades or flickers differs, but is slow."""
     min_contrast: float = setting(2.0, "plainer images are left out as blank (default: {default})")

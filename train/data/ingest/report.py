@@ -4,15 +4,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import duration
-from megadit.train.data.ingest.plan import Clip, Notes, Skip, read_lines
+from megadit.train.data.ingest.plan import REST, Clip, Notes, Skip, read_lines
 from megadit.train.data.ingest.select import SPLITS
 
 REPORT = "report.json"
 PICTURE = "report.png"
+TEMPORAL = 4
+"""Frames that tokenizers make one of: a length is one frame and a multiple."""
 FLAGS = {
     "near-duplicate": " (--max_duplicate_bits: how alike, -1 keeps all; --duplicates: of one caption or of any)",
     "in another data set": " (--not_in)",
@@ -24,7 +27,6 @@ FLAGS = {
     "long": " (--max_minutes)",
     "small": " (--sizes)",
     "short": " (--num_frames)",
-    "rest of a scene": ", shorter than any of --num_frames",
 }
 """Reason -> the option that decides it."""
 
@@ -51,6 +53,10 @@ class Report:
     skips: dict[str, int]
     """Reason -> sources, or stretches of one, that were left out for it."""
     skipped_hours: dict[str, float]
+    rest_frames: int
+    """Past the last whole clip of their scene."""
+    rest_length: int
+    """Of such a rest, in frames: half of them are no longer."""
     not_used_reasons: dict[str, int]
     remarks: dict[str, int]
     """What was done to sources that are used -> how many."""
@@ -70,6 +76,7 @@ def write_report(notes: Notes) -> Report:
     not_used = [values["reason"] for values in read_lines(notes.not_used)] if notes.not_used.is_file() else []
     remarks = [values["reason"] for values in read_lines(notes.remarks)] if notes.remarks.is_file() else []
     used, looked_at = len({clip.source.name for clip in every}), selection["sources"] + len(unlisted)
+    rests = [_frames_of(skip) for skip in skips if skip.reason == REST]
     report = Report(
         sources=looked_at + len(not_used),
         used=used,
@@ -85,6 +92,8 @@ def write_report(notes: Notes) -> Report:
             reason: round(sum(skip.seconds for skip in skips if skip.reason == reason) / 3600, 4)
             for reason in sorted({skip.reason for skip in skips if skip.seconds})
         },
+        rest_frames=sum(rests),
+        rest_length=int(median(rests)) if rests else 0,
         not_used_reasons=_counts(not_used),
         remarks=_counts(remarks),
         sizes=_counts(f"{clip.height}x{clip.width}" for clip in every),
@@ -105,7 +114,10 @@ def summary(report: Report, notes: Notes) -> str:
         lines.append(f"{report.without_caption:,} samples have no caption")
     if report.transparent:
         lines.append(f"{report.transparent:,} samples are transparent in parts; --background says what is seen there")
-    lines += [f"left out: {count:,} x {reason}{FLAGS.get(reason, '')}" for reason, count in report.skips.items()]
+    lines += [
+        f"left out: {count:,} x {reason}{_rest(report) if reason == REST else FLAGS.get(reason, '')}"
+        for reason, count in report.skips.items()
+    ]
     lines += [f"not used: {count:,} x {reason}" for reason, count in report.not_used_reasons.items()]
     lines += [f"{count:,} x {reason}" for reason, count in report.remarks.items()]
     named = [
@@ -120,6 +132,23 @@ def summary(report: Report, notes: Notes) -> str:
     if named:
         lines.append(f"each by its name: {', '.join(named)}")
     return "\n".join(lines)
+
+
+def _frames_of(skip: Skip) -> int:
+    """How many frames a stretch has, whose detail begins "frames 17 to 24"."""
+    start, stop = (int(word) for word in skip.detail.split()[1:4:2])
+    return stop - start
+
+
+def _rest(report: Report) -> str:
+    """How many frames lie past the last whole clips, and what would use them."""
+    used = sum(int(length) * count for length, count in report.lengths.items())
+    lengths = sorted(map(int, report.lengths), reverse=True)
+    shorter = 1 + (report.rest_length - 1) // TEMPORAL * TEMPORAL
+    is_new = shorter > TEMPORAL and shorter not in lengths
+    remedy = f"--num_frames {','.join(map(str, [*lengths, shorter]))} or --overlap" if is_new else "--overlap"
+    every = used + report.rest_frames
+    return f": {report.rest_frames:,} of {every:,} frames lie past the last whole clip; {remedy} would use them"
 
 
 def more_channels_in_words(psnr_by_channels: Mapping[int, float], *, than: int) -> str:

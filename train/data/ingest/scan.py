@@ -16,7 +16,7 @@ from megadit.train.data.ingest.decode import (
     read_image,
     read_timeline,
 )
-from megadit.train.data.ingest.plan import Clip, Finding, Settings, Skip, Source, with_key
+from megadit.train.data.ingest.plan import REST, Clip, Finding, Settings, Skip, Source, with_key
 
 CLEARLY_BRIGHTER = 4.0
 """Of 255; compression changes the brightness of a field by less."""
@@ -67,7 +67,7 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
     scenes = find_scenes(timeline.luma_THW, settings.scene_threshold) if settings.cut == "scene" else [(0, num_frames)]
     for scene_start, scene_stop in scenes:
         end = scene_start
-        for start, stop in windows(scene_start, scene_stop, settings.num_frames):
+        for start, stop in windows(scene_start, scene_stop, settings.num_frames, overlap=settings.overlap):
             end = stop
             luma_THW = timeline.luma_THW[start:stop]
             if found := dull(luma_THW, timeline.motion_T[start + 1 : stop], timeline.fps, settings):
@@ -89,7 +89,7 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
         if end == scene_start:
             leave_out("short", scene_start, scene_stop)
         elif end < scene_stop:
-            leave_out("rest of a scene", end, scene_stop)
+            leave_out(REST, end, scene_stop)
     if len(clips) == 1 and 2 * clips[0].num_frames >= num_frames:
         clips = [replace(clips[0], is_whole=True)]
     return Finding(source=source.name, clips=tuple(clips), skips=tuple(skips), seconds=timeline.seconds)
@@ -119,13 +119,17 @@ def find_scenes(luma_THW: np.ndarray, threshold: float) -> list[tuple[int, int]]
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def windows(start: int, stop: int, lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Stretches one after another, each the longest that still fits."""
+def windows(start: int, stop: int, lengths: tuple[int, ...], *, overlap: bool = False) -> list[tuple[int, int]]:
+    """Stretches one after another, each the longest that still fits; with `overlap` one more that ends where all end,
+    as long as the last."""
     found = []
     for length in sorted(lengths, reverse=True):
         while stop - start >= length:
             found.append((start, start + length))
             start += length
+    if overlap and found and start < stop:
+        first, last = found[-1]
+        found.append((stop - (last - first), stop))
     return found
 
 

@@ -30,7 +30,8 @@ def test_a_change_of_scene_stands_out_and_a_fast_pan_does_not():
 
 def test_windows_take_the_longest_that_fits():
     assert windows(3, 50, (9, 33)) == [(3, 36), (36, 45)]
-    assert windows(0, 8, (9,)) == []
+    assert windows(0, 8, (9,)) == [] == windows(0, 8, (9,), overlap=True)
+    assert windows(0, 24, (17,), overlap=True) == [(0, 17), (7, 24)] and len(windows(0, 34, (17,), overlap=True)) == 2
 
 
 def test_buckets_follow_shape_then_size_and_never_enlarge():
@@ -99,6 +100,41 @@ def test_what_is_as_bright_as_its_ground_moves_too(tmp_path, make_clip):
     assert finding.num_frames == 9
     still = scan(video(make_clip(tmp_path / "still.mp4", frames[:1].repeat(17, 0))), SETTINGS)
     assert not still.clips and {skip.reason for skip in still.skips} == {"static", "rest of a scene"}
+
+
+def dot(size: int, speed: float) -> np.ndarray:
+    """A square that moves over a plain ground."""
+    frames = np.full((9, 256, 256, 3), 250, np.uint8)
+    for number, frame in enumerate(frames):
+        x = 20 + round(number * speed)
+        frame[120 : 120 + size, x : x + size] = 60
+    return frames
+
+
+def needle() -> np.ndarray:
+    """A line that turns by two degrees a frame."""
+    y, x = np.mgrid[-64:64, -64:64]
+    angles = np.deg2rad(2) * np.arange(9)[:, None, None]
+    is_drawn = (abs(y * np.cos(angles) - x * np.sin(angles)) < 1) & (np.hypot(x, y) < 30)
+    return np.where(is_drawn[..., None], (200, 30, 30), 240).astype(np.uint8)
+
+
+def grain(strength: float) -> np.ndarray:
+    noise = np.random.default_rng(0).normal(0, strength, (9, 128, 128, 3))
+    return np.clip(np.linspace(20, 230, 128)[:, None] + noise, 0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "frames", [dot(8, 1), dot(4, 4), dot(24, 0.5), needle()], ids=["slow", "tiny", "large", "line"]
+)
+def test_small_things_move_before_plain_grounds(tmp_path, make_clip, frames):
+    assert scan(video(make_clip(tmp_path / "a.mp4", frames)), SETTINGS).clips
+
+
+@pytest.mark.parametrize("strength", [0, 3, 6])
+def test_grain_is_no_motion(tmp_path, make_clip, strength):
+    finding = scan(video(make_clip(tmp_path / "a.mp4", grain(strength))), SETTINGS)
+    assert [skip.reason for skip in finding.skips] == ["static"]
 
 
 def test_frames_of_the_middle_are_those_that_the_scan_saw(tmp_path, make_clip, make_pan):
