@@ -55,6 +55,7 @@ INGEST = {
     "train/data/ingest/test_originals.py::test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut": "--originals",
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
     "train/data/ingest/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
+    "train/data/ingest/test_update.py::test_an_update_leaves_what_a_fresh_preparation_leaves": "--update",
     f"{ACCOUNT}::test_the_sums_of_a_report_add_up": "--max_caption_words",
     "train/data/ingest/test_not_in.py::test_what_another_data_set_holds_is_left_out": "--not_in",
     "train/data/ingest/test_few_clips.py::test_clips_of_training_stand_beside_their_mirror_images": "--mirror",

@@ -17,12 +17,13 @@ from megadit.train.data.ingest.captions import CaptionServer
 from megadit.train.data.ingest.download import Downloads
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
 from megadit.train.data.ingest.engine import choose_engine, run_on_ray, start_ray
-from megadit.train.data.ingest.listing import Listing, Reading
-from megadit.train.data.ingest.plan import Notes, Settings
+from megadit.train.data.ingest.listing import Listing, Reading, shorten_captions
+from megadit.train.data.ingest.plan import Notes, Settings, read_lines, source_from_json
 from megadit.train.data.ingest.pool import default_workers
 from megadit.train.data.ingest.sources import list_folder
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.team import Part, join_team
+from megadit.train.data.ingest.update import changes
 from megadit.train.data.ingest.webdataset import list_webdataset
 from megadit.train.data.places import is_url
 from megadit.train.data.writer import is_prepared
@@ -61,6 +62,7 @@ class PrepareOptions:
     redo: str | None = setting(
         None, "shards to make again (7, or 3:8 for 3 to 7), or failed: downloads, captions, scores"
     )
+    update: bool = setting(False, "prepare what has changed in the source since")
     overwrite: bool = setting(False, "start anew")
 
 
@@ -149,6 +151,10 @@ def prepare(kind: str, options: Options) -> None:
         if not team.is_whole and (alone := [name for name in names if name not in stages.SHARED_STAGES]):
             raise UserError(f"--part divides {', '.join(stages.SHARED_STAGES)}; give --stages without {alone[0]}")
         tables = _tables(options, notes)
+        if tables and common.update:
+            raise UserError(
+                "--update is for folders and tar files; --redo failed fetches rows again that were not there"
+            )
         preparation = stages.Preparation(
             notes=notes,
             settings=_settings(common),
@@ -162,6 +168,7 @@ def prepare(kind: str, options: Options) -> None:
             tables=tables,
             num_workers=default_workers() if common.num_workers is None else common.num_workers,
             team=team,
+            is_update=common.update,
             redo=None if common.redo in (None, FAILED) else _range(common.redo),
             redo_failed=common.redo == FAILED,
             caption_server=common.caption_server,
@@ -179,9 +186,10 @@ def prepare(kind: str, options: Options) -> None:
             }
             notes.begin(preparation.settings, request, is_alone=team.is_whole)
         team.wait()
-        if (options.out / INFO_FILE).is_file() and common.redo is None and common.stages is None:
+        is_finished = (options.out / INFO_FILE).is_file() and common.redo is None and common.stages is None
+        if is_finished and not common.update:
             if team.is_first:
-                print(f"{options.out} is already prepared; nothing to do (--overwrite replaces it)")
+                print(_already_prepared(options, _changes(preparation)))
             return
         try:
             if ray is None:
@@ -204,6 +212,27 @@ def _lock(out: Path, part: Part) -> FolderLock:
     """Of one part, beside the folder, which `--overwrite` removes."""
     of = "" if part.count == 1 else f".{part.number}-{part.count}"
     return FolderLock(out, "prepares", path=out.with_name(f".{out.name}{of}.lock"))
+
+
+def _changes(preparation: stages.Preparation) -> str:
+    """How the source of a finished data set differs from what it was; "" where it is not there any more."""
+    if preparation.tables is not None or not preparation.notes.sources.is_file():
+        return ""
+    try:
+        listing = preparation.list_sources()
+    except UserError:
+        return ""
+    shorten_captions(listing, preparation.settings.max_caption_words)
+    return changes(map(source_from_json, read_lines(preparation.notes.sources)), listing.sources)
+
+
+def _already_prepared(options: Options, found: str) -> str:
+    if not found:
+        return f"{options.out} is already prepared; nothing to do (--overwrite replaces it)"
+    return (
+        f"{options.out} is already prepared, and its source has changed since: {found}; --update prepares the "
+        "difference, --overwrite everything"
+    )
 
 
 def _prepare_part(kind: str, options: Options, stage: str, part: str) -> None:

@@ -144,6 +144,11 @@ class Source:
     """Size and time of its file, by which a change is seen; empty: not known."""
 
     @property
+    def content(self) -> tuple[Any, ...]:
+        """Equal where a scan finds the same: the file, as it was then, and the score that may leave it out."""
+        return self.name, self.kind, self.path, self.offset, self.size, self.stamp, self.aesthetic_score
+
+    @property
     def captions(self) -> tuple[str, ...]:
         return (self.caption, *self.more_captions) if self.caption else ()
 
@@ -217,6 +222,11 @@ class Finding:
     seconds: float = 0.0
     """Length of the video that could be read."""
 
+    def of(self, source: Source) -> "Finding":
+        """The same of a source that has other captions."""
+        clips = tuple(replace(clip, source=source) for clip in self.clips)
+        return replace(self, clips=clips, skips=tuple(replace(skip, caption=source.caption) for skip in self.skips))
+
 
 def source_from_json(values: dict[str, Any]) -> Source:
     return Source(**{**values, "more_captions": tuple(values.get("more_captions", ()))})
@@ -280,6 +290,11 @@ class Notes:
     def not_used(self) -> Path:
         """What lies among the sources, or is named by a table, and is none of them."""
         return self.folder / "not_used.jsonl"
+
+    @property
+    def previous(self) -> Path:
+        """What was found in sources that are as they were before an update."""
+        return self.folder / "previous.jsonl"
 
     @property
     def remarks(self) -> Path:
@@ -369,7 +384,7 @@ class Notes:
         self._keep_only(self.sources, self.skipped, self.not_used, self.remarks, self.scans)
 
     def _keep_only(self, *paths: Path) -> None:
-        kept = (self.folder, self.settings, self.fetched, self.captions, self.scores, *paths)
+        kept = (self.folder, self.settings, self.fetched, self.captions, self.scores, self.previous, *paths)
         for path in [*self.root.iterdir(), *self.folder.iterdir()]:
             if path not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -65,6 +65,7 @@ from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.select import SPLITS, Filter, add_caption, check_not_in, drop_known, select, shards
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.team import Team
+from megadit.train.data.ingest.update import changes, keep_findings, kept_findings
 from megadit.train.data.writer import describe_dataset
 
 STAGES = ("fetch", "scan", "select", "encode", "index")
@@ -94,6 +95,8 @@ class Preparation:
     team: Team
     tables: Tables | None = None
     """Whose rows are fetched first."""
+    is_update: bool = False
+    """Whether sources that have changed since are prepared again."""
     redo: range | None = None
     """Shards to make again, of those of all splits, numbered in a row."""
     redo_failed: bool = False
@@ -120,6 +123,8 @@ def fetch(preparation: Preparation) -> None:
     """Whoever finds all rows fetched lists the sources; what was made of fewer of them goes."""
     notes, team = preparation.notes, preparation.team
     if notes.sources.is_file() and not preparation.redo_failed:
+        if team.is_first and preparation.tables is None:
+            go_on(preparation)
         return
     if preparation.tables is not None:
         preparation.tables.fetch(team, again=True)
@@ -127,6 +132,36 @@ def fetch(preparation: Preparation) -> None:
     listing = preparation.list_sources() if team.is_first else None
     if listing is None:
         return
+    write_listing(preparation, listing)
+
+
+def go_on(preparation: Preparation) -> None:
+    """Begins an update where the sources are no more what they were.
+
+    Raises:
+        UserError: where none is asked for.
+    """
+    notes = preparation.notes
+    listing = preparation.list_sources()
+    shorten_captions(listing, preparation.settings.max_caption_words)
+    found = changes(map(source_from_json, read_lines(notes.sources)), listing.sources)
+    if not found:
+        return
+    if not preparation.is_update:
+        raise UserError(
+            f"{preparation.root} was begun when its source was another: {found}; --update goes on with what is there "
+            "now, --overwrite begins anew"
+        )
+    print(f"updating: {found}", flush=True)
+    keep_findings(notes)
+    notes.forget_made()
+    notes.scores.unlink(missing_ok=True)  # which may be of a caption that is another now
+    write_listing(preparation, listing)
+
+
+def write_listing(preparation: Preparation, listing: Listing) -> None:
+    """Notes the sources; what was made of others goes."""
+    notes = preparation.notes
     shorten_captions(listing, preparation.settings.max_caption_words)
     if notes.sources.is_file():
         if list(map(source_from_json, read_lines(notes.sources))) == listing.sources:
@@ -144,12 +179,15 @@ def scan_sources(preparation: Preparation) -> None:
     sources = [source_from_json(values) for values in read_lines(notes.sources)]
     units = [sources[start : start + SOURCES_OF_A_UNIT] for start in range(0, len(sources), SOURCES_OF_A_UNIT)]
     mine = [unit for unit in team.mine(len(units)) if not notes.scan(unit).is_file()]
-    total = sum(len(units[unit]) for unit in mine)
+    total, known = sum(len(units[unit]) for unit in mine), kept_findings(notes)
     with Pool(preparation.num_workers) as pool, Progress(total, "scanning", enabled=team.is_first and total > 0) as bar:
         for unit in mine:
+            new = [source for source in units[unit] if source.content not in known]
+            scanned = pool.map(partial(scan, settings=preparation.settings), new, _lost)
             findings = []
-            for finding in pool.map(partial(scan, settings=preparation.settings), units[unit], _lost):
-                findings.append(finding)
+            for source in units[unit]:
+                finding = known.get(source.content)
+                findings.append(next(scanned) if finding is None else finding.of(source))
                 bar.advance()
             write_lines(notes.scan(unit), findings)
 
@@ -283,6 +321,7 @@ def index(preparation: Preparation) -> None:
             with atomic_directory(root / name) as folder:
                 part.save(folder)
         describe_dataset(root, tokenizer, text_encoder, report.samples)
+    notes.previous.unlink(missing_ok=True)
     print(summary(report, notes))
     if preparation.settings.originals:
         print(f"originals: {originals_bytes(root):,} bytes")
