@@ -275,7 +275,7 @@ def _least_wasteful(seen: Sequence[Seen], length: int, fps: float) -> float:
     durations = sorted((one.frames / one.fps for one in seen), reverse=True)
     most = durations[math.ceil(LONG_ENOUGH * len(seen)) - 1]
     is_whole = most < MOST_SECONDS  # else no more of it was decoded
-    fitted = math.ceil(1000 * length / most) / 1000
+    fitted = math.ceil(1000 * length / most - 1e-6) / 1000
     return fitted if is_whole and length <= fps * most < 2 * length and fitted < fps else round(fps, 3)
 
 

@@ -196,12 +196,12 @@ def test_sizes_are_those_that_most_fill():
 
 def test_clips_are_as_long_as_most_videos():
     assert choose_length([seen(64, 64)] * 4, CPU) == (17, 8.0)
-    assert choose_length([seen(64, 64, frames=30)] * 4, CPU) == (9, 8.0)
-    assert choose_length([seen(64, 64, frames=20)] * 4, CPU) == (17, 24.0)
-    assert choose_length([seen(64, 64, fps=5.0, frames=10)] * 4, CPU) == (9, 5.0)
+    assert choose_length([seen(64, 64, frames=30)] * 4, CPU) == (9, 7.2), "all of them"
+    assert choose_length([seen(64, 64, frames=20)] * 4, CPU) == (17, 20.4)
+    assert choose_length([seen(64, 64, fps=5.0, frames=10)] * 4, CPU) == (9, 4.5)
     assert choose_length([seen(64, 64, fps=120.0, frames=480)] * 4, CPU) == (17, 8.0)
-    assert choose_length([seen(64, 64, fps=120.0, frames=120)] * 4, CPU) == (17, 30.0), "a second of it"
-    assert choose_length([seen(64, 64, fps=120.0, frames=30)] * 4, CPU) == (13, 60.0)
+    assert choose_length([seen(64, 64, fps=120.0, frames=120)] * 4, CPU) == (17, 17.0), "a second of it"
+    assert choose_length([seen(64, 64, fps=120.0, frames=30)] * 4, CPU) == (13, 52.0)
 
 
 def test_pictures_that_move_are_videos(tmp_path):
@@ -216,4 +216,4 @@ def test_videos_of_many_frames_a_second_are_looked_at_for_long_enough(tmp_path):
         write_video(tmp_path / f"{number}.mp4", clip(number, frames=300, height=32, width=32), 120)
     found = look(str(tmp_path))
     assert [(one.fps, one.frames) for one in found.seen] == [(120, 300)] * 2
-    assert choose_length(found.seen, CPU) == (17, 8.0) and choose_length(found.seen, GPU) == (33, 16.0)
+    assert choose_length(found.seen, CPU) == (17, 6.8) and choose_length(found.seen, GPU) == (33, 13.2)
