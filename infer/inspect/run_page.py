@@ -9,6 +9,7 @@ from typing import Any
 from megadit.infer.pages import embedded, table_of, write_html
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import inner_path
 
 STEPS_SHOWN = 8
 """Of those with samples: evenly, the first and the last among them."""
@@ -57,7 +58,7 @@ def _medium(path: Path, words: str) -> str:
 
 
 def _events(run: Path) -> list[str]:
-    path = run / "events.jsonl"
+    path = inner_path(run, "events.jsonl")
     if not path.is_file():
         return ["<h2>Events</h2>", "Nothing went wrong."]
     events = [_event(line, path) for line in path.read_text(encoding="utf-8").splitlines()[-EVENTS_SHOWN:]]
@@ -73,5 +74,5 @@ def _event(line: str, path: Path) -> dict[str, Any]:
 
 
 def _config(run: Path) -> Sequence[str]:
-    text = (run / "config.yaml").read_text(encoding="utf-8")
+    text = inner_path(run, "config.yaml").read_text(encoding="utf-8")
     return ["<h2>Configuration</h2>", f"<details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>"]

@@ -9,6 +9,7 @@ The folder is the only record: gateways that share it know the same adapters.
 
 import fcntl
 import json
+import os
 import secrets
 import shutil
 import subprocess
@@ -106,7 +107,7 @@ class Adapters:
         stored = f"{name}.{key.id}.{secrets.token_hex(8)}"
         temporary = folder / f"{_HALF_WRITTEN}{stored}{SUFFIX}"
         try:
-            with temporary.open("xb") as copy:
+            with open(temporary, "xb", opener=_for_its_owner) as copy:
                 shutil.copyfileobj(file, copy)
             self._check_file(temporary, info)
             with self._alone():
@@ -198,3 +199,7 @@ class Adapters:
             problem = "the file cannot be read: its reader came to no end, or to a bad one"
         if problem is not None:
             raise ApiError(400, "invalid_adapter", problem[:500], param="file")
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

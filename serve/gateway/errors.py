@@ -34,8 +34,8 @@ def unavailable(code: str, message: str) -> ApiError:
 def of_validation(error: ValidationError | RequestValidationError) -> ApiError:
     """The first complaint, with the field it is about."""
     first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
-    return ApiError(400, "invalid_request", f"{param or 'the body'}: {first['msg']}"[:500], param=param[:100] or None)
+    param = ".".join(str(part)[:100] for part in first["loc"] if part not in ("body", "query", "path", "header"))[:100]
+    return ApiError(400, "invalid_request", f"{param or 'the body'}: {first['msg']}"[:500], param=param or None)
 
 
 def install(app: FastAPI) -> None:

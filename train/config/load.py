@@ -1,6 +1,7 @@
 """Recipe, data set, YAML file, `a.b=c`: the later wins, and only keys that exist are accepted."""
 
 import dataclasses
+import re
 import types
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -17,6 +18,9 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
 
 Config = TypeVar("Config")
+
+_LOOKED_UP = re.compile(r"\$\{[^{}]*:")
+"""What OmegaConf asks something else for, such as ${oc.env:NAME}, and not for a key."""
 
 
 def resolve_config(
@@ -193,6 +197,12 @@ def _read_yaml(path: str | Path) -> DictConfig:
         raise UserError(f"{path} is not valid YAML: {_first_line(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")
+    for key, value in _flatten(OmegaConf.to_container(config)).items():
+        if _LOOKED_UP.search(str(value)):  # it may be the config.yaml of somebody else's run
+            raise UserError(
+                f"{path}: {key}={value} would be looked up outside of the file, which may refer to keys of its own "
+                f"alone; give {key}=VALUE on the command line"
+            )
     return config
 
 

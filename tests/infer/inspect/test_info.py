@@ -163,6 +163,16 @@ def test_a_page_shows_a_run(run, tmp_path, capsys):
     assert "--html is the page of a training run or a dataset" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "events.jsonl"])
+def test_a_page_shows_no_file_to_which_a_link_leads(run, tmp_path, capsys, name):
+    (tmp_path / "private").write_text("SECRET")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "private")
+    page = tmp_path / "page.html"
+    assert info.main([str(run), "--html", str(page)]) == 2
+    assert not page.exists() and "SECRET" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_command_prints_a_table_or_json(bundle, capsys, monkeypatch, as_json):
     monkeypatch.setenv("COLUMNS", "400")

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import shutil
+import stat
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,7 @@ def test_a_key_brings_lists_uses_and_deletes_its_own(keep, gateway, visit, folde
     assert made.status_code == 200 and made.json()["bytes"] == len(files[0])
     assert code(put(mine, "zog", files[1])) == (409, "adapter_exists")
     assert put(other, "zog", files[1]).status_code == 200, "another key's name is another name"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("zog.*")} == {0o600}
     assert names(mine) == [("house", "service"), ("zog", "key")]
     stored = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(stored) == 2 and {(folder / name).read_bytes() for name in stored} == set(files[:2])

@@ -68,6 +68,18 @@ def test_the_gateway_alone_may_ask_triton():
     assert len(published) == 3 and all(port.startswith("127.0.0.1:") for port in published)
 
 
+def test_containers_may_do_and_write_as_little_as_they_need():
+    for name, service in compose()["services"].items():
+        assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["mem_limit"], name
+        assert service["security_opt"] == ["no-new-privileges:true"] and service["restart"] == "unless-stopped", name
+    for pod in (each["spec"]["template"]["spec"] for each in DOCUMENTS if "template" in each["spec"]):
+        assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"]
+        for container in pod["containers"]:
+            allowed = container["securityContext"]
+            assert allowed["readOnlyRootFilesystem"] and not allowed["allowPrivilegeEscalation"]
+            assert allowed["capabilities"] == {"drop": ["ALL"]} and container["resources"]["limits"]["memory"]
+
+
 def test_the_image_is_newer_than_those_that_tiny_chunks_end():
     year, month = re.search(r"^ARG TRITON=(\d+)\.(\d+)$", (SERVE / "Dockerfile").read_text(), re.MULTILINE).groups()
     assert (int(year), int(month)) >= (25, 7)

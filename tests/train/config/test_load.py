@@ -341,3 +341,14 @@ def test_a_network_takes_over_what_its_data_set_decides(tiny_dataset, tmp_path):
     file = write(tmp_path / "run.yaml", f"data: {{path: {tiny_dataset}}}\nmodel: {{sigma_data: 0.25}}")
     assert shared(config_file=file) == (*of_data[:2], 0.25)
     assert shared(here, "data.mock=true") == shared("data.path=/nowhere") == shared() == of_recipe
+
+
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "a-${oc.env:X,b}", "${a.${oc.env:X}}", "${oc.decode:x}"])
+def test_a_file_has_nothing_looked_up_outside_of_it(tmp_path, value):
+    """It may be the config.yaml of somebody else's run; keys of its own it may refer to."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"recipe: digits\ntrain:\n  output_dir: {json.dumps(value)}\n")
+    with pytest.raises(UserError, match=r"train.output_dir=.* looked up outside of the file"):
+        resolve_config(config_file=path)
+    path.write_text("recipe: digits\ntrain:\n  output_dir: run-${train.seed}\n  seed: 7\n")
+    assert resolve_config(config_file=path).train.output_dir == "run-7"
