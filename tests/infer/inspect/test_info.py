@@ -164,11 +164,12 @@ def test_a_page_shows_a_run(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "events.jsonl"])
-def test_a_page_shows_no_file_to_which_a_link_leads(run, tmp_path, capsys, name):
-    (tmp_path / "private").write_text("SECRET")
+def test_a_page_shows_no_file_to_which_a_link_leads(run, tmp_path_factory, capsys, name):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    private, page = elsewhere / "private", elsewhere / "page.html"
+    private.write_text((run / name).read_text() if (run / name).exists() else "SECRET")
     (run / name).unlink(missing_ok=True)
-    (run / name).symlink_to(tmp_path / "private")
-    page = tmp_path / "page.html"
+    (run / name).symlink_to(private)
     assert info.main([str(run), "--html", str(page)]) == 2
     assert not page.exists() and "SECRET" not in capsys.readouterr().err
 
