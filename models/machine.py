@@ -21,9 +21,13 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import host_memory
 
 DATASHEET = {
+    ("GB300", torch.bfloat16): 2500e12,
+    ("B300", torch.bfloat16): 2250e12,
     ("GB200", torch.bfloat16): 2500e12,
     ("B200", torch.bfloat16): 2250e12,
+    ("RTX PRO 6000", torch.bfloat16): 504e12,
     ("H100 PCIe", torch.bfloat16): 756e12,
+    ("H100 NVL", torch.bfloat16): 835e12,
     ("H100", torch.bfloat16): 989e12,
     ("H200", torch.bfloat16): 989e12,
     ("A100", torch.bfloat16): 312e12,

@@ -105,7 +105,8 @@ against 1.98, 2.05 for nine of 256 to 2,048 in three groups against 2.21)."""
 @cache
 def _has_fast_dense_attention() -> bool:
     """Whether torch takes cuDNN's kernel for dense attention on this GPU."""
-    return torch.cuda.get_device_capability() >= (9, 0) and torch.backends.cudnn.is_available()
+    # sm_90, sm_100 and sm_103: on others, sm_120 among them, torch prefers FlashAttention-2
+    return torch.cuda.get_device_capability()[0] in (9, 10) and torch.backends.cudnn.is_available()
 
 
 def has_few_long_groups(layout: Layout) -> bool:

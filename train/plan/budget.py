@@ -84,7 +84,9 @@ def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
     video = sum(s.num_tokens**2 for s in pack.segments if not s.is_padding) * num_self_attentions(config.model)
     text = sum(s.num_tokens * s.text_slots for s in pack.segments if not s.is_padding)
     text *= config.model.structure.cross_attention
-    kernel = "dense" if has_few_long_groups(pack) and layout.context == 1 else "varlen"
+    # ranks that exchange heads alone attend to whole samples; around a ring the kernel is the one for packs
+    is_whole = layout.head_exchange == layout.context
+    kernel = "dense" if has_few_long_groups(pack) and is_whole else "varlen"
     attention = work.attention_flops * m * (1 + work.recompute_attention / 3)
     yield part(f"self-attention ({kernel})", attention * video / (video + text), ATTENTION[kernel])
     if text:

@@ -84,6 +84,22 @@ GPUS: dict[str, Gpu] = {
             network_bandwidth=50 * GB,
         ),
         Gpu(
+            name="b300-288gb",
+            memory=288 * GIB,
+            bf16_flops=2250 * TERA,
+            memory_bandwidth=8000 * GB,
+            link_bandwidth=900 * GB,
+            network_bandwidth=100 * GB,
+        ),
+        Gpu(
+            name="rtx-pro-6000-96gb",
+            memory=96 * GIB,
+            bf16_flops=504 * TERA,
+            memory_bandwidth=1792 * GB,
+            link_bandwidth=64 * GB,
+            network_bandwidth=50 * GB,
+        ),
+        Gpu(
             name="gb200-186gb",
             memory=186 * GIB,
             bf16_flops=2500 * TERA,
@@ -106,7 +122,7 @@ def this_device(ranks: int) -> Gpu:
 
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
-        alike = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in found.name.lower()]
+        alike = [gpu for gpu in GPUS.values() if gpu.name.rpartition("-")[0].replace("-", " ") in found.name.lower()]
         if alike:
             return min(alike, key=lambda gpu: abs(gpu.memory - found.total_memory))
         rate = matmul_flops(torch.device("cuda"), torch.bfloat16)

@@ -6,17 +6,19 @@ reach; none was measured by this project.
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megadit.models.ops.attention import has_few_long_groups
 from megadit.train.__main__ import main
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.budget import budget
-from megadit.train.plan.hardware import find_gpu
+from megadit.train.plan.hardware import find_gpu, this_device
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
-from megadit.train.plan.work import typical_pack
+from megadit.train.plan.work import count_parameters, typical_pack
 
 H200 = find_gpu("h200-141gb")
 ONE_PACK = ("data.mock=true", "data.global_batch_size=1", "data.micro_batch_size=1", "optimizer.optimizer=adamw")
@@ -105,6 +107,55 @@ def test_the_memory_of_a_7b_step_and_of_its_resume():
     assert wide.total == pytest.approx(168e9, rel=0.03)
     resumed = memory.parameters + memory.gradients + memory.optimizer + memory.averages
     assert resumed < min(memory.total, 145e9)
+
+
+LAYERS, WIDTH, HIDDEN = 32, 3072, 12288
+KEPT = 6 * WIDTH + 9 * WIDTH + HIDDEN
+"""Numbers that a layer keeps of each token for its backward: six inputs of linears and what norms, gates and the two
+attentions keep beside them, and the hidden ones of the MLP; two bytes each."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "split", "sharing"),
+    [
+        ("performance_7b_8k_baseline", 1, 1, 1),
+        ("performance_7b_8k", 8, 2, 4),
+        ("performance_7b_8k", 64, 2, 32),
+        ("performance_7b_74k", 8, 8, 4),
+        ("performance_7b_74k", 64, 8, 32),
+    ],
+)
+def test_memory_is_what_arithmetic_gives(recipe, gpus, split, sharing):
+    """`split`: ranks that share activations; `sharing`: ranks that share what the optimizer keeps, 8 bytes a number."""
+    config = resolve_config(recipe, overrides=["optimizer.optimizer=adamw", "optimizer.moments=bf16", "data.mock=true"])
+    layout = Layout.of(config, gpus)
+    memory, tensor = memory_of(config, layout), config.parallel.tensor_model_parallel_size
+    numbers = count_parameters(config.model).total
+    assert numbers == pytest.approx(7.167e9, rel=0.001)
+    modulation = LAYERS * 9 * WIDTH**2  # whole on each tensor-parallel rank
+    held = (numbers - modulation) / tensor + modulation
+    assert memory.activations == pytest.approx(2 * KEPT * LAYERS * config.data.seq_length / split, rel=0.05)
+    assert memory.parameters == pytest.approx(2 * held, rel=0.05)
+    assert memory.gradients == pytest.approx(4 * held, rel=0.05)
+    assert memory.optimizer == pytest.approx(8 * held / sharing, rel=0.05)
+
+
+def test_exchanged_heads_are_planned_at_the_rate_of_whole_samples():
+    overrides = ["optimizer.optimizer=adamw", "data.mock=true"]
+    ring = resolve_config("performance_7b_74k", overrides=overrides)
+    heads = resolve_config("performance_7b_74k", overrides=[*overrides, "parallel.context_parallel_comm=ulysses"])
+    of_ring, of_heads = ({part.name for part in budget(run, Layout.of(run, 64), H200)} for run in (ring, heads))
+    assert "self-attention (varlen)" in of_ring and "self-attention (dense)" in of_heads
+
+
+def test_a_card_is_known_by_its_name(monkeypatch):
+    names = {"NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx-pro-6000-96gb",
+             "NVIDIA B300 SXM6": "b300-288gb", "NVIDIA A100-SXM4-40GB": "a100-40gb"}  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for found, known in names.items():
+        of_card = SimpleNamespace(name=found, total_memory=find_gpu(known).memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, of_card=of_card: of_card)
+        assert this_device(1).name == known
 
 
 def test_it_is_printed(capsys):
