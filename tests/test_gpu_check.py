@@ -108,15 +108,14 @@ def test_no_step_begins_that_cannot_fit(monkeypatch, capsys):
     begun = []
     monkeypatch.setattr(steps, "HAS_GPU", True)
     monkeypatch.setattr(steps, "this_device", lambda ranks: steps.find_gpu("h100-80gb"))
-    monkeypatch.setattr(
-        steps.subprocess, "run", lambda *args, **options: begun.append(args) or subprocess.run(["true"])
-    )
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(steps.subprocess, "run", lambda command, **options: begun.append(command) or done)
     monkeypatch.setattr(steps, "free_memory", lambda device: 2e9)
     steps.main("7b")
     assert "not measured: one layer needs" in capsys.readouterr().out and not begun
     monkeypatch.setattr(steps, "free_memory", lambda device: 40e9)
     steps.main("7b")
-    [[command]] = begun
+    [command] = begun
     assert 4 <= int(next(word for word in command if word.startswith("model.num_layers=")).split("=")[1]) <= 10
 
 
