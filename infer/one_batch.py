@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from megadit.infer.batches import Batch
+from megadit.infer.flow_levels import noise_of_start
 from megadit.infer.given_latents import Known
 from megadit.infer.guidance import Denoiser, Evaluate, guided_by_settings, within
 from megadit.infer.samplers import SAMPLERS, Denoise, settings_randomness
@@ -62,7 +63,8 @@ def solve(
     Raises:
         UserError: if they are not finite.
     """
-    sigma, scale, noise_BCTHW = sigmas[0].item(), settings.noise_scale, latent_noise(key_B, shape)
+    sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
+    scale = settings.noise_scale * noise_of_start(settings, sigmas)
     if known is None:
         x = sigma * (scale * noise_BCTHW).double()
     else:

@@ -28,6 +28,7 @@ from megadit.infer.batches import Batch, Videos, batch_size, cut_batches
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
 from megadit.infer.callbacks import DECODE, DENOISE, Around, StepCallback, StepTeller, nothing_around
 from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
+from megadit.infer.flow_levels import with_whole_steps
 from megadit.infer.given import (
     AnyGiven,
     Media,
@@ -397,7 +398,7 @@ class TextToVideo:
         settings, condition = told_guidance(settings, self.config, condition)
         weaker = self._weaker_denoiser(settings.autoguidance) if settings.autoguidance else None
         denoise = denoise_by_settings(settings, batch, self.denoiser, condition, weaker=weaker, evaluate=self.evaluate)
-        denoise = cached(denoise, skipped, self.config.sigma_data)
+        denoise = cached(with_whole_steps(denoise, settings, self.config), skipped, self.config.sigma_data)
         denoise = denoise if known is None else known.replaces(denoise)
         return solve(teller.around(denoise, batch.places), settings, sigmas, key_B, shape, known)
 

@@ -183,6 +183,30 @@ def unipc(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
 
 
 @sampler
+def unipc_bh2(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
+    """UniPC of order 2 as diffusers and Wan's own code have it: "bh2", one denoiser call a step.
+
+    `unipc`, but for two weights that they do not solve for: the slope of the predictor, and of the first correction
+    that of D, count half. The last step is of first order.
+    """
+    x, history = x.double(), History()
+    steps = _steps(sigmas)
+    x_previous, sigma_previous = x, sigmas[0].item()
+    for index, (sigma, sigma_next) in enumerate(steps):
+        _remember(denoise, x, sigma, history, length=3)
+        if index == 1:
+            x = _half_slope_step(x_previous, sigma_previous, sigma, history, at=0)
+        elif index > 1:
+            x = _exponential_step(x_previous, sigma_previous, sigma, history)
+        sigma_previous, x_previous = sigma, x
+        if index == 0 or index == len(steps) - 1:
+            x = _exponential_step(x, sigma, sigma_next, history[-1:])
+        else:
+            x = _half_slope_step(x, sigma, sigma_next, history[-2:], at=1)
+    return x
+
+
+@sampler
 def restart(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
     """Begins anew from what the denoiser sees at each level: x_next = D(x; sigma) + sigma_next noise, one call a step.
 
@@ -259,6 +283,16 @@ def _exponential_step(x: Tensor, sigma: float, sigma_next: float, history: Histo
     times = [lambda_ + math.log(sigma) for lambda_, _ in history]
     weights = _integral_weights(h, times)
     return math.exp(-h) * x + sum(weight * x0 for weight, (_, x0) in zip(weights, history, strict=True))
+
+
+def _half_slope_step(x: Tensor, sigma: float, sigma_next: float, history: History, *, at: int) -> Tensor:
+    """x_next = e^-h x + (1 - e^-h) (D + h D' / 2), D that of history[at], D' the slope through both of its two."""
+    if sigma_next == 0:
+        return history[-1][1]
+    h = math.log(sigma / sigma_next)
+    (lambda_0, D_0), (lambda_1, D_1) = history
+    D_bar = history[at][1] + h / 2 * (D_1 - D_0) / (lambda_1 - lambda_0)
+    return math.exp(-h) * x - math.expm1(-h) * D_bar
 
 
 def _integral_weights(h: float, times: list[float]) -> list[float]:

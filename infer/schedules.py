@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megadit.infer.flow_levels import FLOW_LEVELS, flow_level_sigmas
 from megadit.models.ddpm import DDPM_STEPS, ddpm_sigmas
 from megadit.models.settings import SamplingSettings, find_schedule
 from megadit.models.shared.errors import UserError
@@ -110,8 +111,18 @@ def settings_sigmas(settings: SamplingSettings) -> Tensor:
     """
     if settings.sigmas:
         return settings.shift * given_sigmas(settings.sigmas)
+    if find_schedule(settings.schedule) in FLOW_LEVELS:
+        _check(settings.num_steps, settings.sigma_min, settings.sigma_max, settings.rho)
+        return flow_level_sigmas(settings)
     make = SCHEDULES[find_schedule(settings.schedule)]
     return settings.shift * make(settings.num_steps, settings.sigma_min, settings.sigma_max, settings.rho)
+
+
+def highest_sigma(settings: SamplingSettings) -> float:
+    """The noise level that a generation begins at; where its schedule begins with noise alone, that of t = .999,
+    shifted, from which on a network has been asked about noise and something else."""
+    highest = settings_sigmas(settings)[0].item()
+    return min(highest, 999.0 * settings.shift) if settings.schedule in FLOW_LEVELS else highest
 
 
 def _check(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> None:

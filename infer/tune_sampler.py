@@ -30,7 +30,7 @@ from megadit.infer.ranks import ALONE
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.samplers import num_denoiser_calls
-from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
+from megadit.infer.schedules import highest_sigma, karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SAMPLERS as TRAITS
@@ -175,7 +175,7 @@ def ways_to_sample(
     """Solvers, levels and scales whose videos take one of these numbers of evaluations; `scales` of guidance are some
     around the model's own if there are none, of the noise its own alone."""
     own, unit = bundle.defaults, bundle.config.sigma_data
-    highest = settings_sigmas(own)[0].item()
+    highest = highest_sigma(own)
     for cost in sorted(set(evaluations)):
         for guidance in scales or _scales(own.guidance, bundle.config.guidance_range):
             num_steps = cost if guidance == 1 or bundle.config.guidance_range else cost // 2

@@ -45,6 +45,7 @@ SAMPLERS: dict[str, SamplerTraits] = {
     "dpmpp_3m": SamplerTraits(),
     "res_2ab": SamplerTraits(aliases=("res", "2ab")),
     "unipc": SamplerTraits(),
+    "unipc_bh2": SamplerTraits(),
     "restart": SamplerTraits(renews_noise=True, aliases=("lcm", "consistency")),
 }
 INSTEAD = {
@@ -53,7 +54,10 @@ INSTEAD = {
 }
 """Samplers of other programs that are none here, and what to use."""
 STOCHASTIC = tuple(name for name, traits in SAMPLERS.items() if traits.adds_noise)
-SCHEDULES = ("karras", "log_linear", "exponential", "linear", "flow", "ddpm", "stable_diffusion")
+SCHEDULES = (
+    *("karras", "log_linear", "exponential", "linear", "flow", "wan", "wan_diffusers", "flow_match_euler"),
+    *("ddpm", "stable_diffusion"),
+)
 AUTO_SHIFTS = ("auto", "auto_video")
 """As `shift`: the one that suits the pixels of a frame, or those of all frames (see `fitting_shift`)."""
 OF_TWO_CALLS: dict[str, Any] = {

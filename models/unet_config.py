@@ -100,7 +100,8 @@ class UNetConfig:
         if settings["in_channels"] != settings["out_channels"]:
             raise UserError(
                 f"a {DIFFUSERS_CLASS} with in_channels={settings['in_channels']} reads more than noisy latents "
-                f"(inpainting, editing), which is not supported: take the network of text to image"
+                f"(out_channels={settings['out_channels']!r:.40}; inpainting, editing), which is not supported: "
+                "take the network of text to image"
             )
         is_told, width = settings["addition_embed_type"], settings["addition_time_embed_dim"]
         if is_told not in (None, "text_time") or (is_told and (self.pooled_size or 0) < 1):

@@ -27,6 +27,8 @@ SETTINGS = {
     "upcast_attention", "norm_type", "norm_elementwise_affine", "norm_eps",
 }  # fmt: skip
 """Those of diffusers' config.json; what newer ones add may be another network."""
+WITHOUT_EFFECT = {"dropout", "norm_num_groups", "upcast_attention"}
+"""Those of training, of other inputs, and of precision."""
 
 _LEGACY = {
     "cross_attention_dim": None, "num_vector_embeds": None, "caption_channels": None, "interpolation_scale": None,

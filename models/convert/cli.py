@@ -36,10 +36,12 @@ from megadit.models.convert.published import (
     published_uses,
     transformers_type,
 )
-from megadit.models.convert.published_defaults import published_defaults
+from megadit.models.convert.published_defaults import kind_of, published_defaults
+from megadit.models.convert.schedulers import departures
 from megadit.models.convert.written import diffusers_folder, write_diffusers, write_original, write_transformers
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.network_config import NetworkConfig
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
@@ -170,6 +172,7 @@ def _import(source: Path, options: ConvertOptions) -> None:
             f"{source} is a network without its tokenizer: give --tokenizer (a Cosmos tokenizer, or a directory of "
             f"diffusers' AutoencoderKL or AutoencoderKLWan)"
         )
+    defaults = published_defaults(published, tokenizer)
     write_bundle(
         options.out,
         config=published.config,
@@ -177,14 +180,25 @@ def _import(source: Path, options: ConvertOptions) -> None:
         tokenizer=tokenizer,
         text_encoder=_choose_text_encoder(source, published, options.text_encoder),
         image_encoder=_choose_image_encoder(source, published.config, options.image_encoder),
-        defaults=published_defaults(published, tokenizer),
+        defaults=defaults,
         training={"converted_from": str(options.source), **({"given": list(takes)} if takes else {})},
         dtype=PRECISIONS.get(options.dtype),
         licence=licence,
         low_noise=published.low_noise,
         boundary=published.boundary,
     )
+    if published.config.task == "denoise":
+        _tell_sampling(published, defaults)
     _tell_licence(licence, options.out)
+
+
+def _tell_sampling(published: Published, defaults: SamplingSettings) -> None:
+    """What its videos are sampled by unless a user says otherwise."""
+    how = f"sampler {defaults.sampler}, schedule {defaults.schedule}, shift {defaults.shift:g}"
+    of = "its scheduler_config.json" if published.scheduler else "its publication: it has no scheduler_config.json"
+    print(f"sampled by default with {how}, after {of}", flush=True)
+    if departing := departures(kind_of(published), published.scheduler):
+        print(f"NOTE: of scheduler_config.json, {', '.join(departing)} is not taken", file=sys.stderr)
 
 
 def _tell_licence(licence: Licence, out: Path) -> None:

@@ -9,9 +9,9 @@ import torch
 from megadit.models.clip import text_config
 from megadit.models.config import DiTConfig
 from megadit.models.convert.tensor_map import Entry, encoder_block, permute_axis, rename, rename_linear
-from megadit.models.convert.vit import PREPROCESSOR
+from megadit.models.convert.vit import PREPROCESSOR, read_preprocessor
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json, write_json
+from megadit.models.shared.files import write_json
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.text_encoders.token_ids import WORDS_FILE
 from megadit.models.text_tower_config import TextTowerConfig
@@ -126,7 +126,7 @@ def _their_sizes(config: DiTConfig) -> dict[str, int]:
 def pixels_of(directory: Path) -> HaarTokenizer:
     """Pixels with the mean and deviation that a checkpoint was trained with."""
     path = directory / PREPROCESSOR
-    values = read_json(path) if path.is_file() else {}
+    values = read_preprocessor(path)
     mean = torch.tensor(values.get("image_mean", MEAN))
     deviation = torch.tensor(values.get("image_std", DEVIATION))
     if mean.shape != (3,) or deviation.shape != (3,) or not deviation.min() > 0:

@@ -30,6 +30,10 @@ SETTINGS = {
     "controlnet_block_every_n", "img_context_dim_in", "img_context_num_tokens", "img_context_dim_out",
 }  # fmt: skip
 """Those of diffusers' config.json; what newer ones add may be another network."""
+WITHOUT_EFFECT = {
+    *("img_context_num_tokens", "img_context_dim_out"),  # of images that Transfer reads
+    *("crossattn_proj_in_channels", "encoder_hidden_states_channels"),  # sizes of tensors that are read
+}  # fmt: skip
 IGNORED = r"(logvar|pos_embedder|accum_)|_extra_state$|(^|\.)net\.(logvar|pos_embedder|accum_)"
 """Tensors of a released checkpoint that belong to its training."""
 GIVEN_SIGMA = {True: 0.001, False: 0.0001}

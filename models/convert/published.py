@@ -1,6 +1,7 @@
 """What a published checkpoint is, found out from its files: our configuration of it, and our view of its tensors."""
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megadit.models.bundle.wrapped import open_tensor_file, unwrapped
 from megadit.models.config import DiTConfig
 from megadit.models.convert import class_dit, clip, cosmos, nemo, nemo_moviegen, stable_diffusion, vit, wan
 from megadit.models.convert.converted import to_ours
+from megadit.models.convert.schedulers import read_scheduler
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
@@ -40,6 +42,10 @@ class Published:
     """A level t = sigma / (1 + sigma)."""
     index: Mapping[str, Any] = field(default_factory=dict)
     """What model_index.json says, where a pipeline has one."""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """What scheduler_config.json says, likewise."""
+    is_released: bool = False
+    """Whether it has the names of its first publication, not those of diffusers."""
     text_projection: Mapping[str, Tensor] = field(default_factory=dict)
     """What it reads a Qwen2.5-VL's states by (`QwenVLTextEncoder.projection`); {}: it reads a T5's features."""
 
@@ -64,6 +70,8 @@ class _Form:
     config: Callable[[Mapping[str, tuple[int, ...]]], DiTConfig]
     entries: Callable[[DiTConfig], list[Entry]]
     ignored: Callable[[DiTConfig], str]
+    config_beside: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], DiTConfig] | None = None
+    """The configuration where a config.json lies beside the tensors, of what it says too."""
 
 
 FORMS = (
@@ -87,6 +95,7 @@ FORMS = (
         wan.config_from_shapes,
         wan.released_entries,
         lambda config: "$^",
+        wan.config_from_released,
     ),
     _Form(
         "DiT (the original .pt)",
@@ -110,7 +119,7 @@ FORMS = (
         lambda config: nemo_moviegen.IGNORED,
     ),
 )
-"""Those that have no configuration beside their tensors."""
+"""Those whose tensors tell their configuration, or most of it."""
 
 PAIRS = (("transformer", "transformer_2"), ("high_noise_model", "low_noise_model"))
 """Folders of two networks, for high and for low noise: diffusers' and as released."""
@@ -144,13 +153,17 @@ def open_published(path: Path) -> Published:
         config = published.config
         if index.get("expand_timesteps"):  # a first frame has a noise level of its own, which no tensor tells (Wan 2.2)
             config = replace(config, given_sigma=0.0)
-        return replace(published, config=config, class_names=_class_names(index, config), index=index)
+        beside = {"index": index, "scheduler": read_scheduler(path)}
+        return replace(published, config=config, class_names=_class_names(index, config), **beside)
     if (kind := transformers_type(path)) is not None:
         return _from_transformers(path, kind)
     if (path / "config.json").is_file():
-        return _from_tensors(_open(path, WEIGHTS)) if _is_released(path) else _from_diffusers(path)
+        released = _released_config(path)
+        if released is not None:
+            return _from_tensors(_open(path, WEIGHTS), released)
+        return _from_diffusers(path)
     if path.is_file():
-        return _from_tensors(open_tensor_file(path))
+        return _from_tensors(open_tensor_file(path), _released_config(path.parent))
     # torch's distributed checkpoints take 50 MB, which each process that serves or samples would keep
     from megadit.models.convert.distributed import is_distributed, open_distributed
 
@@ -170,13 +183,13 @@ def _pair(path: Path, high: Published, low: Published) -> Published:
     boundary = index.get("boundary_ratio") or wan.BOUNDARY[high.config.given_form]
     if not isinstance(boundary, float) or not 0 < boundary < 1:
         raise UserError(f"{path / 'model_index.json'}: boundary_ratio={boundary!r:.60} must lie between 0 and 1")
-    return replace(high, low_noise=low.tensors, boundary=boundary)
+    return replace(high, low_noise=low.tensors, boundary=boundary, scheduler=read_scheduler(path))
 
 
-def _is_released(path: Path) -> bool:
-    """Whether a directory in diffusers' form holds the tensors of the first publication (Wan's)."""
-    values = read_json(path / "config.json")
-    return isinstance(values, dict) and values.get("_class_name") == "WanModel"
+def _released_config(path: Path) -> Mapping[str, Any] | None:
+    """The config.json of a directory that holds the tensors of the first publication (Wan's), if it has one."""
+    values = read_json(path / "config.json") if (path / "config.json").is_file() else None
+    return values if isinstance(values, dict) and values.get("_class_name") == "WanModel" else None
 
 
 def _from_diffusers(path: Path) -> Published:
@@ -195,10 +208,7 @@ def _from_diffusers(path: Path) -> Published:
                 f"{path / 'config.json'} has the setting {setting!r}, which no {name} known to this version has: was "
                 "it written by a newer diffusers?"
             )
-    try:
-        config = known.config_from_diffusers(values)
-    except KeyError as missing:
-        raise UserError(f"{path / 'config.json'} lacks {missing}, which every {name} has") from None
+    config = config_of(known, values, path / "config.json")
     entries = known.diffusers_entries(config)
     source = _open(path, WEIGHTS, marks=[theirs for entry in entries[:1] for theirs in entry.theirs])
     return Published(
@@ -207,6 +217,35 @@ def _from_diffusers(path: Path) -> Published:
         sample_size=values.get("sample_size"),
         text_projection=_text_projection(config, source),
     )
+
+
+_OTHERS = (1, 2, 16, 1.0, [1, 2, 2], [128, 240, 240], None)
+"""Values of the kinds that settings have, beside those of other settings and the usual ones of Stable Diffusion."""
+
+
+def config_of(known: Any, values: Mapping[str, Any], path: Path) -> NetworkConfig:
+    """What `known.config_from_diffusers` makes of `values`, which lie at `path`; of any other mistake than its own it
+    names the setting."""
+    try:
+        return known.config_from_diffusers(values)
+    except KeyError as missing:
+        raise UserError(f"{path} lacks {missing}, which every {known.DIFFUSERS_CLASS} has") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:  # a UserError is a ValueError
+        if isinstance(error, UserError) and any(f"{name}=" in str(error) for name in values):
+            raise UserError(f"{path}: {error}") from None
+        named = next(
+            (f"{name}={values[name]!r:.40}" for name in values if _is_at_fault(known, values, name)), "settings"
+        )
+        raise UserError(f"{path}: {named} is none that a {known.DIFFUSERS_CLASS} can have ({error})") from None
+
+
+def _is_at_fault(known: Any, values: Mapping[str, Any], name: str) -> bool:
+    """Whether nothing is wrong with another value of this setting."""
+    for other in (*_OTHERS, *values.values(), getattr(known, "USUAL", {}).get(name)):
+        with suppress(Exception):
+            known.config_from_diffusers({**values, name: other})
+            return True
+    return False
 
 
 def transformers_type(path: Path) -> str | None:
@@ -250,18 +289,21 @@ def _open(path: Path, *stems: str, marks: Collection[str] = ()) -> TensorSource:
     return unwrapped(open_weights(files), marks)
 
 
-def _from_tensors(source: TensorSource) -> Published:
+def _from_tensors(source: TensorSource, beside: Mapping[str, Any] | None = None) -> Published:
+    """`beside` is a released config.json."""
     source = unwrapped(source, [form.mark for form in FORMS])
     for form in FORMS:
         if form.mark in source.stored:
             try:
-                config = form.config(source.shapes)
+                with_beside = form.config_beside if beside is not None else None
+                config = form.config(source.shapes) if with_beside is None else with_beside(beside, source.shapes)
             except KeyError as missing:
                 raise UserError(f"{source.label} looks like {form.name}, but has no tensor {missing}") from None
             return Published(
                 config=config,
                 tensors=to_ours(source, form.entries(config), config, ignored=form.ignored(config)),
                 text_projection=_text_projection(config, source),
+                is_released=True,
             )
     known = ", ".join(form.name for form in FORMS)
     some = ", ".join(list(source.stored)[:3])

@@ -1,9 +1,11 @@
 """How videos of a published network are sampled unless told otherwise: what its publishers' own commands do."""
 
+from dataclasses import replace
 from typing import Any
 
 from megadit.models.config import DiTConfig
 from megadit.models.convert.published import Published
+from megadit.models.convert.schedulers import scheduler_settings
 from megadit.models.settings import SamplingSettings
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -36,10 +38,28 @@ WAN_SETTINGS = {
 
 
 def published_defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
-    """Sampler, noise levels, guidance and size, those of our convention: 1 is no guidance."""
+    """Sampler, noise levels, guidance and size, those of our convention: 1 is no guidance.
+
+    Raises:
+        UserError: for a pipeline's scheduler by which we cannot sample.
+    """
     config = published.config
     if config.task != "denoise":
         return of_classifier(config, tokenizer)
+    return replace(_usual(published, tokenizer), **scheduler_settings(kind_of(published), published.scheduler))
+
+
+def kind_of(published: Published) -> str:
+    """A family, or its member that is published with another scheduler."""
+    if published.config.family != "cosmos":
+        return published.config.family
+    if published.text_projection:
+        return "cosmos2_5"
+    return "cosmos1" if published.config.preconditioner == "edm" else "cosmos2"
+
+
+def _usual(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
+    config = published.config
     if config.family == "dit":
         return _of_classes((published.sample_size or 32) * tokenizer.spatial_compression)
     if config.family == "wan":
@@ -112,8 +132,8 @@ def _of_wan(published: Published) -> SamplingSettings:
     kind = (config.in_channels, config.hidden_size, config.given_form, published.low_noise is not None)
     num_frames, height, width, fps, num_steps, guidance, low_guidance, shift = WAN_SETTINGS.get(kind, usual)
     return SamplingSettings(
-        sampler="unipc",
-        schedule="flow",
+        sampler="unipc_bh2",
+        schedule="wan" if published.is_released else "wan_diffusers",
         sigma_max=999.0,
         num_steps=num_steps,
         guidance=guidance,

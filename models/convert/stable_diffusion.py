@@ -69,6 +69,9 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     for name in ("trained_betas", "rescale_betas_zero_snr"):
         if values.get(name):
             raise UserError(f"{scheduler}: {name} is not supported: its noise levels are none of Stable Diffusion's")
+    for name in ("thresholding", "clip_sample"):
+        if values.get(name):
+            raise UserError(f"{scheduler}: {name} is not supported: it would change what the network predicts")
     predicts = values.get("prediction_type", "epsilon")
     if predicts not in PREDICTIONS:
         raise UserError(f"{scheduler}: prediction_type={predicts!r:.60} is not one of {', '.join(PREDICTIONS)}")

@@ -78,6 +78,21 @@ def config_to_transformers(config: DiTConfig, classes: TextEncoder) -> dict[str,
     }
 
 
+def read_preprocessor(path: Path) -> dict[str, Any]:
+    """What preprocessor_config.json says of pixels, {} where there is none.
+
+    Raises:
+        UserError: where pixels are not brought to [0, 1] and normalised.
+    """
+    values = read_json(path) if path.is_file() else {}
+    for name in ("do_rescale", "do_normalize"):
+        if not values.get(name, True):
+            raise UserError(f"{path}: {name}=false is not supported: our networks take normalised pixels")
+    if abs(255 * values.get("rescale_factor", 1 / 255) - 1) > 1e-6:
+        raise UserError(f"{path}: rescale_factor={values['rescale_factor']} is not supported: it must be 1 / 255")
+    return values
+
+
 def pixels_of(directory: Path) -> HaarTokenizer:
     """Pixels in [-1, 1].
 
@@ -85,7 +100,7 @@ def pixels_of(directory: Path) -> HaarTokenizer:
         UserError: where a checkpoint was trained on those of another range.
     """
     path = directory / PREPROCESSOR
-    values = read_json(path) if path.is_file() else {}
+    values = read_preprocessor(path)
     for name in ("image_mean", "image_std"):
         if values.get(name, _HALF) != _HALF:
             raise UserError(f"{path} has {name}={values[name]!r:.60}: our networks take pixels with {_HALF}")

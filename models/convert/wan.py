@@ -21,7 +21,7 @@ from megadit.models.convert.tensor_map import (
     renamed,
     turned,
 )
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 
 DIFFUSERS_CLASS = "WanTransformer3DModel"
 SETTINGS = {
@@ -30,8 +30,13 @@ SETTINGS = {
     "pos_embed_seq_len",
 }  # fmt: skip
 """Those of diffusers' config.json; what newer ones add may be another network."""
+WITHOUT_EFFECT = {"rope_max_seq_len", "pos_embed_seq_len"}
+"""Those that only limit sizes, and, in networks that read no image, the places of one."""
 HEAD_DIM = 128
-"""Of all published sizes; tensors alone do not tell it."""
+"""Of all published sizes; tensors alone do not tell it, nor the epsilon."""
+EPSILON = 1e-6
+MODEL_TYPES = ("t2v", "i2v", "flf2v", "ti2v")
+"""What the released config.json calls networks that we have."""
 _FIXED = {
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
@@ -88,7 +93,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
         given_form="channels" if has_channels else "tokens",
         given_sigma=0.0 if has_channels or out_channels == CHANNELS_OF_2_2 else None,
         image_size=image_size,
-        image_positions=values.get("pos_embed_seq_len"),
+        image_positions=None if image_size is None else values.get("pos_embed_seq_len"),
     )
 
 
@@ -220,26 +225,80 @@ def released_entries(config: DiTConfig) -> list[Entry]:
     return renamed(diffusers_entries(config), released_name)
 
 
-def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """The configuration of released tensors, whose heads are all 128 wide.
+_RELEASED_FIXED = {"qk_norm": True, "cross_attn_norm": True, "window_size": [-1, -1], "text_len": 512, "freq_dim": 256}
+"""What all published ones have of the released settings; 512 places of text are attended."""
+
+
+def config_from_released(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
+    """The configuration of released tensors with the config.json beside them.
+
+    Raises:
+        UserError: as `config_from_diffusers`, and for a setting that is unknown or that the tensors contradict.
+    """
+    _check_released(values)
+    width, eps = shapes["patch_embedding.weight"][0], values.get("eps", EPSILON)
+    heads = values.get("num_heads", width // HEAD_DIM)
+    if not isinstance(heads, int) or heads < 1 or width % heads:  # also of widths that are no multiple of 128
+        raise UserError(f"config.json: num_heads={heads!r:.40} does not divide the width of the tensors, {width}")
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise UserError(f"config.json: eps={eps!r:.40} must be a number between 0 and 1, such as {EPSILON}")
+    config = config_from_shapes(shapes, heads, eps)
+    of_tensors = {
+        "dim": width,
+        "ffn_dim": config.mlp_size,
+        "in_dim": config.in_channels + config.given_channels,
+        "out_dim": config.in_channels,
+        "num_layers": config.num_layers,
+        "text_dim": config.crossattn_emb_size,
+        "patch_size": [config.patch_temporal, config.patch_spatial, config.patch_spatial],
+    }
+    for name, found in of_tensors.items():
+        if values.get(name, found) != found:
+            raise UserError(f"config.json: {name}={values[name]!r:.40}, but the tensors have {found}")
+    return config
+
+
+def _check_released(values: Mapping[str, Any]) -> None:
+    kind = values.get("model_type", "t2v")
+    choose_one(kind, MODEL_TYPES, f"config.json: model_type={kind!r:.40} is not supported")
+    for name, only in _RELEASED_FIXED.items():
+        if values.get(name, only) != only:
+            raise UserError(f"config.json: {name}={values[name]!r:.40} is not supported: it must be {only}")
+    of_tensors = {"dim", "ffn_dim", "in_dim", "out_dim", "num_layers", "text_dim", "patch_size"}
+    known = {"model_type", "num_heads", "eps", *_RELEASED_FIXED, *of_tensors}
+    for name in sorted(values.keys() - known):
+        if not name.startswith("_"):
+            raise UserError(f"config.json has the setting {name!r}, which no released Wan known to this version has")
+
+
+def config_from_shapes(
+    shapes: Mapping[str, tuple[int, ...]], num_heads: int | None = None, eps: float = EPSILON
+) -> DiTConfig:
+    """The configuration of released tensors; heads are 128 wide unless their number is given.
 
     Raises:
         UserError: as `config_from_diffusers`.
     """
     width, channels, *patch = shapes["patch_embedding.weight"]
     layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
+    if num_heads is None and width % HEAD_DIM:
+        raise UserError(
+            f"tensors {width} wide do not tell how many heads they have (published ones are {HEAD_DIM} wide): put the "
+            'config.json of their publication beside them, {"_class_name": "WanModel", "num_heads": ..., "eps": ...}'
+        )
+    num_heads = num_heads or width // HEAD_DIM
     return config_from_diffusers(
         {
             "num_layers": len(layers),
-            "num_attention_heads": max(1, width // HEAD_DIM),
-            "attention_head_dim": min(width, HEAD_DIM),
+            "num_attention_heads": num_heads,
+            "attention_head_dim": width // num_heads,
             "in_channels": channels,
             "out_channels": shapes["head.head.weight"][0] // (patch[0] * patch[1] * patch[2]),
             "patch_size": patch,
             "text_dim": shapes["text_embedding.0.weight"][1],
             "freq_dim": shapes["time_embedding.0.weight"][1],
             "ffn_dim": shapes["blocks.0.ffn.0.weight"][0],
-            "eps": 1e-6,
+            "eps": eps,
             "image_dim": shapes.get("img_emb.proj.0.weight", (None,))[0],
             "added_kv_proj_dim": width if "img_emb.proj.0.weight" in shapes else None,
             "pos_embed_seq_len": shapes.get("img_emb.emb_pos", (None, None))[1],

@@ -18,6 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from megadit.models.shared.errors import UserError
 from megadit.models.transfer import constant
 
 Config = Mapping[str, Any]
@@ -84,8 +85,28 @@ def _statistics_of_frames(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, T
 
 
 def _shift_and_scale(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Of all latents, or of each channel, [1, C, 1, 1, 1], where a checkpoint has such."""
     shift, scale = config.get("shift_factor") or 0.0, config.get("scaling_factor") or 1.0
+    if config.get("latents_mean") is not None and config.get("latents_std") is not None:
+        mean, std = _statistics_of_channels(config, like_BCTHW)
+        return mean, std / scale
     return torch.full((), shift, device=like_BCTHW.device), torch.full((), 1 / scale, device=like_BCTHW.device)
+
+
+def _wan_compression(config: Config, name: str, found: int) -> int:
+    """What the layers compress by, which the setting of this name must be."""
+    if config.get(name, found) != found:
+        raise UserError(f"config.json of an AutoencoderKLWan: {name}={config[name]!r:.40}, but its layers make {found}")
+    return found
+
+
+def _wan_temporal(config: Config) -> int:
+    return _wan_compression(config, "scale_factor_temporal", 2 ** sum(map(bool, config["temperal_downsample"])))
+
+
+def _wan_spatial(config: Config) -> int:
+    layers = 2 ** (len(config["dim_mult"]) - 1)
+    return _wan_compression(config, "scale_factor_spatial", layers * (config.get("patch_size") or 1))
 
 
 def _statistics_of_channels(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,8 +150,8 @@ _ALL = (
         name="wan",
         class_name="AutoencoderKLWan",
         sigma_data=1.0,
-        temporal_compression=lambda config: config["scale_factor_temporal"],
-        spatial_compression=lambda config: config["scale_factor_spatial"],
+        temporal_compression=_wan_temporal,
+        spatial_compression=_wan_spatial,
         encode=_posterior_mean,
         decode=_decoded,
         statistics=_statistics_of_channels,

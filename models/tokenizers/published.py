@@ -41,5 +41,6 @@ def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> 
         class_name, config, tensors = read_released(path, compression)
     kind = KIND_OF_CLASS[class_name]
     complete = networks.complete_config(class_name, config)
+    kind.temporal_compression(complete), kind.spatial_compression(complete)  # which refuse what contradicts the layers
     network = Network.build(class_name, complete, tensors, f"the tensors of {path}")
     return Autoencoder(kind=kind, network=network, sigma_data=kind.sigma_data)

@@ -23,7 +23,8 @@ from megadit.models.settings import STOCHASTIC, find_sampler
 from megadit.models.shared.errors import UserError
 
 (MU,), (S,) = GAUSSIAN.means, GAUSSIAN.deviations
-ORDERS = {"euler": 1, "heun": 2, "dpm2": 2, "dpmpp_2m": 2, "dpmpp_3m": 3, "res_2ab": 2, "unipc": 3, "restart": 1}
+ORDERS = {"euler": 1, "heun": 2, "dpm2": 2, "dpmpp_2m": 2, "dpmpp_3m": 3, "res_2ab": 2, "unipc": 3, "unipc_bh2": 3}
+ORDERS["restart"] = 1
 
 
 def ideal_denoiser(x, sigma_B):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megadit.infer.flow_levels import FLOW_LEVELS
 from megadit.infer.samplers import SAMPLERS as SAMPLER_FUNCTIONS
 from megadit.infer.schedules import SCHEDULES as SCHEDULE_FUNCTIONS
 from megadit.models import settings
@@ -29,7 +30,7 @@ DEFAULTS = SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, w
 
 
 def test_the_names_are_those_of_the_functions():
-    assert tuple(SAMPLERS) == tuple(SAMPLER_FUNCTIONS) and SCHEDULES == tuple(SCHEDULE_FUNCTIONS)
+    assert tuple(SAMPLERS) == tuple(SAMPLER_FUNCTIONS) and set(SCHEDULES) == {*SCHEDULE_FUNCTIONS, *FLOW_LEVELS}
 
 
 def test_every_setting_says_what_it_means():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
+from megadit.infer.schedules import highest_sigma, karras_sigmas, log_linear_sigmas
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import OF_TWO_CALLS, SamplingSettings
 from megadit.train.config.schema import RunConfig
@@ -91,7 +91,7 @@ STAGES = {
 
 def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
     """Noise levels of so many calls: the teacher's highest, then evenly in their logarithm."""
-    highest, unit = settings_sigmas(teacher.defaults)[0].item(), teacher.config.sigma_data
+    highest, unit = highest_sigma(teacher.defaults), teacher.config.sigma_data
     if calls == 1:
         return (highest,)
     if calls == 2:

@@ -254,14 +254,14 @@ def test_wan_videos_of_images_equal_diffusers(name, tmp_path, write_t5, monkeypa
     assert bundle.takes == (("first_frame", "last_frame") if has_last else ("first_frame",))
     clip = frames(2)
     given = [GivenVideo(frames=clip[:1], use="first_frame"), GivenVideo(frames=clip[1:], use="last_frame")]
-    settings = {"fps": 16, "guidance": 5.0, "num_steps": STEPS, "sampler": "euler", "shift": 3.0}
-    (video,) = ours([PROMPT], seeds=3, **SIZE, **settings, negative_prompt=NEGATIVE, given=tuple(given[: 1 + has_last]))
-    levels, set_timesteps = torch.linspace(0.999, 0, STEPS + 1)[:-1].tolist(), pipeline.scheduler.set_timesteps
-    monkeypatch.setattr(
-        pipeline.scheduler, "set_timesteps", lambda n, device: set_timesteps(sigmas=levels, device=device)
+    assert (bundle.defaults.schedule, bundle.defaults.sampler, bundle.defaults.shift) == (
+        "flow_match_euler",
+        "euler",
+        3,
     )
+    settings = {"fps": 16, "guidance": 5.0, "num_steps": STEPS}
+    (video,) = ours([PROMPT], seeds=3, **SIZE, **settings, negative_prompt=NEGATIVE, given=tuple(given[: 1 + has_last]))
     monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan_i2v.prompt_clean", str)
-    sigma = 3 * 999.0
     arguments = {
         "image": pictures(clip)[0],
         **({"last_image": pictures(clip)[1]} if has_last else {}),
@@ -270,7 +270,7 @@ def test_wan_videos_of_images_equal_diffusers(name, tmp_path, write_t5, monkeypa
         **SIZE,
         "num_inference_steps": STEPS,
         "guidance_scale": 5.0,
-        "latents": start_noise(ours, FRAMES) * sigma / (1 + sigma),
+        "latents": start_noise(ours, FRAMES),
         "output_type": "latent",
     }
     latents = pipeline(**arguments).frames[0]

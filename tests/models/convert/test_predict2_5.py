@@ -91,6 +91,7 @@ def pipeline(tmp_path_factory):
         safety_checker=Harmless(),
     )
     save(made, path, "Cosmos2_5_PredictBasePipeline")
+    published_scheduler().save_pretrained(path / "scheduler")
     return made, path
 
 
@@ -140,11 +141,16 @@ def bundle(pipeline, tmp_path):
     return Bundle.open(tmp_path / "bundle", verify=True)
 
 
-def published_levels(num_steps):
-    """t of the scheduler that diffusers' conversion of the published weights writes, with the last 0."""
-    scheduler = diffusers.UniPCMultistepScheduler(
+def published_scheduler():
+    """As diffusers' conversion of the published weights writes it."""
+    return diffusers.UniPCMultistepScheduler(
         use_karras_sigmas=True, use_flow_sigmas=True, prediction_type="flow_prediction", sigma_max=200.0, sigma_min=0.01
     )
+
+
+def published_levels(num_steps):
+    """t of that scheduler, with the last 0."""
+    scheduler = published_scheduler()
     scheduler.set_timesteps(num_steps)
     return scheduler.sigmas.double()
 

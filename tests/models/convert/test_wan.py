@@ -166,9 +166,16 @@ def small_autoencoder(z_dim=4, **settings):
 def save(pipeline, path, name):
     """A pipeline on disk, in the parts that matter here."""
     pipeline.set_progress_bar_config(disable=True)
-    for part in ("text_encoder", "tokenizer", "transformer", "vae"):
+    for part in ("text_encoder", "tokenizer", "transformer", "vae", "scheduler"):
         getattr(pipeline, part).save_pretrained(path / part)
     (path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+
+
+def published_scheduler(flow_shift=3.0):
+    """As Wan's pipelines are published."""
+    return diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+    )
 
 
 def text_parts(path, write_t5, kind):
@@ -189,7 +196,7 @@ def wan_pipeline(tmp_path_factory, write_t5):
         tokenizer=words,
         text_encoder=encoder,
         vae=small_autoencoder(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=published_scheduler(),
         transformer=random_wan(1, **sizes),
     )
     save(pipeline, folder / "Wan-Tiny", "WanPipeline")
@@ -211,36 +218,26 @@ def start_noise(ours, frames, seed=3):
 def test_wan_videos_equal_diffusers(wan_pipeline, tmp_path, monkeypatch):
     pipeline, path = wan_pipeline
     bundle, ours = converted(path, tmp_path / "bundle")
-    assert (bundle.defaults.schedule, bundle.defaults.sampler, bundle.config.preconditioner) == (
-        "flow",
-        "unipc",
-        "flow",
-    )
+    defaults = bundle.defaults
+    assert (defaults.schedule, defaults.sampler, defaults.shift) == ("wan_diffusers", "unipc_bh2", 3.0)
     size = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH}
-    settings = dict(**size, fps=16, guidance=5.0, num_steps=STEPS, sampler="euler", shift=3.0, negative_prompt=NEGATIVE)
+    settings = dict(**size, fps=16, guidance=5.0, num_steps=STEPS, negative_prompt=NEGATIVE)
     (video,) = ours([PROMPT], seeds=3, **settings)
-
-    # Wan's own levels (its UniPC has them), by the scheduler that the class names
-    levels = torch.linspace(0.999, 0, STEPS + 1)[:-1].tolist()
-    set_timesteps = pipeline.scheduler.set_timesteps
-    monkeypatch.setattr(
-        pipeline.scheduler, "set_timesteps", lambda n, device: set_timesteps(sigmas=levels, device=device)
-    )
     monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan.prompt_clean", str)
-    sigma = 3 * 999.0
-    # x = sigma n is (1 - t) x = t n at t: a little less than n
     arguments = {
         "prompt": PROMPT,
         "negative_prompt": NEGATIVE,
         **size,
         "num_inference_steps": STEPS,
         "guidance_scale": 5.0,
-        "latents": start_noise(ours, FRAMES) * sigma / (1 + sigma),
+        "latents": start_noise(ours, FRAMES),
     }
     latents = pipeline(**arguments, output_type="latent").frames
     assert distance(video.latents_CTHW[None], latents) <= 1e-5
     frames = pipeline(**arguments, output_type="np").frames[0]
     assert abs(video.video.astype(float) - frames * 255).max() <= 0.51 and frames.std() > 0.02
+    (exact,) = ours([PROMPT], seeds=3, **settings, sampler="unipc", schedule="flow")
+    assert 1e-3 < distance(exact.latents_CTHW[None], latents) < 0.1, "negative control: levels and weights must matter"
     changed = pipeline(**arguments | {"guidance_scale": 1.5}, output_type="latent").frames
     assert distance(changed, latents) > 1e-3, "negative control: guidance must matter"
 
@@ -281,7 +278,7 @@ def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypat
         tokenizer=words,
         text_encoder=encoder,
         vae=small_autoencoder(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=published_scheduler(),
         transformer=random_wan(1, **sizes),
         transformer_2=randomised(random_wan(1, **sizes), std=0.11),
         boundary_ratio=0.8,
@@ -296,13 +293,8 @@ def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypat
     t5 = T5TextEncoder(model=str(path), dtype="float32", text_padding="zeros")
     ours = TextToVideo.from_pretrained(bundle, device="cpu", text_encoder=t5, **kept)
     size = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH}
-    settings = dict(**size, fps=16, num_steps=STEPS, sampler="euler", shift=3.0, negative_prompt=NEGATIVE)
+    settings = dict(**size, fps=16, num_steps=STEPS, negative_prompt=NEGATIVE)
     (video,) = ours([PROMPT], seeds=3, guidance=5.0, low_guidance=2.0, **settings)
-    levels = torch.linspace(0.999, 0, STEPS + 1)[:-1].tolist()
-    set_timesteps = pipeline.scheduler.set_timesteps
-    monkeypatch.setattr(
-        pipeline.scheduler, "set_timesteps", lambda n, device: set_timesteps(sigmas=levels, device=device)
-    )
     monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan.prompt_clean", str)
     arguments = {
         "prompt": PROMPT,
@@ -311,7 +303,7 @@ def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypat
         "num_inference_steps": STEPS,
         "guidance_scale": 5.0,
         "guidance_scale_2": 2.0,
-        "latents": start_noise(ours, FRAMES) * 2997.0 / 2998.0,
+        "latents": start_noise(ours, FRAMES),
         "output_type": "latent",
     }
     latents = pipeline(**arguments).frames

@@ -1,0 +1,174 @@
+"""How a pipeline of diffusers is sampled by its own scheduler: scheduler_config.json as settings of ours."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megadit.models.ddpm import BETAS, DDPM_STEPS
+from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.files import read_json
+
+FILE = "scheduler/scheduler_config.json"
+"""In a pipeline."""
+Values = Mapping[str, Any]
+_OTHER_LEVELS = dict.fromkeys(("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"), False)
+_OF_BETAS = {"beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"}
+_OF_DYNAMIC_SHIFT = {"base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheduler:
+    """What each field of a scheduler's configuration means to us."""
+
+    used: Callable[[Values], dict[str, Any]]
+    """Fields with diffusers' defaults -> settings."""
+    defaults: Values
+    """Those that are used, or must be `only`, where diffusers' default is another."""
+    only: Values
+    """Those that must have this value: others would sample otherwise than any setting of ours."""
+    without_effect: frozenset[str] = field(default_factory=frozenset)
+    """Those that other fields switch off, or that no sampling by a pipeline asks for."""
+
+
+_UNIPC = {
+    "num_train_timesteps": DDPM_STEPS,
+    "solver_order": 2,
+    "prediction_type": "flow_prediction",
+    "thresholding": False,
+    "predict_x0": True,
+    "solver_type": "bh2",
+    "lower_order_final": True,
+    "disable_corrector": [],
+    "solver_p": None,
+    "use_flow_sigmas": True,
+    "final_sigmas_type": "zero",
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+}
+_UNIPC_DEFAULTS = {"prediction_type": "epsilon", "use_flow_sigmas": False, "flow_shift": 1.0}
+_UNIPC_UNUSED = frozenset(
+    {
+        "dynamic_thresholding_ratio",
+        "sample_max_value",
+        "timestep_spacing",
+        "steps_offset",
+        "time_shift_type",
+        *_OF_BETAS,
+    }
+)
+_FLOW_MATCH = {
+    "num_train_timesteps": DDPM_STEPS,
+    "use_dynamic_shifting": False,
+    "invert_sigmas": False,
+    "shift_terminal": None,
+    "stochastic_sampling": False,
+}
+_KNOWN: dict[str, dict[str, Scheduler]] = {
+    "wan": {
+        "UniPCMultistepScheduler": Scheduler(
+            used=lambda of: {"sampler": "unipc_bh2", "schedule": "wan_diffusers", "shift": of["flow_shift"]},
+            defaults=_UNIPC_DEFAULTS,
+            only=_UNIPC | _OTHER_LEVELS,
+            without_effect=_UNIPC_UNUSED | {"sigma_min", "sigma_max"},
+        ),
+        "FlowMatchEulerDiscreteScheduler": Scheduler(
+            used=lambda of: {"sampler": "euler", "schedule": "flow_match_euler", "shift": of["shift"]},
+            defaults={"shift": 1.0},
+            only=_FLOW_MATCH | _OTHER_LEVELS,
+            without_effect=frozenset(_OF_DYNAMIC_SHIFT),
+        ),
+    },
+    "cosmos1": {
+        "EDMEulerScheduler": Scheduler(
+            used=lambda of: {name: of[name] for name in ("sigma_min", "sigma_max", "rho")},
+            defaults={"sigma_min": 0.002, "sigma_max": 80.0, "rho": 7.0},
+            only={"sigma_data": 0.5, "sigma_schedule": "karras", "prediction_type": "epsilon"},
+            without_effect=frozenset({"num_train_timesteps", "final_sigmas_type"}),
+        )
+    },
+    "cosmos2": {
+        "FlowMatchEulerDiscreteScheduler": Scheduler(
+            used=lambda of: {name: of[name] for name in ("sigma_min", "sigma_max")},
+            defaults={"sigma_min": 0.002, "sigma_max": 80.0},
+            only=_FLOW_MATCH | _OTHER_LEVELS | {"use_karras_sigmas": True, "shift": 1.0, "sigma_data": 1.0},
+            without_effect=frozenset({"final_sigmas_type", *_OF_DYNAMIC_SHIFT}),
+        )
+    },
+    "cosmos2_5": {
+        "UniPCMultistepScheduler": Scheduler(
+            used=lambda of: {name: of[name] for name in ("sigma_min", "sigma_max")},
+            defaults=_UNIPC_DEFAULTS | {"sigma_min": 0.01, "sigma_max": 200.0, "use_karras_sigmas": False},
+            only=_UNIPC | _OTHER_LEVELS | {"use_karras_sigmas": True},
+            without_effect=_UNIPC_UNUSED | {"flow_shift"},
+        )
+    },
+    "dit": {
+        "DDIMScheduler": Scheduler(
+            used=lambda of: {},
+            defaults={"clip_sample": True},
+            only={
+                "num_train_timesteps": DDPM_STEPS,
+                "beta_start": BETAS["ddpm"].first,
+                "beta_end": BETAS["ddpm"].last,
+                "beta_schedule": "linear",
+                "trained_betas": None,
+                "clip_sample": False,
+                "set_alpha_to_one": True,
+                "steps_offset": 0,
+                "prediction_type": "epsilon",
+                "thresholding": False,
+                "timestep_spacing": "leading",
+                "rescale_betas_zero_snr": False,
+            },
+            without_effect=frozenset({"dynamic_thresholding_ratio", "clip_sample_range", "sample_max_value"}),
+        )
+    },
+}
+"""What a network is -> classes of schedulers with which its pipelines are published."""
+
+
+_OF_STABLE_DIFFUSION = {"timestep_spacing": "leading", "steps_offset": 1, "set_alpha_to_one": True} | _OTHER_LEVELS
+"""What the schedule of that name stands for."""
+
+
+def read_scheduler(pipeline: Path) -> Values:
+    """scheduler_config.json of a pipeline, {} where it has none."""
+    values = read_json(pipeline / FILE) if (pipeline / FILE).is_file() else {}
+    if not isinstance(values, dict):
+        raise UserError(f"{pipeline / FILE} is no table of settings")
+    return values
+
+
+def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
+    """Settings of sampling by which a pipeline's own scheduler steps.
+
+    Raises:
+        UserError: for a class or a field by which we cannot sample, with what it must be.
+    """
+    known = _KNOWN.get(kind)
+    if known is None or not values:
+        return {}
+    name = values.get("_class_name")
+    instead = f"; to sample by the defaults of its publication, leave {FILE} away"
+    choose_one(name, known, f"{FILE}: a {name} is no scheduler that this network is sampled by here{instead}")
+    scheduler = known[name]
+    found = {**scheduler.only, **scheduler.defaults, **values}
+    for setting, only in scheduler.only.items():
+        if found[setting] != only:
+            raise UserError(f"{FILE}: {setting}={found[setting]!r:.40} is not supported, it must be {only!r}{instead}")
+    fields = {*scheduler.only, *scheduler.defaults, *scheduler.without_effect}
+    for setting in sorted(values.keys() - fields):
+        if not setting.startswith("_"):
+            raise UserError(f"{FILE}: {setting!r} is no setting of a {name} that this version knows{instead}")
+    for setting in scheduler.defaults:
+        if setting not in scheduler.only and not (isinstance(found[setting], int | float) and found[setting] > 0):
+            raise UserError(f"{FILE}: {setting}={found[setting]!r:.40} must be a number greater than 0")
+    return scheduler.used(found)
+
+
+def departures(kind: str, values: Values) -> list[str]:
+    """Fields of a scheduler from which our own sampling departs, as NAME=VALUE: Stable Diffusion's, which is published
+    with many schedulers, is sampled by one of ours (`published_defaults`)."""
+    usual = _OF_STABLE_DIFFUSION if kind == "stable_diffusion" else {}
+    return [f"{name}={values[name]!r:.40}" for name, of_ours in usual.items() if values.get(name, of_ours) != of_ours]
