@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import torch
 
+from megadit.models.default_dtype import float32_by_default
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -22,7 +24,7 @@ def one_behind(
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def compute(item: Item) -> list[Result]:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), float32_by_default():
             return list(function(item))
 
     with ThreadPoolExecutor(max_workers=1) as thread:

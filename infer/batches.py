@@ -10,6 +10,7 @@ from torch import Tensor
 from megadit.infer.adapters import Scales
 from megadit.infer.given import Media
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.setting import plain
 
 TOKENS_PER_BATCH = 32768
 """Video tokens that one call of the denoiser handles (before guidance doubles them) where no batch size is given."""
@@ -51,11 +52,12 @@ class Videos:
         Raises:
             UserError: for prompts that are none, and a list of another length.
         """
-        if isinstance(prompts, str):
-            raise UserError(f"prompts must be a list; got the text {prompts!r}: write [prompt]")
-        if not prompts:
-            raise UserError("there is no prompt; give at least one")
-        seeds = [seeds] * len(prompts) if isinstance(seeds, int) else list(seeds)
+        prompts = read_prompts(prompts)
+        seeds = plain(seeds)
+        seeds = [plain(seed) for seed in (seeds if isinstance(seeds, Sequence) else [seeds] * len(prompts))]
+        for seed in seeds:
+            if not isinstance(seed, int):
+                raise UserError(f"seed={seed!r:.60} must be a whole number")
         if len(seeds) != len(prompts):
             raise UserError(f"got {len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one for each prompt")
         adapters = [adapters] * len(prompts) if isinstance(adapters, Mapping) else list(adapters)
@@ -63,12 +65,28 @@ class Videos:
             raise UserError(
                 f"got adapters for {len(adapters)} of {len(prompts)} prompts; give them once, or for each prompt"
             )
-        return cls(list(prompts), seeds, adapters, given)
+        scales = [{path: plain(scale) for path, scale in each.items()} for each in adapters]
+        return cls(prompts, seeds, scales, given)
 
     def batch(self, here: slice, names: Mapping[str, str]) -> Batch:
         """Those of a cut; `names` are those of adapters beside the network, by their paths."""
         scales = _scales(self.adapters[here], names)
         return Batch(range(here.start, here.stop), self.prompts[here], self.seeds[here], scales, self.given[here])
+
+
+def read_prompts(prompts: Sequence[str] | None) -> list[str]:
+    """Raises UserError for prompts that are no list of texts."""
+    if prompts is None:
+        raise UserError("prompts are missing: give a list of texts, such as ['a red seven']")
+    if isinstance(prompts, str):
+        raise UserError(f"prompts must be a list; got the text {prompts!r}: write [prompt]")
+    prompts = list(prompts)
+    if not prompts:
+        raise UserError("there is no prompt; give at least one")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise UserError(f"prompts must be texts; got {prompt!r:.60}")
+    return prompts
 
 
 def cut_batches(structures: Sequence[Hashable], size: int) -> list[slice]:
@@ -89,8 +107,9 @@ def batch_size(asked: int | None, num_tokens: int) -> int:
     """
     if asked is None:
         return max(1, TOKENS_PER_BATCH // num_tokens)
-    if asked < 1:
-        raise UserError(f"batch_size={asked} must be at least 1")
+    asked = plain(asked)
+    if not isinstance(asked, int) or asked < 1:
+        raise UserError(f"batch_size={asked!r:.60} must be a whole number of at least 1")
     return asked
 
 

@@ -24,7 +24,7 @@ from megadit.infer.adapters import (
     hold_adapters,
 )
 from megadit.infer.background import one_behind
-from megadit.infer.batches import Batch, Videos, batch_size, cut_batches
+from megadit.infer.batches import Batch, Videos, batch_size, cut_batches, read_prompts
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
 from megadit.infer.callbacks import DECODE, DENOISE, Around, StepCallback, StepTeller, nothing_around
 from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
@@ -72,12 +72,14 @@ from megadit.infer.schedules import settings_sigmas
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
+from megadit.models.default_dtype import each_in_float32, float32_by_default
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.machine import cost_in_words
 from megadit.models.network_config import NetworkConfig
 from megadit.models.noise import seed_key
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.setting import plain
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.text_encoders.base import on_device
 from megadit.models.tokenizers import VideoTokenizer
@@ -136,6 +138,7 @@ class TextToVideo:
         self._preview: LinearPreview | None = None
 
     @classmethod
+    @float32_by_default()
     def from_pretrained(
         cls,
         path: str | Path | Bundle,
@@ -231,7 +234,7 @@ class TextToVideo:
 
     def __call__(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str] | None = None,
         *,
         seeds: int | Sequence[int] = 0,
         guidance: float | None = None,
@@ -258,7 +261,7 @@ class TextToVideo:
             Cancelled: if `on_step` cancels.
         """
         if guidance is not None:
-            settings["guidance"] = guidance_scale(guidance, guidance_convention)
+            settings["guidance"] = guidance_scale(plain(guidance), guidance_convention)
         resolved = resolve_settings(adapted_defaults(self.defaults, adapters), **settings)
         per_video = {"seeds": seeds, "adapters": adapters, "given": given}
         return GeneratedVideos(self.stream(prompts, resolved, **per_video, batch_size=batch_size, on_step=on_step))
@@ -281,7 +284,24 @@ class TextToVideo:
         None means those of a call that asks for nothing; see `resolve_settings`. `skipped` are denoiser calls to
         predict instead, in place of those that `cache_budget` chooses. `around` is entered around parts of the work.
         """
+        options = {"seeds": seeds, "batch_size": batch_size, "given": given, "adapters": adapters, "on_step": on_step}
+        return each_in_float32(self._stream(prompts, settings, **options, skipped=skipped, around=around))
+
+    def _stream(
+        self,
+        prompts: Sequence[str],
+        settings: SamplingSettings | None,
+        *,
+        seeds: int | Sequence[int],
+        batch_size: int | None,
+        given: AnyGiven,
+        adapters: Scales | Sequence[Scales],
+        on_step: StepCallback | None,
+        skipped: Sequence[int] | None,
+        around: Around,
+    ) -> Iterator[GeneratedVideo]:
         settings = resolve_settings(adapted_defaults(self.defaults, adapters) if settings is None else settings)
+        prompts = read_prompts(prompts)
         videos = Videos.read(prompts, seeds, adapters, media_of(given, len(prompts)))
         if self.guardrail is not None:
             self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])

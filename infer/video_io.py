@@ -11,6 +11,7 @@ from typing import BinaryIO
 import av
 import numpy as np
 from av.container import InputContainer
+from av.video.reformatter import ColorRange, Colorspace
 
 from megadit.infer.animations import (
     ANIMATION_SUFFIXES,
@@ -31,6 +32,10 @@ MAX_PIXELS = 1 << 27
 """Of a picture: somewhat more than 15360x8640."""
 _X264_OPTIONS = {"x264-params": "mbtree=0"}
 """Macroblock-tree rate control reads beyond its rows in small frames: the same frames would give different files."""
+_HIGH_DEFINITION = 720
+"""Lines from which on players take colours for BT.709 where a file tells nothing."""
+_BT709, _SMPTE170M = 1, 6
+"""Numbers in ITU-T H.273; the second is BT.601's, of 525 lines."""
 _LOWEST_FPS = 0.01
 _HIGHEST_FPS = {".mp4": 1000, ".gif": 50, ".webp": 1000}
 
@@ -102,9 +107,21 @@ def _write_mp4(file: BinaryIO, parts: Iterable[np.ndarray], fps: float, metadata
                 stream = container.add_stream("libx264", rate=rate, options=_X264_OPTIONS)
                 stream.height, stream.width = frames.shape[1:3]
                 stream.pix_fmt = "yuv420p"
+                colors = _tag_colors(stream.codec_context, stream.height)
             for frame in frames:
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+                pixels = av.VideoFrame.from_ndarray(frame, format="rgb24")
+                container.mux(stream.encode(pixels.reformat(format="yuv420p", dst_colorspace=colors)))
         container.mux(stream.encode())
+
+
+def _tag_colors(context: av.VideoCodecContext, height: int) -> Colorspace:
+    """Writes into a stream which numbers stand for which colours, which players otherwise guess by the height: those of
+    BT.709 from 720 lines, of BT.601 below."""
+    is_high = height >= _HIGH_DEFINITION
+    context.colorspace = _BT709 if is_high else _SMPTE170M
+    context.color_primaries = context.color_trc = _BT709
+    context.color_range = ColorRange.MPEG.value
+    return Colorspace.ITU709 if is_high else Colorspace.ITU601
 
 
 def check_fps(suffix: str, fps: float) -> None:

@@ -18,6 +18,7 @@ from megadit.models.shared.setting import (
     check_settings,
     check_value,
     given_class,
+    other_names,
     setting,
     settings_of,
 )
@@ -234,7 +235,9 @@ def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = No
     known = settings_of(SamplingSettings)
     given = {name: value for name, value in given.items() if value is not None}
     for name in given.keys() - known.keys():
-        raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
+        own = {**other_names(known), "prompt": "prompts", "seed": "seeds"}.get(name)
+        hint = f"; did you mean {own!r}?" if own else did_you_mean(name, known)
+        raise UserError(f"unknown setting {name!r}{hint}")
     given = {name: check_value(known[name], name, value) for name, value in given.items()}
     before = asdict(defaults)
     if given.get("shift") in AUTO_SHIFTS:

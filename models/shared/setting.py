@@ -213,6 +213,11 @@ def _resolve_items(about: Setting, hint: Any) -> Setting:
 # ------------------------------------------------------------------------------------------------ values
 
 
+def plain(value: Any) -> Any:
+    """Python's own number or list in place of one of numpy or torch; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def check_value(about: Setting, name: str, value: Any) -> Any:
     """The value, as the annotation has it: a tuple for a list, a path for its text.
 
@@ -222,6 +227,7 @@ def check_value(about: Setting, name: str, value: Any) -> Any:
     Raises:
         UserError: for a value of another type, out of bounds, or not among the choices.
     """
+    value = plain(value)
     if value is None and about.optional:
         return None
     if about.count is None:
@@ -233,6 +239,7 @@ def check_value(about: Setting, name: str, value: Any) -> Any:
 
 
 def _check_one(about: Setting, name: str, value: Any) -> Any:
+    value = plain(value)
     if value in about.words and isinstance(value, str):
         return value
     if about.type is Path and isinstance(value, str):
@@ -299,13 +306,17 @@ def check_text(name: str, value: str | Path) -> None:
 
 
 def check_settings(of: Any, where: str = "") -> None:
-    """Checks the settings that a dataclass holds; `where` begins their names, such as "optimizer.".
+    """Checks the settings that a dataclass holds, and makes its numbers `plain`; `where` begins their names, such as
+    "optimizer.".
 
     Raises:
         UserError: as `check_value`.
     """
     for name, about in settings_of(type(of)).items():
-        check_value(about, f"{where}{name}", getattr(of, name))
+        value = getattr(of, name)
+        checked = check_value(about, f"{where}{name}", value)
+        if plain(value) is not value:
+            object.__setattr__(of, name, checked)
 
 
 def check_json(values: Mapping[str, Any], of: type, *, where: str = "", only: Iterable[str] | None = None) -> dict:

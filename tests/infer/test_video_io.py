@@ -43,6 +43,28 @@ def test_mp4_is_h264_yuv420p_with_metadata(tmp_path):
         assert container.metadata["comment"] == "a red square"
 
 
+KR_KB = {1: (0.2126, 0.0722), 6: (0.299, 0.114)}
+"""Shares of red and blue in luma, by the number of the matrix in ITU-T H.273: BT.709, BT.601."""
+
+
+@pytest.mark.parametrize(("height", "matrix"), [(64, 6), (480, 6), (719, 1), (720, 1), (1080, 1)])
+@pytest.mark.parametrize("color", [(200, 30, 30), (30, 180, 40), (20, 40, 210)])
+def test_an_mp4_tells_which_colours_its_numbers_are(height, matrix, color):
+    video = np.full((1, height, 16, 3), color, np.uint8)
+    with av.open(io.BytesIO(encode_mp4(video, 8))) as container:
+        (stream,) = container.streams.video
+        tags = stream.codec_context
+        assert (tags.colorspace, tags.color_range) == (matrix, 1) and tags.color_primaries == tags.color_trc == 1
+        frame = next(container.decode(stream))
+        y, cb, cr = (float(np.frombuffer(plane, np.uint8)[0]) for plane in frame.planes)
+    kr, kb = KR_KB[matrix]
+    luma, blue, red = (y - 16) / 219, (cb - 128) / 224, (cr - 128) / 224
+    shown_red, shown_blue = luma + 2 * (1 - kr) * red, luma + 2 * (1 - kb) * blue
+    shown_green = (luma - kr * shown_red - kb * shown_blue) / (1 - kr - kb)
+    assert np.abs(255 * np.array([shown_red, shown_green, shown_blue]) - color).max() <= 4
+    assert np.abs(frame.to_ndarray(format="rgb24")[0, 0].astype(float) - color).max() <= 4, "as we read it too"
+
+
 def test_odd_sizes_are_padded_by_their_edge(tmp_path):
     video = moving_square(height=33, width=47)
     write_video(tmp_path / "clip.mp4", video, 8)

@@ -1,0 +1,43 @@
+"""float32 where a tensor is made without a dtype, whatever torch's default is (`torch.set_default_dtype`)."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+_lock = threading.Lock()
+_within: list[torch.dtype] = []
+"""The default before, once for each that is within: it is one of the process, not of a thread."""
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Within, torch's default is float32; the last to leave puts back what was before the first."""
+    with _lock:
+        _within.append(_within[0] if _within else torch.get_default_dtype())
+        if torch.get_default_dtype() != torch.float32:
+            torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _within.pop()
+            if not _within and before != torch.float32:
+                torch.set_default_dtype(before)
+
+
+def each_in_float32(items: Iterator[Item]) -> Iterator[Item]:
+    """The items, each made within `float32_by_default`; who takes them finds the default as it was."""
+    try:
+        while True:
+            with float32_by_default():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+    finally:
+        items.close()

@@ -1,0 +1,87 @@
+"""What notebooks hand over: numpy's and torch's numbers, other names, another default dtype."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megadit.infer.batches import Videos
+from megadit.infer.pipeline import TextToVideo
+from megadit.models.default_dtype import float32_by_default
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
+from megadit.serve.contract import VideoRequest
+
+SIZE = {"num_frames": 1, "height": 16, "width": 16}
+
+
+def latents(pipeline, **given):
+    (video,) = pipeline(["a"], **{"seeds": 3, "num_steps": 2, **SIZE, **given})
+    json.dumps({"settings": video.settings.to_dict(), "seed": video.seed})
+    return video.latents_CTHW
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"seeds": np.int64(3), "num_steps": np.int32(2), "height": np.int16(16)},
+        {"seeds": np.array([3]), "num_steps": np.array(2), "width": np.uint8(16)},
+        {"seeds": torch.tensor(3), "num_steps": torch.tensor(2), "batch_size": np.int64(1)},
+        {"seeds": torch.tensor([3]), "guidance_interval": np.array([0.0, 1e9])},
+        {"seeds": [np.int64(3)], "sigma_min": np.float32(0.002)},
+        {"seeds": (torch.tensor(3),), "num_frames": np.int64(1)},
+    ],
+    ids=lambda given: "-".join(given),
+)
+def test_numbers_of_other_libraries(pipeline, given):
+    assert (latents(pipeline, **given) - latents(pipeline)).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"seeds": 3.0}, "seed=3.0 must be a whole number"),
+        ({"seeds": np.float64(3)}, "seed=3.0 must be a whole number"),
+        ({"seeds": [None]}, "seed=None must be a whole number"),
+        ({"seeds": "3"}, "seed='3' must be a whole number"),
+        ({"prompts": [None]}, "prompts must be texts; got None"),
+        ({"prompts": None}, "prompts are missing"),
+        ({"height": np.float32(16)}, "height=16.0 must be a whole number"),
+        ({"batch_size": 1.5}, "batch_size=1.5 must be a whole number"),
+        ({"guidance_scale": 5.0}, "unknown setting 'guidance_scale'; did you mean 'guidance'"),
+        ({"num_inference_steps": 5}, "unknown setting 'num_inference_steps'; did you mean 'num_steps'"),
+        ({"prompts": None, "prompt": "a"}, "unknown setting 'prompt'; did you mean 'prompts'"),
+        ({"generator": 0}, "unknown setting 'generator'"),
+    ],
+)
+def test_what_is_none_of_these_is_told_in_one_line(pipeline, call, message):
+    with pytest.raises(UserError, match=message):
+        pipeline(**{"prompts": ["a"], **SIZE, **call})
+
+
+def test_settings_hold_pythons_own_numbers():
+    settings = SamplingSettings(
+        num_steps=np.int64(4), guidance=torch.tensor(2.0), num_frames=1, height=8, width=8, fps=np.float32(8)
+    )
+    assert [type(value) for value in (settings.num_steps, settings.guidance, settings.fps)] == [int, float, float]
+    assert VideoRequest(prompt="a", seed=np.int64(3), height=np.int32(8)).seed == 3
+    assert Videos.read(np.array(["a"]), np.int64(1), {"x": np.float32(0.5)}, [()]).adapters == [{"x": 0.5}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_another_default_dtype(bundle_dir, pipeline, dtype):
+    expected = latents(pipeline)
+    torch.set_default_dtype(dtype)
+    try:
+        made = TextToVideo.from_pretrained(bundle_dir, device="cpu", dtype="float32", overlap_decoding=True)
+        stream = made.stream(["a"], made.defaults)
+        next(stream)
+        assert torch.get_default_dtype() == dtype, "between two videos"
+        found = latents(made)
+        with float32_by_default(), float32_by_default():
+            assert torch.get_default_dtype() == torch.float32
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
