@@ -17,6 +17,7 @@ from megadit.infer.given import Media, Target, check_given, places_of
 from megadit.infer.lpips import LPIPS
 from megadit.infer.options import DEFAULT_DTYPE, GenerateOptions, parse, refuse
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.chosen_dtype import tell_dtype
 from megadit.infer.signing import SigningOptions
 from megadit.infer.specs import VideoSpec, load_media, video_grid
 from megadit.models.bundle.bundle import Bundle, update_manifest
@@ -149,7 +150,10 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
     given, places = _given(specs, bundle, settings)
     network = LPIPS.load(options.lpips_weights) if options.cache_measure == "lpips" else None
     pipeline = TextToVideo.from_pretrained(
-        bundle, device=options.device, dtype=options.dtype or DEFAULT_DTYPE, compile=options.compile
+        bundle,
+        device=options.device,
+        dtype=tell_dtype(options.dtype or DEFAULT_DTYPE, bundle, options.device),
+        compile=options.compile,
     )
 
     def sample(count: int, skipped: Sequence[int]) -> Tensor:

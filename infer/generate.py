@@ -6,6 +6,7 @@ it cannot. Flags that are left out take the checkpoint's defaults.
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start, world_size
 from megadit.infer.resolve import far_from_training, latent_size
 from megadit.infer.results import GeneratedVideo, checkpoint_fingerprint
+from megadit.infer.runtimes.chosen_dtype import chosen_dtype, tell_dtype
 from megadit.infer.runtimes.load import TORCH, adapter_slots, taken
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.signing import Marker, load_marker
@@ -58,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 def _generate(argv: list[str]) -> None:
     with told_once():
         options, bundle, grid = _plan(parse(argv))
+        options = replace(options, dtype=_dtype(options, bundle))
         tokenizer = _tokenizer(options, bundle)
         if options.total_frames:
             grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
@@ -78,7 +81,7 @@ def _generate(argv: list[str]) -> None:
         pipeline = TextToVideo.from_pretrained(
             bundle,
             device=device,
-            dtype=options.dtype or DEFAULT_DTYPE,
+            dtype=options.dtype,
             tokenizer=tokenizer,
             text_encoder=load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else None,
             batch_guidance=not options.sequential_guidance,
@@ -185,12 +188,19 @@ def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle
         slots.check_together([ranks[use.path] for use in uses if use.scale])
 
 
+def _dtype(options: GenerateOptions, bundle: Bundle) -> str:
+    """The dtype that the options ask for, or else choose for this bundle; the first rank says which."""
+    tell = tell_dtype if is_first() else chosen_dtype
+    runtime = options.runtime or DEFAULT_RUNTIME
+    return tell(options.dtype or DEFAULT_DTYPE, bundle, device_name(options.device), runtime)
+
+
 def _asked_of_memory(
     specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
 ) -> tuple[tuple[Any, ...], int]:
     """What `plan_memory` takes, of the largest video, and how many bytes the device has for it."""
     choices = Choices(
-        dtype=find_dtype(options.dtype or DEFAULT_DTYPE),
+        dtype=find_dtype(options.dtype),
         resident_blocks=options.resident_blocks,
         offload_text_encoder=options.offload_text_encoder,
         sequential_guidance=options.sequential_guidance,

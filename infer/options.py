@@ -19,7 +19,7 @@ from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import check_text, group, setting, settings_of
 
-DEFAULT_DTYPE = "float32"
+DEFAULT_DTYPE = "auto"
 DEFAULT_RUNTIME = "torch"
 FORMATS = ("mp4", "gif", "webp", "png", "jpg", "safetensors")
 
@@ -115,7 +115,11 @@ class GenerateOptions(GivenOptions):
         None, f"videos made at once (default: as many as make {TOKENS_PER_BATCH:,} video tokens)", above=0
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
-    dtype: str | None = setting(None, "of the network: float32, bfloat16 or float16 (default: float32)", metavar="NAME")
+    dtype: str | None = setting(
+        None,
+        "of the network: float32, bfloat16, float16, or auto (default): as stored, where the device multiplies that",
+        metavar="NAME",
+    )
     runtime: str | None = setting(
         None, "torch; onnx, onnx_tensorrt or tensorrt for a bundle of `megadit export` (default: torch)", metavar="NAME"
     )

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from megadit.infer.adapters import AdapterUse
 from megadit.infer.animations import encode_image
 from megadit.infer.given_files import MEDIA, as_record, options_of
-from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, check, refuse
+from megadit.infer.options import DEFAULT_RUNTIME, GenerateOptions, check, refuse
 from megadit.infer.results import GeneratedVideo, origin_of
 from megadit.infer.signing import Marker
 from megadit.infer.specs import VideoSpec, adapters_of
@@ -134,7 +134,7 @@ def save_long(
     record = {
         **origin_of(
             bundle,
-            dtype=options.dtype or DEFAULT_DTYPE,
+            dtype=options.dtype,
             runtime=options.runtime or DEFAULT_RUNTIME,
             cache_measure=options.cache_measure,
         ),

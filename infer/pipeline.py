@@ -57,6 +57,7 @@ from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.results import GeneratedVideo, GeneratedVideos, origin_of
+from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype
 from megadit.infer.runtimes.load import (
     check_runtime,
     load_denoiser,
@@ -144,7 +145,7 @@ class TextToVideo:
         path: str | Path | Bundle,
         *,
         device: str = "auto",
-        dtype: str = "float32",
+        dtype: str = AUTO,
         tokenizer: VideoTokenizer | None = None,
         text_encoder: TextEncoder | None = None,
         batch_guidance: bool = True,
@@ -166,9 +167,9 @@ class TextToVideo:
         """The pipeline of a bundle (opened or not, or by its name in a hub's cache), or of a training directory.
 
         A `tokenizer` or `text_encoder` given here spares loading the bundle's copy, and must be the same. `dtype` is
-        that of the network; preconditioning is float32 and the sampler's state float64 in any case. Without
-        `batch_guidance` the network is asked twice instead of for two halves of a batch; `offload_text_encoder`
-        frees its memory while sampling; `compile` compiles the network (torch.compile), with sizes left open;
+        that of the network (auto: `runtimes/chosen_dtype.py`); preconditioning is float32 and the sampler's state
+        float64 in any case. Without `batch_guidance` the network is asked twice instead of for two halves of a batch;
+        `offload_text_encoder` frees its memory while sampling; `compile` compiles the network (torch.compile), with sizes left open;
         `cuda_graphs` records its kernels for each size (on a GPU); with `resident_blocks` K at most K + 1 blocks are in
         memory (`runtimes/streamed.py`); `overlap_decoding` decodes a batch, maybe in tiles (`tokenizers/tiling.py`),
         while the next one is sampled; `cache_measure` says what `cache_budget` is a share of (`cache.py`);
@@ -182,13 +183,15 @@ class TextToVideo:
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
-        place, number_type = find_device(device), find_dtype(dtype)
+        place = find_device(device)
+        bundle = path if isinstance(path, Bundle) else open_bundle(path)
+        dtype = chosen_dtype(dtype, bundle, place, runtime)
+        number_type = find_dtype(dtype)
         if (cost := cost_in_words(place, number_type)) is not None:
             warnings.warn(f"{cost}, which is more exact, too", stacklevel=2)
         num_ranks = tensor_parallel * context_parallel if ranks is None else ranks.per_share
         of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
         runtime = check_runtime(runtime, dtype=dtype, num_ranks=num_ranks, device=place, **of_torch)
-        bundle = path if isinstance(path, Bundle) else open_bundle(path)
         guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
         text_encoder = text_encoder or bundle.load_text_encoder()

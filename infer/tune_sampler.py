@@ -28,6 +28,7 @@ from megadit.infer.evaluate.window import window_of
 from megadit.infer.options import DEFAULT_DTYPE, refuse
 from megadit.infer.ranks import ALONE
 from megadit.infer.resolve import resolve_settings
+from megadit.infer.runtimes.chosen_dtype import tell_dtype
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.samplers import num_denoiser_calls
 from megadit.infer.schedules import highest_sigma, karras_sigmas, log_linear_sigmas, settings_sigmas
@@ -369,7 +370,7 @@ def _tuner(options: TuneOptions) -> Tuner:
         )
     return Tuner(
         folder=options.out,
-        maker=BundleMaker(bundle, device=str(device), dtype=options.dtype),
+        maker=BundleMaker(bundle, device=str(device), dtype=tell_dtype(options.dtype, bundle, device)),
         evaluation=evaluation,
         prompts=prompts,
     )

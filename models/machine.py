@@ -98,6 +98,17 @@ def small_operations_speed() -> float:
     return 0.0046 / statistics.median(seconds)
 
 
+def auto_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """In which numbers a network of `stored` weights computes here unless a user says otherwise: those, where they are
+    halves that this device multiplies (bfloat16: a GPU from Ampere on), else float32; of eight bits, bfloat16."""
+    half = torch.bfloat16 if stored.itemsize == 1 else stored
+    if half not in (torch.bfloat16, torch.float16):
+        return torch.float32
+    if device.type == "cpu":  # of float16 the range is too small for some networks, and time is all there is to gain
+        return half if half == torch.bfloat16 and multiplies(half) else torch.float32
+    return half if half == torch.float16 or torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
+
+
 def cost_in_words(device: torch.device, dtype: torch.dtype) -> str | None:
     """What products of a dtype cost here, in a line; None where the device multiplies it."""
     if computing_dtype(device, dtype) == dtype:

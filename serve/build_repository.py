@@ -23,6 +23,7 @@ from megadit.infer.guardrail import find_guardrail
 from megadit.infer.judge import find_judge
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, open_exported, taken
+from megadit.infer.runtimes.chosen_dtype import AUTO
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import USED_BY, Bundle, check_transformer, update_manifest
@@ -51,7 +52,7 @@ def build_repository(
     repository: str | os.PathLike,
     *,
     scheduling: Scheduling | None = None,
-    dtype: str = "float32",
+    dtype: str = AUTO,
     runtime: str = "torch",
     with_images: bool = False,
     with_networks: bool = False,
@@ -79,7 +80,8 @@ def build_repository(
     Raises:
         UserError: for a checkpoint that cannot be served, and a directory that holds something else.
     """
-    find_dtype(dtype)
+    if dtype != AUTO:
+        find_dtype(dtype)
     check_runtime(runtime, dtype=dtype)
     bundle = with_changed_defaults(open_bundle(checkpoint), defaults)
     if runtime != "torch":
@@ -215,7 +217,11 @@ class RepositoryOptions:
     repository: str = setting(help="the directory to write", positional=True, metavar="REPOSITORY")
     images: bool = setting(False, f"add the model {IMAGE_MODEL}, which makes single images")
     networks: bool = setting(False, "add each exported network, for pipelines of your own (with --runtime)")
-    dtype: str = setting("float32", "of the network: float32, bfloat16 or float16")
+    dtype: str = setting(
+        AUTO,
+        "of the network: float32, bfloat16, float16, or what its weights are stored in where the device multiplies that "
+        "(default: {default})",
+    )
     adapters: Path | None = setting(
         None, "folder of adapters that requests may name; read at run time, not copied", metavar="DIR"
     )

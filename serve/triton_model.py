@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils  # exists only inside Triton
 from megadit.infer.judge import Judge
 from megadit.infer.media_reader import MediaReader
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.chosen_dtype import tell_dtype
 from megadit.infer.runtimes.ranked import Placement
 from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import Bundle
@@ -49,7 +50,7 @@ class TritonPythonModel:
             bundle,
             device=device,
             ranks=_placement(parameters, device),
-            dtype=parameters["dtype"],
+            dtype=tell_dtype(parameters["dtype"], bundle, device, runtime),
             runtime=runtime,
             adapter_bytes=int(parameters["adapter_bytes"]),
             guardrail_dir=parameters["guardrail_dir"],

@@ -37,6 +37,7 @@ from megadit.infer.options import DEFAULT_DTYPE, refuse
 from megadit.infer.ranks import Ranks, device_name, finish, is_first, start, world_size
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.results import checkpoint_fingerprint
+from megadit.infer.runtimes.chosen_dtype import tell_dtype
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.specs import prompt_lines
 from megadit.models.settings import OF_PROMPTS, GivenSettings
@@ -237,7 +238,9 @@ def _subjects(
             folders.append(Candidate(model=label, guidance=None, videos=replace(videos, label=label)))
             continue
         else:
-            maker = BundleMaker(open_bundle(path), device=str(device), dtype=options.dtype, is_sent=is_sent)
+            bundle = open_bundle(path)
+            dtype = tell_dtype(options.dtype, bundle, device)
+            maker = BundleMaker(bundle, device=str(device), dtype=dtype, is_sent=is_sent)
         models.append(Model(label=label, maker=maker, requests=_requests(options, maker, prompts)))
     return models, folders
 

@@ -82,7 +82,7 @@ def check_runtime(
     choose_one(name, (TORCH, *EXPORTED), f"runtime {name!r} is unknown")
     if name != TORCH and compile:
         raise UserError(f"compile is for the torch runtime, not for {name}: leave it out")
-    if name != TORCH and dtype not in (None, "float32", "fp32"):
+    if name != TORCH and dtype not in (None, "auto", "float32", "fp32"):
         raise UserError(
             f"dtype {dtype} is for the torch runtime: for {name}, choose the precision when exporting (--precision)"
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models.bundle import components as parts
-from megadit.models.machine import computing_dtype
+from megadit.models.machine import auto_dtype, computing_dtype
 from megadit.models.shared.errors import choose_one
 from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.kinds import KINDS, Kind
@@ -30,12 +30,12 @@ class Autoencoder:
     kind: Kind
     network: Network
     sigma_data: float
-    dtype: str = "float32"
-    """In which the network computes: float32, or bfloat16 where the device multiplies that."""
+    dtype: str = "auto"
+    """In which the network computes: float32, or bfloat16 where the device multiplies that; auto: as it is stored."""
     tiles: Tiles = field(default_factory=Tiles)
 
     def __post_init__(self) -> None:
-        choose_one(self.dtype, DTYPES, f"dtype={self.dtype!r} is unknown")
+        choose_one(self.dtype, ("auto", *DTYPES), f"dtype={self.dtype!r} is unknown")
 
     @property
     def latent_channels(self) -> int:
@@ -107,7 +107,10 @@ class Autoencoder:
 
     def _on(self, device: torch.device) -> tuple[nn.Module, torch.dtype]:
         """The network where it computes, and in which dtype it does there."""
-        dtype = computing_dtype(device, DTYPES[self.dtype])
+        if self.dtype == "auto":  # float16 overflows in some published decoders
+            dtype = torch.float32 if self.network.stored == torch.float16 else auto_dtype(device, self.network.stored)
+        else:
+            dtype = computing_dtype(device, DTYPES[self.dtype])
         return self.network.on(device, dtype), dtype
 
     def save(self, directory: str | os.PathLike) -> None:

@@ -34,6 +34,8 @@ class Network:
     class_name: str
     config: Mapping[str, Any]
     module: nn.Module = field(repr=False)
+    stored: torch.dtype = torch.float32
+    """Of its weights, before they are cast to what it computes in."""
 
     @classmethod
     def build(cls, class_name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> "Network":
@@ -48,7 +50,8 @@ class Network:
         module.load_state_dict(dict(tensors), assign=True)
         _make_constants(class_name, module)
         settings = json.loads(json.dumps(dict(config)))  # as they are read back: tuples are lists
-        return cls(class_name=class_name, config=settings, module=module.eval().requires_grad_(False))
+        stored = next(module.parameters()).dtype
+        return cls(class_name=class_name, config=settings, module=module.eval().requires_grad_(False), stored=stored)
 
     def on(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         weight = next(self.module.parameters())

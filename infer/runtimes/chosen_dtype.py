@@ -1,0 +1,48 @@
+"""`auto` as the dtype of a network: the one that its weights are stored in, where the device computes it."""
+
+import sys
+
+import torch
+
+from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.components import TENSOR_FILE
+from megadit.models.bundle.tensor_source import open_safetensors
+from megadit.models.machine import auto_dtype
+
+AUTO = "auto"
+"""The default of every command and of a pipeline."""
+
+
+def chosen_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:
+    """The name of the dtype that `name` means for the network of a bundle on a device; other than `auto` it is itself.
+
+    An exported network has a precision of its own, and is given float32.
+
+    Raises:
+        UserError: for an unknown dtype or device.
+    """
+    if name != AUTO:
+        find_dtype(name)
+        return name
+    if runtime != "torch":
+        return "float32"
+    dtype = auto_dtype(find_device(str(device)), stored_dtype(bundle))
+    return str(dtype).removeprefix("torch.")
+
+
+def stored_dtype(bundle: Bundle) -> torch.dtype:
+    """That of most numbers of a bundle's network."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in open_safetensors(bundle.path / bundle.networks[0] / TENSOR_FILE).stored.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + torch.Size(tensor.shape).numel()
+    return max(counts, key=counts.get)
+
+
+def tell_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:
+    """As `chosen_dtype`, and says in a line of stderr what `auto` has chosen where it was a choice."""
+    chosen, stored = chosen_dtype(name, bundle, device, runtime), str(stored_dtype(bundle)).removeprefix("torch.")
+    if name == AUTO and runtime == "torch" and stored != "float32":
+        where = "as its weights are stored" if chosen == stored else f"its weights are stored in {stored}"
+        print(f"{bundle.path}: computes in {chosen}; {where} (--dtype chooses)", file=sys.stderr)
+    return chosen

@@ -1,0 +1,73 @@
+"""The dtype that `auto` means: that of the weights, where the device computes it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megadit.infer.evaluate.made import BundleMaker
+from megadit.infer.generate import main
+from megadit.infer.outputs import read_record
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes import chosen_dtype as chosen
+from megadit.infer.runtimes.chosen_dtype import chosen_dtype, stored_dtype, tell_dtype
+from megadit.models import machine
+from megadit.models.machine import auto_dtype
+from megadit.models.shared.errors import UserError
+from tests.bundles import write_tiny_bundle
+
+F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+GPU = torch.device("cuda", 0)
+SIZE = ["--num_steps", "1", "--num_frames", "1", "--height", "16", "--width", "16", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("device", "can", "stored", "expected"),
+    [
+        ("cpu", True, F32, F32), ("cpu", True, BF16, BF16), ("cpu", False, BF16, F32), ("cpu", True, F16, F32),
+        ("cpu", True, F8, BF16), ("cpu", False, F8, F32), ("cpu", True, torch.float64, F32),
+        ("cuda", (9, 0), BF16, BF16), ("cuda", (8, 0), BF16, BF16), ("cuda", (7, 5), BF16, F32),
+        ("cuda", (7, 5), F16, F16), ("cuda", (9, 0), F32, F32), ("cuda", (8, 6), F8, BF16), ("cuda", (7, 5), F8, F32),
+    ],
+)  # fmt: skip
+def test_the_choice(device, can, stored, expected, monkeypatch):
+    monkeypatch.setattr(machine, "multiplies", lambda dtype: dtype == F32 or can)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: can)
+    assert auto_dtype(torch.device(device), stored) == expected
+
+
+@pytest.fixture(params=[BF16, F32], ids=str)
+def bundle(request, tmp_path):
+    return write_tiny_bundle(tmp_path / "bundle", dtype=request.param)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_commands_and_pipelines_choose_and_tell(bundle, can, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(chosen, "auto_dtype", lambda device, stored: stored if can else F32)
+    stored = stored_dtype(bundle)
+    expected = "bfloat16" if can and stored == BF16 else "float32"
+    assert chosen_dtype("auto", bundle, "cpu") == expected and chosen_dtype("auto", bundle, "cpu", "onnx") == "float32"
+    assert chosen_dtype("float16", bundle, "cpu") == "float16"
+    with pytest.raises(UserError, match="dtype 'int4' is unknown"):
+        chosen_dtype("int4", bundle, "cpu")
+    pipeline = TextToVideo.from_pretrained(bundle, device="cpu")
+    assert str(pipeline.denoiser.dtype) == f"torch.{expected}"
+    out = tmp_path / "a.png"
+    assert main(["--checkpoint_path", str(bundle.path), "--prompt", "a", "--video_save_path", str(out), *SIZE]) == 0
+    told = capsys.readouterr().err
+    assert (f"computes in {expected}" in told) == (stored == BF16)
+    assert read_record(out)["dtype"] == expected, "what --repeat takes"
+    maker = BundleMaker(bundle, device="cpu", dtype=tell_dtype("auto", bundle, "cpu"))
+    assert maker.about(bundle.defaults)["dtype"] == expected
+
+
+def test_an_autoencoder_computes_as_it_is_stored(monkeypatch):
+    from megadit.models.tokenizers import autoencoder
+
+    asked = []
+    network = SimpleNamespace(on=lambda device, dtype: asked.append(dtype), stored=BF16)
+    monkeypatch.setattr(autoencoder, "auto_dtype", lambda device, stored: stored)
+    for dtype, stored in (("auto", BF16), ("auto", F16), ("auto", F32), ("float32", BF16)):
+        network.stored = stored
+        autoencoder.Autoencoder(kind=None, network=network, sigma_data=1.0, dtype=dtype)._on(torch.device("cpu"))
+    assert asked == [BF16, F32, F32, F32]
