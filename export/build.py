@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from math import prod
 from pathlib import Path
@@ -12,6 +12,8 @@ import torch
 
 from megadit.export import signatures as contract
 from megadit.export import to_onnx, verify
+from megadit.export.compared import check_compared, compared_defaults, tell_unfit
+from megadit.export.graph_checks import where_it_runs
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
@@ -110,7 +112,12 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
     _check_place(bundle, out)
     verify.check_runtime()
     tokenizer = bundle.load_tokenizer()
-    specs = _specs(bundle, tokenizer, settings)
+    profiles = _profiles(bundle, tokenizer, settings)
+    specs = _specs(bundle, tokenizer, settings, profiles)
+    if bundle.kind == "video":
+        if note := tell_unfit(bundle, profiles):
+            _say(note)
+        bundle = replace(bundle, defaults=compared_defaults(bundle, profiles, tokenizer))
     try:
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)
@@ -120,17 +127,27 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
 
 def check_memory(source: str | Path, settings: ExportSettings) -> None:
     """Raises UserError for a network whose weights are far too large for this machine, as torch's and as a graph's."""
-    bundle = open_any_bundle(source)
+    bundle = with_changed_defaults(open_any_bundle(source), settings.defaults.default)
     size = PRECISIONS[settings.precision].itemsize
     needed = 2 * size * sum(map(prod, network_shapes(bundle.config).values()))
     remedy = "export it where there is more, or with --precision fp16"
     check_room(needed, free_memory(torch.device("cpu")), f"the export of {source}", remedy)
+    if bundle.kind == "video":
+        tokenizer = bundle.load_tokenizer()
+        profiles = _profiles(bundle, tokenizer, settings)
+        check_compared(bundle, compared_defaults(bundle, profiles, tokenizer), tokenizer)
 
 
-def _specs(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings) -> dict[str, NetworkSpec]:
+def _profiles(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings) -> contract.Profiles:
+    defaults = contract.default_profiles(bundle, tokenizer, bundle.load_text_encoder())
+    return contract.parse_profiles(settings.profiles, defaults)
+
+
+def _specs(
+    bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings, profiles: contract.Profiles
+) -> dict[str, NetworkSpec]:
     """What is exported of a bundle."""
     text_encoder = bundle.load_text_encoder()
-    profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
     if bundle.kind != "video":
         return contract.judge_specs(profiles, bundle, tokenizer)
     exported, slots = _exported_text_encoder(text_encoder, settings), settings.adapter_slots(bundle.config)
@@ -192,11 +209,14 @@ def _write(
         _say(f"{name}: exporting")
         report[name] = export_network(name, bundle, tokenizer, spec, onnx / f"{name}.onnx", settings)
         _say(f"{name}: {verify.summary(report[name])}")
+        if note := where_it_runs(name, report[name].get("opened_by", {})):
+            _say(note)
     write_json(onnx / SETTINGS_FILE, _onnx_settings(bundle, specs, settings))
     write_manifest(directory, bundle.manifest)
     if bundle.kind == "video":
         _say("comparing a whole video")
-        report["video"] = verify.compare_videos(Bundle.open(directory), settings.precision, settings.video_steps)
+        written = replace(Bundle.open(directory), defaults=bundle.defaults)
+        report["video"] = verify.compare_videos(written, settings.precision, settings.video_steps)
         _say(f"video: {report['video']['psnr']:.1f} dB")
     record = {"settings": asdict(settings), "report": report}
     write_manifest(directory, {**bundle.manifest, "export": {**bundle.manifest.get("export", {}), "onnx": record}})

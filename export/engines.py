@@ -131,7 +131,9 @@ def _gpu() -> tuple[str, tuple[int, int]]:
 def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
     opened, tokenizer = open_engines(engines, torch.device("cuda")), bundle.load_tokenizer()
     precision, graphs = engines.settings["precision"], bundle.manifest["export"]["onnx"]
-    slots, report = adapter_slots(bundle, "tensorrt"), {}
+    slots, report, compared = adapter_slots(bundle, "tensorrt"), {}, graphs["report"].get("video", {})
+    size = {name: compared[name] for name in ("num_frames", "height", "width") if name in compared}
+    bundle = replace(bundle, defaults=replace(bundle.defaults, **size))
     for name in engines.settings["networks"]:
         spec = engines.network(name)
         of_network = precision if spec.is_denoiser else "fp32"

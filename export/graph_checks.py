@@ -7,6 +7,7 @@ import onnx
 
 from megadit.export.quantize import FORMATS
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
+from megadit.infer.runtimes.onnx import PROVIDERS
 from megadit.models.shared.errors import UserError
 
 PRODUCTS = ("MatMul", "Gemm", "Conv")
@@ -61,3 +62,34 @@ def _types_of_eight_bits(graph: onnx.GraphProto) -> Mapping[str, str]:
 def _another_type(spec: NetworkSpec, kind: str, node: onnx.NodeProto, precision: str) -> UserError:
     layer = node.name.rpartition("/")[0]
     return UserError(f"the exported {spec.name} computes in {kind} in the layer {layer}; {precision} was asked for")
+
+
+def opened_by(path: Path) -> dict[str, str]:
+    """Provider of the installed ONNX Runtime -> what it says when a plain session opens a graph; "" where it does.
+
+    Raises:
+        UserError: where the one for GPUs is there and does not.
+    """
+    import onnxruntime
+
+    found = {}
+    for device, providers in PROVIDERS.items():
+        if providers[0] in onnxruntime.get_available_providers():
+            try:
+                onnxruntime.InferenceSession(str(path), providers=providers)
+                found[providers[0]] = ""
+            except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+                found[providers[0]] = str(error).strip().splitlines()[0]
+                if device != "cpu":
+                    raise UserError(f"{path.name} does not open on a GPU: {found[providers[0]]}; take fp16") from error
+    return found
+
+
+def where_it_runs(name: str, opened: Mapping[str, str]) -> str | None:
+    """A line where a graph does not open on CPUs, else None."""
+    if not opened.get("CPUExecutionProvider"):
+        return None
+    return (
+        f"NOTE: {name} in bfloat16 is for GPUs: by itself, onnxruntime opens it on no CPU (generate --runtime onnx "
+        "does, as a copy in float32, which was compared); for other programs on CPUs, use --precision fp32 or fp16"
+    )

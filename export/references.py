@@ -4,11 +4,13 @@ Random sizes and numbers; of the denoiser every noise level with a real prompt, 
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megadit.export.adapter_cases import SCALES, adapter_inputs, beside
+from megadit.export.compared import compared_sizes
 from megadit.export.given_cases import given_inputs, given_together
 from megadit.export.layers import recorded_outputs
 from megadit.export.signatures import sample_inputs
@@ -44,13 +46,14 @@ def reference_cases(
 ) -> list[Case]:
     """Random inputs at the extremes of every side and at the best sizes; for the denoiser every sigma and real text,
     each use of given videos, and adapters in its `slots`."""
+    shrunk = partial(_compared, spec, bundle)
     inputs = {}
     for extreme in ("min", "opt", "max"):
-        sizes = {name: getattr(axis, extreme) for name, axis in spec.axes.items()}
+        sizes = shrunk({name: getattr(axis, extreme) for name, axis in spec.axes.items()})
         inputs[f"all sides {extreme}"] = sample_inputs(spec, sizes, seed=1)
     for name, axis in spec.axes.items():
         if axis.max > axis.min:
-            sizes = {other.name: other.min for other in spec.axes.values()} | {name: axis.max}
+            sizes = shrunk({other.name: other.min for other in spec.axes.values()} | {name: axis.max})
             inputs[f"{name} max, others min"] = sample_inputs(spec, sizes, seed=2)
     if spec.is_denoiser:
         inputs |= {f"{REAL} {sigma}": inputs_at(spec, sigma, bundle) for sigma in SIGMAS}
@@ -62,6 +65,14 @@ def reference_cases(
             cases.append(reference(network, f"given {uses}", usual | inputs, conditioning))
         cases += [] if slots is None else _adapter_cases(network, usual, slots)
     return cases
+
+
+def _compared(spec: NetworkSpec, bundle: Bundle, sizes: dict[str, int]) -> dict[str, int]:
+    """`compared_sizes`, of a network that works on videos."""
+    if bundle.kind != "video" or spec.name == "text_encoder":
+        return sizes
+    tokenizer = bundle.load_tokenizer()
+    return compared_sizes(spec, sizes, bundle.config, tokenizer.temporal_compression * tokenizer.spatial_compression**2)
 
 
 def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterSlots) -> list[Case]:
@@ -78,7 +89,7 @@ def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterS
 def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tensor]:
     """The best size, a real prompt beside no text, latents with noise of this level, nothing given (random
     numbers where it stands beside the latents) and no adapter."""
-    sizes = {name: axis.opt for name, axis in spec.axes.items()}
+    sizes = _compared(spec, bundle, {name: axis.opt for name, axis in spec.axes.items()})
     features = bundle.load_text_encoder().encode([usual_prompt(bundle), ""])
     text_length, longest = features.length_B, features.features_BLE.shape[1]
     if isinstance(axis := spec.axes.get("text"), Axis):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.export.given_cases import always_given
-from megadit.export.graph_checks import check_open_sides, check_products, check_types
+from megadit.export.graph_checks import check_open_sides, check_products, check_types, opened_by
 from megadit.export.layers import (
     Weights,
     changed_weight,
@@ -101,7 +101,8 @@ def verify_network(
         raise UserError(f"the exported {spec.name} is not the network: a weight of the layer {layer} was changed")
     with _as_compared(path, precision) as graph:
         report = _compare(graph, spec, cases, config, GRAPH_TOLERANCES[precision], rebuild)
-    return report | ({"ranges": dict(ranges)} if ranges else {})
+    opened = {"opened_by": opened_by(path)} if precision == "bf16" else {}
+    return report | opened | ({"ranges": dict(ranges)} if ranges else {})
 
 
 @contextmanager
@@ -289,7 +290,8 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
             f"frame {worst} of a video sampled with {runtime} is {psnr_T[worst]:.1f} dB from torch's; at least "
             f"{LEAST_PSNR[precision]:.0f} dB are asked for, though every network passed on its own"
         )
-    return {"psnr": float(psnr_T[worst]), "least": LEAST_PSNR[precision], "num_frames": len(psnr_T), "prompt": prompt}
+    size = {"num_frames": len(psnr_T), "height": settings.height, "width": settings.width}
+    return {"psnr": float(psnr_T[worst]), "least": LEAST_PSNR[precision], **size, "prompt": prompt}
 
 
 def _text_encoder(bundle: Bundle) -> TextEncoder:

@@ -169,13 +169,13 @@ class TextToVideo:
         A `tokenizer` or `text_encoder` given here spares loading the bundle's copy, and must be the same. `dtype` is
         that of the network (auto: `runtimes/chosen_dtype.py`); preconditioning is float32 and the sampler's state
         float64 in any case. Without `batch_guidance` the network is asked twice instead of for two halves of a batch;
-        `offload_text_encoder` frees its memory while sampling; `compile` compiles the network (torch.compile), with sizes left open;
-        `cuda_graphs` records its kernels for each size (on a GPU); with `resident_blocks` K at most K + 1 blocks are in
-        memory (`runtimes/streamed.py`); `overlap_decoding` decodes a batch, maybe in tiles (`tokenizers/tiling.py`),
-        while the next one is sampled; `cache_measure` says what `cache_budget` is a share of (`cache.py`);
-        `guardrail_dir` names a content filter (`megadit.infer.guardrail`); adapters that nobody asks for stay in memory
-        up to `adapter_bytes`; without `opens_paths` no setting opens another checkpoint; `runtime` is torch, or onnx
-        or tensorrt for a bundle that `megadit export` made.
+        `offload_text_encoder` frees its memory while sampling; `compile` compiles the network (torch.compile), with
+        sizes left open; `cuda_graphs` records its kernels for each size (on a GPU); with `resident_blocks` K at most K
+        + 1 blocks are in memory (`runtimes/streamed.py`); `overlap_decoding` decodes a batch, maybe in tiles
+        (`tokenizers/tiling.py`), while the next one is sampled; `cache_measure` says what `cache_budget` is a share of
+        (`cache.py`); `guardrail_dir` names a content filter (`megadit.infer.guardrail`); adapters that nobody asks for
+        stay in memory up to `adapter_bytes`; without `opens_paths` no setting opens another checkpoint; `runtime` is
+        torch, or onnx or tensorrt for a bundle that `megadit export` made.
         Processes of torchrun can share the network's matrices (`tensor_parallel` of them), the tokens of a video
         (`context_parallel`) and, in groups, the halves of guidance; all of them then generate the same prompts. Without
         torchrun, `ranks` are processes that this one starts to share all these (`runtimes/ranked.py`).

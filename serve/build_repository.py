@@ -22,8 +22,8 @@ from megadit.infer.checkpoints import open_any_bundle, open_bundle
 from megadit.infer.guardrail import find_guardrail
 from megadit.infer.judge import find_judge
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
-from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, open_exported, taken
 from megadit.infer.runtimes.chosen_dtype import AUTO
+from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import USED_BY, Bundle, check_transformer, update_manifest
@@ -219,8 +219,8 @@ class RepositoryOptions:
     networks: bool = setting(False, "add each exported network, for pipelines of your own (with --runtime)")
     dtype: str = setting(
         AUTO,
-        "of the network: float32, bfloat16, float16, or what its weights are stored in where the device multiplies that "
-        "(default: {default})",
+        "of the network: float32, bfloat16, float16, or auto (default): as its weights are stored, where the device "
+        "multiplies that",
     )
     adapters: Path | None = setting(
         None, "folder of adapters that requests may name; read at run time, not copied", metavar="DIR"

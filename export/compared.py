@@ -1,0 +1,85 @@
+"""How large the inputs are that networks are compared with: as a profile says, as far as that is soon computed."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from megadit.export.signatures import Profiles
+from megadit.infer.memory_plan import Choices, plan_memory
+from megadit.infer.runtimes.network_spec import NetworkSpec
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.machine import free_memory
+from megadit.models.network_config import NetworkConfig
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.memory import check_room
+from megadit.models.tokenizers import VideoTokenizer
+
+MOST_PIXELS = 1 << 20
+"""Of all frames that an autoencoder takes or gives at once."""
+MOST_NUMBERS = 1 << 25
+"""Tokens times width, of all that one call of a denoiser takes."""
+_SHARES = [step / 32 for step in range(32, -1, -1)]
+"""Of the way from the smallest size of a profile, which is always compared, to the size that is wanted."""
+
+
+def compared_defaults(bundle: Bundle, profiles: Profiles, tokenizer: VideoTokenizer) -> SamplingSettings:
+    """The bundle's defaults with the size of the video that is compared: the best of the profile, smaller in proportion
+    where that is large."""
+    config, side = bundle.config, tokenizer.spatial_compression * bundle.config.patch_spatial
+    steps = (tokenizer.temporal_compression * config.patch_temporal, side, side)
+    ranges, sizes = [profiles.frames, profiles.height, profiles.width], []
+    for share in _SHARES:
+        sizes = [_between(low, best, step, share) for (low, best, _), step in zip(ranges, steps, strict=True)]
+        tokens = 2 * config.num_tokens(*tokenizer.latent_shape(*sizes)[1:])
+        if tokens * _width(config) <= MOST_NUMBERS and prod(sizes) <= MOST_PIXELS:
+            break
+    return replace(bundle.defaults, **dict(zip(("num_frames", "height", "width"), sizes, strict=True)))
+
+
+def compared_sizes(spec: NetworkSpec, sizes: Mapping[str, int], config: NetworkConfig, pixels: int) -> dict[str, int]:
+    """`sizes` of open sides, smaller in proportion where a call would be large; `pixels` are those of a latent."""
+    names = [name for name in sizes if name != "text"]
+    if spec.is_denoiser:
+        patch = prod(spec.axes[name].step for name in ("time", "height", "width") if name in spec.axes)
+        most = MOST_NUMBERS // _width(config) * patch
+    else:
+        most = MOST_PIXELS // (pixels if spec.name == "video_decoder" else 1)
+    for share in _SHARES:
+        found = {name: _between(spec.axes[name].min, sizes[name], spec.axes[name].step, share) for name in names}
+        if prod(found.values()) <= most:
+            break
+    return {**sizes, **found}
+
+
+def check_compared(bundle: Bundle, settings: SamplingSettings, tokenizer: VideoTokenizer) -> None:
+    """Raises UserError where the smallest video that can be compared takes far more memory than this machine has."""
+    choices = Choices(dtype=torch.float32, num_videos=1)
+    needed = plan_memory(bundle, settings, tokenizer, bundle.load_text_encoder(), choices).peak
+    size = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
+    remedy = "export for smaller sizes (--profile), or where there is more"
+    check_room(needed, free_memory(torch.device("cpu")), f"comparing a video of {size}", remedy)
+
+
+def tell_unfit(bundle: Bundle, profiles: Profiles) -> str | None:
+    """A line where videos of the bundle's own size are not exported for, else None."""
+    defaults: dict[str, Any] = {"frames": bundle.defaults.num_frames}
+    defaults |= {"height": bundle.defaults.height, "width": bundle.defaults.width}
+    limits = {name: getattr(profiles, name) for name in defaults}
+    outside = [f"{name} {size}" for name, size in defaults.items() if not limits[name][0] <= size <= limits[name][2]]
+    if not outside:
+        return None
+    return (
+        f"NOTE: --profile leaves out the bundle's own {', '.join(outside)}: requests must give a size, or use --default"
+    )
+
+
+def _between(low: int, high: int, step: int, share: float) -> int:
+    """An admitted size, a share of the way from `low` to `high`."""
+    return high if share == 1 else low + int((high - low) * share) // step * step
+
+
+def _width(config: NetworkConfig) -> int:
+    return getattr(config, "hidden_size", 1024)

@@ -1,0 +1,79 @@
+"""What an export is compared at: the sizes of its profile, as far as they are soon computed, planned before."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+from onnx import TensorProto
+
+from megadit.export import build, compared
+from megadit.export import signatures as contract
+from megadit.export.build import ExportSettings, check_memory, export_bundle
+from megadit.export.compared import compared_defaults, compared_sizes, tell_unfit
+from megadit.export.graph_checks import opened_by, where_it_runs
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
+from tests.export.test_quantize import write_product
+
+LARGE = {"num_frames": 81, "height": 480, "width": 832}
+
+
+def profiles_of(bundle, *given):
+    defaults = contract.default_profiles(bundle, bundle.load_tokenizer(), bundle.load_text_encoder())
+    return contract.parse_profiles(given, defaults)
+
+
+def size(settings):
+    return settings.num_frames, settings.height, settings.width
+
+
+def test_a_small_video_is_compared_at_the_best_of_its_profile(tiny_bundle):
+    tokenizer = tiny_bundle.load_tokenizer()
+    assert compared_defaults(tiny_bundle, profiles_of(tiny_bundle), tokenizer) == tiny_bundle.defaults
+    profiles = profiles_of(tiny_bundle, "frames=5,5,9", "height=32,32,64", "width=32,48,64")
+    assert size(compared_defaults(tiny_bundle, profiles, tokenizer)) == (5, 32, 48)
+    assert tell_unfit(tiny_bundle, profiles_of(tiny_bundle)) is None
+    assert "leaves out the bundle's own height 16, width 24: " in tell_unfit(tiny_bundle, profiles)
+
+
+def test_a_large_one_is_compared_smaller(tiny_bundle):
+    bundle = replace(tiny_bundle, defaults=replace(tiny_bundle.defaults, **LARGE))
+    tokenizer, profiles = bundle.load_tokenizer(), profiles_of(bundle)
+    made = compared_defaults(bundle, profiles, tokenizer)
+    assert prod(size(made)) <= compared.MOST_PIXELS < prod(LARGE.values())
+    networks = contract.specs(profiles, bundle.config, tokenizer)
+    tokenizer.latent_shape(*size(made))  # which refuses what is no size
+    for spec in networks.values():
+        for extreme in ("min", "opt", "max"):
+            sizes = {name: getattr(axis, extreme) for name, axis in spec.axes.items()}
+            found = compared_sizes(spec, sizes, bundle.config, 16)
+            assert all(spec.axes[name].admits(each) for name, each in found.items())
+            assert all(found[name] <= each for name, each in sizes.items()) and found.get("text") == sizes.get("text")
+            assert (found == sizes) == (extreme == "min") or spec.is_denoiser
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_is_exported(tiny_bundle, monkeypatch):
+    monkeypatch.setattr(compared, "free_memory", lambda device: 1 << 10)
+    with pytest.raises(UserError, match=r"comparing a video of 5 frames of 16x24 .* smaller sizes \(--profile\)"):
+        check_memory(tiny_bundle.path, ExportSettings())
+
+
+@pytest.mark.slow
+def test_a_profile_may_leave_out_the_default_size(tiny_bundle, tmp_path, capsys):
+    export_bundle(tiny_bundle.path, tmp_path / "out", ExportSettings(profiles=("height=32", "width=32"), video_steps=1))
+    out = Bundle.open(tmp_path / "out", verify=True)
+    assert size(out.defaults) == size(tiny_bundle.defaults) == (5, 16, 24), "what the bundle makes is as it was"
+    video = read_json(out.path / "megadit.json")["export"]["onnx"]["report"]["video"]
+    assert (video["num_frames"], video["height"], video["width"]) == (5, 32, 32)
+    assert "NOTE: --profile leaves out" in capsys.readouterr().err
+
+
+def test_bfloat16_says_where_it_runs(tmp_path):
+    write_product(tmp_path / "half.onnx", TensorProto.BFLOAT16)
+    write_product(tmp_path / "full.onnx")
+    opened = opened_by(tmp_path / "half.onnx")
+    assert "NOT_IMPLEMENTED" in opened["CPUExecutionProvider"]
+    assert "is for GPUs" in (note := where_it_runs("denoiser", opened)) and "--precision fp32 or fp16" in note
+    assert where_it_runs("denoiser", opened_by(tmp_path / "full.onnx")) is None
+    assert build.where_it_runs is where_it_runs
