@@ -19,6 +19,7 @@ from tritonclient.utils import InferenceServerException
 
 from megadit.models.given_settings import split_keyframe
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.setting import plain
 from megadit.serve.answers import (
     DATA,
     DEADLINE_MARK,
@@ -226,7 +227,7 @@ def _data_url(name: str, file: bytes) -> str:
 
 def _checked(name: str, value: Any) -> Any:
     """The value, if its input can hold it: Triton's JSON would cut off the higher bits of larger numbers."""
-    kind = _INPUTS[name].data_type
+    kind, value = _INPUTS[name].data_type, plain(value)
     if kind == "TYPE_STRING":
         is_right = isinstance(value, str)
     elif kind == "TYPE_BOOL":

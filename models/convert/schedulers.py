@@ -150,7 +150,7 @@ def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
     if known is None or not values:
         return {}
     name = values.get("_class_name")
-    instead = f"; to sample by the defaults of its publication, leave {FILE} away"
+    instead = f"; to sample by the defaults of its publication, delete {FILE}"
     choose_one(name, known, f"{FILE}: a {name} is no scheduler that this network is sampled by here{instead}")
     scheduler = known[name]
     found = {**scheduler.only, **scheduler.defaults, **values}

@@ -103,7 +103,7 @@ def test_fields_of_schedulers(kind, name):
             assert (found == usual) == (field in scheduler.without_effect), field
     with pytest.raises(UserError, match="'newer' is no setting of"):
         scheduler_settings(kind, values | {"newer": 1})
-    with pytest.raises(UserError, match="a LMSDiscreteScheduler is no scheduler .* leave scheduler/"):
+    with pytest.raises(UserError, match="a LMSDiscreteScheduler is no scheduler .* delete scheduler/"):
         scheduler_settings(kind, values | {"_class_name": "LMSDiscreteScheduler"})
 
 
