@@ -305,6 +305,9 @@ def _from_tensors(source: TensorSource, beside: Mapping[str, Any] | None = None)
                 text_projection=_text_projection(config, source),
                 is_released=True,
             )
+    for form in FORMS:
+        if any(name.startswith(form.mark.rpartition(".")[0].rpartition(".")[0] + ".") for name in source.stored):
+            raise UserError(f"{source.label} looks like {form.name}, but has no tensor '{form.mark}'")
     known = ", ".join(form.name for form in FORMS)
     some = ", ".join(list(source.stored)[:3])
     raise UserError(f"{source.label} holds tensors of another network ({some} ...); known are {known}")

@@ -58,7 +58,8 @@ def prefixed(prefix, tensors):
 
 def folder(path, tensors, *, file=f"{FILE}.safetensors", write=save, **settings):
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(wan.config_to_diffusers(WAN) | settings))
+    values = {} if settings.get("_class_name") == "WanModel" else wan.config_to_diffusers(WAN)
+    (path / "config.json").write_text(json.dumps(values | settings))
     write(tensors, path / file)
     return path
 
