@@ -236,10 +236,11 @@ def config_from_released(values: Mapping[str, Any], shapes: Mapping[str, tuple[i
         UserError: as `config_from_diffusers`, and for a setting that is unknown or that the tensors contradict.
     """
     _check_released(values)
-    width, eps = shapes["patch_embedding.weight"][0], values.get("eps", EPSILON)
-    heads = values.get("num_heads", width // HEAD_DIM)
-    if not isinstance(heads, int) or heads < 1 or width % heads:  # also of widths that are no multiple of 128
-        raise UserError(f"config.json: num_heads={heads!r:.40} does not divide the width of the tensors, {width}")
+    width, heads, eps = _patches(shapes)[0], values.get("num_heads"), values.get("eps", EPSILON)
+    if heads is not None and (not isinstance(heads, int) or heads < 1 or width % heads):
+        raise UserError(
+            f"config.json: num_heads={heads!r:.40} does not divide the width of patch_embedding.weight, {width}"
+        )
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise UserError(f"config.json: eps={eps!r:.40} must be a number between 0 and 1, such as {EPSILON}")
     config = config_from_shapes(shapes, heads, eps)
@@ -271,6 +272,15 @@ def _check_released(values: Mapping[str, Any]) -> None:
             raise UserError(f"config.json has the setting {name!r}, which no released Wan known to this version has")
 
 
+def _patches(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    shape = shapes["patch_embedding.weight"]
+    if len(shape) != 5:
+        raise UserError(
+            f"patch_embedding.weight has the shape {list(shape)}, not [width, channels, and those of a patch]"
+        )
+    return shape
+
+
 def config_from_shapes(
     shapes: Mapping[str, tuple[int, ...]], num_heads: int | None = None, eps: float = EPSILON
 ) -> DiTConfig:
@@ -279,11 +289,12 @@ def config_from_shapes(
     Raises:
         UserError: as `config_from_diffusers`.
     """
-    width, channels, *patch = shapes["patch_embedding.weight"]
+    width, channels, *patch = _patches(shapes)
     layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
     if num_heads is None and width % HEAD_DIM:
         raise UserError(
-            f"tensors {width} wide do not tell how many heads they have (published ones are {HEAD_DIM} wide): put the "
+            f"patch_embedding.weight is {width} wide, which does not tell how many heads there are (published ones are "
+            f"{HEAD_DIM} wide): put the "
             'config.json of their publication beside them, {"_class_name": "WanModel", "num_heads": ..., "eps": ...}'
         )
     num_heads = num_heads or width // HEAD_DIM
