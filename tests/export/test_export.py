@@ -314,6 +314,7 @@ def test_benchmark_takes_runtimes_in_turn(exported, tmp_path, capsys):
 def test_every_option_reaches_the_export(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(command, "export_bundle", lambda *export: asked.append(export))
+    monkeypatch.setattr(command, "check_memory", lambda *of_a_bundle: None)  # there is none
     monkeypatch.setattr(command, "add_engines", lambda *engines: asked.append(engines))
     (tmp_path / "prompts.txt").write_text("a red seven\n")
 
