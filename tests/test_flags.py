@@ -308,6 +308,7 @@ SHOWN_BY = {
     },
     "info": {
         "infer/inspect/test_info.py::test_command_prints_a_table_or_json": "--json",
+        "train/data/test_whole_shards.py::test_verify_reads_every_byte": "--verify",
         f"{VIDEOS}::test_a_sheet_shows_samples": "--sheet",
         "infer/inspect/test_info.py::test_a_page_shows_a_run": "--html",
     },

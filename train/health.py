@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,43 @@ class Judge:
         if scale > 1:
             return Anomaly(what, "skip", is_usual=True)
         return Anomaly(what, self._config.on_not_finite)
+
+
+CHOSEN = frozenset({"low_score"})
+"""Reasons to leave a sample out that are settings, not faults."""
+REFUSALS_WINDOW = 2000
+"""Samples over which the share of refused ones is judged, at least."""
+
+
+class Refusals:
+    """The share of samples that cannot be used, over the last steps; all ranks see the same numbers and judge alike."""
+
+    def __init__(self, config: HealthConfig, *, read_ahead: int) -> None:
+        """`read_ahead` samples at most were read, and counted if refused, for steps that are still to come."""
+        self._most, self._ahead = config.max_refused_share, read_ahead
+        self._steps: deque[tuple[int, dict[str, int]]] = deque()
+
+    def complaint(self, *, used: int, refused: dict[str, int]) -> str | None:
+        """Takes the counts of one step; what is wrong, or None."""
+        self._steps.append((used, {reason: count for reason, count in refused.items() if reason not in CHOSEN}))
+        while len(self._steps) > 1 and sum(map(_read_in, self._steps)) - _read_in(self._steps[0]) >= REFUSALS_WINDOW:
+            self._steps.popleft()
+        counts = Counter[str]()
+        for _, reasons in self._steps:
+            counts.update(reasons)
+        lost, most = counts.total(), self._most
+        read = lost + self._ahead + sum(used for used, _ in self._steps)
+        if lost <= most * read or most >= 1:
+            return None
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+        return (
+            f"{lost:,} of the last {read:,} samples read could not be used ({reasons}), more than "
+            f"health.max_refused_share={most:g}"
+        )
+
+
+def _read_in(step: tuple[int, dict[str, int]]) -> int:
+    return step[0] + sum(step[1].values())
 
 
 class ReadingTime:

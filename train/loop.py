@@ -22,7 +22,7 @@ from megadit.train.balance import largest_load, restore_counts
 from megadit.train.checkpoint import CheckpointStore, Fence, RunState
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches, validation_batches
-from megadit.train.health import Anomaly, Judge, ReadingTime
+from megadit.train.health import Anomaly, Judge, ReadingTime, Refusals
 from megadit.train.metrics import Metrics
 from megadit.train.narration import beginning, ending, evaluated, expected_seconds, validated
 from megadit.train.optimizer import precision, restore_scaler, scaler_state
@@ -137,6 +137,9 @@ class _Run:
         self.num_anomalies = 0  # since the last checkpoint
         self.threads = Threads(training.config, training.groups.device)
         self.reading = ReadingTime(training.config.health)
+        readers = training.groups.readers.size() * max(1, training.config.data.num_workers)
+        ahead = 2 * readers * training.config.data.packing_buffer_size
+        self.refusals = Refusals(training.config.health, read_ahead=ahead)
         self.caption: str | None = None
         """Of the last video that validation made."""
 
@@ -199,6 +202,11 @@ class _Run:
         self.state.consumed_tokens += result.tokens
         for reason, count in result.refused.items():
             self.state.refused_samples[reason] = self.state.refused_samples.get(reason, 0) + count
+        if (complaint := self.refusals.complaint(used=result.samples, refused=result.refused)) is not None:
+            self._fail(
+                f"{complaint}. `skipped sample` lines above name samples and shards; `megadit info "
+                f"{self.config.data.path} --verify` compares all shards with what was written"
+            )
         if result.anomaly is not None and not self._get_over(result.anomaly, metrics):
             return result
         if step == 1 and self.training.trained_as not in (None, self.config.model.preconditioner):

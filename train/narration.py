@@ -117,8 +117,18 @@ def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, 
         f"done: {state.iteration:,} of {config.train.train_iters:,} steps, {steps:,} of them in the last "
         f"{duration(seconds)}{best}",
         f"look at: {picture}`megadit info {shlex.quote(str(out))} --html {shlex.quote(f'{out}.html')}`",
+        *_refused(state),
         *_next(config, out, caption, state.lowest.get("step")),
     ]
+
+
+def _refused(state: "RunState") -> list[str]:
+    """What share of the samples was of no use."""
+    refused = sum(state.refused_samples.values())
+    if not refused:
+        return []
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(state.refused_samples.items()))
+    return [f"left out: {refused / (refused + state.consumed_samples):.1%} of the samples read ({reasons})"]
 
 
 _JUDGED_BY: dict[Task, str] = {"classify": "classify {} PICTURE", "match": "similarity {} PICTURE TEXT TEXT"}

@@ -27,6 +27,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
+from megadit.models.shared.shards import copied_in_part, damaged_shards, verified_shards
 from megadit.models.unet_config import UNetConfig
 from megadit.models.weights import network_shapes
 
@@ -45,6 +46,7 @@ class InfoOptions:
     )
     json: bool = setting(False, "print JSON instead of a table")
     sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
+    verify: bool = setting(False, "read every shard of a dataset, and compare it with what was written")
     html: Path | None = setting(None, "write a run, or what a dataset kept and left out, into this page")
 
 
@@ -56,6 +58,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     options = read_options(InfoOptions, argv, prog="megadit info", description=__doc__)
     facts = describe(options.path)
+    if options.verify:
+        if "dataset" not in facts:
+            raise UserError(f"--verify reads the shards of a dataset, and {options.path} is none")
+        if damaged := verified_shards(options.path):
+            raise UserError(copied_in_part(options.path, damaged))
+        facts["verified"] = "every shard is as it was written"
     if options.sheet is not None:
         if "dataset" not in facts:
             raise UserError(f"--sheet draws samples of a dataset, and {options.path} is none")
@@ -168,6 +176,8 @@ def describe_dataset(path: Path) -> Facts:
     manifest = read_json(path / MANIFEST_FILE)
     kept = set(path.glob("originals/*.tar"))
     facts: Facts = {"dataset": str(path), "shards": _sizes(set(path.rglob("*.tar")) - kept)}
+    if damaged := damaged_shards(path):
+        facts["damaged"] = "; ".join(damaged)
     if kept:
         facts["originals"] = f"{_sizes(kept)}; training does not read them, `megadit prepare webdataset` does"
     for name, value in manifest.items():
@@ -245,9 +255,18 @@ def _progress_facts(checkpoint: Path, config: dict[str, Any]) -> Facts:
     return {
         "step": f"{run['iteration']} of {config['train']['train_iters']}",
         "samples seen": f"{run['consumed_samples']:,}",
+        **({"samples left out": left_out} if (left_out := _left_out(run)) else {}),
         "tokens seen": f"{run['consumed_tokens']:,}",
         "averages (sigma_rel)": ", ".join(map(str, state["ema_sigma_rels"])) or "none",
     }
+
+
+def _left_out(run: dict[str, Any]) -> str:
+    """The share of samples that were of no use, with the reasons; nothing where all were."""
+    refused = run.get("refused_samples") or {}
+    count = sum(refused.values())
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(refused.items()))
+    return f"{count / (count + run['consumed_samples']):.1%} of those read ({reasons})" if count else ""
 
 
 def _config_facts(config: dict[str, Any]) -> Facts:

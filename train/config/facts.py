@@ -1,11 +1,15 @@
 """What the rules of a run ask about: its configuration, the ranks it has, this machine, its data set."""
 
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megadit.models.megatron.parallel_sizes import Division, ParallelSizes
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.shards import damaged_shards
 
 OF_DATASET = {"in_channels": "latent_channels", "crossattn_emb_size": "text_width", "sigma_data": "sigma_data"}
 """Setting of the network -> what a `DatasetInfo` says, which it has to be."""
@@ -13,6 +17,15 @@ OF_DATASET = {"in_channels": "latent_channels", "crossattn_emb_size": "text_widt
 
 def agree(setting: Any, fact: Any) -> bool:
     return math.isclose(setting, fact, rel_tol=1e-6)
+
+
+class TooLong(NamedTuple):
+    """Samples with more tokens than a pack."""
+
+    share: float
+    most: int
+    """Tokens of the longest."""
+    looked_at: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +122,25 @@ class Run:
         """
         tokens = {shape: math.prod(self.model.sample_grid(*shape)) for shape in self.data.mock_latent_shapes}
         return max(tokens.items(), key=lambda item: item[1])
+
+    @property
+    def damaged_shards(self) -> dict[Path, list[str]]:
+        """Folders of the data set, or of those that are blended, with what is wrong with the sizes of their shards."""
+        from megadit.train.data.dataset_info import folders_of
+
+        found = {folder: damaged_shards(folder) for folder in folders_of(self.data.path)}
+        return {folder: damaged for folder, damaged in found.items() if damaged}
+
+    @property
+    def too_long(self) -> TooLong:
+        """Of the latents whose sizes can be told."""
+        kept = self.data.max_frames or math.inf
+        tokens = []
+        for frames, height, width in self.dataset.latent_shapes:
+            with suppress(UserError):  # a size that the network cannot take is told by who reads the sample
+                tokens.append(math.prod(self.model.sample_grid(int(min(frames, kept)), height, width)))
+        beyond = sum(number > self.data.seq_length for number in tokens)
+        return TooLong(beyond / max(1, len(tokens)), max(tokens, default=0), len(tokens))
 
     @property
     def encoding(self) -> str:

@@ -8,6 +8,7 @@ from megadit.models.megatron.parallel_sizes import Division, refusal
 from megadit.models.settings import SamplingSettings, check_guidance, resolve
 from megadit.models.shared.errors import nearest_multiples
 from megadit.models.shared.rules import Rule, always
+from megadit.models.shared.shards import copied_in_part
 from megadit.train.config.facts import Run, agree
 
 SINGLE_IMAGE = SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=1, width=1, fps=1.0)
@@ -127,6 +128,20 @@ def encoding_in_words(run: Run) -> str:
     kind = "pixels" if run.dataset.store == "raw" else "latents"
     return (
         f"data.encode={run.data.encode} does not fit {run.dataset.root}, which holds {kind}; set it to {run.encoding}"
+    )
+
+
+def damage_in_words(run: Run) -> str:
+    folder, damaged = next(iter(run.damaged_shards.items()))
+    return f"data.path={run.data.path}: {copied_in_part(folder, damaged)}"
+
+
+def too_long_in_words(run: Run) -> str:
+    found = run.too_long
+    return (
+        f"data.seq_length={run.data.seq_length} has no room for {found.share:.0%} of the samples of {run.dataset.root} "
+        f"({found.looked_at:,} looked at), which have up to {found.most:,} tokens: set data.seq_length={found.most}, "
+        "or data.max_frames to cut clips, or health.max_refused_share=1 to train on the rest"
     )
 
 

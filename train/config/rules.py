@@ -20,8 +20,10 @@ from megadit.train.config.rule_forms import (
     check_copy_url,
     check_sampling,
     check_schedule,
+    damage_in_words,
     encoding_in_words,
     fits_dataset,
+    too_long_in_words,
 )
 
 
@@ -225,6 +227,16 @@ RULES: tuple[Rule[Run], ...] = (
         needs=attrgetter("dataset.has_keyframes"),
         remedy="{data.given=} needs frames encoded as images, which {dataset.root} has none of: prepare it with "
         "--keyframes 1 or more, or leave out {uses_of_frames}",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.dataset is not None,
+        needs=lambda run: not run.damaged_shards,
+        remedy=damage_in_words,
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.dataset is not None,
+        needs=lambda run: run.too_long.share <= run.health.max_refused_share,
+        remedy=too_long_in_words,
     ),
     Rule(
         when=lambda run: run.starts_here and run.dataset is not None and run.validation.tokenizer_folder is not None,

@@ -85,6 +85,8 @@ class HealthConfig:
     """A rank that shows no progress for so long is named, and the run ends; 0 waits forever."""
     starving_share: float = setting(0.5, above=0)
     """Share of the time spent waiting for data above which a warning is printed."""
+    max_refused_share: float = setting(0.05, above=0, high=1)
+    """Share of the samples that may be unusable (damaged, too long, ...) before a run ends; 1 uses what is left."""
     statistics_interval: int = setting(0, low=0)
     """Steps between the sizes of all gradients and block outputs in metrics.jsonl; 0 never measures them."""
 

@@ -207,6 +207,14 @@ def _leaves(path: "Path | EPath", split: str) -> list[tuple[DatasetInfo, str]]:
     return [(DatasetInfo.read(str(leaf.path)), leaf.split_part) for leaf in leaves]
 
 
+def folders_of(path: "str | Path | EPath") -> list[Path]:
+    """Those of a data set, or of all that a blend mixes, on this machine; none in a store, whose files are whole."""
+    root = place(path)
+    is_blend = root.name.endswith((".yaml", ".yml"))
+    leaves = [info.root for split in ("train", "val") for info, _ in _leaves(root, split)] if is_blend else [root]
+    return list(dict.fromkeys(folder for folder in leaves if isinstance(folder, Path)))
+
+
 def captions_of(path: "str | Path | EPath", split: str) -> Iterator[str]:
     """Those of a split of a data set, or of all that a blend mixes in it."""
     root = place(path)

@@ -61,15 +61,22 @@ class ShardReader(ShardInfosITarReader):
             return self._broken(idx, f"{type(error).__name__}: {error}")
 
     def _broken(self, idx: int, reason: str) -> FilteredSample:
-        source = SourceInfo(dataset_path=self.base_path, index=idx, shard_name="", file_names=())
+        shard = self._shard_of(idx)
+        source = SourceInfo(dataset_path=self.base_path, index=idx, shard_name=shard, file_names=())
         fields: Any = {BROKEN: reason}
         return FilteredSample(
             __key__=f"number {idx}",
-            __shard__="",
+            __shard__=shard,
             __restore_key__=("Webdataset", idx),
             __sources__=(source,),
             **fields,
         )
+
+    def _shard_of(self, idx: int) -> str:
+        try:
+            return self.shard_infos[super()._get_itar_sample_pointer(idx).tar_file_id].name
+        except Exception:  # it is of the index, then
+            return ""
 
     def _get_itar_sample_pointer(self, idx: int) -> ITarSamplePointer:
         pointer = super()._get_itar_sample_pointer(idx)

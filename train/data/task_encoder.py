@@ -59,7 +59,8 @@ class RefusedSamples:
         if self._in_a_row >= MAX_REFUSED_IN_A_ROW:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self.counts.most_common())
             raise UserError(
-                f"the last {self._in_a_row} samples read could not be used: {reasons}; change data.* to fit"
+                f"the last {self._in_a_row} samples read could not be used: {reasons}; `megadit info DATA --verify` "
+                "finds damaged shards, and the reasons name the setting of data.* where there is one"
             )
         raise SkipSample
 
@@ -95,7 +96,8 @@ class LatentTaskEncoder(TaskEncoder):
                 raise UnreadableSampleError(crude[BROKEN])
             content = self.read(crude)
         except UnreadableSampleError as error:
-            self.refused.refuse(crude["__key__"], "unreadable", "unreadable", str(error))
+            where = f"{shard}: {error}" if (shard := crude.get("__shard__")) else str(error)
+            self.refused.refuse(crude["__key__"], "unreadable", "unreadable", where)
         if found := self.rules.long_text(content):
             self.refused.refuse(content.sample_id, *found, f"{len(content.text_LE)} tokens")
         return LatentSample(**basic_sample_keys(crude), content=content)

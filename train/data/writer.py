@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, atomic_path
+from megadit.models.shared.shards import describe_shards
 from megadit.models.text_encoders.base import TextEncoder
 from megadit.models.tokenizers.base import VideoTokenizer
 from megadit.train.data.dataset_info import INFO_FILE, DatasetInfo
@@ -190,8 +191,9 @@ def write_encoders(folder: Path, tokenizer: VideoTokenizer, text_encoder: TextEn
 def describe_dataset(
     folder: Path, tokenizer: VideoTokenizer, text_encoder: TextEncoder, num_samples: dict[str, int]
 ) -> None:
-    """Writes what turns a folder of shards into a data set: Energon's metadata, and megadit.json last."""
+    """Writes what turns a folder of shards into a data set: Energon's metadata, checksums, and megadit.json last."""
     prepare_for_energon(folder, [split for split, count in num_samples.items() if count])
+    describe_shards(folder)
     DatasetInfo(
         root=folder,
         tokenizer_fingerprint=tokenizer.fingerprint(),
