@@ -69,7 +69,10 @@ class Watchdog:
         for rank in range(self._world_size):
             note = self._read(rank) if self._limit else None
             if note and rank != self._rank and note["host"] == socket.gethostname() and not _is_alive(note["pid"]):
-                return f"{_who(rank, note)} died while {_where(note)}"
+                return (
+                    f"{_who(rank, note)} died; last heard of {self._age(rank)} before, {_where(note)}, and rank "
+                    f"{self._rank} is {_where(self._place)}"
+                )
         return None
 
     # ------------------------------------------------------------------------------------------------- the thread
@@ -139,6 +142,13 @@ class Watchdog:
             return json.loads(self._file(rank).read_text())
         except (OSError, ValueError):
             return None
+
+    def _age(self, rank: int) -> str:
+        """Of its note, which is written every few seconds: since then it has gone on."""
+        try:
+            return duration(max(0.0, time.time() - self._file(rank).stat().st_mtime))
+        except OSError:
+            return "some time"
 
     def _file(self, rank: int) -> Path:
         return self._folder / f"rank{rank:05d}.json"

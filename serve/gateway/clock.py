@@ -7,8 +7,11 @@ import time
 
 from sqlalchemy import Connection, delete, select, update
 
+from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.database import CLOCK, GATEWAYS, Database
 
+SECONDS_TO_CLAIM = 3.0
+"""A few beats of whoever has a name already."""
 _SECONDS = select(CLOCK.c.seconds)
 
 
@@ -30,6 +33,32 @@ class Heart:
         """The store's clock as it was last seen or set, and when."""
         self._others: dict[str, tuple[int, float]] = {}
         """Name -> its count of beats, and when that count was first seen."""
+
+    def claim(self) -> None:
+        """Takes the name, and begins to beat; where it is known, after as long as its beats would take to come.
+
+        Raises:
+            UserError: if they come: another gateway has the name.
+        """
+        before, until = self._beats(), time.monotonic() + SECONDS_TO_CLAIM
+        while before is not None and time.monotonic() < until:
+            time.sleep(SECONDS_TO_CLAIM / 20)
+            if self._beats() not in (before, None):
+                raise UserError(
+                    f"a gateway with the name {self._name} lives, whose jobs this one would take: give another --name"
+                )
+        self.beat()
+
+    def leave(self) -> None:
+        """Gives the name back, so that whoever has it next need not wait."""
+        with self._database.writing() as connection:
+            connection.execute(delete(GATEWAYS).where(GATEWAYS.c.name == self._name))
+
+    def _beats(self) -> int | None:
+        with self._database.reading() as connection:
+            return connection.execute(
+                select(GATEWAYS.c.beats).where(GATEWAYS.c.name == self._name)
+            ).scalar_one_or_none()
 
     def beat(self) -> list[str]:
         """Counts a beat, moves the clock on, and returns the gateways that died since the last call."""

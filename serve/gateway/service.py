@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,6 +140,8 @@ class Gateway:
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeper", daemon=True)
 
     def start(self) -> None:
+        """Raises UserError if a gateway with this one's name lives."""
+        self._heart.claim()
         self.results.sweep(self.store.has_result)
         self.runner.start()
         self._webhooks.start()
@@ -150,6 +153,8 @@ class Gateway:
         self._webhooks.stop()
         self._stopping.set()
         self._housekeeper.join()
+        with suppress(SQLAlchemyError):
+            self._heart.leave()
         self._asker.shutdown()
         for reader in self._readers.values():
             reader.close()

@@ -279,6 +279,9 @@ EFFECTS = {
     "health.max_anomalies": ends("2 since the last checkpoint", "1", *SPIKES),
     "health.watchdog_seconds": seen("files", "0.0"),
     "health.starving_share": seen("printed", "1e-9", "health.starving_share=1.0", "train.train_iters=35"),
+    "health.max_refused_share": ends(
+        "has no room for", "0.01", *REAL, "health.max_refused_share=1.0", "data.seq_length=16"
+    ),
     "health.statistics_interval": told("2"),
     "logger.tensorboard": seen("files", "true"),
     "logger.curves": seen("files", "true"),

@@ -136,7 +136,9 @@ def test_a_dead_process_is_found(start, tmp_path):
         assert dog.lost_rank() is None
         second.kill()
         second.wait()
-        assert re.match(rf"rank 1 \(process {second.pid} on .*\) died while .* in step", dog.lost_rank())
+        dog.mark(6, "adding up the losses of all ranks")
+        said = r"died; last heard of \d+ s before, .* in step \d+, and rank 0 is adding up .* in step 6"
+        assert re.match(rf"rank 1 \(process {second.pid} on .*\) {said}", dog.lost_rank())
     assert not (tmp_path / "rank00000.json").exists(), "a rank that ends leaves no trace"
 
 
@@ -180,4 +182,4 @@ def test_a_rank_of_a_training_is_missed(start_ranks, tmp_path, number):
     if number == signal.SIGSTOP:
         assert "has given no sign of life" in output and "train/step.py" in output
     else:
-        assert "died while" in output and "Traceback" not in output
+        assert "died; last heard of" in output and "Traceback" not in output

@@ -128,7 +128,8 @@ class Run:
         """Folders of the data set, or of those that are blended, with what is wrong with the sizes of their shards."""
         from megadit.train.data.dataset_info import folders_of
 
-        found = {folder: damaged_shards(folder) for folder in folders_of(self.data.path)}
+        folders = folders_of(self.data.path) if self.data.path else []
+        found = {folder: damaged_shards(folder) for folder in folders}
         return {folder: damaged for folder, damaged in found.items() if damaged}
 
     @property

@@ -278,6 +278,28 @@ def test_results_expire_by_the_time_that_passed_and_not_by_the_wall_clock(
     assert jobs.purge(10**6) == 0 and jobs.purge(500) == 1 and jobs.get(keys[0].id, done.id) is None
 
 
+def test_a_name_is_refused_while_its_beats_come_and_free_when_they_stop(database, monkeypatch):
+    monkeypatch.setattr(clock, "SECONDS_TO_CLAIM", 0.4)
+    living, other = Heart(database, "vm:8080"), Heart(database, "vm:8080")
+    living.claim()
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.02):
+            living.beat()
+
+    with ThreadPoolExecutor(1) as threads:
+        beating = threads.submit(beat)
+        with pytest.raises(UserError, match="vm:8080 lives.*--name"):
+            other.claim()
+        is_over.set()
+        beating.result()
+    other.claim()  # it died
+    other.leave()
+    monkeypatch.setattr(clock, "SECONDS_TO_CLAIM", 1e6)
+    living.claim()  # nobody has it, so that nobody is waited for
+
+
 def test_two_gateways_move_the_clock_no_faster_than_one(database, time_passes):
     hearts = [Heart(database, name) for name in ("a", "b")]
     for _ in range(51):

@@ -33,6 +33,7 @@ DATASET = SimpleNamespace(
     store=None,
     tokenizer_fingerprint="its own",
     has_keyframes=False,
+    latent_shapes=(),
 )
 
 
@@ -430,6 +431,13 @@ BREACHES = (
         data={"given": ("last_frame:0.2",), "path": "here"},
         model={"given_sigma": 0.02},
     ),
+    breach(
+        "damaged is damaged: train-000000.tar cannot be read (No such file or directory). Copy these shards again",
+        {"starts_here": True, "dataset": DATASET},
+        train={"output_dir": "runs/x"},
+        data={"path": "damaged"},
+    ),
+    of_dataset("has no room for 50% of the samples of here (2 looked at)", latent_shapes=((1, 2, 2), (999, 64, 64))),
     of_dataset(
         "tokenizer_folder=elsewhere holds another tokenizer than the data set's",
         validation={"tokenizer_folder": "elsewhere"},
@@ -442,6 +450,8 @@ def found(tmp_path, monkeypatch):
     """found(breach, of=RULES): the message of the first of the rules that is broken, or None."""
     (tmp_path / "a_bundle").mkdir()
     (tmp_path / "a_bundle" / "megadit.json").write_text("{}")
+    (tmp_path / "damaged/.nv-meta").mkdir(parents=True)
+    write_json(tmp_path / "damaged/.nv-meta/.info.json", {"shard_counts": {"train-000000.tar": 1}})
     write_json(
         tmp_path / "a_run/checkpoints/iter_0000001/state.json",
         {"run": {"iteration": 1}, "ema_sigma_rels": [], "settings": {"train.seed": -7}},
