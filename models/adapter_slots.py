@@ -138,6 +138,11 @@ class AdapterSlots:
                 "a DoRA scales what its base gives, which inputs of low rank cannot: merge it into its base (megadit "
                 "bundle BASE OUT --merge ADAPTER) and export that, or use the torch runtime"
             )
+        if any(key.endswith(".bias") for key in state):
+            raise UserError(
+                "the adapter changes biases, which inputs of low rank cannot: merge it into its base (megadit bundle "
+                "BASE OUT --merge ADAPTER) and export that, or use the torch runtime"
+            )
         if others := [name for name in names if name not in known]:
             raise UserError(
                 f"the adapter changes {others[0]}, which was exported without inputs for adapters: export again with "

@@ -1,14 +1,14 @@
 """Adapters of a network: trained changes beside its linears, of which several can be loaded, scaled and removed.
 
 A *target* is a linear, or the part of a fused one that queries, keys or values have: `targets_of` lists their names.
-An *adapter state* has `<target>.down` [rank, in], `<target>.up` [out, rank] and, of DoRA, `<target>.magnitude` [out],
-whole whatever the layout. What they compute: `low_rank.py`.
+An *adapter state* has `<target>.down` [rank, in], `<target>.up` [out, rank], of DoRA `<target>.magnitude` [out], and
+of some published ones `<target>.bias` [out], whole whatever the layout. What they compute: `low_rank.py`.
 """
 
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -26,7 +26,7 @@ DEFAULT = "adapter"
 """Name of an adapter where there is one."""
 MOST_SHOWN = 8
 """Problems of an adapter that a message lists."""
-_PARAMETER = re.compile(r"(?P<path>.*?)[^.]+\.adapters\.[^.]+\.(?P<part>[^.]+)\.(?P<kind>down|up|magnitude)")
+_PARAMETER = re.compile(r"(?P<path>.*?)[^.]+\.adapters\.[^.]+\.(?P<part>[^.]+)\.(?P<kind>down|up|magnitude|bias)")
 
 
 # ------------------------------------------------------------------------------------------------ targets
@@ -45,7 +45,8 @@ def targets_of(config: NetworkConfig) -> Mapping[str, Target]:
             for part, rows in _parts(last, config).items():
                 name = f"{above}.{part}" if above else part
                 in_features, out_features = sizes
-                targets[name] = Target(path, rows, in_features, out_features // rows.period * (rows.stop - rows.start))
+                own_features = out_features // rows.period * (rows.stop - rows.start)
+                targets[name] = Target(path, rows, in_features, own_features, module.bias is not None)
     return targets
 
 
@@ -104,7 +105,9 @@ def attach(dit: SavedNetwork, adapter: AdapterConfig, name: str = DEFAULT) -> No
     _attach(dit, ranks, adapter, name)
 
 
-def _attach(dit: SavedNetwork, ranks: Mapping[str, int], adapter: AdapterConfig, name: str) -> None:
+def _attach(
+    dit: SavedNetwork, ranks: Mapping[str, int], adapter: AdapterConfig, name: str, biased: Collection[str] = ()
+) -> None:
     if name in adapter_names(dit):
         raise UserError(f"there is an adapter named {name!r} already; give this one another name, or remove that one")
     modules, targets = dict(dit.named_modules()), targets_of(dit.config)
@@ -113,7 +116,8 @@ def _attach(dit: SavedNetwork, ranks: Mapping[str, int], adapter: AdapterConfig,
         target = targets[target_name]
         if target.linear in modules:  # a part of a network has some of the blocks
             like, has_magnitude = matrix_of(modules[target.linear]).detach(), adapter.kind == "dora"
-            factors = Factors(target, rank, has_magnitude=has_magnitude, like=like)
+            has_bias = target_name in biased
+            factors = Factors(target, rank, has_magnitude=has_magnitude, has_bias=has_bias, like=like)
             by_linear.setdefault(target.linear, {})[target_name.rpartition(".")[2]] = factors
     for path, factors in by_linear.items():
         beside(modules[path])[name] = LowRank(factors, adapter.scaling, samples_first=dit.config.samples_first)
@@ -181,7 +185,7 @@ def load_adapter(dit: SavedNetwork, state: Mapping[str, Tensor], adapter: Adapte
     """
     check_state(state, adapter, dit.config)
     ranks = {key.removesuffix(".down"): len(value) for key, value in state.items() if key.endswith(".down")}
-    _attach(dit, ranks, adapter, name)
+    _attach(dit, ranks, adapter, name, {key.removesuffix(".bias") for key in state if key.endswith(".bias")})
     with torch.no_grad():
         for key, parameter in adapter_state(dit, name).items():
             parameter.copy_(state[key])
@@ -198,6 +202,8 @@ def check_state(state: Mapping[str, Tensor], adapter: AdapterConfig, config: Net
         expected[f"{name}.up"] = (targets[name].out_features, rank)
         if adapter.kind == "dora":
             expected[f"{name}.magnitude"] = (targets[name].out_features,)
+        if f"{name}.bias" in state and targets[name].has_bias:
+            expected[f"{name}.bias"] = (targets[name].out_features,)
     problems = [f"{name!r} is no linear of it{did_you_mean(name, targets)}" for name in names if name not in targets]
     problems += [f"{key} is missing" for key in expected if key not in state]
     for key, value in state.items():
@@ -226,6 +232,10 @@ def merge(dit: SavedNetwork) -> None:
         weight_OI, adapters = matrix_of(base).double(), base.adapters
         changed_OI = weight_OI + sum(each.scale * each.change_of(weight_OI) for each in adapters.values())
         base.weight.copy_(changed_OI.view_as(base.weight))
+        biases = [(each.scale, each.bias_change()) for each in adapters.values()]
+        for scale, bias_O in biases:
+            if bias_O is not None:
+                base.bias.add_((scale * bias_O.double()).to(base.bias))
         adapters.leave(base)
 
 

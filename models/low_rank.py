@@ -4,7 +4,8 @@
     y = m (W + (alpha / rank) up down) x / ||W + (alpha / rank) up down|| + b     DoRA (arXiv 2402.09353, eq. 5)
 
 where the norms are those of rows and carry no gradient (section 4.3), and `scale` multiplies the difference that DoRA
-makes. `up` begins at zero and m as the norms of W: the output is then the base's to the last bit.
+makes; some published adapters also add to b. `up` begins at zero and m as the norms of W: the output is then the base's
+to the last bit.
 
 Shapes: I and O input and output features of the linear, R rank (of several targets of a fused linear, the sum of
 theirs), B batch.
@@ -53,17 +54,19 @@ class Target(NamedTuple):
     in_features: int
     out_features: int
     """Of the target; a fused linear has more."""
+    has_bias: bool = False
 
 
 class Factors(nn.Module):
     """What an adapter has of one target."""
 
-    def __init__(self, target: Target, rank: int, *, has_magnitude: bool, like: Tensor) -> None:
+    def __init__(self, target: Target, rank: int, *, has_magnitude: bool, has_bias: bool = False, like: Tensor) -> None:
         super().__init__()
         self.rows = target.rows
         self.down = nn.Parameter(like.new_zeros(rank, target.in_features))
         self.up = nn.Parameter(like.new_zeros(target.out_features, rank))
         self.magnitude = nn.Parameter(like.new_zeros(target.out_features)) if has_magnitude else None
+        self.bias = nn.Parameter(like.new_zeros(target.out_features)) if has_bias else None
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(down, up), the rows of `up` those of the linear: [R, I], [O, R]."""
@@ -110,11 +113,21 @@ class LowRank(nn.ModuleDict):
         elif isinstance(scale, Tensor):  # conditions come B at a time, twice where some is given
             scale = scale.to(h.dtype).repeat(h.shape[-2] // len(scale), 1)
         if ratio_O is None:
-            return linear(_times(h, scale * self.scaling), up_OR)
-        h = _times(h, self.scaling)
-        ratio_O = ratio_O.to(x.dtype)
-        product = y if base.bias is None else y - base.bias
-        return scale * ((ratio_O - 1) * product + ratio_O * linear(h, up_OR))
+            change = linear(_times(h, scale * self.scaling), up_OR)
+        else:
+            h = _times(h, self.scaling)
+            ratio_O = ratio_O.to(x.dtype)
+            product = y if base.bias is None else y - base.bias
+            change = scale * ((ratio_O - 1) * product + ratio_O * linear(h, up_OR))
+        bias_O = self.bias_change()
+        return change if bias_O is None else change + scale * bias_O.to(x.dtype)
+
+    def bias_change(self) -> Tensor | None:
+        """What the adapter adds to the bias at scale 1, [O]; None: nothing."""
+        changes = [
+            factors.rows.spread(factors.bias[:, None])[:, 0] for factors in self.values() if factors.bias is not None
+        ]
+        return sum(changes) if changes else None
 
     def change_of(self, weight_OI: Tensor) -> Tensor:
         """What the adapter adds to a matrix at scale 1, [O, I] in the matrix's precision; all of it must be here."""

@@ -15,8 +15,10 @@ from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings, check_asked, resolve
 from megadit.models.shared.errors import UserError
 
-DOWN, UP, MAGNITUDE, ALPHA, SCALE = "down", "up", "magnitude", "alpha", "scale"
-"""What files hold of a linear; `scale` is alpha / R."""
+DOWN, UP, MAGNITUDE, BIAS = "down", "up", "magnitude", "bias"
+ALPHA, SCALE, UP_BIAS, DIFFERENCE = "alpha", "scale", "up_bias", "difference"
+"""What files hold of a linear, the last four in other words: `scale` is alpha / R, `up_bias` times it a bias, and a
+`difference` the whole change of the matrix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +29,8 @@ class Change:
     up_OR: Tensor
     alpha: float
     magnitude_O: Tensor | None = None
+    bias_O: Tensor | None = None
+    """What it adds to the linear's bias."""
 
     @property
     def rank(self) -> int:
@@ -70,6 +74,8 @@ class Adapter:
             state[f"{name}.{UP}"] = change.up_OR if ratio == 1 else change.up_OR * ratio
             if change.magnitude_O is not None:
                 state[f"{name}.{MAGNITUDE}"] = change.magnitude_O
+            if change.bias_O is not None:
+                state[f"{name}.{BIAS}"] = change.bias_O
         return state, AdapterConfig(rank=rank, alpha=usual * rank, targets=tuple(self.changes), kind=self.kind)
 
     @classmethod
@@ -86,10 +92,9 @@ class Adapter:
         changes = {}
         for name in sorted({key.rpartition(".")[0] for key in state}):
             down_RI, up_OR = (state[f"{name}.{kind}"].detach().float().cpu() for kind in (DOWN, UP))
-            magnitude_O = state.get(f"{name}.{MAGNITUDE}")
-            if magnitude_O is not None:
-                magnitude_O = magnitude_O.detach().float().cpu()
-            changes[name] = Change(down_RI, up_OR, adapter.scaling * len(down_RI), magnitude_O)
+            others = [state.get(f"{name}.{kind}") for kind in (MAGNITUDE, BIAS)]
+            magnitude_O, bias_O = (None if other is None else other.detach().float().cpu() for other in others)
+            changes[name] = Change(down_RI, up_OR, adapter.scaling * len(down_RI), magnitude_O, bias_O)
         return cls(config=config, kind=adapter.kind, changes=changes, base=base, training=dict(training or {}))
 
 

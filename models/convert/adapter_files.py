@@ -11,7 +11,7 @@ as diffusers calls them, where it has such a network. Nothing of a file is ever 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -24,9 +24,14 @@ from megadit.models.bundle.bundle import Bundle, check_single
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.manifest import check_files, write_manifest
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
-from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, SCALE, UP, Adapter, Change
+from megadit.models.convert.adapter import (
+    DIFFERENCE,
+    DOWN,
+    MAGNITUDE,
+    Adapter,
+    Change,
+)
 from megadit.models.convert.adapter_names import (
-    NamedRows,
     diffusers_linears,
     known_linears,
     our_linears,
@@ -46,13 +51,13 @@ from megadit.models.convert.adapter_origin import (
     settings_of,
 )
 from megadit.models.convert.adapter_settings import LoraSettings, lora_config
+from megadit.models.convert.adapter_tensors import keys_of_linears, kind_of, problems_of, read_change
 from megadit.models.convert.written import diffusers_folder
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.weights import config_from_dict, config_to_dict, listed
 
-MOST_RANK = 4096
 MOST_SCALES = 3
 """That are said of a file."""
 
@@ -135,11 +140,11 @@ def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapt
             f"{path} was trained on a network of the family {opened.config.family}, and this one is of {config.family}"
         )
     source, settings, linears = opened.source, opened.settings, known_linears(config)
-    keys = _keys_of_linears(source, linears)
-    problems = _problems(source, keys, linears, settings)
+    keys, unused = keys_of_linears(source, linears, config)
+    problems = problems_of(source, keys, unused, linears, settings)
     if any(problems.values()):
-        raise UserError(f"the adapter {path} does not fit the network; {listed(problems)}")
-    read = {name: _read_change(source, name, of, settings) for name, of in keys.items()}
+        raise UserError(f"the adapter {path} does not fit the network{kind_of(source)}; {listed(problems)}")
+    read = {name: read_change(source, name, of, settings) for name, of in keys.items()}
     changes = {name: change for name, (change, _) in read.items()}
     return Adapter(
         config=config,
@@ -148,15 +153,17 @@ def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapt
         base=opened.base,
         training=opened.training,
         defaults=opened.defaults,
-        reading=_reading(source, sum(map(len, keys.values())), [scale for _, scale in read.values()]),
+        reading=_reading(source, unused, [scale for _, scale in read.values()]),
     )
 
 
-def _reading(source: TensorSource, num_used: int, scales: Sequence[str]) -> str:
+def _reading(source: TensorSource, unused: Sequence[str], scales: Sequence[str]) -> str:
     counts = Counter(scales).most_common()
     shown = [scale if len(counts) == 1 else f"{count} linears {scale}" for scale, count in counts[:MOST_SCALES]]
     rest = f" and {len(counts) - MOST_SCALES} more scales" if len(counts) > MOST_SCALES else ""
-    return f"{num_used} of {len(source.stored)} tensors are used, {', '.join(shown)}{rest}"
+    left = f"; {listed({'not used': unused})}" if unused else ""
+    total = len(source.stored)
+    return f"{total - len(unused)} of {total} tensors are used, {', '.join(shown)}{rest}{left}"
 
 
 def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
@@ -183,7 +190,9 @@ def adapter_size(path: str | Path) -> tuple[int, int]:
         UserError: if it is none.
     """
     shapes = open_safetensors(tensor_file(Path(path))).shapes
-    ranks = [shape[0] for key, shape in shapes.items() if shape and (split_key(key) or ("", ""))[1] == DOWN]
+    kinds = {key: (split_key(key) or ("", ""))[1] for key, shape in shapes.items() if shape}
+    ranks = [shapes[key][0] for key, kind in kinds.items() if kind == DOWN]
+    ranks += [min(shapes[key]) for key, kind in kinds.items() if kind == DIFFERENCE and len(shapes[key]) > 1]
     return max(ranks, default=0), sum(map(math.prod, shapes.values()))
 
 
@@ -206,95 +215,6 @@ def tensor_file(path: Path) -> Path:
     if path.suffix != ".safetensors":
         raise UserError(f"{path} is not read: an adapter is a folder, or a file that ends in .safetensors")
     return path
-
-
-_Keys = dict[str, dict[str, str]]
-"""Name of a linear -> which of its factors -> its key in the file."""
-
-
-def _keys_of_linears(source: TensorSource, linears: Mapping[str, NamedRows]) -> _Keys:
-    keys: _Keys = {}
-    for key in source.stored:
-        linear, factor = split_key(key) or ("", "")
-        if linear in linears:
-            keys.setdefault(linears[linear].name, {}).setdefault(factor, key)
-    return keys
-
-
-def _problems(
-    source: TensorSource, keys: _Keys, linears: Mapping[str, NamedRows], settings: LoraSettings
-) -> dict[str, list[str]]:
-    """What is wrong with the tensors of a file, seen from their names and shapes alone."""
-    known, shapes = {key for of in keys.values() for key in of.values()}, source.shapes
-    problems: dict[str, list[str]] = {
-        "unexpected": [f"{key} {list(shapes[key])}" for key in shapes if key not in known],
-        "missing": [],
-        "misshapen": [] if keys else ["it changes no linear"],
-    }
-    is_dora = any(MAGNITUDE in of for of in keys.values())
-    for name, of in keys.items():
-        needed = {DOWN, UP, MAGNITUDE} if is_dora else {DOWN, UP}
-        problems["missing"] += [f"{factor} of {name}" for factor in sorted(needed - of.keys())]
-        if needed <= of.keys():
-            problems["misshapen"] += _misshapen(source, of, linears[name], settings.rank_of(name))
-    return problems
-
-
-def _misshapen(
-    source: TensorSource, of: Mapping[str, str], linear: NamedRows, expected_rank: float | None
-) -> Iterable[str]:
-    shapes, num_rows = {factor: _plain(source.shapes[key]) for factor, key in of.items()}, len(linear.rows_O)
-    rank = shapes[DOWN][0] if shapes[DOWN] else 0
-    if not 0 < rank <= MOST_RANK or expected_rank not in (None, rank):
-        wanted = f"{expected_rank:g}" if expected_rank is not None else f"1 to {MOST_RANK}"
-        yield f"{of[DOWN]} {list(shapes[DOWN])} has rank {rank}, not {wanted}"
-        return
-    fitting = {
-        DOWN: [(rank, linear.in_features)],
-        UP: [(num_rows, rank)],
-        MAGNITUDE: [(num_rows,), (num_rows, 1)],
-        ALPHA: [(), (1,)],
-        SCALE: [(), (1,)],
-    }
-    for factor, shape in shapes.items():
-        if shape not in fitting[factor]:
-            yield f"{of[factor]} {list(source.shapes[of[factor]])}, not {list(fitting[factor][0])}"
-        elif factor not in (ALPHA, SCALE) and not source.stored[of[factor]].dtype.is_floating_point:
-            yield f"{of[factor]} holds no floating-point numbers"
-
-
-def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without the sides of a convolution of single pixels."""
-    return shape[:-2] if len(shape) == 4 and shape[2:] == (1, 1) else shape
-
-
-def _read_change(source: TensorSource, name: str, of: Mapping[str, str], settings: LoraSettings) -> tuple[Change, str]:
-    """What is added to a linear, and what says how much of it."""
-    values = {}
-    for factor, key in of.items():
-        value = source.read(key).float()
-        values[factor] = value.reshape(_plain(tuple(value.shape)))
-        if not values[factor].isfinite().all():
-            raise UserError(f"{source.label} is damaged: {key} has numbers that are not finite")
-    rank = len(values[DOWN])
-    alpha, said_by = _alpha_of(values, name, settings)
-    if alpha < 0:
-        raise UserError(f"{source.label} has the alpha {alpha:g} for {name}, which must be at least 0")
-    scale = f"times {alpha / rank:g} ({said_by})"
-    if alpha == 0:  # it changes nothing; factors of zeros have a scale that others can be compared with
-        alpha, values[UP] = float(rank), torch.zeros_like(values[UP])
-    magnitude_O = values[MAGNITUDE].flatten() if MAGNITUDE in values else None
-    return Change(values[DOWN], values[UP], alpha, magnitude_O), scale
-
-
-def _alpha_of(values: Mapping[str, torch.Tensor], name: str, settings: LoraSettings) -> tuple[float, str]:
-    """What a linear's own tensors say, or what stands beside them, else the rank."""
-    rank = len(values[DOWN])
-    for factor, unit in ((SCALE, rank), (ALPHA, 1)):
-        if factor in values:
-            return values[factor].item() * unit, f"{factor} of each linear"
-    alpha = settings.alpha_of(name, rank)
-    return (float(rank), "nothing says an alpha, so it is the rank") if alpha is None else (alpha, settings.said_by)
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -345,6 +265,8 @@ def _named(changes: Mapping[str, Change], prefix: str) -> TensorSource:
         tensors[f"{prefix}{name}.lora_B.weight"] = change.up_OR
         if change.magnitude_O is not None:
             tensors[f"{prefix}{name}.lora_magnitude_vector"] = change.magnitude_O
+        if change.bias_O is not None:
+            tensors[f"{prefix}{name}.lora_B.bias"] = change.bias_O * (change.rank / change.alpha)  # PEFT scales it too
     return from_state_dict(dict(sorted(tensors.items())))
 
 

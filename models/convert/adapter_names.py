@@ -23,7 +23,17 @@ import torch
 from torch import Tensor
 
 from megadit.models.adapters import targets_of
-from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, SCALE, UP, Change
+from megadit.models.convert.adapter import (
+    ALPHA,
+    BIAS,
+    DIFFERENCE,
+    DOWN,
+    MAGNITUDE,
+    SCALE,
+    UP,
+    UP_BIAS,
+    Change,
+)
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.convert.written import diffusers_entries, original_entries, pipeline_entries
 from megadit.models.network_config import NetworkConfig
@@ -41,6 +51,9 @@ ENDINGS = {
     DOWN: r"\.lora_A(?:\.\w+)?\.weight|\.lora_down\.weight|[._]lora\.down\.weight",
     UP: r"\.lora_B(?:\.\w+)?\.weight|\.lora_up\.weight|[._]lora\.up\.weight",
     MAGNITUDE: r"\.lora_magnitude_vector(?:\.\w+){0,2}|\.dora_scale",
+    BIAS: r"\.diff_b",
+    UP_BIAS: r"\.lora_B(?:\.\w+)?\.bias|\.lora_up\.bias",
+    DIFFERENCE: r"\.diff",
     ALPHA: r"\.alpha",
     SCALE: r"\.alpha_scale|\.scale",
 }
@@ -64,6 +77,7 @@ class NamedRows:
     rows_O: Tensor
     """int64, in the order of its outputs."""
     in_features: int
+    has_bias: bool
 
 
 @lru_cache(maxsize=16)
@@ -73,7 +87,7 @@ def our_linears(config: NetworkConfig) -> tuple[NamedRows, ...]:
     for name, target in targets_of(config).items():
         every_row = torch.arange(sizes[f"{target.linear}.weight"][0])
         rows_O = target.rows.of(every_row[:, None])[:, 0]
-        found.append(NamedRows(name, target.linear, rows_O, target.in_features))
+        found.append(NamedRows(name, target.linear, rows_O, target.in_features, target.has_bias))
     return tuple(found)
 
 
@@ -108,16 +122,17 @@ def split_key(key: str) -> tuple[str, str] | None:
 def _linears(entries: Iterable[Entry], config: NetworkConfig) -> list[NamedRows]:
     """Their linears that compute rows of ours; one whose inputs have another order is none of them, nor is a copy."""
     sizes = network_shapes(config)
-    widths = {target.linear: target.in_features for target in targets_of(config).values()}
+    targets = {target.linear: target for target in targets_of(config).values()}
     found = []
     for entry in entries:
         linear, num_rows = entry.name.removesuffix(".weight"), sizes[entry.name][0]
-        if linear not in widths or entry.moves_inputs:
+        if linear not in targets or entry.moves_inputs:
             continue
         parts = entry.split(torch.arange(num_rows)[:, None])
         if sum(map(len, parts)) == num_rows:
             for name, rows in zip(entry.theirs, parts, strict=True):
-                found.append(NamedRows(name.removesuffix(".weight"), linear, rows[:, 0], widths[linear]))
+                of = targets[linear]
+                found.append(NamedRows(name.removesuffix(".weight"), linear, rows[:, 0], of.in_features, of.has_bias))
     return found
 
 
@@ -174,4 +189,14 @@ def _joined(parts: list[tuple[Change, Tensor, Tensor]], linear: NamedRows) -> Ch
         if magnitude_O is not None:
             magnitude_O[to] = part.magnitude_O[at]
     down_RI = first.down_RI if shares else torch.cat([part.down_RI for part, _, _ in parts])
-    return Change(down_RI, up_OR, alpha, magnitude_O)
+    return Change(down_RI, up_OR, alpha, magnitude_O, _joined_bias(parts, num_rows))
+
+
+def _joined_bias(parts: list[tuple[Change, Tensor, Tensor]], num_rows: int) -> Tensor | None:
+    if all(part.bias_O is None for part, _, _ in parts):
+        return None
+    bias_O = torch.zeros(num_rows)
+    for part, to, at in parts:
+        if part.bias_O is not None:
+            bias_O[to] = part.bias_O[at]
+    return bias_O

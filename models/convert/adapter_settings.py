@@ -15,7 +15,7 @@ _WITHOUT_EFFECT = {
     "peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version",
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
     "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "bias", "loftq_config",
-    "eva_config", "corda_config", "lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size",
+    "eva_config", "lora_bias", "corda_config", "lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 """Settings of PEFT's that are read here, or that the tensors already say; any other changes what is computed."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -114,6 +114,7 @@ def lora_config(changes: Mapping[str, Change], *, is_dora: bool, base_model: str
         "target_modules": sorted(changes),
         "lora_dropout": 0.0,
         "bias": "none",
+        **({"lora_bias": True} if any(change.bias_O is not None for change in changes.values()) else {}),
         "use_dora": is_dora,
         "use_rslora": False,
         "fan_in_fan_out": False,
