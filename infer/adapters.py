@@ -12,12 +12,14 @@ from types import MappingProxyType
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser
 from megadit.infer.runtimes.load import TORCH, adapter_slots
+from megadit.infer.runtimes.pair import PairDenoiser
 from megadit.infer.runtimes.ranked import RankedDenoiser
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.adapter import asked_defaults
 from megadit.models.convert.adapter_files import open_adapter, read_adapter_of, tensor_file
+from megadit.models.named_adapters import split_expert
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
@@ -48,10 +50,13 @@ def adapter_uses(scales: Scales) -> tuple[AdapterUse, ...]:
     Raises:
         UserError: for a path that is no adapter's.
     """
-    return tuple(
-        AdapterUse(path=str(Path(path).resolve()), scale=scale, sha256=_checksum(tensor_file(Path(path))))
-        for path, scale in scales.items()
-    )
+    found = []
+    for asked, scale in scales.items():
+        expert, path = split_expert(asked)
+        whole = f"{expert}=" if expert else ""
+        whole += str(Path(path).resolve())
+        found.append(AdapterUse(path=whole, scale=scale, sha256=_checksum(tensor_file(Path(path)))))
+    return tuple(found)
 
 
 def adapted_defaults(defaults: SamplingSettings, adapters: Scales | Sequence[Scales]) -> SamplingSettings:
@@ -64,7 +69,7 @@ def adapted_defaults(defaults: SamplingSettings, adapters: Scales | Sequence[Sca
 
     def asked(scales: Scales) -> SamplingSettings:
         used = [path for path, scale in scales.items() if scale]
-        return asked_defaults(defaults, [(path, open_adapter(path).defaults) for path in used])
+        return asked_defaults(defaults, [(path, open_adapter(split_expert(path)[1]).defaults) for path in used])
 
     found = {asked(scales) for scales in ([adapters] if isinstance(adapters, Mapping) else adapters)}
     return found.pop() if len(found) == 1 else defaults
@@ -86,7 +91,7 @@ class AdapterShelf:
 
     def __init__(
         self,
-        denoiser: AdaptableDenoiser | ExportedDenoiser | RankedDenoiser,
+        denoiser: AdaptableDenoiser | ExportedDenoiser | RankedDenoiser | PairDenoiser,
         bundle: Bundle,
         kept_bytes: int = KEPT_BYTES,
         slots: AdapterSlots | None = None,
@@ -96,8 +101,8 @@ class AdapterShelf:
         self._bundle = bundle
         self._kept_bytes = kept_bytes
         self._slots = slots
-        self._names: OrderedDict[tuple[str, int], str] = OrderedDict()
-        """(path, time of its last change) -> name beside the network; those asked for last come last."""
+        self._names: OrderedDict[tuple[str | None, str, int], str] = OrderedDict()
+        """(which of two networks, path, time of its last change) -> name beside it; those asked for last come last."""
         self._num_bytes: dict[str, int] = {}
         self._num_users: Counter[str] = Counter()
         self._numbers = count()
@@ -124,11 +129,13 @@ class AdapterShelf:
             self._slots.check_together([self._denoiser.adapters[name].ranks for name in names])
 
     def _loaded(self, path: str) -> str:
-        key = str(Path(path).resolve()), tensor_file(Path(path)).stat().st_mtime_ns
+        expert, place = split_expert(path)
+        key = expert, str(Path(place).resolve()), tensor_file(Path(place)).stat().st_mtime_ns
         if key not in self._names:
             name = f"adapter_{next(self._numbers)}"
             state, adapter = read_adapter_of(path, self._bundle).to_state()
-            self._denoiser.load_adapter(name, state, adapter)
+            of_one = {} if expert is None else {"expert": expert}
+            self._denoiser.load_adapter(name, state, adapter, **of_one)
             self._num_bytes[name] = sum(value.numel() for value in state.values()) * self._denoiser.dtype.itemsize
             self._names[key] = name
         self._names.move_to_end(key)
@@ -158,7 +165,8 @@ def adapter_shelf(
         UserError: if it was not exported for `runtime`.
     """
     if runtime == TORCH:
-        takes = has_plain_blocks and isinstance(denoiser, (AdaptableDenoiser, RankedDenoiser))
+        is_pair = isinstance(denoiser, PairDenoiser) and denoiser.takes_adapters
+        takes = has_plain_blocks and (is_pair or isinstance(denoiser, (AdaptableDenoiser, RankedDenoiser)))
         return AdapterShelf(denoiser, bundle, kept_bytes) if takes else None
     slots = None if is_ranked else adapter_slots(bundle, runtime)
     return None if slots is None else AdapterShelf(denoiser, bundle, kept_bytes, slots)

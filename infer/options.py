@@ -51,8 +51,8 @@ class GenerateOptions(GivenOptions):
     )
     adapter: Sequence[str] = setting(
         (),
-        "an adapter to add, and how much of it (default: 1); repeat for several. A line of a .jsonl prompt file may "
-        "have a list of its own",
+        "an adapter to add, and how much of it (default: 1); repeat for several. high=PATH or low=PATH: for one of "
+        "two networks alone (Wan 2.2). A line of a .jsonl prompt file may have a list of its own",
         repeated=True,
         metavar="PATH[:SCALE]",
     )

@@ -14,7 +14,7 @@ from megadit.infer.given_files import GivenFile, given_files
 from megadit.infer.guidance import guidance_scale
 from megadit.infer.options import GenerateOptions, check_path, refuse
 from megadit.infer.resolve import resolve_settings
-from megadit.models.named_adapters import parse_adapters
+from megadit.models.named_adapters import parse_adapters, split_expert
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_json, settings_of, under_own_names
@@ -93,7 +93,7 @@ def adapters_of(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
     """
     scales = parse_adapters(texts)
     for path in scales:
-        check_path("adapter", path)
+        check_path("adapter", split_expert(path)[1])
     return adapter_uses(scales)
 
 

@@ -24,6 +24,16 @@ class MissingAdapterError(UserError):
     """There is no adapter of this name, or no longer."""
 
 
+EXPERTS = {"high": "transformer", "low": "transformer_2"}
+"""Of two networks, which an adapter may be for alone (`high=PATH`) -> its folder in a bundle."""
+
+
+def split_expert(path: str) -> tuple[str | None, str]:
+    """(which of two networks, path) of `high=PATH` or `low=PATH`; None: every network."""
+    expert, equals, rest = path.partition("=")
+    return (expert, rest) if equals and expert in EXPERTS else (None, path)
+
+
 def parse_adapter(text: str) -> tuple[str, float]:
     """(path or name, scale) of `PATH:SCALE`, or of `PATH`, whose scale is 1.
 

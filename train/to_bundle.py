@@ -74,7 +74,8 @@ class BundleOptions:
     dataset: str | None = setting(None, "the data set, if it is no longer at data.path", metavar="PLACE")
     merge: tuple[str, ...] = setting(
         (),
-        "an adapter to add to the weights of a bundle, and how much of it (default: 1); repeat for several",
+        "an adapter to add to the weights of a bundle, and how much of it (default: 1); repeat for several; high=PATH "
+        "or low=PATH for one of two networks alone",
         repeated=True,
         metavar="PATH[:SCALE]",
     )

@@ -3,11 +3,14 @@
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from megadit.infer.guidance import Denoiser
+from megadit.infer.runtimes.torch import AdaptableDenoiser
+from megadit.models.adapter_config import AdapterConfig
 from megadit.models.conditioning import Conditioning
 
 
@@ -22,6 +25,34 @@ class PairDenoiser:
     def __init__(self, high: Denoiser, low: Denoiser, boundary: float) -> None:
         """`boundary` is the lowest sigma of `high`."""
         self.high, self.low, self.boundary = high, low, boundary
+        self._beside: dict[str, tuple[AdaptableDenoiser, ...]] = {}
+        """Adapters by their names -> the denoisers whose networks have them."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether both networks are this process's own, in torch."""
+        return isinstance(self.high, AdaptableDenoiser) and isinstance(self.low, AdaptableDenoiser)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.high.dtype
+
+    def load_adapter(
+        self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, *, expert: str | None = None
+    ) -> None:
+        """Puts an adapter beside the network that is `expert` ("high" or "low"), or beside both.
+
+        Raises:
+            UserError: for one that does not fit the networks.
+        """
+        self._beside[name] = {"high": (self.high,), "low": (self.low,)}.get(expert, (self.high, self.low))
+        for denoiser in self._beside[name]:
+            denoiser.load_adapter(name, state, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Takes an adapter away."""
+        for denoiser in self._beside.pop(name):
+            denoiser.remove_adapter(name)
 
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0, BCTHW, float32."""

@@ -53,6 +53,7 @@ from megadit.models.convert.adapter_origin import (
 from megadit.models.convert.adapter_settings import LoraSettings, lora_config
 from megadit.models.convert.adapter_tensors import keys_of_linears, kind_of, problems_of, read_change
 from megadit.models.convert.written import diffusers_folder
+from megadit.models.named_adapters import EXPERTS, split_expert
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
@@ -76,14 +77,15 @@ def check_adapter(path: Path) -> None:
     check_files(path, read_manifest(path), verify=True)
 
 
-def bundle_fingerprint(bundle: Bundle) -> str:
-    """`fingerprint` of the weights of a bundle's network.
+def bundle_fingerprint(bundle: Bundle, network: str | None = None) -> str:
+    """`fingerprint` of the weights of a bundle's network; of two the one in the folder `network`.
 
     Raises:
-        UserError: if it has two.
+        UserError: if it has two, and none is named.
     """
-    check_single(bundle)
-    source = open_safetensors(bundle.path / "transformer" / TENSOR_FILE)
+    if network is None:
+        check_single(bundle)
+    source = open_safetensors(bundle.path / (network or bundle.networks[0]) / TENSOR_FILE)
     return fingerprint(source.stored, source.read)
 
 
@@ -167,20 +169,42 @@ def _reading(source: TensorSource, unused: Sequence[str], scales: Sequence[str])
 
 
 def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
-    """The adapter at `path`, for the network of a bundle.
+    """The adapter at `path`, for the networks of a bundle: `high=PATH` or `low=PATH` for one of two.
 
     Raises:
-        UserError: as `read_adapter`, if it was trained with other weights than the bundle's, and if that has two
-            networks.
+        UserError: as `read_adapter`, if it was trained with other weights than those of a network that it is for, and
+            for one of two networks where there is one.
     """
-    check_single(bundle)
+    networks = networks_of(path, bundle)
+    expert, path = split_expert(str(path))
     adapter = read_adapter(path, bundle.config)
-    if adapter.base is not None and adapter.base != (found := bundle_fingerprint(bundle)):
+    if adapter.base is None:
+        return adapter
+    found = {network: bundle_fingerprint(bundle, network) for network in networks}
+    if others := [of for of in found.values() if of != adapter.base]:
+        fitting = [name for name, network in EXPERTS.items() if found.get(network) == adapter.base]
+        hint = f"megadit convert {path} OUT --base {bundle.path}"
+        if expert is None and fitting:
+            raise UserError(f"{path} was trained with one of the two networks of {bundle.path}: {fitting[0]}={path}")
         raise UserError(
-            f"{path} was trained with other weights ({adapter.base}) than those of {bundle.path} ({found}); to use it "
-            f"with these: megadit convert {path} OUT --base {bundle.path}"
+            f"{path} was trained with other weights ({adapter.base}) than those of {bundle.path} ({others[0]}); to use "
+            f"it with these: {hint}"
         )
     return adapter
+
+
+def networks_of(path: str | Path, bundle: Bundle) -> tuple[str, ...]:
+    """The folders of the networks that the adapter at `path`, which may name one of two, is for.
+
+    Raises:
+        UserError: if it names one, and there is no other.
+    """
+    expert, _ = split_expert(str(path))
+    if expert is None:
+        return bundle.networks
+    if bundle.boundary is None:
+        raise UserError(f"{path}: {bundle.path} has one network, for all noise levels: leave {expert}= out")
+    return (EXPERTS[expert],)
 
 
 def adapter_size(path: str | Path) -> tuple[int, int]:
@@ -281,5 +305,5 @@ def _origin_of(adapter: Adapter) -> dict[str, Any]:
 
 
 def with_base(adapter: Adapter, bundle: Bundle) -> Adapter:
-    """The same adapter, as one of a bundle's weights."""
-    return replace(adapter, base=bundle_fingerprint(bundle))
+    """The same adapter, as one of a bundle's weights; of a pair's, which of the two networks it is for is not said."""
+    return replace(adapter, base=None if bundle.boundary is not None else bundle_fingerprint(bundle))

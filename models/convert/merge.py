@@ -4,14 +4,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from megadit.models.adapters import load_adapter, merge, set_scale
-from megadit.models.bundle.bundle import NOTICES, Bundle, write_bundle
+from megadit.models.bundle.bundle import NOTICES, Bundle, check_kind, write_bundle
 from megadit.models.bundle.licence import Licence
 from megadit.models.bundle.manifest import check_replaceable
+from megadit.models.bundle.tensor_source import from_state_dict
 from megadit.models.convert.adapter import Adapter, asked_defaults
-from megadit.models.convert.adapter_files import read_adapter_of
+from megadit.models.convert.adapter_files import networks_of, read_adapter_of
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.weights import load_network
 
 
 def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> dict[str, str]:
@@ -25,18 +29,16 @@ def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> di
     if out.exists() and out.resolve() == bundle.path.resolve():
         raise UserError(f"{out} is the bundle to merge into: give another directory for the result")
     read = {path: read_adapter_of(path, bundle) for path in adapters}
-    dit = bundle.load_network()
-    for number, (path, scale) in enumerate(adapters.items()):
-        name = f"adapter_{number}"
-        load_adapter(dit, *read[path].to_state(), name)
-        set_scale(dit, scale, name)
-    merge(dit)
+    check_kind(bundle, "video")
+    first, *second = [_merged(bundle, network, read, adapters) for network in bundle.networks]
     training = bundle.manifest.get("training") or {}
     merged = [{"scale": scale, **read[path].training} for path, scale in adapters.items()]
     write_bundle(
         out,
         config=bundle.config,
-        state_dict=dit.state_dict(),
+        state_dict=first,
+        low_noise=from_state_dict(second[0]) if second else None,
+        boundary=bundle.manifest.get("boundary"),
         tokenizer=bundle.load_tokenizer(),
         text_encoder=bundle.load_text_encoder(),
         image_encoder=bundle.load_image_encoder(),
@@ -45,6 +47,19 @@ def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> di
         licence=_licence(bundle),
     )
     return {path: adapter.reading for path, adapter in read.items()}
+
+
+def _merged(
+    bundle: Bundle, network: str, read: Mapping[str, Adapter], scales: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """The weights of one of a bundle's networks with the adapters that are for it."""
+    dit = load_network(bundle.path / network)
+    for number, (path, scale) in enumerate(scales.items()):
+        if network in networks_of(path, bundle):
+            load_adapter(dit, *read[path].to_state(), f"adapter_{number}")
+            set_scale(dit, scale, f"adapter_{number}")
+    merge(dit)
+    return dit.state_dict()
 
 
 def _defaults(bundle: Bundle, read: Mapping[str, Adapter], scales: Mapping[str, float]) -> SamplingSettings:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megadit.infer import adapters as shelf
 from megadit.infer.generate import main
@@ -106,16 +107,13 @@ def test_merged_equals_unmerged(pipeline, bundle_dir, one, two, tmp_path, capsys
         merge_bundle(Bundle.open(bundle_dir), {one: 1.0}, bundle_dir)
 
 
-def like(bundle_dir, out, *, is_pair=False, image_encoder=None, **changes):
+def like(bundle_dir, out, *, image_encoder=None, **changes):
     """A random bundle with the parts of another."""
     bundle = Bundle.open(bundle_dir)
     config = replace(bundle.config, **changes)
     state = random_dit(config).state_dict()
     parts = {"tokenizer": bundle.load_tokenizer(), "text_encoder": bundle.load_text_encoder()}
-    second = {"low_noise": from_state_dict(state), "boundary": 0.875} if is_pair else {}
-    write_bundle(
-        out, config=config, state_dict=state, defaults=bundle.defaults, image_encoder=image_encoder, **parts, **second
-    )
+    write_bundle(out, config=config, state_dict=state, defaults=bundle.defaults, image_encoder=image_encoder, **parts)
     return out
 
 
@@ -170,13 +168,69 @@ def write_student(path, adapter, asked):
     return str(path)
 
 
-def test_two_networks_take_no_adapter_and_say_so_before_anything_is_loaded(bundle_dir, one, tmp_path, capsys):
-    pair = like(bundle_dir, tmp_path / "pair", is_pair=True)
-    asked = ["--checkpoint_path", str(pair), "--prompt", "a", "--device", "cpu", "--adapter", one]
-    assert main([*asked, "--video_save_path", str(tmp_path / "made.mp4")]) == 2
-    assert "has two networks, for high and for low noise" in capsys.readouterr().err
+@pytest.fixture(scope="module")
+def pair_dir(bundle_dir, tmp_path_factory):
+    """Both networks are that of `bundle_dir`."""
+    bundle, out = Bundle.open(bundle_dir), tmp_path_factory.mktemp("pair") / "pair"
+    state = bundle.load_network().state_dict()
+    parts = {"tokenizer": bundle.load_tokenizer(), "text_encoder": bundle.load_text_encoder()}
+    second = {"low_noise": from_state_dict(state), "boundary": 0.875}
+    write_bundle(out, config=bundle.config, state_dict=state, defaults=bundle.defaults, **parts, **second)
+    return out
+
+
+def test_two_networks_have_adapters_of_their_own(pair_dir, bundle_dir, one, two):
+    """Above the boundary one, below it the other, and one for both: each as the network by itself."""
+    pair, alone = (TextToVideo.from_pretrained(path, device="cpu") for path in (pair_dir, bundle_dir))
+    above, below = {"sigmas": (9.0, 8.0)}, {"sigmas": (2.0, 1.0)}
+    asked = {"num_steps": 2, "guidance": 1.0, "sampler": "euler"}
+    for scales, at_high, at_low in (
+        ({f"high={one}": 1.0, f"low={two}": 0.5}, {one: 1.0}, {two: 0.5}),
+        ({f"low={one}": 1.0}, {}, {one: 1.0}),
+        ({one: 0.7}, {one: 0.7}, {one: 0.7}),
+    ):
+        for levels, expected in ((above, at_high), (below, at_low)):
+            found, like_alone = latents(pair, adapters=scales, **asked | levels), latents(
+                alone, adapters=expected, **asked | levels
+            )  # fmt: skip
+            assert torch.equal(found, like_alone), (scales, levels)
+    assert not torch.equal(latents(pair, **asked | above), latents(pair, adapters={one: 1.0}, **asked | above))
+
+
+def test_a_merged_pair_is_the_same_two_networks(pair_dir, one, two, tmp_path):
+    scales = {f"high={one}": 0.8, f"low={two}": 0.5}
+    readings = merge_bundle(Bundle.open(pair_dir), scales, tmp_path / "merged")
+    assert readings.keys() == scales.keys() and Bundle.open(tmp_path / "merged").boundary == pytest.approx(7.0)
+    merged, plain = (TextToVideo.from_pretrained(path, device="cpu") for path in (tmp_path / "merged", pair_dir))
+    asked = {"num_steps": 3, "guidance": 1.0, "sampler": "euler", "sigmas": (9.0, 2.0, 1.0)}
+    assert distance(latents(merged, **asked), latents(plain, adapters=scales, **asked)) <= 1e-5
+    assert distance(latents(merged, **asked), latents(plain, adapters={one: 0.8, two: 0.5}, **asked)) > 1e-3
+
+
+def test_generate_with_adapters_of_two_networks_and_again(pair_dir, bundle_dir, one, two, tmp_path, capsys):
+    made, again = tmp_path / "made.safetensors", tmp_path / "again.safetensors"
+    asked = ["--prompt", "a", "--device", "cpu", "--num_steps", "2", "--adapter", f"high={one}:0.5"]
+    command = ["--checkpoint_path", str(pair_dir), *asked, "--adapter", f"low={two}", "--video_save_path", str(made)]
+    assert main(command) == 0, capsys.readouterr().err
+    assert f"high={one}: " in capsys.readouterr().err
+    assert main(["--repeat", str(made), "--video_save_path", str(again)]) == 0, capsys.readouterr().err
+    first, second = load_file(made), load_file(again)
+    assert first and all(torch.equal(first[name], second[name]) for name in first)
+    assert main(["--checkpoint_path", str(bundle_dir), *asked, "--video_save_path", str(made)]) == 2
+    assert "has one network, for all noise levels: leave high= out" in capsys.readouterr().err
+
+
+def test_an_adapter_of_one_of_two_networks_says_which(pair_dir, one, tmp_path):
+    pair = Bundle.open(pair_dir)
     with pytest.raises(UserError, match="has two networks"):
-        bundle_fingerprint(Bundle.open(pair))
+        bundle_fingerprint(pair)
+    low = replace(read_adapter(one), base=bundle_fingerprint(pair, "transformer_2"))
+    write_adapter(tmp_path / "low", low)
+    other = replace(low, base="0" * 16)
+    write_adapter(tmp_path / "other", other)
+    assert shelf.read_adapter_of(f"low={tmp_path / 'low'}", pair).base == low.base
+    with pytest.raises(UserError, match="was trained with other weights"):
+        shelf.read_adapter_of(f"high={tmp_path / 'other'}", pair)
 
 
 def test_merged_is_the_same_function(bundle_dir, one, two, tmp_path):
