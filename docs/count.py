@@ -127,7 +127,6 @@ class Source:
 
 
 SHORT = {
-    "infer/runtimes/pair.py": "one of the denoisers, a file each",
     "models/given_forms.py": "a table, free of torch",
     "infer/user_program.py": "shared by the hooks of a filter and of a judge",
     "infer/evaluate/compare.py": "a command of its own",
