@@ -12,20 +12,17 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
 
-import av
 import numpy as np
-from PIL import Image
 
-from megadit.infer.animations import animation_frames, webp_size
+from megadit.infer.decoding.rules import Rules, UnusableSourceError
+from megadit.infer.decoding.sampling import read_all
 from megadit.infer.media_reader import CHECKING, check_bytes, receive, send
-from megadit.infer.video_io import open_container
-from megadit.models.given_settings import IMAGE_HEADS, MediaLimits
+from megadit.models.given_settings import MediaLimits
 from megadit.models.shared.errors import UserError
 
-CONTAINERS = "mov,mp4,matroska,webm"
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+CONTAINERS = "mov,mp4,matroska,webm,gif,apng"
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 _PROCESSOR_SECONDS = 20.0
 """That one file may take; the kernel ends a decoder that takes more."""
 _LEAST_CLAIM = 19
@@ -41,52 +38,22 @@ def decode(data: bytes, limits: MediaLimits) -> np.ndarray:
         UserError: for anything else, what is damaged, and what is beyond the limits.
     """
     check_bytes(data, limits)
-    read = _image if data.startswith(IMAGE_HEADS) else _video
+
+    def check(num_frames: int, height: int, width: int, seconds: float) -> None:
+        check_size(num_frames, height, width, limits)
+        _check_seconds(seconds, limits)
+
+    rules = Rules(max_pixels=limits.max_media_pixels)
     try:
-        frames = read(data, limits)
+        return read_all(io.BytesIO(data), rules, check, containers=CONTAINERS, formats=IMAGE_FORMATS)[0]
     except UserError:
         raise
+    except UnusableSourceError as error:
+        if error.reason == "broken":
+            raise UserError("the file is no png, jpg, webp, gif, mp4 or webm that can be read") from None
+        raise UserError(f"the file cannot be used; {error}") from None
     except Exception:  # decoders raise whatever they like
         raise UserError("the file is no png, jpg, webp, gif, mp4 or webm that can be read") from None
-    if not len(frames):
-        raise UserError("the file holds no frame that can be read")
-    return frames
-
-
-def _image(data: bytes, limits: MediaLimits) -> np.ndarray:
-    size = webp_size(data[:30])
-    if size is not None:  # its decoder makes room for the whole before anybody can ask how large it is
-        check_size(1, size[1], size[0], limits)
-    with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-
-        def check(num_frames: int) -> None:
-            check_size(num_frames, image.height, image.width, limits)
-
-        return animation_frames(image, check)[0]
-
-
-def _video(data: bytes, limits: MediaLimits) -> np.ndarray:
-    with open_container(io.BytesIO(data), containers=CONTAINERS, max_pixels=limits.max_media_pixels) as container:
-        if not container.streams.video:
-            raise UserError("the file holds no video")
-        stream = container.streams.video[0]
-        stream.codec_context.thread_count = 1
-        check_size(1, stream.height, stream.width, limits)
-        seconds = max((container.duration or 0) / av.time_base, float((stream.duration or 0) * (stream.time_base or 0)))
-        _check_seconds(seconds, limits)
-        return np.stack(list(_within(container.decode(stream), limits)))
-
-
-def _within(frames: Iterator[av.VideoFrame], limits: MediaLimits) -> Iterator[np.ndarray]:
-    """Frames HWC, as long as they are of one size and within the limits."""
-    size = None
-    for number, frame in enumerate(frames):
-        size = size or (frame.height, frame.width)
-        if (frame.height, frame.width) != size:
-            raise UserError("the frames of the video are of several sizes")
-        check_size(number + 1, *size, limits)
-        _check_seconds(frame.time or 0.0, limits)
-        yield frame.to_ndarray(format="rgb24")
 
 
 def check_size(num_frames: int, height: int, width: int, limits: MediaLimits) -> None:

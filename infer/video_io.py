@@ -2,15 +2,13 @@
 
 import io
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
 
 import av
 import numpy as np
-from av.container import InputContainer
 from av.video.reformatter import ColorRange, Colorspace
 
 from megadit.infer.animations import (
@@ -18,18 +16,16 @@ from megadit.infer.animations import (
     IMAGE_SUFFIXES,
     encode_animation,
     encode_image,
-    read_frames,
 )
 from megadit.infer.animations import read_comment as _read_image_comment
+from megadit.infer.decoding.containers import open_container
+from megadit.infer.decoding.rules import Rules, UnusableSourceError
+from megadit.infer.decoding.sampling import read_all
 from megadit.infer.signing import Marker
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
 VIDEO_SUFFIXES = (".mp4", *ANIMATION_SUFFIXES)
-CONTAINERS = "mov,mp4,m4a,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,gif,apng,h264,hevc,ivf"
-"""None of them names other files, as playlists do."""
-MAX_PIXELS = 1 << 27
-"""Of a picture: somewhat more than 15360x8640."""
 _X264_OPTIONS = {"x264-params": "mbtree=0"}
 """Macroblock-tree rate control reads beyond its rows in small frames: the same frames would give different files."""
 _HIGH_DEFINITION = 720
@@ -38,26 +34,6 @@ _BT709, _SMPTE170M = 1, 6
 """Numbers in ITU-T H.273; the second is BT.601's, of 525 lines."""
 _LOWEST_FPS = 0.01
 _HIGHEST_FPS = {".mp4": 1000, ".gif": 50, ".webp": 1000}
-
-
-@contextmanager
-def open_container(
-    file: str | BinaryIO, *, containers: str = CONTAINERS, max_pixels: float = MAX_PIXELS
-) -> Iterator[InputContainer]:
-    """A video file that anybody may have made: ffmpeg takes it for one of `containers`, or not at all.
-
-    Neither finding out what it holds, for which ffmpeg decodes pictures before anybody can ask for their size, nor
-    decoding, within which the size may change, makes room for a picture of many more than `max_pixels`.
-
-    Raises:
-        av.FFmpegError: if it is none of these.
-    """
-    # a picture is stored in whole blocks, and so somewhat larger than it is shown
-    limit = str(min(int(1.05 * max_pixels) + (1 << 16), (1 << 31) - 1))
-    with av.open(file, options={"format_whitelist": containers, "max_pixels": limit}) as container:
-        for stream in container.streams.video:
-            stream.codec_context.options = {"max_pixels": limit}
-        yield container
 
 
 def encode_mp4(frames: np.ndarray, fps: float, *, metadata: dict[str, str] | None = None) -> bytes:
@@ -169,10 +145,9 @@ def read_video(path: str | Path) -> tuple[np.ndarray, float]:
     """
     path = Path(path)
     try:
-        if path.suffix.lower() in IMAGE_SUFFIXES + ANIMATION_SUFFIXES:
-            return read_frames(path)
-        return _read_mp4(path)
-    except (OSError, SyntaxError, av.FFmpegError) as error:  # Pillow calls a broken png a SyntaxError
+        with path.open("rb") as file:
+            return read_all(file, Rules())
+    except (OSError, UnusableSourceError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
@@ -190,17 +165,6 @@ def read_comment(path: str | Path) -> str:
             return container.metadata.get("comment", "")
     except (OSError, SyntaxError, av.FFmpegError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-
-
-def _read_mp4(path: Path) -> tuple[np.ndarray, float]:
-    with open_container(str(path)) as container:
-        if not container.streams.video:
-            raise UserError(f"cannot read {path}: it holds no video")
-        stream = container.streams.video[0]
-        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-        if len({frame.shape for frame in frames}) != 1:
-            raise UserError(f"cannot read {path}: it holds no frames, or frames of several sizes")
-        return np.stack(frames), float(stream.guessed_rate or 0)
 
 
 def _encode_image(frames: np.ndarray, suffix: str, comment: str) -> bytes:

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import av
 import numpy as np
 import safetensors.torch
 import torch
-from PIL import Image
 
-from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
+from megadit.infer.decoding.rules import Rules, UnusableSourceError
+from megadit.infer.decoding.sampling import read_all
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from megadit.models.shared.captions import captions_in, texts_of
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
@@ -33,7 +33,6 @@ PART = 16
 MAX_VIDEO_BYTES = 1 << 31
 MAX_MEMBER_BYTES = 1 << 30
 MAX_CAPTION_BYTES = 1 << 16
-_PNG = b"\x89PNG\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,39 +154,30 @@ def read_file(path: Path) -> tuple[np.ndarray, float]:
     Raises:
         UserError: if it cannot be decoded, or is longer than what is read.
     """
-    return _decoded_mp4(path, str(path)) if path.suffix.lower() == ".mp4" else read_video(path)
+    try:
+        with path.open("rb") as file:
+            return _frames(file, str(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error}") from None
 
 
 def decoded(content: bytes, where: str) -> tuple[np.ndarray, float]:
-    """Frames (THWC) and frames per second (0 of a picture) of an mp4 or a png, which may be anybody's.
+    """Frames (THWC) and frames per second (0 of a picture) of a video or picture, which may be anybody's.
 
     Raises:
         UserError: as `read_file`.
     """
-    if not content.startswith(_PNG):
-        return _decoded_mp4(io.BytesIO(content), where)
-    try:
-        picture = Image.open(io.BytesIO(content), formats=("PNG",)).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"cannot read {where}: {error}") from None
-    return np.asarray(picture)[None], 0.0
+    return _frames(io.BytesIO(content), where)
 
 
-def _decoded_mp4(source: Path | io.BytesIO, where: str) -> tuple[np.ndarray, float]:
-    frames, num_bytes = [], 0
+def _frames(file: BinaryIO, where: str) -> tuple[np.ndarray, float]:
+    def check(num_frames: int, height: int, width: int, seconds: float) -> None:
+        check_size(3 * num_frames * height * width, f"{where}, decoded,", MAX_VIDEO_BYTES)
+
     try:
-        with open_container(str(source) if isinstance(source, Path) else source) as container:
-            stream = container.streams.video[0]
-            for frame in container.decode(stream):
-                num_bytes += 3 * frame.width * frame.height
-                check_size(num_bytes, f"{where}, decoded,", MAX_VIDEO_BYTES)
-                frames.append(frame.to_ndarray(format="rgb24"))
-            fps = float(stream.average_rate or 0)
-    except (OSError, IndexError, av.FFmpegError) as error:
+        return read_all(file, Rules(), check)
+    except UnusableSourceError as error:
         raise UserError(f"cannot read {where}: {error}") from None
-    if len({frame.shape for frame in frames}) != 1:
-        raise UserError(f"cannot read {where}: it has no frames, or frames of several sizes")
-    return np.stack(frames), fps
 
 
 # --------------------------------------------------------------------------------------------------------- data sets

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
+from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json
 from megadit.models.shared.options import read_options
@@ -28,7 +29,7 @@ from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
-from megadit.train.data.ingest.decode import UnusableSourceError, fit_image, read_frames, read_image, read_timeline
+from megadit.train.data.ingest.decode import fit_image, read_frames, read_image, read_timeline
 from megadit.train.data.ingest.plan import Kind, Settings, Source
 from megadit.train.data.ingest.rows import read_table
 from megadit.train.data.ingest.team import Part, Team, join_team
@@ -235,7 +236,7 @@ def _decode(pair: Pair, options: EditsOptions, tokenizer: VideoTokenizer) -> tup
     if count < 1:
         raise UnusableSourceError("too short", f"{asked} frames")
     before, after = (
-        read_frames(file, settings, tuple(line.pts[:count]), *options.size)
+        read_frames(file, settings, tuple(line.pts[:count]), *options.size, is_regular=line.is_regular)
         for file, line in zip(files, lines, strict=True)
     )
     return before, after, min(line.fps for line in lines)

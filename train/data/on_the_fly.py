@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megadit.infer.video_io import MAX_PIXELS, open_container
+from megadit.infer.decoding.containers import open_container
+from megadit.infer.decoding.rules import MAX_PIXELS
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.description import UnreadableSampleError, read_description

@@ -16,9 +16,10 @@ from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
+from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.infer.video_io import encode_mp4
 from megadit.models.shared.errors import UserError
-from megadit.train.data.ingest.decode import UnusableSourceError, fit_image, read_frames, read_image
+from megadit.train.data.ingest.decode import fit_image, read_frames, read_image
 from megadit.train.data.ingest.encodings import LATENT, Encoder
 from megadit.train.data.ingest.plan import Clip, Settings
 from megadit.train.data.ingest.pool import Pool
@@ -43,7 +44,9 @@ def decode(clip: Clip, settings: Settings) -> Decoded:
         if clip.source.kind == "image":
             frames_THWC = fit_image(read_image(clip.source, settings), clip.height, clip.width)[None]
         else:
-            frames_THWC = read_frames(clip.source, settings, clip.pts, clip.height, clip.width)
+            frames_THWC = read_frames(
+                clip.source, settings, clip.pts, clip.height, clip.width, is_regular=clip.is_regular
+            )
     except UnusableSourceError as error:
         return Decoded(clip, None, str(error))
     return Decoded(clip, np.ascontiguousarray(frames_THWC[:, :, ::-1]) if clip.is_mirrored else frames_THWC)

@@ -7,8 +7,9 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
+from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.shared.files import atomic_directory
-from megadit.train.data.ingest.decode import UnusableSourceError, read_glimpse
+from megadit.train.data.ingest.decode import read_glimpse
 from megadit.train.data.ingest.plan import Notes, Settings, Skip, Source, read_lines, source_from_json, write_lines
 from megadit.train.data.ingest.pool import Pool
 

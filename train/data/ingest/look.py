@@ -4,8 +4,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.shared.errors import UserError
-from megadit.train.data.ingest.decode import UnusableSourceError, read_image, read_timeline
+from megadit.train.data.ingest.decode import read_image, read_timeline
 from megadit.train.data.ingest.files import open_folder
 from megadit.train.data.ingest.plan import Kind, Settings, Source
 from megadit.train.data.ingest.sources import is_of_kind, list_folder

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from PIL import Image
 
+from megadit.infer.decoding.animations import is_animated
+from megadit.infer.decoding.pictures import IMAGE_FORMATS
 from megadit.infer.video_io import encode_mp4
-from megadit.train.data.ingest.animations import is_animated
-from megadit.train.data.ingest.decode import IMAGE_FORMATS, open_source, read_image
+from megadit.train.data.ingest.decode import open_source, read_image
 from megadit.train.data.ingest.encode import decoded_clips, describe, png_bytes
 from megadit.train.data.ingest.files import file_size, open_file
 from megadit.train.data.ingest.plan import Clip, Settings, Source

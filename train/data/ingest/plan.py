@@ -46,7 +46,7 @@ class Settings:
     scene_threshold: float = setting(20.0, "change of brightness (0..255) that ends a scene (default: {default})")
     """Of the mean difference between neighbouring frames."""
     min_brightness: float = setting(12.0, "darker clips are left out as black (default: {default})")
-    """Of the brightest frame on average (0..255)."""
+    """Of the brightest twentieth of the brightest frame (0..255)."""
     min_motion: float = setting(0.4, "stiller clips are left out as static (default: {default})")
     """Of neighbouring frames: how much they differ on average (0..255), or ten times as much where most moves."""
     min_flow: float = setting(0.0, "slower clips are left out as slow, by optical flow (default: {default})", low=0)
@@ -176,6 +176,10 @@ class Clip:
 
     is_transparent: bool = False
     """Whether the background is seen through it somewhere."""
+    conversions: tuple[str, ...] = ()
+    """What was changed for a screen (`infer/decoding`), in a few words to count by."""
+    is_regular: bool = True
+    """Whether its timestamps are those of the file; else it is read from the beginning."""
     is_mirrored: bool = False
     """Whether left and right are exchanged."""
 
@@ -237,7 +241,8 @@ def to_json(value: Any) -> dict[str, Any]:
 
 
 def clip_from_json(values: dict[str, Any]) -> Clip:
-    return Clip(**{**values, "pts": tuple(values["pts"]), "source": source_from_json(values["source"])})
+    changed = {name: tuple(values[name]) for name in ("pts", "conversions") if name in values}
+    return Clip(**{**values, **changed, "source": source_from_json(values["source"])})
 
 
 def finding_from_json(values: dict[str, Any]) -> Finding:

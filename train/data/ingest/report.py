@@ -29,6 +29,13 @@ FLAGS = {
     "short": " (--num_frames)",
 }
 """Reason -> the option that decides it."""
+CONVERSIONS = {
+    "HDR": "HDR (HLG or PQ), tone-mapped to the colours of an ordinary screen",
+    "wide gamut": "wide-gamut video (BT.2020 or P3), converted to sRGB",
+    "interlaced": "interlaced, made whole by bwdif",
+    "colour profile": "pictures with a colour profile, converted to sRGB",
+    "deep grey": "grey of more than eight bits, or of floating point, scaled to eight",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +57,8 @@ class Report:
     without_caption: int
     transparent: int
     """Samples through which the background is seen."""
+    conversions: dict[str, int]
+    """What was changed for a screen -> samples."""
     skips: dict[str, int]
     """Reason -> sources, or stretches of one, that were left out for it."""
     skipped_hours: dict[str, float]
@@ -87,6 +96,7 @@ def write_report(notes: Notes) -> Report:
         samples={split: len(plan) for split, plan in clips.items()},
         without_caption=sum(not clip.source.caption for clip in every),
         transparent=sum(clip.is_transparent for clip in every),
+        conversions=_counts(name for clip in every for name in clip.conversions),
         skips=_counts(skip.reason for skip in skips),
         skipped_hours={
             reason: round(sum(skip.seconds for skip in skips if skip.reason == reason) / 3600, 4)
@@ -114,6 +124,7 @@ def summary(report: Report, notes: Notes) -> str:
         lines.append(f"{report.without_caption:,} samples have no caption")
     if report.transparent:
         lines.append(f"{report.transparent:,} samples are transparent in parts; --background says what is seen there")
+    lines += [f"{count:,} samples: {CONVERSIONS[name]}" for name, count in report.conversions.items()]
     lines += [
         f"left out: {count:,} x {reason}{_rest(report) if reason == REST else FLAGS.get(reason, '')}"
         for reason, count in report.skips.items()

@@ -8,16 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from megadit.train.data.ingest.decode import (
-    THUMBNAIL,
-    TRANSPARENT,
-    UnusableSourceError,
-    image_thumbnail,
-    read_image,
-    read_timeline,
-)
+from megadit.infer.decoding.rules import CONVERSIONS, TRANSPARENT, UnusableSourceError
+from megadit.train.data.ingest.decode import THUMBNAIL, image_thumbnail, read_image, read_timeline
 from megadit.train.data.ingest.plan import REST, Clip, Finding, Settings, Skip, Source, with_key
 
+SHARE_OF_SUBJECT = 95
+"""Percentile of a picture's brightness: what a subject on black shows even where it fills a twentieth of it."""
 CLEARLY_BRIGHTER = 4.0
 """Of 255; compression changes the brightness of a field by less."""
 
@@ -48,7 +44,8 @@ def _scan_image(source: Source, settings: Settings) -> Finding:
         raise UnusableSourceError("blank", "it shows one colour")
     clip = Clip(
         key="", source=source, height=height, width=width, fps=0.0, pts=(0,), start=0.0,
-        fingerprint=fingerprint(luma_THW), is_transparent=TRANSPARENT in image.info, is_whole=True,
+        fingerprint=fingerprint(luma_THW), is_transparent=TRANSPARENT in image.info,
+        conversions=image.info.get(CONVERSIONS, ()), is_whole=True,
     )  # fmt: skip
     return Finding(source=source.name, clips=(with_key(clip, 0),))
 
@@ -65,7 +62,9 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
         skips.append(_skip(source, reason, detail, start / timeline.fps, (stop - start) / timeline.fps))
 
     scenes = find_scenes(timeline.luma_THW, settings.scene_threshold) if settings.cut == "scene" else [(0, num_frames)]
-    for scene_start, scene_stop in scenes:
+    for start, stop in runs(timeline.is_damaged_T):
+        leave_out("damaged", start, stop)
+    for scene_start, scene_stop in undamaged(scenes, timeline.is_damaged_T):
         end = scene_start
         for start, stop in windows(scene_start, scene_stop, settings.num_frames, overlap=settings.overlap):
             end = stop
@@ -84,6 +83,8 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
                 start=start / timeline.fps,
                 fingerprint=fingerprint(luma_THW),
                 is_transparent=timeline.is_transparent,
+                conversions=timeline.conversions,
+                is_regular=timeline.is_regular,
             )
             clips.append(with_key(clip, len(clips)))
         if end == scene_start:
@@ -119,6 +120,19 @@ def find_scenes(luma_THW: np.ndarray, threshold: float) -> list[tuple[int, int]]
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
+def runs(flags_T: np.ndarray) -> list[tuple[int, int]]:
+    """(start, stop) of each stretch that is flagged."""
+    bounds = np.flatnonzero(np.diff(np.concatenate([[False], flags_T, [False]]).astype(int)))
+    return [(int(start), int(stop)) for start, stop in bounds.reshape(-1, 2)]
+
+
+def undamaged(scenes: list[tuple[int, int]], is_damaged_T: np.ndarray) -> list[tuple[int, int]]:
+    """What is whole of each scene."""
+    if not is_damaged_T.any():
+        return scenes
+    return [(begin + start, begin + stop) for begin, end in scenes for start, stop in runs(~is_damaged_T[begin:end])]
+
+
 def windows(start: int, stop: int, lengths: tuple[int, ...], *, overlap: bool = False) -> list[tuple[int, int]]:
     """Stretches one after another, each the longest that still fits; with `overlap` one more that ends where all end,
     as long as the last."""
@@ -136,7 +150,7 @@ def windows(start: int, stop: int, lengths: tuple[int, ...], *, overlap: bool = 
 def dull(luma_THW: np.ndarray, motion_T: np.ndarray, fps: float, settings: Settings) -> tuple[str, str] | None:
     """Why nothing could be learned from these frames, and what was measured, or None; `motion_T` is the change between
     them, one fewer."""
-    if (brightness := luma_THW.mean(axis=(1, 2)).max()) < settings.min_brightness:
+    if (brightness := np.percentile(luma_THW, SHARE_OF_SUBJECT, axis=(1, 2)).max()) < settings.min_brightness:
         return "black", f"brightness {brightness:.1f}"
     if len(motion_T) and (change := motion_T.max()) < settings.min_motion:
         return "static", f"change {change:.2f}"

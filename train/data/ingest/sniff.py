@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from megadit.train.data.ingest import animations
+from megadit.infer.decoding import animations
 from megadit.train.data.ingest.plan import Kind
 
 HEAD_BYTES = animations.HEAD_BYTES

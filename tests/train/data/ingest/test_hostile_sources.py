@@ -11,12 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
+from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.convert.tensor_archive import read_archive
 from megadit.models.machine import peak_memory, reset_peak_memory
 from megadit.models.shared.errors import UserError
 from megadit.train.data import prepare
 from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
-from megadit.train.data.ingest.decode import UnusableSourceError, read_image
+from megadit.train.data.ingest.decode import read_image
 from megadit.train.data.ingest.foreign import UnreadableTensorError, as_tensor, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.rows import read_table

@@ -1,6 +1,6 @@
-"""Pictures that move: which WebP, PNG and GIF files do, and the frames of WebP, which ffmpeg does not decode."""
+"""Pictures that move: which WebP, PNG and GIF files do, how fast; frames of WebP, which ffmpeg does not decode."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import BinaryIO
 
@@ -8,8 +8,8 @@ import av
 import numpy as np
 from PIL import Image
 
-from megadit.infer.animations import is_webp
-from megadit.train.data.ingest.pool import still_alive
+from megadit.infer.decoding.frame import Frame
+from megadit.infer.decoding.rules import Rules
 
 HEAD_BYTES = 4096
 """Of a file that `is_animated` wants to see."""
@@ -30,46 +30,78 @@ def is_animated(head: bytes) -> bool:
     return head.startswith(b"GIF8") and b"NETSCAPE2.0" in head
 
 
+def is_webp(head: bytes) -> bool:
+    return head[:4] == b"RIFF" and head[8:12] == b"WEBP"
+
+
+def webp_size(head: bytes) -> tuple[int, int] | None:
+    """(width, height) that the first 30 bytes of a WebP announce; None of another file."""
+    if not is_webp(head):
+        return None
+    match head[12:16]:
+        case b"VP8X":
+            return tuple(1 + int.from_bytes(head[start : start + 3], "little") for start in (24, 27))
+        case b"VP8L":
+            bits = int.from_bytes(head[21:25], "little")
+            return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+        case _:
+            return tuple(int.from_bytes(head[start : start + 2], "little") & 0x3FFF for start in (26, 28))
+
+
+def rate(durations: Sequence[int], time_base: Fraction) -> float:
+    """Frames per second of an animation whose frames last so many ticks.
+
+    Where all are multiples of the shortest, that is a frame: writers join frames that are alike. Else the average.
+    """
+    shortest = min(durations)
+    if all(duration % shortest == 0 for duration in durations):
+        return float(1 / (shortest * time_base))
+    return float(len(durations) / (sum(durations) * time_base))
+
+
 class WebpVideo:
-    """An animated WebP, read as `decode` reads videos."""
+    """An animated WebP, read as `video.Video` is."""
 
     time_base = Fraction(1, 1000)
-    pixel_aspect = 1.0
+    is_regular = True
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, rules: Rules, beat: Callable[[], None]) -> None:
         """Raises ValueError for one that does not move, or is too large to try."""
         if file.seek(0, 2) > MAX_BYTES:
             raise ValueError(f"an animation of more than {MAX_BYTES >> 20} MiB")
-        self._file = file
+        self._file, self._rules, self._beat = file, rules, beat
         self._milliseconds = [duration or DEFAULT_MILLISECONDS for duration in _durations(file)]
         if not self._milliseconds:
             raise ValueError("it does not move")
 
     @property
     def fps(self) -> float:
-        return 1000 * len(self._milliseconds) / sum(self._milliseconds)
+        return rate(self._milliseconds, self.time_base)
 
-    def seek(self, pts: int) -> bool:
+    @property
+    def seconds(self) -> float:
+        return sum(self._milliseconds) / 1000
+
+    def seek(self, time: int) -> bool:
         """False: frames build on one another from the first."""
         return False
 
-    def frames(self) -> Iterator[av.VideoFrame]:
+    def frames(self) -> Iterator[Frame]:
         """In RGB, or RGBA; what follows a damaged frame is left out."""
         self._file.seek(0)
         with Image.open(self._file, formats=["WEBP"]) as image:
             start = 0
             for number, duration in enumerate(self._milliseconds):
-                still_alive()
+                self._beat()
                 try:
                     image.seek(number)
                     mode = "RGBA" if image.has_transparency_data else "RGB"
-                    frame = av.VideoFrame.from_ndarray(
+                    pixels = av.VideoFrame.from_ndarray(
                         np.asarray(image.convert(mode)), format={"RGBA": "rgba", "RGB": "rgb24"}[mode]
                     )
                 except (EOFError, OSError, ValueError):
                     return
-                frame.pts, frame.time_base = start, self.time_base
-                yield frame
+                yield Frame(pixels=pixels, time=start, duration=duration, rules=self._rules)
                 start += duration
 
 

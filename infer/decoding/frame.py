@@ -1,0 +1,117 @@
+"""A frame of a video as it is shown: upright, of square pixels, in RGB, in front of a background."""
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+import av
+import numpy as np
+from PIL import Image
+
+from megadit.infer.decoding.colour import conversion, to_screen
+from megadit.infer.decoding.rules import TRANSPARENT, Rules, opaque
+
+_UNSPECIFIED, _ITU709 = 2, 1
+_HD_LINES, _HD_COLUMNS = 720, 1280
+"""From which players take colours that nothing is said about for those of BT.709."""
+
+
+@dataclass(kw_only=True)
+class Frame:
+    pixels: av.VideoFrame
+    time: int
+    """In ticks of its video."""
+    rules: Rules
+    duration: int = 0
+    """In ticks; 0 where it is not known."""
+    aspect: float = 1.0
+    """Width of a pixel by its height."""
+    alpha_HW: np.ndarray | None = None
+    """How opaque each pixel is, where that is a stream of its own."""
+    is_damaged: bool = False
+    follows_loss: bool = False
+    """Whether frames before it could not be decoded."""
+    is_deinterlaced: bool = False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width as a player shows them."""
+        width = round(self.pixels.width * self.aspect)
+        return (width, self.pixels.height) if self._turn[0] else (self.pixels.height, width)
+
+    @property
+    def is_transparent(self) -> bool:
+        """Whether the background is seen through it somewhere."""
+        return self._opaque is not self.pixels
+
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """What was changed for a screen, in a few words to count by."""
+        return tuple(filter(None, ("interlaced" if self.is_deinterlaced else "", self._conversion)))
+
+    def fitted(self, height: int, width: int) -> np.ndarray:
+        """Scaled until it covers height x width, the middle cut out: uint8 HWC."""
+        is_transposed, flips_columns, flips_rows = self._turn
+        if is_transposed:
+            height, width = width, height
+        shown_width = self.pixels.width * self.aspect
+        scale = max(height / self.pixels.height, width / shown_width)
+        scaled_height, scaled_width = (
+            max(height, round(self.pixels.height * scale)),
+            max(width, round(shown_width * scale)),
+        )
+        picture = self._scaled(scaled_height, scaled_width, self._rgb)
+        top, left = (scaled_height - height) // 2, (scaled_width - width) // 2
+        picture = self._on_screen(picture[top : top + height, left : left + width])
+        picture = picture.transpose(1, 0, 2) if is_transposed else picture
+        return np.ascontiguousarray(picture[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1])
+
+    def thumbnail(self, side: int) -> tuple[np.ndarray, np.ndarray]:
+        """Its brightness and its colours, side x side, as it is stored: neither upright nor in its shape."""
+        colours = self._on_screen(self._scaled(side, side, self._rgb))
+        if self._conversion:
+            return np.asarray(Image.fromarray(colours).convert("L")), colours
+        return self._scaled(side, side, "gray"), colours
+
+    def _scaled(self, height: int, width: int, format: str) -> np.ndarray:
+        shown = self._opaque
+        is_hd = shown.height >= _HD_LINES or shown.width >= _HD_COLUMNS
+        space = _ITU709 if is_hd and shown.colorspace == _UNSPECIFIED and not shown.format.is_rgb else None
+        scaled = shown.reformat(width, height, format=format, interpolation="AREA", src_colorspace=space)
+        return scaled.to_ndarray()
+
+    def _on_screen(self, picture_HWC: np.ndarray) -> np.ndarray:
+        if not self._conversion:
+            return picture_HWC
+        return to_screen(picture_HWC, self.pixels.color_trc, self.pixels.color_primaries)
+
+    @property
+    def _rgb(self) -> str:
+        return "rgb48le" if self._conversion else "rgb24"
+
+    @cached_property
+    def _conversion(self) -> str:
+        return conversion(self.pixels.color_trc, self.pixels.color_primaries)
+
+    @cached_property
+    def _opaque(self) -> av.VideoFrame:
+        """Its pixels, or what is seen of them in front of the background."""
+        kind = self.pixels.format
+        if self.alpha_HW is None and not (kind.has_palette or any(part.is_alpha for part in kind.components)):
+            return self.pixels
+        rgba_HWC = self.pixels.to_ndarray(format="rgba")
+        if self.alpha_HW is not None:
+            rgba_HWC[..., 3] = self.alpha_HW
+        shown = opaque(Image.fromarray(rgba_HWC, "RGBA"), self.rules)
+        return av.VideoFrame.from_image(shown) if TRANSPARENT in shown.info else self.pixels
+
+    @cached_property
+    def _turn(self) -> tuple[bool, bool, bool]:
+        """How its display matrix turns it: whether rows become columns, then columns, then rows are reversed."""
+        matrix = self.pixels.side_data.get("DISPLAYMATRIX")
+        if matrix is None:
+            return False, False, False
+        a, b, _, c, d = struct.unpack("=5i", bytes(matrix)[:20])
+        if abs(a) + abs(d) >= abs(b) + abs(c):
+            return False, a < 0, d < 0
+        return True, c < 0, b < 0

@@ -1,0 +1,99 @@
+"""Pictures as people see them: upright, in sRGB of eight bits, in front of a background where they are transparent."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from megadit.infer.decoding.animations import webp_size
+from megadit.infer.decoding.colour import profile_to_srgb
+from megadit.infer.decoding.rules import CONVERSIONS, Rules, UnusableSourceError, opaque
+from megadit.models.shared.errors import UserError
+
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
+_MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "HEIF", "JXL")
+"""What some builds of Pillow and its plugins know."""
+_WHITE_IS_ZERO = 0
+_PHOTOMETRIC = 262
+"""The tag of TIFF that says what zero means."""
+
+
+def read_picture(
+    file: BinaryIO,
+    rules: Rules,
+    formats: tuple[str, ...] | None = None,
+    check: Callable[[int, int], None] = lambda width, height: None,
+) -> Image.Image:
+    """The picture of a file that is at its beginning, in RGB; `check` may refuse a width and height before it is made.
+
+    Raises:
+        UnusableSourceError: if it cannot be decoded, or is too large to try.
+    """
+    try:
+        size = webp_size(file.read(30))
+        if size is not None:  # its decoder makes room for the whole before anybody can ask how large it is
+            rules.check(*size)
+            check(*size)
+        file.seek(0)
+        image = Image.open(file, formats=formats or _known_formats())
+        rules.check(image.width, image.height)
+        check(image.width, image.height)
+        upright = ImageOps.exif_transpose(image)
+        grey = _eight_bits(upright, image)
+        colours = profile_to_srgb(grey)
+        shown = opaque(colours, rules)
+        changes = {"deep grey": grey is not upright, "colour profile": colours is not grey}
+        shown.info[CONVERSIONS] = tuple(name for name, is_changed in changes.items() if is_changed)
+        return shown
+    except (UnusableSourceError, UserError):
+        raise
+    except Image.UnidentifiedImageError:
+        raise UnusableSourceError("broken", "it is no picture of a format that Pillow knows here") from None
+    except Exception as error:  # decoders raise whatever they like
+        raise UnusableSourceError("broken", f"{type(error).__name__}: {error}") from None
+
+
+@cache
+def _known_formats() -> tuple[str, ...]:
+    for plugin, register in (("pillow_heif", "register_heif_opener"), ("pillow_jxl", "")):
+        with suppress(ImportError):
+            found = import_module(plugin)
+            if register:
+                getattr(found, register)()
+    Image.init()
+    return tuple(name for name in (*IMAGE_FORMATS, *_MORE_FORMATS) if name in Image.OPEN)
+
+
+def _eight_bits(image: Image.Image, original: Image.Image) -> Image.Image:
+    """Grey of 16 or 32 bits, or of floating point, in eight bits."""
+    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
+        return image
+    values = np.asarray(image).astype(np.float64)
+    light = values / _white(values, image.mode)
+    if getattr(original, "tag_v2", {}).get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+        light = 1 - light
+    shown = Image.fromarray((light * 255).round().astype(np.uint8))
+    hidden = image.info.get("transparency")
+    if isinstance(hidden, int):
+        shown.putalpha(Image.fromarray(np.where(values == hidden, 0, 255).astype(np.uint8)))
+    return shown
+
+
+def _white(values: np.ndarray, mode: str) -> float:
+    """The value that white has.
+
+    Raises:
+        UnusableSourceError: if nothing says so.
+    """
+    low, high = (values.min(), values.max()) if np.isfinite(values).all() else (-1.0, 1.0)
+    is_whole = mode != "F" or (high > 1 and (values == values.round()).all())
+    if low >= 0 and high <= 65535:
+        if mode != "F" or (is_whole and high > 255):
+            return 65535.0
+        if high <= 1 or is_whole:
+            return 1.0 if high <= 1 else 255.0
+    raise UnusableSourceError("unknown range", f"nothing says which value is white; they go from {low:g} to {high:g}")

@@ -1,0 +1,53 @@
+"""What holds for every file that is read: limits, the background, the one error that says why there are no frames."""
+
+from dataclasses import dataclass
+
+from PIL import Image
+
+MAX_PIXELS = 1 << 27
+"""Of a picture: somewhat more than 15360x8640."""
+
+TRANSPARENT = "transparent"
+"""In `info` of an image that the background was seen through."""
+CONVERSIONS = "conversions"
+"""In `info` of an image: what was changed for a screen, in a few words to count by."""
+
+
+class UnusableSourceError(ValueError):
+    """A file that gives no frames. `reason` is one of a few words to count by, `detail` says more."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    background: str = "black"
+    """Colour behind what is transparent."""
+    max_pixels: float = MAX_PIXELS
+    """Of one picture; larger ones are not decoded."""
+
+    def check(self, width: int, height: int) -> None:
+        """Raises UnusableSourceError for a picture of no size, or one that is too large to try."""
+        if not width * height:
+            raise UnusableSourceError("broken", "its pictures have no size")
+        if width * height > self.max_pixels:
+            raise UnusableSourceError(
+                "too large", f"{width}x{height} pixels; at most {self.max_pixels / 1e6:g} megapixels"
+            )
+
+
+def opaque(image: Image.Image, rules: Rules) -> Image.Image:
+    """The picture in RGB, where it is transparent in front of the background."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("LA") if image.mode == "La" else image
+    image = image.convert("RGBA")
+    if image.getextrema()[3][0] == 255:
+        return image.convert("RGB")
+    ground = Image.new("RGBA", image.size, rules.background)
+    shown = Image.alpha_composite(ground, image).convert("RGB")
+    shown.info[TRANSPARENT] = True
+    return shown

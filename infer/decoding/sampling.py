@@ -1,0 +1,112 @@
+"""Frames at even times, and all frames of a file at once."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import BinaryIO
+
+import numpy as np
+
+from megadit.infer.decoding.animations import HEAD_BYTES, is_animated
+from megadit.infer.decoding.containers import CONTAINERS
+from megadit.infer.decoding.frame import Frame
+from megadit.infer.decoding.pictures import read_picture
+from megadit.infer.decoding.rules import Rules, UnusableSourceError
+from megadit.infer.decoding.video import open_video
+
+_PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"P1", b"P2", b"P3", b"P4", b"P5", b"P6", b"Pf",
+             b"qoif", b"\xff\x0a", b"\xff\x4f\xff\x51", b"\0\0\0\x0cJXL ", b"\0\0\0\x0cjP  ")  # fmt: skip
+_BRANDS = (b"avif", b"heic", b"heix", b"mif1")
+ROUNDED_TO = 0.001
+"""Seconds to which times may have been rounded on their way, whatever the container says."""
+_HELD = 1.5
+"""Times its share of a second that the last frame lasts to be shown several times."""
+Check = Callable[[int, int, int, float], None]
+"""May refuse so many frames, of such a height and width, of so many seconds, before they are made."""
+
+
+def is_picture(head: bytes) -> bool:
+    """Whether a file that begins so (`HEAD_BYTES`) is a picture that does not move."""
+    if head[4:8] == b"ftyp":
+        return head[8:12] in _BRANDS
+    return head.startswith((*_PICTURES, b"RIFF")) and not is_animated(head) and head[8:12] != b"AVI "
+
+
+def sampled(frames: Iterator[Frame], time_base: Fraction, fps: float) -> Iterator[Frame]:
+    """The frame shown at each of the times first + k / fps, which some containers round to their ticks."""
+    first = shown = None
+    shown_time = 0.0
+    tick = min(max(float(time_base), ROUNDED_TO), 0.25 / fps) + 1e-6
+    count = 0
+    for frame in frames:
+        time = float(frame.time * time_base)
+        if shown is None:
+            first = time
+        else:
+            is_lost = frame.is_damaged or frame.follows_loss
+            while first + count / fps < time - tick:
+                is_held = first + count / fps > shown_time + _HELD / fps
+                yield replace(shown, is_damaged=True) if is_lost and is_held else shown
+                count += 1
+        shown, shown_time = frame, time
+    if shown is None:
+        return
+    lasts = float(shown.duration * time_base)
+    if first + count / fps <= shown_time + max(tick, 0.25 * min(lasts, 1 / fps)):
+        yield shown
+        count += 1
+    while lasts > _HELD / fps and first + count / fps < shown_time + lasts - tick:
+        yield shown
+        count += 1
+
+
+def read_all(
+    file: BinaryIO,
+    rules: Rules,
+    check: Check = lambda num_frames, height, width, seconds: None,
+    *,
+    containers: str = CONTAINERS,
+    formats: tuple[str, ...] | None = None,
+) -> tuple[np.ndarray, float]:
+    """Frames (uint8 THWC) of a file that is at its beginning, and frames per second (0 of one picture).
+
+    A video of variable rate comes out even; frames of several sizes take that of the first.
+
+    Raises:
+        UnusableSourceError: if it cannot be decoded, frames are damaged, or it is too large to try.
+    """
+    head = file.read(HEAD_BYTES)
+    file.seek(0)
+    if is_picture(head):
+        image = read_picture(file, rules, formats, lambda width, height: check(1, height, width, 0.0))
+        return np.asarray(image)[None], 0.0
+    with open_video(file, rules, containers=containers) as video:
+        fps, pictures, size, before = video.fps, [], None, None
+        check(1, 1, 1, video.seconds)
+        for frame in _whole(sampled(video.frames(), video.time_base, fps)):
+            size = size or frame.size
+            check(len(pictures) + 1, *size, len(pictures) / fps)
+            pictures.append(pictures[-1] if frame is before else frame.fitted(*size))
+            before = frame
+    if not pictures:
+        raise UnusableSourceError("broken", "no frame can be decoded")
+    return np.stack(pictures), fps if len(pictures) > 1 else 0.0
+
+
+def _whole(frames: Iterator[Frame]) -> Iterator[Frame]:
+    """The frames between a damaged beginning and a damaged end.
+
+    Raises:
+        UnusableSourceError: if what is damaged lies in their middle, or nothing else is there.
+    """
+    num_damaged = num_whole = 0
+    for frame in frames:
+        if frame.is_damaged:
+            num_damaged += 1
+        elif num_damaged and num_whole:
+            raise UnusableSourceError("damaged", f"{num_damaged} of its frames, after the first {num_whole}")
+        else:
+            num_damaged, num_whole = 0, num_whole + 1
+            yield frame
+    if num_damaged and not num_whole:
+        raise UnusableSourceError("damaged", "all of its frames")

@@ -1,0 +1,189 @@
+"""Frames of a video in the order and at the times in which they are shown; what is damaged says so.
+
+Nothing here trusts a file: sizes are checked before pixels are made, containers that lead to other files are not
+opened, and whatever a decoder raises becomes an `UnusableSourceError`.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import BinaryIO
+
+import av
+import numpy as np
+
+from megadit.infer.decoding import animations
+from megadit.infer.decoding.clock import NO_TIMESTAMPS, Clock
+from megadit.infer.decoding.containers import CONTAINERS, open_container, pixel_limit
+from megadit.infer.decoding.deinterlace import deinterlaced
+from megadit.infer.decoding.frame import Frame
+from megadit.infer.decoding.rules import Rules, UnusableSourceError
+
+_ALPHA_DECODERS = {"vp8": "vp8", "vp9": "vp9", "libvpx": "vp8", "libvpx-vp9": "vp9"}
+_ANIMATIONS = ("gif", "apng")
+
+
+@contextmanager
+def open_video(
+    file: BinaryIO, rules: Rules, *, beat: Callable[[], None] = lambda: None, containers: str = CONTAINERS
+) -> Iterator["Video | animations.WebpVideo"]:
+    """The video of a file that is at its beginning; `beat` is called for every packet.
+
+    Raises:
+        UnusableSourceError: if nothing can be decoded, or it is too large to try.
+    """
+    try:
+        head = file.read(30)
+        file.seek(0)
+        if animations.is_webp(head):
+            rules.check(*animations.webp_size(head))
+            yield animations.WebpVideo(file, rules, beat)
+            return
+        durations = _animation_durations(file, rules, containers)
+        with open_container(file, containers=containers, max_pixels=rules.max_pixels) as container:
+            yield Video(container, rules, beat, durations)
+    except (av.FFmpegError, OSError, ValueError, EOFError) as error:
+        if isinstance(error, UnusableSourceError):
+            raise
+        message = error.strerror if isinstance(error, av.FFmpegError) else error
+        raise UnusableSourceError("broken", str(message)) from None
+
+
+def _animation_durations(file: BinaryIO, rules: Rules, containers: str) -> list[int]:
+    """Ticks of each frame of a GIF or APNG; of other files none. The file is at its beginning again."""
+    head = file.read(animations.HEAD_BYTES)
+    file.seek(0)
+    if not head.startswith((b"GIF8", b"\x89PNG")):
+        return []
+    with open_container(file, containers=containers, max_pixels=rules.max_pixels) as container:
+        found = [packet.duration for packet in container.demux(video=0) if packet.duration]
+    file.seek(0)
+    return found
+
+
+class Video:
+    """The video of a container that ffmpeg reads: of several the one that players take."""
+
+    def __init__(
+        self, container: av.container.InputContainer, rules: Rules, beat: Callable[[], None], durations: list[int]
+    ) -> None:
+        streams = [stream for stream in container.streams.video if not _is_picture(stream)]
+        if not streams:
+            raise UnusableSourceError("broken", "it holds no video")
+        is_default = av.stream.Disposition.default
+        self._stream = next((stream for stream in streams if stream.disposition & is_default), streams[0])
+        self._container, self._rules, self._beat, self._durations = container, rules, beat, durations
+        self._stream.codec_context.thread_count = 1  # sources are read side by side already
+        rules.check(self._stream.width, self._stream.height)
+        self.is_regular = True
+        """Whether the times of its frames are those of the file, so that one can be sought."""
+
+    @property
+    def time_base(self) -> Fraction:
+        return self._stream.time_base
+
+    @property
+    def seconds(self) -> float:
+        """As the file says; 0 where it does not."""
+        stream, container = self._stream, self._container
+        return max((container.duration or 0) / av.time_base, float((stream.duration or 0) * (stream.time_base or 0)))
+
+    @property
+    def fps(self) -> float:
+        if self._durations:
+            return animations.rate(self._durations, self.time_base)
+        rates = [self._stream.average_rate, self._stream.guessed_rate, self._stream.base_rate]
+        if self._container.format.flags & NO_TIMESTAMPS:
+            rates = [self._stream.guessed_rate, *rates]
+        for rate in rates:
+            if rate is not None and 0.1 < float(rate) < 1000:
+                return float(rate)
+        return math.inf
+
+    @property
+    def pixel_aspect(self) -> float:
+        """Width of a pixel by its height; frames do not say."""
+        ratio = self._stream.sample_aspect_ratio
+        return float(ratio) if ratio and 0.1 < ratio < 10 else 1.0
+
+    def seek(self, time: int) -> bool:
+        """Goes to the last key frame before `time`; False if the container cannot."""
+        try:
+            self._container.seek(time, stream=self._stream, backward=True)
+        except (av.FFmpegError, OSError):
+            return False
+        return True
+
+    def frames(self) -> Iterator[Frame]:
+        """Every frame once, in the order in which they are shown, with growing times."""
+        clock = Clock(self._container.format, self.time_base, self.fps)
+        aspect = self.pixel_aspect
+        frames = (
+            Frame(
+                pixels=pixels,
+                time=clock(pixels),
+                duration=pixels.duration or 0,
+                rules=self._rules,
+                aspect=aspect,
+                alpha_HW=alpha_HW,
+                is_damaged=is_damaged,
+                follows_loss=follows_loss,
+            )
+            for pixels, alpha_HW, is_damaged, follows_loss in self._decoded()
+        )
+        for frame in deinterlaced(frames):
+            self.is_regular = self.is_regular and clock.is_regular
+            yield frame
+
+    def _decoded(self) -> Iterator[tuple[av.VideoFrame, np.ndarray | None, bool, bool]]:
+        """(frame, alpha, whether it is damaged, whether others before it were lost).
+
+        What follows a damaged frame builds on it, until the next key frame.
+        """
+        is_damaged = follows_loss = False
+        alpha = _AlphaStream(self._stream, self._rules) if self._stream.metadata.get("alpha_mode") == "1" else None
+        packets = self._container.demux(self._stream)
+        while True:
+            self._beat()
+            try:
+                packet = next(packets)
+                frames = packet.decode()
+            except StopIteration:
+                return
+            except av.InvalidDataError:
+                is_damaged = follows_loss = True
+                continue
+            except (av.FFmpegError, EOFError):
+                return
+            planes = alpha.decode(packet) if alpha else []
+            for number, frame in enumerate(frames):
+                is_damaged = frame.is_corrupt or (is_damaged and not frame.key_frame)
+                yield frame, planes[number] if number < len(planes) else None, is_damaged, follows_loss
+                follows_loss = False
+
+
+class _AlphaStream:
+    """How opaque the frames of a VP8 or VP9 are: a stream beside its packets, which its decoder does not see."""
+
+    def __init__(self, stream: av.VideoStream, rules: Rules) -> None:
+        self._decoder = av.CodecContext.create(_ALPHA_DECODERS[stream.codec_context.name], "r")
+        self._decoder.options = {"max_pixels": pixel_limit(rules.max_pixels)}
+        self._decoder.thread_count = 1
+
+    def decode(self, packet: av.Packet) -> list[np.ndarray]:
+        """Of each frame of a packet: uint8 HW."""
+        for data in packet.iter_sidedata():
+            if data.data_type == "matroska_block_additional":
+                content = bytes(data)[8:]  # after the number of the addition
+                try:
+                    frames = self._decoder.decode(av.Packet(content))
+                except av.FFmpegError:
+                    return []
+                return [frame.to_ndarray(format=frame.format.name)[: frame.height, : frame.width] for frame in frames]
+        return []
+
+
+def _is_picture(stream: av.VideoStream) -> bool:
+    """Whether it is the cover of something else."""
+    return bool(stream.disposition & (av.stream.Disposition.attached_pic | av.stream.Disposition.still_image))

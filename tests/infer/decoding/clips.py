@@ -1,0 +1,184 @@
+"""Rows of the table: containers, codecs, pixel formats, matrices of colour and of display, and times of videos."""
+
+import io
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from .drawing import COUNT, FPS, HEIGHT, MATRICES, WIDTH, Row, frames, stored_as
+
+# --- videos -------------------------------------------------------------------------------------------------------
+
+
+def write(
+    path: Any,
+    pictures: Sequence[np.ndarray] | None = None,
+    codec: str = "libx264",
+    pix_fmt: str = "yuv420p",
+    *,
+    format: str | None = None,
+    rate: int = FPS,
+    times: Sequence[int] | None = None,
+    options: dict[str, str] | None = None,
+    flags: str = "",
+    matrix: Sequence[int] | None = None,
+    aspect: Fraction | None = None,
+    tags: dict[str, int] | None = None,
+    convert: Callable[[av.VideoFrame], av.VideoFrame] = lambda frame: frame,
+) -> None:
+    """`times` in milliseconds; `matrix` of display, `tags` of colour."""
+    pictures = frames() if pictures is None else pictures
+    file, movflags = path if hasattr(path, "write") else str(path), {"movflags": flags} if flags else {}
+    with av.open(file, "w", format=format, options=movflags) as container:
+        stream = container.add_stream(codec, rate=rate, options=options or {})
+        stream.height, stream.width = pictures[0].shape[:2]
+        stream.pix_fmt, stream.thread_count = pix_fmt, 1
+        if times is not None:
+            stream.codec_context.time_base = stream.time_base = Fraction(1, 1000)
+        if aspect is not None:
+            stream.codec_context.sample_aspect_ratio = aspect
+        if matrix is not None:
+            stream.set_display_matrix(matrix)
+        for name, value in (tags or {}).items():
+            setattr(stream.codec_context, name, value)
+        for number, shown in enumerate(pictures):
+            kind = "rgb48le" if shown.dtype == np.uint16 else {3: "rgb24", 4: "rgba"}[shown.shape[2]]
+            frame = convert(av.VideoFrame.from_ndarray(np.ascontiguousarray(shown), format=kind))
+            if times is not None:
+                frame.pts, frame.time_base = times[number], Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def video(name: str, codec: str = "libx264", pix_fmt: str = "yuv420p", **values: Any) -> Row:
+    of_row = {key: values.pop(key) for key in list(values) if key in Row.__dataclass_fields__}
+    return Row(name=name, make=partial(write, codec=codec, pix_fmt=pix_fmt, **values), needs=(codec,), **of_row)
+
+
+CONTAINERS = [
+    video("h264.mp4"), video("h264.mov"), video("h264.mkv"), video("h264.ts"), video("h264.flv"),
+    video("h264.m2ts", format="mpegts"), video("h264.mts", format="mpegts"), video("h264.m4v", format="mp4"),
+    video("h264_b.mp4", options={"bf": "3"}), video("h264_b.ts", options={"bf": "3"}),
+    video("h264_b.avi", options={"bf": "3"}), video("h264_b.mkv", options={"bf": "3"}),
+    video("h264.h264", format="h264"), video("h264_b.h264", format="h264", options={"bf": "3"}),
+    video("fragmented.mp4", format="mp4", flags="frag_keyframe+empty_moov"),
+    video("hevc.mp4", "libx265"), video("hevc.mov", "libx265"), video("hevc.hevc", "libx265", format="hevc"),
+    video("av1.mp4", "libsvtav1"), video("av1.webm", "libsvtav1"),
+    video("vp8.webm", "libvpx"), video("vp9.webm", "libvpx-vp9"), video("vp9.mp4", "libvpx-vp9"),
+    video("vp8.ivf", "libvpx"),
+    video("mpeg4.avi", "mpeg4"), video("mpeg4_b.avi", "mpeg4", options={"bf": "2"}), video("mpeg4.mp4", "mpeg4"),
+    video("msmpeg4.avi", "msmpeg4v2"), video("wmv2.wmv", "wmv2", format="asf"), video("flv1.flv", "flv"),
+    video("mpeg2.mpg", "mpeg2video"), video("mpeg2.vob", "mpeg2video", format="vob"),
+    video("mpeg2.mxf", "mpeg2video", near=12), video("mpeg2.m2v", "mpeg2video", format="mpeg2video"),
+    video("mpeg1.m1v", "mpeg1video", format="mpeg1video"),
+    video("raw.y4m", "wrapped_avframe", format="yuv4mpegpipe"), video("raw.avi", "rawvideo"),
+    video("mjpeg.avi", "mjpeg", "yuvj420p"), video("mjpeg.mov", "mjpeg", "yuvj420p"),
+    video("prores.mov", "prores_ks", "yuv422p10le"), video("qtrle.mov", "qtrle", "rgb24"),
+    video("png.mov", "png", "rgb24"), video("ffv1.mkv", "ffv1"), video("ffv1.nut", "ffv1"),
+    video("huffyuv.avi", "huffyuv", "yuv422p"), video("utvideo.avi", "utvideo", "yuv420p"),
+    video("v210.mov", "v210", "yuv422p10le"), video("magicyuv.avi", "magicyuv", "gbrp"),
+]  # fmt: skip
+PIXELS = [
+    video(f"{pix_fmt}.mkv", "ffv1", pix_fmt, near=4 if "444" in pix_fmt or "rgb" in pix_fmt else 8)
+    for pix_fmt in ("yuv422p", "yuv444p", "yuv420p10le", "yuv444p10le", "yuv444p16le", "bgr0", "rgb48le", "yuv411p",
+                    "gbrp10le", "yuv410p")
+] + [
+    video("gray.mkv", "ffv1", "gray", fields=[(87,) * 3, (122,) * 3, (58,) * 3, (128,) * 3]),
+    video("gbrp.mp4", "libx264rgb", "rgb24"), video("yuv444p.mp4", pix_fmt="yuv444p"),
+    video("yuv420p10le.mp4", pix_fmt="yuv420p10le"),
+    video("odd.mkv", "ffv1", "yuv444p", pictures=frames(height=65, width=97), size=(65, 97)),
+]  # fmt: skip
+
+
+def _in_space(space: int, color_range: int) -> Callable[[av.VideoFrame], av.VideoFrame]:
+    """To YUV of a matrix, as H.273 numbers them."""
+    named = {1: "ITU709", 5: "ITU601", 9: "BT2020"}[space]
+
+    def convert(frame: av.VideoFrame) -> av.VideoFrame:
+        shown = frame.reformat(format="yuv444p", dst_colorspace=named, dst_color_range=color_range)
+        shown.colorspace, shown.color_range = space, color_range
+        return shown
+
+    return convert
+
+
+SPACES = [
+    video(f"matrix{space}_range{color_range}.{suffix}", "libx264", "yuv444p", near=5,
+           convert=_in_space(space, color_range), tags={"colorspace": space, "color_range": color_range})
+    for space in (1, 5, 9) for color_range in (1, 2) for suffix in ("mp4", "mkv")
+]  # fmt: skip
+
+
+def untagged_hd(path: Path) -> None:
+    convert = _in_space(1, 1)
+
+    def untagged(frame: av.VideoFrame) -> av.VideoFrame:
+        shown = convert(frame)
+        shown.colorspace, shown.color_range = 2, 0
+        return shown
+
+    write(path, frames(2, height=720, width=960), "ffv1", "yuv444p", convert=untagged)
+
+
+# --- display matrices ---------------------------------------------------------------------------------------------
+
+
+def _turned(name: str, suffix: str) -> Row:
+    a, b, c, d = (value << 16 for value in MATRICES[name])
+    stored = [stored_as(name, shown) for shown in frames()]
+    return video(f"{name}.{suffix}", pictures=stored, matrix=(a, b, 0, c, d, 0, 0, 0, 1 << 30))
+
+
+TURNED = [_turned(name, suffix) for name in MATRICES for suffix in ("mp4", "mov")]
+ASPECTS = [
+    video("wide.mp4", pictures=frames(width=48), aspect=Fraction(2)),
+    video("narrow.mkv", pictures=frames(width=192), aspect=Fraction(1, 2)),
+    video("wide_rot90.mp4", pictures=[stored_as("rot90", shown)[:, ::2] for shown in frames()], aspect=Fraction(2),
+           matrix=(0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)),
+]  # fmt: skip
+
+
+# --- times --------------------------------------------------------------------------------------------------------
+
+
+def _joined(path: Path, *, shift: int = 0) -> None:
+    """Two transport streams, the second of which begins at its own time."""
+    whole = b""
+    for part in range(2):
+        buffer = io.BytesIO()
+        pictures = frames(2 * COUNT)[part * COUNT : (part + 1) * COUNT]
+        offset = shift * part
+        write(buffer, pictures, format="mpegts", times=[offset + 1000 * number // FPS for number in range(COUNT)])
+        whole += buffer.getvalue()
+    path.write_bytes(whole)
+
+
+def _two_streams(path: Path) -> None:
+    """A small preview first, then the video that is marked as the one to show."""
+    with av.open(str(path), "w") as container:
+        streams = [container.add_stream("libx264", rate=FPS) for _ in range(2)]
+        for stream, (height, width) in zip(streams, ((32, 32), (HEIGHT, WIDTH)), strict=True):
+            stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        streams[0].disposition, streams[1].disposition = av.stream.Disposition(0), av.stream.Disposition.default
+        for shown in frames():
+            for stream, pixels in zip(streams, (np.zeros((32, 32, 3), np.uint8), shown), strict=True):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        for stream in streams:
+            container.mux(stream.encode())
+
+
+STILL_MS = [*(1000 * number // 4 for number in range(6)), 16_250, 16_500]
+TIMES = [
+    video("offset.mkv", times=[5000 + 1000 * number // FPS for number in range(COUNT)]),
+    video("twice_as_slow.mkv", times=[83 * number for number in range(COUNT)], rate=12, fps=12.05),
+    video("still.mkv", pictures=frames(8), times=STILL_MS, rate=4, fps=4, numbers=(*range(6), *[5] * 59, 6, 7)),
+    video("rounded.mov", times=[round(1000 * number / FPS) for number in range(COUNT)]),
+    Row(name="joined.ts", make=_joined, numbers=range(2 * COUNT)),
+    Row(name="joined_later.ts", make=partial(_joined, shift=3_600_000), numbers=range(2 * COUNT)),
+    Row(name="default_second.mkv", make=_two_streams),
+]  # fmt: skip

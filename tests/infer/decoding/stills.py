@@ -1,0 +1,207 @@
+"""Rows of the table: pictures, those that move, and files that are none."""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageCms
+
+from .drawing import FIELDS, HEIGHT, WIDTH, Make, Row, frames, picture, see_through, stored_as
+from .flags import HIDDEN
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
+def _save(path: Path, make: Callable[[], Image.Image], **options: Any) -> None:
+    make().save(path, **options)
+
+
+def plain() -> Image.Image:
+    return Image.fromarray(picture(5))
+
+
+def clear() -> Image.Image:
+    return Image.fromarray(see_through(6)[5], "RGBA")
+
+
+def _still(name: str, make: Callable[[], Image.Image] = plain, **values: Any) -> Row:
+    of_row = {key: values.pop(key) for key in list(values) if key in Row.__dataclass_fields__}
+    return Row(name=name, make=partial(_save, make=make, **values), **{"numbers": (5,), "fps": 0.0} | of_row)
+
+
+def _as(mode: str, make: Callable[[], Image.Image] = plain) -> Callable[[], Image.Image]:
+    return lambda: make().convert(mode)
+
+
+GREY = [(87,) * 3, (122,) * 3, (58,) * 3, (128,) * 3]
+HIDDEN_GREY = [GREY[0], (0, 0, 0), *GREY[2:]]
+
+
+def deep(kind: type, white: float) -> Callable[[], Image.Image]:
+    """Grey of another depth, in which white is this value."""
+    return lambda: Image.fromarray((np.asarray(plain().convert("L")) / 255 * white).astype(kind))
+
+
+def whole_floats() -> Image.Image:
+    return Image.fromarray(np.asarray(plain().convert("L")).astype(np.float32))
+
+
+def _palette_in_part() -> Image.Image:
+    """A palette whose colours are transparent by a table."""
+    quantized = plain().quantize(16)
+    green = quantized.getpixel((3 * WIDTH // 4, 5))
+    quantized.info["transparency"] = bytes(0 if entry == green else 255 for entry in range(16))
+    return quantized
+
+
+def _png16(path: Path, *, colour: int) -> None:
+    """A PNG of 16 bits a channel, which Pillow does not write: colour 2 is RGB, 4 grey with alpha, 6 RGBA."""
+    rgba = see_through(6)[5].astype(np.uint16) * 257
+    values = {
+        2: rgba[..., :3],
+        6: rgba,
+        4: np.dstack([np.asarray(plain().convert("L")).astype(np.uint16) * 257, rgba[..., 3]]),
+    }[colour]
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    head = struct.pack(">IIBBBBB", WIDTH, HEIGHT, 16, colour, 0, 0, 0)
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    )
+
+
+@cache
+def p3_profile() -> bytes:
+    """Display P3 as a profile: sRGB's with other primaries, adapted to D50."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    columns = {
+        b"rXYZ": (0.51512, 0.24120, -0.00105),
+        b"gXYZ": (0.29198, 0.69225, 0.04189),
+        b"bXYZ": (0.15710, 0.06657, 0.78407),
+    }
+    count = struct.unpack(">I", profile[128:132])[0]
+    for entry in range(count):
+        tag, offset, _ = struct.unpack(">4sII", profile[132 + 12 * entry : 144 + 12 * entry])
+        if tag in columns:
+            profile[offset + 8 : offset + 20] = struct.pack(">3i", *(round(value * 65536) for value in columns[tag]))
+    return bytes(profile)
+
+
+def in_p3() -> Image.Image:
+    """The picture in the numbers of Display P3."""
+    source = ImageCms.createProfile("sRGB"), ImageCms.ImageCmsProfile(io.BytesIO(p3_profile()))
+    return ImageCms.profileToProfile(plain(), *source)
+
+
+def _exif(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+EXIF = {1: "upright", 2: "hflip", 3: "rot180", 4: "vflip", 5: "transpose", 6: "rot90", 7: "transverse", 8: "rot270"}
+
+
+def _exif_still(orientation: int, suffix: str) -> Row:
+    def make() -> Image.Image:
+        return Image.fromarray(np.ascontiguousarray(stored_as(EXIF[orientation], picture(5))))
+
+    options = {"quality": 95} if suffix != "png" else {}
+    return _still(f"exif{orientation}.{suffix}", make, exif=_exif(orientation), near=12, **options)
+
+
+PICTURES = [
+    _still("a.png"), _still("a.jpg", quality=95), _still("a.webp", lossless=True),
+    _still("lossy.webp", quality=90, near=12),
+    _still("a.avif", quality=90, near=12), _still("avif_as.bmp", format="AVIF", quality=90, near=12),
+    _still("a.jp2"), _still("a.qoi"), _still("a.bmp"),
+    _still("a.tif"), _still("a.ppm"), _still("a.gif"), _still("jpeg.jpeg", quality=95),
+    _still("progressive.jpg", quality=95, progressive=True), _still("png_as.jpg", format="PNG"),
+    _still("jpg_as.png", format="JPEG", quality=95), _still("webp_as.jpg", format="WEBP", lossless=True),
+    *(_still(f"{name}.tif", compression=name, near=12)
+      for name in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg")),
+    _still("pages.tif", save_all=True, append_images=[Image.new("RGB", (20, 20))]),
+    _still("mpo.jpg", format="MPO", save_all=True, append_images=[Image.new("RGB", (20, 20))], quality=95),
+    _still("grey.png", _as("L"), fields=GREY, near=3), _still("grey.jpg", _as("L"), fields=GREY, quality=95),
+    _still("bits.png", lambda: plain().convert("L").point(lambda value: 255 * (value > 100), mode="1"),
+           fields=[(0,) * 3, (255,) * 3, (0,) * 3, (255,) * 3]),
+    _still("palette.png", lambda: plain().quantize(16)), _still("palette.bmp", lambda: plain().quantize(16)),
+    _still("cmyk.jpg", _as("CMYK"), quality=95), _still("cmyk.tif", _as("CMYK")),
+    _still("rgba.png", clear, fields=HIDDEN), _still("rgba.webp", clear, lossless=True, fields=HIDDEN),
+    _still("rgba.tif", clear, fields=HIDDEN), _still("la.png", _as("LA", clear), fields=HIDDEN_GREY),
+    _still("palette_alpha.png", _palette_in_part, fields=HIDDEN),
+    _still("palette_key.png", lambda: plain().quantize(16), fields=HIDDEN,
+           transparency=_palette_in_part().info["transparency"].index(0)),
+    _still("key.png", transparency=FIELDS[1], fields=HIDDEN),
+    _still("alpha.gif", clear, fields=HIDDEN),
+    _still("grey16.png", deep(np.uint16, 65535), fields=GREY, near=3),
+    _still("grey16.tif", deep(np.uint16, 65535), fields=GREY, near=3),
+    _still("grey16.pgm", deep(np.uint16, 65535), fields=GREY, near=3),
+    _still("dark16.png", deep(np.uint16, 12000), near=3,
+           fields=[tuple(value * 12000 // 65535 for value in grey) for grey in GREY], numbers=None),
+    _still("float1.tif", deep(np.float32, 1), fields=GREY, near=3),
+    _still("float255.tif", whole_floats, fields=GREY, near=3),
+    _still("float.pfm", deep(np.float32, 1), fields=GREY, near=3),
+    _still("int32.tif", deep(np.int32, 65535), fields=GREY, near=3),
+    _still("radiance.tif", deep(np.float32, 7.3), refused="unknown range"),
+    *(Row(name=f"deep{colour}.png", make=partial(_png16, colour=colour), numbers=(5,), fps=0.0, fields=fields, near=3)
+      for colour, fields in ((2, FIELDS), (4, HIDDEN_GREY), (6, HIDDEN))),
+    *(_still(f"p3.{suffix}", in_p3, near=12, icc_profile=p3_profile(), **options)
+      for suffix, options in (("jpg", {"quality": 95}), ("png", {}), ("webp", {"lossless": True}), ("tif", {}))),
+    _still("srgb.jpg", quality=95, icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()),
+    _still("profile_of_nothing.png", icc_profile=b"not a profile"),
+    *(_exif_still(orientation, "jpg") for orientation in EXIF),
+    *(_exif_still(6, suffix) for suffix in ("png", "webp", "tif")),
+]  # fmt: skip
+
+
+def _animation(name: str, durations: Any = 40, **values: Any) -> Row:
+    of_row = {key: values.pop(key) for key in list(values) if key in Row.__dataclass_fields__}
+
+    def make(path: Path) -> None:
+        first, *rest = map(Image.fromarray, values.get("pictures") or frames(6))
+        options = {key: value for key, value in values.items() if key != "pictures"}
+        first.save(path, save_all=True, append_images=rest, duration=durations, loop=0, **options)
+
+    return Row(name=name, make=make, **{"numbers": range(6), "fps": 25.0, "near": 12} | of_row)
+
+
+JOINED_MS = [40, 40, 80, 40, 120, 40]
+ANIMATIONS = [
+    row
+    for suffix, options in (("gif", {}), ("png", {}), ("apng", {"format": "PNG"}), ("webp", {"lossless": True}))
+    for row in (
+        _animation(f"even.{suffix}", **options),
+        _animation(f"joined.{suffix}", JOINED_MS, numbers=(0, 1, 2, 2, 3, 4, 4, 4, 5), **options),
+        _animation(f"last_held.{suffix}", [40] * 5 + [120], numbers=(*range(6), 5, 5), **options),
+        _animation(f"alpha.{suffix}" if suffix != "gif" else "moving_alpha.gif", pictures=see_through(6), fields=HIDDEN,
+                   **options | ({"disposal": 2} if suffix == "gif" else {})),
+    )
+]  # fmt: skip
+
+
+# --- no pictures --------------------------------------------------------------------------------------------------
+
+
+def _holds(content: bytes) -> Make:
+    return lambda path: path.write_bytes(content) and None
+
+
+NOTHING = [
+    Row(name=name, make=_holds(content), refused="broken")
+    for name, content in {
+        "words.mp4": b"this is not a video\n" * 100,
+        "page.jpg": b"<html>not found</html>",
+        "playlist.mp4": b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
+        "heic_as.jpg": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200),
+        "empty.mkv": b"",
+    }.items()
+]
