@@ -11,9 +11,30 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 _LOGGER = logging.getLogger("megadit.gateway")
 
 
-def log(event: str, *, error: BaseException | None = None, **fields: Any) -> None:
-    """Writes one line; of an error, its traceback too."""
-    _LOGGER.info(event, extra={"fields": fields}, exc_info=error)
+LEVELS = {
+    **dict.fromkeys(
+        (
+            "files of a job not read", "files of a job not stored", "housekeeping failed", "request failed",
+            "result not read", "result not stored", "run failed", "store failed", "the web server ended by itself",
+            "webhook given up",
+        ),
+        logging.ERROR,
+    ),
+    **dict.fromkeys(
+        (
+            "job interrupted", "job lost its gateway", "no picture of a result", "result not removed",
+            "server is unhealthy", "webhook failed",
+        ),
+        logging.WARNING,
+    ),
+}  # fmt: skip
+"""Events that somebody has to look at; all others are told at level info."""
+
+
+def log(event: str, *, error: BaseException | None = None, level: int | None = None, **fields: Any) -> None:
+    """Writes one line, at the level of its event unless one is given; of an error, its traceback too."""
+    level = LEVELS.get(event, logging.INFO) if level is None else level
+    _LOGGER.log(level, event, extra={"fields": fields}, exc_info=error)
 
 
 class _Json(logging.Formatter):

@@ -1,12 +1,14 @@
 """What Prometheus is told: the queue, how long each stage takes, and what became of every video."""
 
+import platform
 import threading
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
@@ -30,6 +32,16 @@ class Metrics:
         self.requests = Counter(
             "megadit_http_requests", "answered requests", ["method", "route", "status"], registry=self.registry
         )
+        self.request_seconds = Histogram(
+            "megadit_http_request_seconds",
+            "seconds from a request to the end of its answer (of /events, while its client reads)",
+            ["method", "route"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        Info("megadit_build", "what runs", registry=self.registry).info(
+            {"version": version("megadit"), "python": platform.python_version()}
+        )
         self.videos = Counter(
             "megadit_videos", "videos that ended", ["key", "model", "outcome"], registry=self.registry
         )
@@ -49,6 +61,9 @@ class Metrics:
             registry=self.registry,
         )
         self.webhooks = Counter("megadit_webhooks", "webhooks sent", ["outcome"], registry=self.registry)
+        self.webhook_attempts = Counter(
+            "megadit_webhook_attempts", "calls of webhooks", ["result"], registry=self.registry
+        )
         self.streams = Gauge("megadit_open_streams", "progress streams being read", registry=self.registry)
 
     def watch(self, counts: Callable[[], dict[tuple[str, str], int]], health: Callable[[], dict[str, bool]]) -> None:

@@ -1,11 +1,13 @@
 """Around every request: an id, a line in the log, a count, and limits of the body's size and time."""
 
 import asyncio
+import logging
 import re
 import secrets
 import time
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megadit.serve.gateway.errors import ApiError, answer
@@ -20,6 +22,8 @@ _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 """What is counted under its name; clients can make up any number of others."""
 
 
+_CLIENT_LEFT = 499
+"""As nginx counts a request whose client hangs up before the answer: no fault of the service's."""
 _SECONDS_OF_A_BODY = 30.0
 """How long the whole of it may take, however it comes."""
 
@@ -64,6 +68,8 @@ class Surroundings:
         try:
             with patient():
                 await self._app(scope, self._limited(receive, state), sending)
+        except ClientDisconnect:  # in the midst of its own request
+            status = status or _CLIENT_LEFT
         except Exception as error:
             if not isinstance(error, (_BodyTooLargeError, _BodyTooSlowError)):
                 log("request failed", error=error)
@@ -116,13 +122,15 @@ class Surroundings:
         route = getattr(scope.get("route"), "path", "unknown")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.requests.labels(method, route, str(status)).inc()
+        self._metrics.request_seconds.labels(method, route).observe(seconds)
         key: Any = scope.get("state", {}).get("key_id")
         told = {"http.route": route, "http.response.status_code": status} | ({"megadit.key": key} if key else {})
         span.note(told, name=f"{method} {route}")
         span.end(str(status) if status >= 500 or not status else None)
         if status == 200 and route.startswith("/health/"):
             return  # asked for every few seconds; one that fails is told
-        log("request", method=method, route=route, status=status, key=key, seconds=round(seconds, 4))
+        level = logging.ERROR if status >= 500 or not status else logging.INFO
+        log("request", level=level, method=method, route=route, status=status, key=key, seconds=round(seconds, 4))
 
 
 def _request_id(scope: Scope) -> str:

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import hmac
 import json
+import random
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,8 @@ _SECONDS_TO_ANSWER = 10.0
 """For the whole exchange, however slowly an address answers."""
 _SECONDS_OF_A_TURN = 10.0
 """After which a key with more to tell waits for its next turn."""
-_FIRST_PAUSE, _MOST_TRIES = 1.0, 10
+_PAUSES = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
+"""After each try that fails, as standardwebhooks.com advises: three days in all."""
 _AT_ONCE = 8
 
 
@@ -79,20 +81,24 @@ class Webhooks:
 
     def _try(self, key: Key | None, job: Job, tries: dict[str, tuple[int, float]]) -> bool:
         is_wanted = key is not None and not key.is_revoked
-        is_taken = is_wanted and _send(key, job)
-        if not is_taken:
-            count = tries.get(job.id, (0, 0.0))[0] + 1
-            tries[job.id] = (count, time.monotonic() + _FIRST_PAUSE * 2 ** (count - 1))
-            if is_wanted and count < _MOST_TRIES:
-                return False
+        result, count = _send(key, job) if is_wanted else "key revoked", tries.get(job.id, (0, 0.0))[0] + 1
+        is_taken = result.startswith("2")
+        self._metrics.webhook_attempts.labels(f"{result[0]}xx" if result.isdecimal() else result).inc()
+        about = {"job": job.id, "key": job.key_id, "attempt": count, "result": result}
+        if not is_taken and is_wanted and count <= len(_PAUSES):
+            pause = _PAUSES[count - 1] * random.uniform(0.9, 1.1)
+            tries[job.id] = (count, time.monotonic() + pause)
+            log("webhook failed", **about, next_in_seconds=round(pause))
+            return False
         outcome = "delivered" if is_taken else "given_up"
         self._store.note_told(job, outcome)
         self._metrics.webhooks.labels(outcome).inc()
-        log(f"webhook {outcome.replace('_', ' ')}", job=job.id, key=job.key_id)
+        log(f"webhook {outcome.replace('_', ' ')}", **about)
         return is_taken
 
 
-def _send(key: Key, job: Job) -> bool:
+def _send(key: Key, job: Job) -> str:
+    """The status with which the address answers, or why it does not."""
     event = {
         "id": f"evt_{job.id}",
         "object": "event",
@@ -104,15 +110,17 @@ def _send(key: Key, job: Job) -> bool:
     headers = {"content-type": "application/json", **signature(key.webhook_secret, event["id"], body)}
     try:
         return asyncio.run(asyncio.wait_for(_post(key.webhook_url, body, headers), _SECONDS_TO_ANSWER))
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-        return False
+    except TimeoutError:
+        return "timeout"
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return "unreachable"
 
 
-async def _post(url: str, body: bytes, headers: dict[str, str]) -> bool:
-    """Whether the address takes it; httpx's own times begin anew with every byte."""
+async def _post(url: str, body: bytes, headers: dict[str, str]) -> str:
+    """The status of its answer; httpx's own times begin anew with every byte."""
     async with httpx.AsyncClient(timeout=None) as client:
         async with client.stream("POST", url, content=body, headers=headers) as answer:  # whose body is not read
-            return answer.is_success
+            return str(answer.status_code)
 
 
 def signature(secret: str, event_id: str, body: bytes) -> dict[str, str]:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megadit.serve import gateway
 from megadit.serve.gateway.metrics import Metrics
@@ -18,6 +19,8 @@ def told() -> dict[str, set[str]]:
     """Metric, as Prometheus keeps it -> its labels."""
     metrics = Metrics()
     metrics.watch(lambda: {("a", "queued"): 1}, lambda: {"http://triton": True})
+    metrics.request_seconds.labels("GET", "/").observe(1.0)
+    metrics.webhook_attempts.labels("2xx")
     for family in (metrics.requests, metrics.videos, metrics.errors, metrics.interruptions, metrics.refusals):
         family.labels(*family._labelnames)
     metrics.stages.labels("queue", "a").observe(1.0)
@@ -48,3 +51,16 @@ def test_every_metric_is_shown(told):
 def test_panels_do_not_cover_each_other():
     places = [tuple(panel["gridPos"].values()) for panel in PANELS]
     assert len(set(places)) == len(places) == len({panel["id"] for panel in PANELS})
+
+
+RULES = yaml.safe_load((PATH.parent / "alerts.yaml").read_text())["groups"][0]["rules"]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_metrics_and_labels_that_there_are(rule, told):
+    assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"} and rule["annotations"]["summary"]
+    names = re.findall(r"(megadit_\w+)(?:{(\w+)(?:=|!=|=~)\"[^\"]*\"})?", rule["expr"])
+    assert names and rule["expr"].count("(") == rule["expr"].count(")")
+    for name, label in names:
+        assert name in told and (not label or label in told[name])
+    assert re.fullmatch(r"\d+m", rule.get("for", "5m"))

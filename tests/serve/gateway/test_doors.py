@@ -238,7 +238,7 @@ def dripping():
 def test_an_address_that_drips_holds_neither_others_nor_a_drain_up(gateway, dripping, eventually, monkeypatch):
     monkeypatch.setattr(webhooks, "_SECONDS_TO_ANSWER", 0.3)
     monkeypatch.setattr(webhooks, "_AT_ONCE", 1)
-    monkeypatch.setattr(webhooks, "_FIRST_PAUSE", 1000.0)
+    monkeypatch.setattr(webhooks, "_PAUSES", (1000.0,) * 9)
     with socket.create_server(("127.0.0.1", 0)) as receiver:
         for url in (dripping, f"http://127.0.0.1:{receiver.getsockname()[1]}/"):
             _, key = gateway.keys.add("somebody", webhook_url=url)

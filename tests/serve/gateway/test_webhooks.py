@@ -64,7 +64,7 @@ def ended(gateway):
 
 
 def test_the_end_of_a_video_is_told_until_it_is_taken(gateway, receiver, ended, eventually, monkeypatch):
-    monkeypatch.setattr(webhooks, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(webhooks, "_PAUSES", (0.01,) * 9)
     monkeypatch.setattr(webhooks, "_SECONDS_BETWEEN_LOOKS", 0.01)
     openai = pytest.importorskip("openai")
     key, good, bad = ended(receiver.url)
@@ -83,7 +83,7 @@ def test_the_end_of_a_video_is_told_until_it_is_taken(gateway, receiver, ended, 
 
 
 def test_an_address_that_never_answers_is_given_up(gateway, ended, eventually, monkeypatch):
-    monkeypatch.setattr(webhooks, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(webhooks, "_PAUSES", (0.0,) * 9)
     monkeypatch.setattr(webhooks, "_SECONDS_BETWEEN_LOOKS", 0.01)
     ended("http://127.0.0.1:1/hook")
     sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
@@ -91,6 +91,7 @@ def test_an_address_that_never_answers_is_given_up(gateway, ended, eventually, m
     eventually(lambda: not gateway.store.keys_to_tell())
     sender.stop()
     assert gateway.metrics.webhooks.labels("given_up")._value.get() == 2
+    assert gateway.metrics.webhook_attempts.labels("unreachable")._value.get() == 20
 
 
 def test_what_a_dead_gateway_had_to_tell_is_told_by_who_buries_it(gateway, ended):
