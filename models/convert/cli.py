@@ -55,6 +55,7 @@ from megadit.models.text_encoders import (
     TextEncoder,
     load_text_encoder,
 )
+from megadit.models.text_encoders.released_t5 import RELEASED_FILES
 from megadit.models.text_encoders.token_ids import published_words
 from megadit.models.tokenizers import (
     Autoencoder,
@@ -64,6 +65,7 @@ from megadit.models.tokenizers import (
     published_tokenizer,
 )
 from megadit.models.tokenizers.network import OURS
+from megadit.models.tokenizers.released_wan import FILES as WAN_FILES
 
 T5 = "google-t5/t5-11b"
 UMT5 = "google/umt5-xxl"
@@ -213,9 +215,11 @@ def _tell_licence(licence: Licence, out: Path) -> None:
 def _choose_tokenizer(source: Path, given: str | None, compression: str) -> VideoTokenizer | None:
     if given is None and (kind := transformers_type(source)) is not None:
         return TRANSFORMERS[kind].pixels_of(source)
-    if given is None and not holds_tokenizer(source / "vae"):
+    own = [source / "vae", *sorted(source.glob(WAN_FILES))] if source.is_dir() else []
+    places = [_locate(given)] if given is not None else [place for place in own if holds_tokenizer(place)]
+    if not places:
         return None
-    path = source / "vae" if given is None else _locate(given)
+    path = places[0]
     if (path / "vae").is_dir() or holds_tokenizer(path):
         return published_tokenizer(path, compression=compression)
     return load_tokenizer(path)
@@ -232,6 +236,7 @@ def _choose_text_encoder(source: Path, published: Published, given: str | None) 
         if "type" in read_json(Path(given) / parts.CONFIG_FILE):
             return load_text_encoder(given)
     has_own = transformers_type(source) is not None or (source / "text_encoder" / parts.CONFIG_FILE).is_file()
+    has_own = has_own or (source.is_dir() and any(source.glob(RELEASED_FILES)))
     of_pipeline = str(source.absolute()) if has_own else None
     family = "predict2_5" if published.text_projection else published.config.family
     return _TEXT_ENCODERS.get(family, _t5)(published, given or of_pipeline)

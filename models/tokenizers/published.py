@@ -10,20 +10,22 @@ from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.autoencoder import Autoencoder
 from megadit.models.tokenizers.kinds import KIND_OF_CLASS
 from megadit.models.tokenizers.network import Network
+from megadit.models.tokenizers.released_wan import is_wan_file, read_wan
 
 _RELEASED = ("autoencoder.jit", "encoder.jit", "decoder.jit")
 
 
 def holds_tokenizer(path: Path) -> bool:
     """Whether a published tokenizer, in any form, is at `path`."""
-    if path.suffix == ".jit" or any((path / name).is_file() for name in _RELEASED):
+    if path.suffix == ".jit" or is_wan_file(path) or any((path / name).is_file() for name in _RELEASED):
         return True
     config = read_json(path / "config.json") if (path / "config.json").is_file() else None
     return isinstance(config, dict) and config.get("_class_name") in KIND_OF_CLASS
 
 
 def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> Autoencoder:
-    """From a directory of diffusers, a released `autoencoder.jit` or its directory, or a model of the hub's cache.
+    """From a directory of diffusers, a released `autoencoder.jit` or its directory, a file of Wan's VAE, or a model of
+    the hub's cache.
 
     Nothing of a `.jit` is executed. `compression` (as in 4x8x8) is only needed where nothing else tells it.
 
@@ -31,11 +33,13 @@ def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> 
         UserError: if it is none of these, or another network.
     """
     path = Path(source)
-    if path.suffix != ".jit":
+    if path.suffix != ".jit" and not is_wan_file(path):
         path = hub.local_directory(str(source), "tokenizer", "config.json, or autoencoder.jit")
     if (path / "vae" / "config.json").is_file():
         path = path / "vae"
-    if (path / "config.json").is_file():
+    if is_wan_file(path):
+        class_name, config, tensors = read_wan(path)
+    elif (path / "config.json").is_file():
         class_name, config, tensors = networks.read_diffusers(path, KIND_OF_CLASS)
     else:
         class_name, config, tensors = read_released(path, compression)
