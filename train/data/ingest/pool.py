@@ -52,8 +52,9 @@ def _start(patience: Patience) -> None:
     """A killed preparation must not leave its workers behind (Linux: PR_SET_PDEATHSIG)."""
     global _patience
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-    for number in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)  # which ends the process
+    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # which ends the process, without a word
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _patience = patience
 
 
@@ -125,12 +126,16 @@ class Pool:
     def _submit(self, function: Callable[[Item], Result], item: Item) -> "Future[Result]":
         if self._executor is None:
             self._executor = self._new_executor(self.num_workers)
+        # processes that begin now see a Ctrl-C only once they can end without a traceback
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return self._executor.submit(function, item)
         except BrokenProcessPool as error:
             broken: Future[Result] = Future()
             broken.set_exception(error)
             return broken
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _new_executor(self, num_workers: int) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and CUDA's state

@@ -2,7 +2,11 @@
 
 import os
 import re
+import subprocess
+import sys
 import time
+
+import pytest
 
 from megadit.train.data.ingest.pool import Patience, Pool, still_alive
 
@@ -58,3 +62,29 @@ def test_without_processes_the_caller_does_the_work():
     still_alive()  # nobody would notice the end of this process
     with Pool(0) as pool:
         assert list(pool.map(str, range(3), lost)) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("moment", ["starting", "working"])
+def test_a_terminals_interrupt_ends_the_workers_without_a_word(tmp_path, moment):
+    """Ctrl-C goes to all processes of the terminal at once; who asked says what happened."""
+    program = tmp_path / "interrupted.py"
+    program.write_text(
+        "import os, signal, sys, time\n"
+        "from functools import partial\n"
+        "from pathlib import Path\n"
+        "from megadit.train.data.ingest.pool import Pool\n"
+        "if __name__ == '__main__':\n"
+        "    if sys.argv[1] == 'starting':\n"
+        "        signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGINT))\n"
+        "        signal.setitimer(signal.ITIMER_REAL, 0.05)\n"
+        "    try:\n"
+        "        with Pool(2) as pool:\n"
+        "            kill = partial(os.killpg, 0) if sys.argv[1] == 'working' else time.sleep\n"
+        "            items = [int(signal.SIGINT)] * 2 if sys.argv[1] == 'working' else [30, 30]\n"
+        "            list(pool.map(kill, items, print))\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('interrupted')\n"
+    )
+    command = [sys.executable, str(program), moment]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=120)
+    assert done.stdout == "interrupted\n" and "Traceback" not in done.stderr, done.stderr
