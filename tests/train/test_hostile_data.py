@@ -18,6 +18,7 @@ def train(run_ranks, tiny_arguments, tiny_dataset, tmp_path):
 
     def start(root, code=0):
         command = [argument.replace(str(tiny_dataset), str(root)) for argument in tiny_arguments]
+        command.append("health.max_refused_share=1")
         return run_ranks(2, *command, f"train.output_dir={tmp_path / 'run'}", code=code)
 
     return start

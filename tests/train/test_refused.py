@@ -53,6 +53,7 @@ def test_refused_samples_are_in_the_metrics(
 ):
     command = [argument.replace(str(tiny_dataset), str(mixed_dataset)) for argument in tiny_arguments]
     more = ("data.min_aesthetic_score=1.0", "validation.interval=0", f"train.train_iters={NUM_STEPS}")
+    more = (*more, "health.max_refused_share=1")
     more = (*more, "checkpoint.save_interval=4", "checkpoint.keep_last=9", f"train.output_dir={tmp_path}")
     run_ranks(2, *command, *more)
     told = [line.get("refused", {}) for line in read_metrics(tmp_path)]

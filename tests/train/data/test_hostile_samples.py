@@ -80,7 +80,7 @@ def contents(channels: int) -> dict[str, tuple[bytes, str]]:
         "no-frames": (tensors(latent[:, :0]), "odd_size"),
         "no-height": (tensors(latent[:, :, :0]), "odd_size"),
         "no-channels": (tensors(latent[:0]), "other_channels"),
-        "endless-and-empty": (tensors(latent, text=torch.zeros(1 << 40, 0)), "other_text_width"),
+        "endless-and-empty": (tensors(latent, text=torch.zeros(1 << 40, 0)), "long_text"),
         "infinite": (tensors(latent + torch.inf), "not_finite"),
         "beyond-float32": (tensors(latent.double() + 1e300), "not_finite"),
         "opposite-infinities": (tensors(torch.stack([latent[0] + 3e38] * channels)), "not_finite"),
