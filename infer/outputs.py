@@ -4,6 +4,7 @@ import json
 import mimetypes
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,6 +48,11 @@ def output_paths(save_path: str, specs: Sequence[VideoSpec], format: str | None 
     except (OSError, ValueError) as error:
         raise UserError(f"--video_save_path={save_path}: cannot make the directory {directory}: {error}") from error
     refuse(not os.access(directory, os.W_OK), f"--video_save_path={save_path}: {directory} may not be written to")
+    try:  # some directories take no file though they may be written to
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UserError(f"--video_save_path={save_path}: {directory} takes no file: {error.strerror}") from error
     if is_file and len(specs) == 1:
         paths = [path]
     elif is_file:

@@ -139,6 +139,7 @@ MISTAKES = [
     (["--prompt", "a", "--device", "meta"], "device 'meta' cannot be used"),
     (["--prompt", "a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
     (["--prompt", "a", "--video_save_path", "a.avi"], "cannot write .avi"),
+    (["--prompt", "a", "--video_save_path", "/proc/a.mp4"], "--video_save_path=/proc/a.mp4: /proc"),
     (["--prompt", "a", "--video_save_path", "a.gif", "--format", "mp4"], "says .gif, --format says mp4"),
     (["--prompt", "a", "--contact_sheet", "a.txt"], "--contact_sheet=a.txt"),
     (["--prompt", "a", "--guidance", "1", "--guidances", "2"], "not both"),
