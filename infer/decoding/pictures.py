@@ -17,6 +17,7 @@ from megadit.models.shared.errors import UserError
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 _MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "HEIF", "JXL")
 """What some builds of Pillow and its plugins know."""
+NOT_KNOWN = "it is no picture of a format that Pillow knows here"
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262
 """The tag of TIFF that says what zero means."""
@@ -52,7 +53,7 @@ def read_picture(
     except (UnusableSourceError, UserError):
         raise
     except Image.UnidentifiedImageError:
-        raise UnusableSourceError("broken", "it is no picture of a format that Pillow knows here") from None
+        raise UnusableSourceError("broken", NOT_KNOWN) from None
     except Exception as error:  # decoders raise whatever they like
         raise UnusableSourceError("broken", f"{type(error).__name__}: {error}") from None
 

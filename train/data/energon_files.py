@@ -91,7 +91,10 @@ _REFERENCE: Schema = {
     "weight": _is_number,
     "repetitions": _is_number,
     "split_part": _is_word,
+    "subflavor": _is_word,
     "subflavors": _is_plain,
+    "split_config": _one_of("split.yaml", "split.json"),
+    "dataset_config": _one_of("dataset.yaml", CRUDE),
     "shuffle_over_epochs_multiplier": _is_count,
     "subset": {"range": [_is_plain]},
 }
@@ -191,6 +194,10 @@ def _read(path: "Path | EPath") -> Any:
         raise UserError(f"{path} is YAML that Energon cannot read ({type(error).__name__}); write it plainly") from None
 
 
+_NOT_READ = {"join": "it joins samples of several data sets, and training reads whole ones; blend the data sets"}
+"""Keys that Energon knows and training has no use for."""
+
+
 def _check(value: Any, schema: Schema, where: str) -> None:
     if callable(schema):
         if not schema(value):
@@ -204,6 +211,8 @@ def _check(value: Any, schema: Schema, where: str) -> None:
     else:
         for name, item in value.items():
             if name not in schema and ("*" not in schema or name.startswith("__")):
+                if name in _NOT_READ:
+                    raise UserError(f"{where} says {_shown(name)}: {_NOT_READ[name]}")
                 raise UserError(f"{where} says {_shown(name)}, which no data set needs; do not trust its source")
             _check(item, schema.get(name, schema.get("*")), f"{where}: {_shown(name)}")
 

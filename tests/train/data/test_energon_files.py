@@ -200,7 +200,8 @@ def test_what_energon_prepares_passes(copy, tmp_path):
     split = {"split_parts": {"train": ["train-{000000..000004}.tar"], "val": []}, "exclude": ["train-000001.tar/a"]}
     (copy / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump(split))
     check_data_set(copy)
-    more = {"subset": {"range": ["0%", "50%"]}, "subflavors": {"a": [1, {"b": None}]}, "split_part": "train"}
+    more = {"subset": {"range": ["0%", "50%"]}, "subflavors": {"a": [1, {"b": None}]}, "split_part": "train",
+            "subflavor": "a", "split_config": "split.yaml", "dataset_config": "crude.yaml"}  # fmt: skip
     (tmp_path / "inner.yaml").write_text(yaml.safe_dump(blend_of("copy", **more)))
     old = {
         "datasets": [{"path": "inner.yaml", "weight": 0.5}, {"path": str(copy), "shuffle_over_epochs_multiplier": 2}]

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from megadit.infer.decoding.animations import WebpVideo
 from megadit.infer.decoding.frame import Frame
-from megadit.infer.decoding.pictures import read_picture
+from megadit.infer.decoding.pictures import NOT_KNOWN, read_picture
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import sampled
 from megadit.infer.decoding.video import Video, open_video
@@ -24,6 +24,7 @@ from megadit.train.data.ingest.files import file_size, open_file
 from megadit.train.data.ingest.motion import motion_between
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.pool import still_alive
+from megadit.train.data.ingest.sniff import HEAD_BYTES, unknown_picture
 
 THUMBNAIL = 32
 """Side of the grey pictures that clips are judged by."""
@@ -108,7 +109,15 @@ def read_image(source: Source, settings: Settings) -> Image.Image:
         UnusableSourceError: if it cannot be decoded, or is too large to try.
     """
     with open_source(source) as file:
-        return read_picture(file, rules_of(settings))
+        # a TGA has no beginning of its own
+        formats = ("TGA",) if source.name.lower().endswith(".tga") else None
+        try:
+            return read_picture(file, rules_of(settings), formats)
+        except UnusableSourceError as error:
+            if error.detail != NOT_KNOWN:
+                raise
+        file.seek(0)
+        raise UnusableSourceError(*unknown_picture(file.read(HEAD_BYTES)))
 
 
 def fit_image(image: Image.Image, height: int, width: int) -> np.ndarray:

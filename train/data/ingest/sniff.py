@@ -52,6 +52,18 @@ _MAGIC: tuple[tuple[int, bytes, Kind, str], ...] = (
 _PORTABLE = re.compile(rb"P[1-6][ \t\r\n#]")
 
 
+def unknown_picture(head: bytes) -> tuple[str, str]:
+    """Reason and detail of a picture that Pillow does not know."""
+    found = sniffed(head)
+    if found is None:
+        return "broken", "it is no picture that is known"
+    kind, name = found
+    if kind == "video":
+        return "broken", f"it is a video ({name}), whatever its name says"
+    library = {"HEIC": "pillow-heif", "JPEG XL": "pillow-jxl-plugin"}.get(name)
+    return (f"{name} (pip install {library})", "") if library else ("broken", f"a {name} that cannot be read")
+
+
 def is_media_name(name: str) -> bool:
     """Whether the suffix is that of pictures or videos."""
     suffix = PurePosixPath(name).suffix.lower()

@@ -5,13 +5,16 @@ import json
 import tarfile
 from pathlib import Path
 
+import av
+import numpy as np
 import pytest
 from PIL import Image
 
 from megadit.models.shared.captions import caption_columns, captions_in, file_columns, shortened
 from megadit.models.shared.errors import UserError
+from megadit.train.data.ingest.decode import UnusableSourceError, read_image, read_timeline
 from megadit.train.data.ingest.listing import Listing, Reading, shorten_captions
-from megadit.train.data.ingest.plan import Source
+from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.sources import list_folder
 from megadit.train.data.ingest.webdataset import list_webdataset
 
@@ -192,6 +195,56 @@ def test_a_book_is_cut_with_a_count(tmp_path):
     assert [len(source.caption.split()) for source in listing.sources] == [512, 1]
     assert [(skip.source, skip.detail) for skip in listing.remarks] == [("a", "180,000 words")]
     assert len(shortened("字" * 100_000, 512)) == 8 * 512 and shortened("a b  c d", 3) == "a b  c"
+
+
+@pytest.mark.parametrize("suffix", "avif jp2 tga qoi dib pgm jfif gif picture".split())
+def test_pictures_of_other_suffixes_are_read(tmp_path, suffix):
+    formats = {"jp2": "JPEG2000", "jfif": "JPEG", "pgm": "PPM", "picture": "PNG"}
+    Image.linear_gradient("L").convert("RGB").save(tmp_path / f"a.{suffix}", formats.get(suffix, suffix.upper()))
+    (source,) = list_folder(tmp_path, "image").sources
+    assert read_image(source, Settings()).size == (256, 256)
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (b"\0\0\0\x18ftypheic", "HEIC (pip install pillow-heif)"),
+        (b"\xff\x0a", "JPEG XL (pip install pillow-jxl-plugin)"),
+        (b"<html>", "broken: it is no picture"),
+        (b"\0\0\0\x18ftypisom", "broken: it is a video (MP4)"),
+    ],
+)
+def test_what_is_no_picture_of_pillow_s_says_what_it_is(tmp_path, head, reason):
+    (tmp_path / "a.jpg").write_bytes(head + bytes(100))
+    (source,) = list_folder(tmp_path, "image").sources
+    with pytest.raises(UnusableSourceError) as raised:
+        read_image(source, Settings())
+    assert str(raised.value).startswith(reason)
+
+
+VIDEOS = {
+    "mts": ("mpegts", "mpeg2video"),
+    "3gp": ("3gp", "mpeg4"),
+    "vob": ("vob", "mpeg2video"),
+    "mxf": ("mxf", "mpeg2video"),
+    "y4m": ("yuv4mpegpipe", "rawvideo"),
+    "m1v": ("mpeg1video", "mpeg1video"),
+    "clip": ("matroska", "mpeg4"),
+}
+
+
+@pytest.mark.parametrize(("suffix", "made"), VIDEOS.items(), ids=VIDEOS)
+def test_videos_of_other_suffixes_are_read(tmp_path, suffix, made):
+    with av.open(tmp_path / f"a.{suffix}", "w", format=made[0]) as container:
+        stream = container.add_stream(made[1], rate=25)
+        stream.height, stream.width, stream.pix_fmt = 96, 128, "yuv420p"
+        for number in range(6):
+            frame = av.VideoFrame.from_ndarray(np.full((96, 128, 3), 40 * number, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    (source,) = list_folder(tmp_path, "video").sources
+    timeline = read_timeline(source, Settings(fps=25.0))
+    assert (timeline.height, timeline.width) == (96, 128) and len(timeline.pts) >= 5
 
 
 # --- tar files ------------------------------------------------------------------------------------------------------
