@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.shared.captions import caption_columns, captions_in, file_columns, shortened
 from megadit.models.shared.errors import UserError
-from megadit.train.data.ingest.decode import UnusableSourceError, read_image, read_timeline
+from megadit.train.data.ingest.decode import read_image, read_timeline
 from megadit.train.data.ingest.listing import Listing, Reading, shorten_captions
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.sources import list_folder
