@@ -15,7 +15,7 @@ from megadit.infer.decoding.rules import CONVERSIONS, Rules, UnusableSourceError
 from megadit.models.shared.errors import UserError
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
-_MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "HEIF", "JXL")
+_MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "DIB", "HEIF", "JXL")
 """What some builds of Pillow and its plugins know."""
 NOT_KNOWN = "it is no picture of a format that Pillow knows here"
 _WHITE_IS_ZERO = 0
