@@ -148,16 +148,21 @@ class TowerGraph(nn.Module):
 
 
 def network_of(tokenizer: VideoTokenizer) -> nn.Module | None:
-    """The module inside a tokenizer, so that an exporter finds its weights; Haar has none."""
+    """The module inside a tokenizer, in float32, so that an exporter finds its weights; Haar has none."""
     network = getattr(tokenizer, "network", None)
-    return None if network is None else network.module
+    return None if network is None else nn.Module.float(network.module)  # diffusers' own warns of every cast
+
+
+def in_float32(tokenizer: VideoTokenizer) -> VideoTokenizer:
+    """The tokenizer as it is exported: computing in float32, whatever its weights are stored in."""
+    return replace(tokenizer, dtype="float32") if hasattr(tokenizer, "dtype") else tokenizer
 
 
 def _without_tiles(tokenizer: VideoTokenizer) -> VideoTokenizer:
     """The tokenizer with one tile that no video exceeds: a graph has no fixed number of them."""
     if not hasattr(tokenizer, "tiles"):
         return tokenizer
-    return replace(tokenizer, tiles=Tiles(side=2**30, overlap=0, frames=2**30, context=1))
+    return replace(in_float32(tokenizer), tiles=Tiles(side=2**30, overlap=0, frames=2**30, context=1))
 
 
 def build_network(

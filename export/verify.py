@@ -27,6 +27,7 @@ from megadit.export.layers import (
     layer_of_failure,
     relative_error,
 )
+from megadit.export.networks import in_float32
 from megadit.export.references import F_LAYER, REAL, Case, usual_prompt
 from megadit.export.to_onnx import collect_after
 from megadit.infer.pipeline import TextToVideo
@@ -278,7 +279,8 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
     of_torch = str(computing_dtype(torch.device(device), half)).removeprefix("torch.")
     for name, dtype in (("torch", of_torch), (runtime, "float32")):
         texts = _text_encoder(bundle)
-        pipeline = TextToVideo.from_pretrained(bundle, device=device, dtype=dtype, runtime=name, text_encoder=texts)
+        parts = {"text_encoder": texts, "tokenizer": in_float32(bundle.load_tokenizer())}
+        pipeline = TextToVideo.from_pretrained(bundle, device=device, dtype=dtype, runtime=name, **parts)
         (video,) = pipeline.stream([prompt], settings, seeds=1, given=always_given(bundle))
         frames[name] = video.video.astype(np.float64)
         del pipeline  # before the next one comes

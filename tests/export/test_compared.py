@@ -2,18 +2,23 @@
 
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 
 import pytest
+import torch
 from onnx import TensorProto
+from torch import nn
 
 from megadit.export import build, compared
 from megadit.export import signatures as contract
 from megadit.export.build import ExportSettings, check_memory, export_bundle
 from megadit.export.compared import compared_defaults, compared_sizes, tell_unfit
 from megadit.export.graph_checks import opened_by, where_it_runs
+from megadit.export.networks import DecoderGraph, EncoderGraph, in_float32
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
+from megadit.models.tokenizers import Autoencoder
 from tests.export.test_quantize import write_product
 
 LARGE = {"num_frames": 81, "height": 480, "width": 832}
@@ -67,6 +72,17 @@ def test_a_profile_may_leave_out_the_default_size(tiny_bundle, tmp_path, capsys)
     video = read_json(out.path / "megadit.json")["export"]["onnx"]["report"]["video"]
     assert (video["num_frames"], video["height"], video["width"]) == (5, 32, 32)
     assert "NOTE: --profile leaves out" in capsys.readouterr().err
+
+
+def test_an_autoencoder_is_exported_in_float32(tiny_bundle):
+    """Whatever it is stored in, and would be computed in."""
+    network = SimpleNamespace(module=nn.Linear(2, 2, dtype=torch.bfloat16), stored=torch.bfloat16)
+    stored = Autoencoder(kind=None, network=network, sigma_data=1.0)
+    assert stored.dtype == "auto" and in_float32(stored).dtype == "float32"
+    assert DecoderGraph(stored).tokenizer.dtype == EncoderGraph(stored).tokenizer.dtype == "float32"
+    assert network.module.weight.dtype == torch.float32, "before it is traced"
+    haar = tiny_bundle.load_tokenizer()
+    assert in_float32(haar) is haar
 
 
 def test_bfloat16_says_where_it_runs(tmp_path):
