@@ -11,6 +11,8 @@ from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.logs import log
 
 _RETRY_SECONDS = 2
+IN_WORDS = {"size": "give WIDTHxHEIGHT in pixels, such as 512x288"}
+"""Field with a pattern -> what it wants, in place of a regular expression."""
 
 
 class ApiError(Exception):
@@ -35,7 +37,8 @@ def of_validation(error: ValidationError | RequestValidationError) -> ApiError:
     """The first complaint, with the field it is about."""
     first = error.errors()[0]
     param = ".".join(str(part)[:100] for part in first["loc"] if part not in ("body", "query", "path", "header"))[:100]
-    return ApiError(400, "invalid_request", f"{param or 'the body'}: {first['msg']}"[:500], param=param or None)
+    said = IN_WORDS.get(param, first["msg"]) if first["type"] == "string_pattern_mismatch" else first["msg"]
+    return ApiError(400, "invalid_request", f"{param or 'the body'}: {said}"[:500], param=param or None)
 
 
 def install(app: FastAPI) -> None:

@@ -95,7 +95,7 @@ def _sbatch_options(chain: ChainConfig, name: str, stage: StageConfig) -> list[s
         f"--nodes={stage.nodes}",
         "--ntasks-per-node=1",
         f"--time={stage.time}",
-        f"--output={Path(chain.folder).absolute()}/logs/%x-{'%A_%a' if stage.array else '%j'}.log",
+        "--output=" + shlex.quote(f"{Path(chain.folder).absolute()}/logs/%x-{'%A_%a' if stage.array else '%j'}.log"),
         "--open-mode=append",
     ]
     if stage.array:

@@ -323,3 +323,9 @@ def test_an_empty_queue_is_told_as_zero_and_a_broken_store_does_not_hide_the_res
 def test_nobody_is_sent_elsewhere(visit):
     answer = visit().get("/v1/videos/", headers={"host": "evil.example"}, follow_redirects=False)
     assert answer.status_code == 404 and "location" not in answer.headers
+
+
+def test_a_malformed_size_is_refused_in_words(visit):
+    answer = visit().post("/v1/videos", json={"prompt": "a", "size": "32"})
+    assert answer.status_code == 400 and "WIDTHxHEIGHT" in answer.json()["error"]["message"]
+    assert "pattern" not in answer.json()["error"]["message"]
