@@ -7,13 +7,14 @@
 #   make serve       Triton and a page in the browser, on what `make demo` made
 #   make test        the fast tests            make test-slow   the others
 #   make docs        the pages of docs/ as a site, in build/site
+#   make fuzz        ten minutes of random bytes for each parser of what others wrote
 #   make lint        ruff and the import rules  make gpu-check  what a GPU machine needs to prove
 
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo demo-adapter demo-given demo-distill demo-shapes serve test test-slow docs lint format gpu-check gpu-wheels clean
+.PHONY: setup demo demo-adapter demo-given demo-distill demo-shapes serve test test-slow fuzz docs lint format gpu-check gpu-wheels clean
 
 setup: $(READY)
 
@@ -59,6 +60,16 @@ test: $(READY)
 
 test-slow: $(READY)
 	@$(PYTEST) --numprocesses $(SLOW_WORKERS) -m slow
+
+# schemathesis on the gateway, then atheris (wheels for Linux and macOS) on each parser of outside bytes; what it finds is
+# kept in tests/fuzz/corpus, and tried by the fast tests from then on.
+FUZZ_SECONDS ?= 600
+FUZZ_CASES ?= 1000
+fuzz: $(READY)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check atheris==3.0.0
+	@$(PYTEST) tests/serve/gateway/test_fuzz.py --cases $(FUZZ_CASES)
+	@for name in $$($(BIN)/python -c 'from tests.fuzz.parsers import PARSERS; print(*PARSERS)'); do \
+		echo "$$name:" && $(BIN)/python -m tests.fuzz.run $$name $(FUZZ_SECONDS) || exit 1; done
 
 docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -1,0 +1,110 @@
+"""Every parser of bytes that somebody else wrote: what it may answer is a value, or a `UserError`.
+
+`make fuzz` has atheris try each (`run.py`). What has ended a parser otherwise goes to `corpus/NAME`, which
+`test_corpus.py` tries again, beside changes of its own.
+"""
+
+import asyncio
+import io
+import json
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from megadit.infer.media import decode
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.manifest import MANIFEST_FILE
+from megadit.models.bundle.tensor_source import load_pickled, open_safetensors
+from megadit.models.convert.adapter_files import open_adapter
+from megadit.models.given_settings import MediaLimits
+from megadit.models.settings import check_asked
+from megadit.models.shared.documents import parse_json, parse_yaml
+from megadit.models.shared.errors import UserError
+from megadit.serve.gateway.errors import ApiError
+from megadit.serve.gateway.given import values_of
+from tests.serve.media import GIF, MP4, PNG
+
+CORPUS = Path(__file__).parent / "corpus"
+_LIMITS = MediaLimits(max_media_pixels=1 << 20, max_media_frames=64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parser:
+    read: Callable[[bytes], object]
+    seeds: tuple[bytes, ...]
+    refuses: tuple[type[Exception], ...] = (UserError,)
+
+
+def _tensors(header: dict) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(64)
+
+
+def _of_file(read: Callable[[Path], object], name: str) -> Callable[[bytes], object]:
+    """A parser of paths, of a file with these bytes."""
+
+    def of_bytes(data: bytes) -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / name).write_bytes(data)
+            return read(Path(folder) / name)
+
+    return of_bytes
+
+
+def _adapter(path: Path) -> object:
+    return check_asked(open_adapter(path).defaults, "it asks: ")
+
+
+def _form(data: bytes) -> object:
+    async def read() -> object:
+        async def body():
+            yield data
+
+        headers = Headers({"content-type": "multipart/form-data; boundary=b"})
+        return await values_of(await MultiPartParser(headers, body(), max_files=16, max_fields=64).parse())
+
+    return asyncio.run(read())
+
+
+_LORA = {
+    "__metadata__": {"megadit": json.dumps({"format_version": 1, "defaults": {"num_steps": 2}})},
+    "transformer.blocks.0.attn1.to_q.lora_A.weight": {"dtype": "F32", "shape": [1, 8], "data_offsets": [0, 32]},
+    "transformer.blocks.0.attn1.to_q.lora_B.weight": {"dtype": "F32", "shape": [8, 1], "data_offsets": [32, 64]},
+}
+_MANIFEST = {
+    "format_version": 1,
+    "parts": {},
+    "fingerprints": {},
+    "defaults": {},
+    "files": {"a": {"bytes": 1, "sha256": "0"}},
+}
+_PART = b'--b\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n' + PNG + b"\r\n--b--\r\n"
+
+PARSERS = {
+    "safetensors": Parser(read=_of_file(open_safetensors, "a.safetensors"), seeds=(_tensors(_LORA),)),
+    "adapter": Parser(read=_of_file(_adapter, "a.safetensors"), seeds=(_tensors(_LORA),)),
+    "json": Parser(
+        read=lambda data: parse_json(data, "it"), seeds=(b'{"fps": 8.0, "caption": "a\\u00e9", "n": [1, null]}',)
+    ),
+    "yaml": Parser(read=lambda data: parse_yaml(data, "it"), seeds=(b"a: [1, {b: c}]\nd: 1e3\n",)),
+    "multipart": Parser(read=_form, seeds=(_PART,), refuses=(UserError, ApiError, MultiPartException)),
+    "media": Parser(read=lambda data: decode(data, _LIMITS), seeds=(PNG, GIF, MP4)),
+    "manifest": Parser(
+        read=_of_file(lambda path: Bundle.open(path.parent), MANIFEST_FILE), seeds=(json.dumps(_MANIFEST).encode(),)
+    ),
+    "pickle": Parser(read=lambda data: load_pickled(io.BytesIO(data), "it"), seeds=(b"\x80\x02}q\x00.",)),
+}
+
+
+def check(name: str, data: bytes) -> None:
+    """Raises what a parser raises that is no refusal in a line."""
+    parser = PARSERS[name]
+    try:
+        parser.read(data)
+    except parser.refuses as error:
+        assert "\n" not in str(error) or len(str(error)) < 2000
