@@ -75,7 +75,7 @@ class Frame:
 
     def _scaled(self, height: int, width: int, format: str) -> np.ndarray:
         shown = self._opaque
-        is_hd = shown.height >= _HD_LINES or shown.width >= _HD_COLUMNS
+        is_hd = format != "gray" and (shown.height >= _HD_LINES or shown.width >= _HD_COLUMNS)
         space = _ITU709 if is_hd and shown.colorspace == _UNSPECIFIED and not shown.format.is_rgb else None
         scaled = shown.reformat(width, height, format=format, interpolation="AREA", src_colorspace=space)
         return scaled.to_ndarray()
