@@ -22,6 +22,15 @@ Config = TypeVar("Config")
 _LOOKED_UP = re.compile(r"\$\{[^{}]*:")
 """What OmegaConf asks something else for, such as ${oc.env:NAME}, and not for a key."""
 
+OTHER_WORDS = {
+    **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), "optimizer.lr"),
+    **dict.fromkeys(("min_learning_rate", "lr_min"), "optimizer.min_lr"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "data.global_batch_size"),
+    "max_steps": "train.train_iters",
+    "max_grad_norm": "optimizer.clip_grad",
+}
+"""Last part of a key that people write -> the key that they mean, which may be spelled quite otherwise."""
+
 
 def resolve_config(
     recipe: str | None = None,
@@ -259,7 +268,7 @@ def _merge(base: DictConfig, update: DictConfig, root: type) -> DictConfig:
 def _unknown_key(key: str, root: type) -> UserError:
     known = known_keys(root)
     last = key.rpartition(".")[2]
-    same_name = [name for name in known if name.rpartition(".")[2] == last]
+    same_name = [name for name in known if name.rpartition(".")[2] == last or name == OTHER_WORDS.get(last)]
     by_name = {name.rpartition(".")[2]: name for name in known}
     near = same_name[0] if same_name else nearest(key, known) or by_name.get(nearest(last, by_name) or "")
     hint = f"did you mean {near}?" if near else "see --print-config for all of them"

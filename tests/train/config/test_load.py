@@ -352,3 +352,13 @@ def test_a_file_has_nothing_looked_up_outside_of_it(tmp_path, value):
         resolve_config(config_file=path)
     path.write_text("recipe: digits\ntrain:\n  output_dir: run-${train.seed}\n  seed: 7\n")
     assert resolve_config(config_file=path).train.output_dir == "run-7"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("optimizer.learning_rate", "optimizer.lr"), ("train.max_steps", "train.train_iters")]
+    + [("data.batch_size", "data.global_batch_size"), ("sampling.num_steps", "validation.sampling.num_steps")],
+)
+def test_other_words_for_a_key_lead_to_it(key, meant):
+    with pytest.raises(UserError, match=rf"unknown key {key}; did you mean {meant}\?"):
+        resolve_config("digits_tiny", config_file=None, overrides=[f"{key}=1"])
