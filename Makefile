@@ -1,4 +1,4 @@
-# The only thing needed beforehand is Python 3.11 or newer.
+# The only thing needed beforehand is Python 3.11, 3.12 or 3.13, or uv. make setup PYTHON=... chooses another.
 #   make demo        prepare, train, generate and score handwritten digits on the CPU, in minutes
 #   make demo-adapter  teach that model a shape it never saw, from ten clips
 #   make demo-given  teach it to take first and last frames, clips, masks and instructions
@@ -10,7 +10,6 @@
 #   make fuzz        ten minutes of random bytes for each parser of what others wrote
 #   make lint        ruff and the import rules  make gpu-check  what a GPU machine needs to prove
 
-PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -18,15 +17,9 @@ READY := .venv/.ready
 
 setup: $(READY)
 
-# nvidia-pytriton carries a real tritonserver; without its dependencies, because it asks for numpy<2 (serve/README.md).
 $(READY): pyproject.toml constraints.txt
-	@echo "Setting up .venv (torch, Megatron-core, Energon): 2 to 5 minutes, once."
-	@start=$$(date +%s) && \
-	$(PYTHON) -m venv .venv && \
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[train,export,serve,c2pa,otel,postgres,t5,tables,wandb,dev]' && \
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps nvidia-pytriton==0.7.0 && \
-	touch $@ && \
-	echo "Set up in $$(( $$(date +%s) - start )) s."
+	@./setup.sh
+	@touch $@
 
 demo: $(READY)
 	@$(BIN)/megadit demo
@@ -96,7 +89,7 @@ GPU_WHEELS := anyio attrs av braceexpand bracex cffi deprecation filetype h11 ht
 	jsonschema-specifications lark megatron-core==0.16.1 megatron-energon mfusepy multi-storage-client omegaconf \
 	opentelemetry-api pycparser rapidyaml referencing rpds-py wcmatch==10.2.1 webdataset xattr
 gpu-wheels:
-	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+	@$(GPU_PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest dist/gpu $(GPU_WHEELS)
 
 clean:
