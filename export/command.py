@@ -34,6 +34,21 @@ class ExportOptions:
     engines: EngineSettings = group(EngineSettings, "engines (--format tensorrt)")
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("format", "precision", "profiles", "default", "adapter_rank", "adapter_targets"),
+    "graphs": ("opset", "text_encoder", "calibration_prompts", "video_steps", "even_if_too_large"),
+    "engines (--format tensorrt)": (
+        *("refit", "workspace_gb", "optimization_level", "timing_cache", "refittable"),
+        *("version_compatible", "hardware_compatible", "weight_streaming"),
+    ),
+}
+EXAMPLES = (
+    "megadit export runs/demo/bundle exported",
+    "megadit export bundle exported --precision fp16 --profile frames=1,17,33",
+    "megadit export bundle engines --format tensorrt --precision fp16",
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit export`; returns its exit code."""
     return run_command(_export, sys.argv[1:] if argv is None else argv)
@@ -44,6 +59,8 @@ def _export(argv: list[str]) -> None:
     options = read_options(
         ExportOptions,
         argv,
+        groups=GROUPS,
+        examples=EXAMPLES,
         prog="megadit export",
         description="Exports every network of a bundle, and compares each with torch. OUT is a bundle too.",
     )

@@ -171,6 +171,50 @@ class GenerateOptions(GivenOptions):
         return self.settings.guidance
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": (
+        *("checkpoint_path", "prompt", "video_save_path", "num_steps", "guidance", "seed"),
+        *("num_frames", "height", "width", "fps", "negative_prompt", "format"),
+    ),
+    "prompts": ("prompt_file", "subject_name", "seeds", "guidances", "adapter", "repeat"),
+    "sampling (default: as the checkpoint says)": (
+        *("sampler", "schedule", "sigmas", "sigma_min", "sigma_max", "rho", "shift", "noise_scale"),
+        *("churn", "churn_interval", "eta"),
+    ),
+    "guidance": (
+        *("guidance_convention", "guidance_interval", "guidance_rescale", "image_guidance", "low_guidance"),
+        *("autoguidance", "second_prompt", "second_guidance", "adapter_interval"),
+    ),
+    "conditioning: images and videos that the video is made from": (
+        *("image", "last_image", "keyframe", "input_video", "strength", "continue_video", "lead_to_video"),
+        *("keep_frames", "video", "mask", "instruction"),
+    ),
+    "length: videos longer than the network makes at once": ("total_frames", "story", "keep_first"),
+    "output": ("contact_sheet",),
+    "speed and memory": (
+        *("device", "dtype", "runtime", "batch_size", "compile", "cuda_graphs", "overlap_decoding"),
+        *("cache_budget", "cache_measure", "lpips_weights", "sequential_guidance", "offload_text_encoder"),
+        *("resident_blocks", "dry_run", "device_memory", "even_if_too_large"),
+    ),
+    "several devices, under torchrun": ("tp_size", "cp_size", "cfg_parallel", "num_devices"),
+    "parts from elsewhere": ("tokenizer_model", "tokenizer_cache_dir", "t5_cache_dir"),
+    "safety": ("guardrail_dir", "c2pa_certificate", "c2pa_key"),
+}
+"""Title in the help -> the options below it; every option stands in one group."""
+EXAMPLES = {
+    "generate": (
+        'megadit generate --checkpoint_path runs/demo/bundle --prompt "a red seven moving left"',
+        'megadit generate --checkpoint_path runs/demo/bundle --prompt "a seven" --seeds 1 2 3 --contact_sheet all.png',
+        "megadit generate --checkpoint_path bundle --prompt_file prompts.txt --video_save_path videos --format gif",
+        'megadit generate --checkpoint_path bundle --prompt "waves" --image first.png --num_video_frames 33',
+        "megadit generate --repeat videos/0000_waves_seed0.mp4 --guidance 5",
+    ),
+    "calibrate-cache": (
+        "megadit calibrate-cache --checkpoint_path bundle --prompt_file prompts.txt --cache_budget 0.02",
+    ),
+    "check-cache": ("megadit check-cache --checkpoint_path bundle --prompt_file others.txt --cache_budget 0.02",),
+}
+
 _DESCRIPTIONS = {
     "generate": "Generates videos, or images, from prompts. What is left out takes the checkpoint's default.",
     "calibrate-cache": "Measures with these prompts which denoiser calls `megadit generate --cache_budget` can spare "
@@ -190,6 +234,8 @@ def parse(argv: list[str], verb: str = "generate") -> GenerateOptions:
         GenerateOptions,
         argv,
         prog=f"megadit {verb}",
+        groups=GROUPS,
+        examples=EXAMPLES[verb],
         usage=f"megadit {verb} --checkpoint_path PATH --prompt TEXT [TEXT ...] [options]",
         description=_DESCRIPTIONS[verb],
         epilog="--debug shows the traceback of an error.",

@@ -100,6 +100,14 @@ class TuneOptions:
     dry_run: bool = setting(False, "say what is best and leave the bundle as it is")
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("real", "out", "evaluations", "budget", "count", "dry_run"),
+    "what is compared": ("prompts", "extractors", "metrics", "judge_dir"),
+    "what is tried": ("guidance", "noise_scale"),
+    "machine": ("device", "dtype"),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """One way to sample, with what it costs and what its videos are like."""
@@ -309,6 +317,8 @@ def _run(argv: list[str]) -> None:
     options = read_options(
         TuneOptions,
         argv,
+        groups=GROUPS,
+        examples=("megadit tune-sampler runs/demo/bundle --real runs/demo/dataset --out tuned --evaluations 6 8",),
         prog="megadit tune-sampler",
         description="Finds the fewest evaluations that make videos as good as a model's best, and keeps them in it.",
     )

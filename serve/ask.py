@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadit.models.given_settings import MEDIA, GivenOptions, split_keyframe
+from megadit.models.given_settings import GIVEN, MEDIA, GivenOptions, split_keyframe
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, record_path, write_json
@@ -46,6 +46,19 @@ class AskOptions:
     given: GivenOptions = group(GivenOptions, "what is given of the video")
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("output", "url", "model", "num_steps", "guidance", "seed", "num_videos"),
+    "size and length": ("num_frames", "height", "width", "fps"),
+    "sampling": ("sampler", "negative_prompt", "eta", "image_guidance", "adapters", "evaluate"),
+    "conditioning: images and videos that the video is made from": tuple(GIVEN),
+    "the request": ("timeout", "priority"),
+}
+EXAMPLES = (
+    'megadit serve ask "a red seven moving left" --output seven.mp4',
+    'megadit serve ask "waves" --url http://HOST:8000 --image first.png --num_videos 2',
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Asks and writes; the exit code is 1 where the service fails, 2 where the request is wrong."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
@@ -55,6 +68,8 @@ def _run(argv: list[str]) -> int:
     options = read_options(
         AskOptions,
         argv,
+        groups=GROUPS,
+        examples=EXAMPLES,
         prog="megadit serve ask",
         description="Asks a running service for videos. What is left out takes the service's default.",
     )

@@ -247,6 +247,20 @@ class RepositoryOptions:
     limits: GivenLimits = group(GivenLimits, "limits of a request (defaults: a multiple of the bundle's default video)")
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("images", "dtype", "runtime", "device", "default", "adapters", "student"),
+    "queue and devices": tuple(name for name in settings_of(Scheduling) if name != "device"),
+    "limits of a request (defaults: a multiple of the bundle's default video)": tuple(settings_of(Limits)),
+    "safety": ("guardrail_dir", "judge_dir", "c2pa_certificate", "c2pa_key"),
+    "other": ("networks", "adapter_bytes"),
+}
+EXAMPLES = (
+    "megadit serve build-repository runs/demo/bundle models",
+    "megadit serve build-repository exported models --runtime onnx --images --max_videos 2",
+    "megadit serve build-repository bundle models --dtype bfloat16 --device 0,1,2,3 --ranks 2 --tp_size 2",
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit serve build-repository`; returns its exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
@@ -256,6 +270,8 @@ def _run(argv: list[str]) -> None:
     options = read_options(
         RepositoryOptions,
         argv,
+        groups=GROUPS,
+        examples=EXAMPLES,
         prog="megadit serve build-repository",
         description="Turns a bundle, or a training directory, into a model repository that Triton loads unchanged.",
     )

@@ -6,6 +6,7 @@ does not give its flag: neither itself, nor through the fixtures, functions and 
 
 import ast
 import re
+import shlex
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from megadit.models.shared import verbs
 from megadit.models.shared.command import CommandParser
+from megadit.models.shared.options import MOST_IN_ONE_LIST
 
 ROOT = Path(__file__).parent
 MADE = "infer/test_flags.py::test_an_option_changes_what_is_made"
@@ -320,6 +322,7 @@ SHOWN_BY = {
         f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",
         "test_deploy.py::test_doctor_names_what_is_missing": "--extras",
     },
+    "completion": {},
     "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick --all_guidances"},
     "demo-shapes": {"train/shapes/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
     "demo-given": {
@@ -356,7 +359,7 @@ def parsers() -> dict[str, CommandParser]:
         for verb in verbs.VERBS:
             for words in [[source] for source in SOURCES] if verb == "prepare" else [[]]:
                 with suppress(SystemExit):
-                    verbs._load(verb)(words)
+                    verbs.load(verb)(words)
     return found
 
 
@@ -374,6 +377,17 @@ def test_every_command_is_here():
 def test_every_flag_has_a_test(command):
     named = " ".join(SHOWN_BY[command].values()).split()
     assert sorted(named) == flags(parsers()[command])
+
+
+@pytest.mark.parametrize("command", SHOWN_BY)
+def test_examples_of_the_help_are_read(command):
+    """With options that are there, and values that they take."""
+    parser = parsers()[command]
+    for example in parser.examples:
+        words = shlex.split(example)
+        assert words[: 1 + len(command.split())] == ["megadit", *command.split()]
+        assert CommandParser.parse_args(parser, words[1 + len(command.split()) :])
+    assert parser.examples or len(flags(parser)) <= MOST_IN_ONE_LIST
 
 
 def test_options_are_declared_as_settings_alone():

@@ -1,6 +1,5 @@
 """The training command: `megadit train`, or `python -m megadit.train` under torchrun."""
 
-import argparse
 import functools
 import os
 import sys
@@ -42,6 +41,20 @@ class TrainOptions:
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
     debug: bool = setting(False, "show the traceback of user errors")
     overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("recipe", "config_file", "dataset_path", "mock", "nproc", "dry_run", "print_config"),
+    "planning": ("plan", "explain", "gpus", "gpu"),
+    "measuring layouts": ("tune", "top", "tune_steps", "tune_seconds"),
+    "other": ("even_if_too_large", "debug", "yes"),
+}
+EXAMPLES = (
+    "megadit train --recipe digits data.path=runs/demo/dataset train.output_dir=runs/mine",
+    "megadit train --config-file my_run.yaml --nproc 2 optimizer.lr=0.002",
+    "megadit train --recipe pretrain_7b data.path=data/clips --dry-run",
+    "megadit train --recipe pretrain_7b --plan --gpus 64 --gpu h100-80gb",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,10 +159,11 @@ def _parse(argv: list[str]) -> TrainOptions:
         TrainOptions,
         argv,
         prog="megadit train",
+        groups=GROUPS,
+        examples=EXAMPLES,
         usage="megadit train --recipe NAME [options] [section.key=value ...]",
         description="Trains a DiT on Megatron-core. Later wins: recipe < --config-file < section.key=value.",
         epilog=f"recipes:\n{recipes}\n\nSeveral ranks: --nproc N, or torchrun ... -m megadit.train (the same options).",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if options.plan and not (options.gpus and options.gpu):
         raise UserError("--plan needs --gpus N and --gpu NAME, such as --gpus 64 --gpu h100-80gb")

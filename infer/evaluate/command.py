@@ -95,6 +95,20 @@ class EvaluateOptions:
     )
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("real", "prompts", "out", "extractors", "metrics", "count", "guidances", "against", "videos"),
+    "what is looked at": ("frames", "size", "judge_dir", "features", "export_for", "seed"),
+    "settings of sampling (default: those of the checkpoint)": OF_PROMPTS,
+    "machine and service": ("device", "dtype", "key_file"),
+}
+EXAMPLES = (
+    "megadit evaluate runs/demo/bundle --real runs/demo/dataset --extractors runs/demo/judge.safetensors --out report",
+    "megadit evaluate my_model --real clips --metrics motion --out report",
+    "megadit evaluate my_model --against other_model --prompts prompts.txt --extractors clip_folder --out report",
+    "megadit evaluate --videos made --real clips --metrics motion --out report",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """A model and what is asked of it, at each guidance."""
@@ -115,6 +129,8 @@ def _run(argv: list[str]) -> None:
             EvaluateOptions,
             argv,
             prog="megadit evaluate",
+            groups=GROUPS,
+            examples=EXAMPLES,
             usage="megadit evaluate MODEL --out OUT --real PATH --extractors PATH [PATH ...] [options]",
             description="Measures how good the videos of a model are: figures with intervals, and a page to look at.",
         )

@@ -122,7 +122,11 @@ def machine_findings() -> list[Finding]:
             found=f"{total / GIB:.1f} GiB, {available / GIB:.1f} GiB of it free",
             enables="`make demo` needs 6 GiB",
         ),
-        Finding(name="disk", found=f"{free / GIB:.1f} GiB free in {Path.cwd()}", enables="`make setup` takes 4 GB, with torch for CUDA 7"),
+        Finding(
+            name="disk",
+            found=f"{free / GIB:.1f} GiB free in {Path.cwd()}",
+            enables="`make setup` takes 4 GB, with torch for CUDA 7",
+        ),
     ]
 
 

@@ -21,14 +21,29 @@ OF_PATHS = {
 """What a system may refuse where files are made -> what helps."""
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Fills paragraphs, and leaves those that hold indented lines as they are: tables, examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.strip().split("\n\n")
+        filled = [
+            part if "\n " in f"\n{part}" else super(_Formatter, self)._fill_text(part, width, indent) for part in parts
+        ]
+        return "\n\n".join(filled)
+
+
 class CommandParser(argparse.ArgumentParser):
     """argparse whose complaints are a `UserError`, so that `run_command` tells them in one line like any other.
 
-    Options are never abbreviated; `--num-steps` is taken for `--num_steps` where only that exists.
+    Options are never abbreviated; `--num-steps` is taken for `--num_steps` where only that exists. Help ends with
+    `examples`, command lines.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+    def __init__(self, *, examples: Sequence[str] = (), epilog: str = "", **settings: Any) -> None:
+        shown = [epilog, "\n".join(["examples:", *(f"  {line}" for line in examples)]) if examples else ""]
+        epilog = "\n\n".join(filter(None, shown))
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, epilog=epilog or None, **settings)
+        self.examples = tuple(examples)
 
     def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
         """The options in `args`.
@@ -36,6 +51,8 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: for an argument that is unknown (names the nearest option), missing or malformed.
         """
+        if _wanted:
+            raise _FoundError(self)
         # positional arguments may stand anywhere among the options; argparse can not do that with subcommands
         parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
         options, unknown = parse([self._spelling(argument) for argument in args], namespace)
@@ -55,6 +72,25 @@ class CommandParser(argparse.ArgumentParser):
         name, equals, value = argument.partition("=")
         underscored = name[:2] + name[2:].replace("-", "_")
         return underscored + equals + value if underscored in self._option_string_actions else argument
+
+
+class _FoundError(Exception):
+    """Carries the parser that `parser_of` asks for."""
+
+
+_wanted: list[bool] = []
+
+
+def parser_of(command: Callable[[], Any]) -> CommandParser | None:
+    """The parser that a command reads its options with, which is not run; None where it reads none."""
+    _wanted.append(True)
+    try:
+        command()
+    except _FoundError as found:
+        return found.args[0]
+    finally:
+        _wanted.pop()
+    return None
 
 
 def run_command(function: Callable[[list[str]], int | None], argv: list[str], *, is_run: bool = False) -> int:

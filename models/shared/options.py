@@ -3,12 +3,15 @@
 Each command declares its options as a frozen dataclass:
 
     options = read_options(TrimOptions, argv, prog="megadit trim", description="Trims a clip.")
+
+One of many options has a table of groups beside it, the most used first, in which every option stands once.
 """
 
 from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from megadit.models.shared.command import CommandParser
@@ -18,18 +21,58 @@ from megadit.models.shared.setting import Setting, check_value, described, group
 Options = TypeVar("Options")
 
 
-def read_options(of: type[Options], argv: Sequence[str], **parser: Any) -> Options:
+Groups = Mapping[str, Sequence[str]]
+"""Title of a group of options in the help -> the names of its settings."""
+MOST_IN_ONE_LIST = 16
+"""Options of a command without groups."""
+
+
+def read_options(
+    of: type[Options], argv: Sequence[str], *, groups: Groups = MappingProxyType({}), **parser: Any
+) -> Options:
     """The options in `argv` as the dataclass `of`.
 
     Args:
-        parser: what `CommandParser` takes, `prog` and `description` above all.
+        groups: how the help shows them; positional arguments come before.
+        parser: what `CommandParser` takes, `prog`, `description` and `examples` above all.
 
     Raises:
         UserError: for an argument that is unknown (names the nearest option), missing, malformed or out of bounds.
+        TypeError: if an option is in no group, or in two.
     """
+    known = every_setting(of)
+    listed = [name for names in groups.values() for name in names]
+    if groups or sum(not about.positional for about in known.values()) > MOST_IN_ONE_LIST:
+        wrong = [name for name, about in known.items() if listed.count(name) != (0 if about.positional else 1)]
+        if wrong or len(listed) > len(known):
+            raise TypeError(f"{of.__name__}: in the groups of its help, {wrong or 'an unknown option'} must stand once")
+        parser = {"usage": _usage(parser["prog"], known.values())} | parser
     made = CommandParser(**parser)
-    options(made, of)
+    if groups:
+        for title, names in {"": [name for name in known if name not in listed], **groups}.items():
+            part = made.add_argument_group(title) if title else made
+            for name in names:
+                _add(part, known[name])
+    else:
+        options(made, of)
     return made_of(of, vars(made.parse_args(argv)))
+
+
+def every_setting(of: type) -> dict[str, Setting]:
+    """The settings of a dataclass and of its groups, by name."""
+    known = dict(settings_of(of))
+    for part in groups_of(of).values():
+        inner = every_setting(part.of)
+        known |= inner if part.only is None else {name: inner[name] for name in part.only}
+    return known
+
+
+def _usage(prog: str, known: Iterable[Setting]) -> str:
+    """`megadit convert SOURCE [OUT] [options]`."""
+    positional = [about for about in known if about.positional]
+    shown = [about.metavar or about.name for about in positional]
+    words = [name if about.required else f"[{name}]" for name, about in zip(shown, positional, strict=True)]
+    return " ".join([prog, *words, "[options]"])
 
 
 def options(parser: Any, of: type, *, only: Iterable[str] | None = None, skip: Collection[str] = ()) -> None:
@@ -99,9 +142,12 @@ def _add(parser: Any, about: Setting) -> None:
     if about.type is not bool:
         shown["type"] = _reader(about)
     if about.positional:
-        parser.add_argument(about.name, default=SUPPRESS, **shown)
+        action = parser.add_argument(about.name, default=SUPPRESS, **shown)
     else:
-        parser.add_argument(*_names(about), dest=about.name, default=SUPPRESS, required=about.required, **shown)
+        action = parser.add_argument(
+            *_names(about), dest=about.name, default=SUPPRESS, required=about.required, **shown
+        )
+    action.known = tuple(about.choices or ())  # argparse's own `choices` would complain in other words
 
 
 def _names(about: Setting) -> tuple[str, ...]:

@@ -53,6 +53,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "check-cache": ("megadit.infer.calibrate_cache:check", "measure whether a calibrated cache keeps its budget"),
     "info": ("megadit.infer.inspect.info:main", "describe a checkpoint, bundle or dataset"),
     "doctor": ("megadit.infer.inspect.doctor:main", "say what this machine can do and what is missing"),
+    "completion": ("megadit.models.shared.completion:main", "write a script by which a shell completes these commands"),
     "demo": (
         "megadit.train.digits.demo:main",
         "prepare, train, generate and score handwritten digits, in minutes on a CPU",
@@ -72,6 +73,24 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo-adapter": ("megadit.train.digits.adapter_demo:main", "teach the demo's model a new shape, from ten clips"),
 }
 """Verb, of one word or two -> (module:function, one line of help)."""
+GROUPS: dict[str, tuple[str, ...]] = {
+    "a first model": ("new", "prepare", "train", "bundle", "generate"),
+    "demos": ("demo", "demo-shapes", "demo-given", "demo-distill", "demo-adapter"),
+    "look and judge": (
+        *("info", "evaluate", "evaluate tokenizer", "evaluate compare", "evaluate convert"),
+        *("classify", "similarity"),
+    ),
+    "make it fast": (
+        *("distill", "tune-sampler", "calibrate-cache", "check-cache", "export"),
+        *("benchmark train", "benchmark growth", "benchmark scaling", "benchmark generate"),
+    ),
+    "serve": (
+        *("serve build-repository", "serve run", "serve up", "serve gateway", "serve keys", "serve ask", "serve demo"),
+    ),
+    "exchange models": ("convert", "push", "pull"),
+    "machines": ("doctor", "slurm", "completion"),
+}
+"""Title in the help -> the verbs below it; every verb stands in one group."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,10 +117,10 @@ def _dispatch(argv: list[str]) -> int:
         choose_one(rest[0] if rest else "", seconds, f"`megadit {' '.join([verb, *rest[:1]])}` is no command")
     if verb not in VERBS:
         raise UserError(f"unknown command {verb!r}{did_you_mean(verb, VERBS, 'see `megadit --help`')}")
-    return _load(verb)(rest) or 0
+    return load(verb)(rest) or 0
 
 
-def _load(verb: str):
+def load(verb: str):
     """The function behind a verb.
 
     Raises:
@@ -119,10 +138,11 @@ def _load(verb: str):
 
 
 def _help(prefix: str = "") -> str:
-    """What the verbs do that begin with `prefix`."""
-    verbs = {verb: description for verb, (_, description) in VERBS.items() if verb.startswith(prefix)}
-    width = max(map(len, verbs))
-    lines = [f"  {verb:{width}}  {description}" for verb, description in verbs.items()]
+    """What the verbs do that begin with `prefix`, in their groups."""
+    lines = []
+    for title, names in GROUPS.items():
+        verbs = [verb for verb in names if verb.startswith(prefix)]
+        lines += [f"{title}:", *(f"  {verb:{_WIDTH}}  {VERBS[verb][1]}" for verb in verbs), ""] if verbs else []
     return "\n".join(
         [
             "usage: megadit VERB ...",
@@ -130,10 +150,12 @@ def _help(prefix: str = "") -> str:
             "Text-to-video diffusion transformers, from a folder of clips to videos.",
             "",
             *lines,
-            "",
             "`megadit VERB --help` describes one of them; --debug shows the traceback of an error.",
         ]
     )
+
+
+_WIDTH = max(map(len, VERBS))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,22 @@ class GatewayOptions:
     drain_seconds: float = setting(30.0, "to finish jobs (default: 30)", metavar="S")
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("servers", "models", "host", "port", "store", "results", "adapters"),
+    "limits": (
+        *("slots", "max_body_bytes", "max_upload_bytes", "max_uploads", "max_streams", "max_connections"),
+        *("min_free_bytes",),
+    ),
+    "times": ("job_seconds", "hang_seconds", "drain_seconds", "result_seconds", "history_seconds"),
+    "metrics": ("metrics_host", "metrics_port", "name"),
+    "signatures (C2PA) in pictures of videos (Triton signs the videos)": ("c2pa_certificate", "c2pa_key"),
+}
+EXAMPLES = (
+    "megadit serve gateway --server grpc://gpu1:8001 --server grpc://gpu2:8001 --host 0.0.0.0",
+    "megadit serve gateway --store postgresql+psycopg://gateway@db/gateway --results s3://BUCKET/videos",
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serves until it is told to stop (Ctrl-C, SIGTERM), and drains; a second signal ends it at once."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
@@ -49,6 +65,8 @@ def _run(argv: list[str]) -> int:
     options = read_options(
         GatewayOptions,
         argv,
+        groups=GROUPS,
+        examples=EXAMPLES,
         prog="megadit serve gateway",
         description="The video API (/v1/videos) in front of one or several Triton servers.",
     )

@@ -118,6 +118,13 @@ def _with_all_settings(request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "settings": UNCHANGED | request["settings"]}
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("prompt", "prompt_file", "count", "seed", "overwrite"),
+    "settings of sampling (default: those of the checkpoint)": (*OF_PROMPTS, "churn"),
+    "machine": ("batch_size", "device", "dtype"),
+}
+
+
 def command(argv: list[str]) -> int:
     """Runs `megadit prepare prior`."""
     return _prepare(argv, PRIOR)
@@ -129,7 +136,9 @@ def trajectories_command(argv: list[str]) -> int:
 
 
 def _prepare(argv: list[str], purpose: Purpose) -> int:
-    options = read_options(PriorOptions, argv, prog=f"megadit prepare {purpose.name}", description=purpose.description)
+    prog = f"megadit prepare {purpose.name}"
+    about = {"description": purpose.description, "examples": (f"{prog} bundle data/made --prompt robot --count 200",)}
+    options = read_options(PriorOptions, argv, groups=GROUPS, prog=prog, **about)
     bundle = open_bundle(options.bundle)
     settings = resolve_settings(bundle.defaults, **asdict(options.settings))
     if purpose is TRAJECTORIES:

@@ -109,6 +109,19 @@ class DistillOptions:
     )
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("data", "calls", "stages", "adapter_rank", "nproc", "recipe", "config_file"),
+    "how the student is called": ("sigmas", "noise_scale", "guidance", "guidance_range"),
+    "pairs that regression learns from": ("pairs", "num_pairs", "pair_steps"),
+    "check": ("prompts", "count", "extractors", "spread", "distance", "device"),
+    "other": ("even_if_too_large",),
+}
+EXAMPLES = (
+    "megadit distill runs/demo/bundle runs/student --data runs/demo/dataset --calls 4",
+    "megadit distill bundle runs/student --data data/clips --calls 2 --adapter_rank 16 guidance.train.train_iters=2000",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRun:
     """A stage as it is trained here."""
@@ -128,6 +141,8 @@ def _run(argv: list[str]) -> None:
     options = read_options(
         DistillOptions,
         argv,
+        groups=GROUPS,
+        examples=EXAMPLES,
         prog="megadit distill",
         description="Trains a student of a bundle that makes its videos in few calls.",
     )

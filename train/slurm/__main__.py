@@ -12,7 +12,6 @@
 train/slurm/chain.yaml is an example to copy.
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -64,7 +63,6 @@ def _run(argv: list[str]) -> int:
         argv,
         prog="megadit slurm",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb = options.overrides[0] if options.overrides[:1] in (("status",), ("validate",)) else ""
     overrides = list(options.overrides[bool(verb) :])

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from megadit.models.shared import options as shared_options
 from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import given_options, made_of, options, read_options
@@ -233,3 +234,42 @@ def test_an_upper_bound_may_be_out_of_reach(value, complaint):
             check_settings(Split(share=value))
     else:
         check_settings(Split(share=value))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManyOptions:
+    clip: str = setting(help="a clip", positional=True)
+    first: int = setting(1, "one")
+    second: int = setting(2, "two")
+
+
+@pytest.mark.parametrize(
+    "groups", [{"a": ("first",)}, {"a": ("first", "second"), "b": ("second",)}, {"a": ("first", "x")}]
+)
+def test_an_option_without_a_group_is_a_fault_of_ours(groups):
+    with pytest.raises(TypeError, match="must stand once"):
+        read_options(ManyOptions, ["x"], prog="many", groups=groups)
+
+
+def test_many_options_need_groups(monkeypatch):
+    assert read_options(ManyOptions, ["x"], prog="many").second == 2
+    monkeypatch.setattr(shared_options, "MOST_IN_ONE_LIST", 1)
+    with pytest.raises(TypeError, match="must stand once"):
+        read_options(ManyOptions, ["x"], prog="many")
+
+
+def test_help_shows_groups_in_their_order_and_examples_at_the_end(capsys):
+    with pytest.raises(SystemExit):
+        read_options(
+            ManyOptions,
+            ["--help"],
+            prog="many",
+            groups={"most used": ("second",), "other": ("first",)},
+            examples=("many clip --second 3",),
+        )
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: many clip [options]\n")
+    places = [
+        shown.index(text) for text in ("most used:\n  --second", "other:\n  --first", "examples:\n  many clip --sec")
+    ]
+    assert places == sorted(places)

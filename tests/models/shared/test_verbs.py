@@ -1,5 +1,6 @@
 """The `megadit` command: its help, its errors, and what it does not import."""
 
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,13 @@ def test_help_lists_every_verb(capsys):
     for verb, (_, description) in verbs.VERBS.items():
         assert f"  {verb} " in shown
         assert description in shown
+
+
+def test_every_verb_stands_in_one_group_and_those_of_a_first_model_come_first(capsys):
+    assert sorted(verb for names in verbs.GROUPS.values() for verb in names) == sorted(verbs.VERBS)
+    verbs.main([])
+    shown = re.findall(r"^  (\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert shown[:5] == ["new", "prepare", "train", "bundle", "generate"]
 
 
 def test_no_arguments_show_the_help(capsys):

@@ -116,6 +116,28 @@ class ButterflyOptions:
         return self.folder or self.output_dir
 
 
+_MOST_USED = ("sizes", "height", "width", "num_frames", "fps", "num_workers", "overwrite")
+_CAPTIONS = (
+    *("default_caption", "caption_server", "caption_model", "caption_prompt", "caption_frames"),
+    *("caption_requests", "caption_seconds"),
+)
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": _MOST_USED,
+    "clips": ("cut", "scene_threshold", "mirror", "background", "keyframes"),
+    "captions": _CAPTIONS,
+    "what is left out": (
+        *("min_brightness", "min_motion", "min_flow", "min_contrast", "max_duplicate_bits", "duplicates", "not_in"),
+        *("min_aesthetic_score", "min_clip_score", "judge_dir", "min_score", "max_score"),
+        *("max_megapixels", "max_minutes"),
+    ),
+    "encoding": ("tokenizer", "channels", "text_encoder", "encodings", "store"),
+    "the data set": ("val_share", "seed", "shard_size", "originals"),
+    "large jobs": ("part", "engine", "engine_tasks", "stages", "redo"),
+}
+_OF_FOLDERS = _GROUPS | {"captions": ("captions", *_CAPTIONS)}
+_OF_TABLES = _GROUPS | {
+    "tables and downloads": ("split", "caption_column", "requests", "seconds", "private_addresses"),
+}
 Options = FolderOptions | WebDatasetOptions | TableOptions | ButterflyOptions
 KINDS: dict[str, tuple[type[Options], str]] = {
     "videos": (
@@ -131,12 +153,29 @@ KINDS: dict[str, tuple[type[Options], str]] = {
     "butterfly": (ButterflyOptions, f"The butterflies of {BUTTERFLIES}."),
 }
 """Source -> its options, and what it is."""
+GROUPS: dict[type[Options], dict[str, tuple[str, ...]]] = {
+    FolderOptions: _OF_FOLDERS,
+    WebDatasetOptions: _GROUPS,
+    TableOptions: _OF_TABLES,
+    ButterflyOptions: _OF_TABLES | {"most used": ("source", "output_dir", *_MOST_USED)},
+}
+EXAMPLES = {
+    "videos": (
+        "megadit prepare videos clips data/clips --sizes 64x64 --fps 8 --num_frames 17",
+        "megadit prepare videos clips data/clips --sizes 256x256,192x320 --num_frames 33,121 --captions table.csv",
+    ),
+    "images": ("megadit prepare images pictures data/pictures --sizes 256x256 --captions folders",),
+    "webdataset": ("megadit prepare webdataset s3://BUCKET/shards data/clips --sizes 256x256 --num_frames 33",),
+    "hf": ("megadit prepare hf huggan/smithsonian_butterflies_subset data/butterflies --sizes 256x256",),
+    "butterfly": ("megadit prepare butterfly --sizes 256x256",),
+}
 
 
 def prepare_command(kind: str, argv: list[str]) -> int:
     """Runs one of the sources above; a second run goes on where the first was stopped."""
     of, description = KINDS[kind]
-    prepare(kind, read_options(of, argv, prog=f"megadit prepare {kind}", description=description))
+    about = {"groups": GROUPS[of], "examples": EXAMPLES[kind], "description": description}
+    prepare(kind, read_options(of, argv, prog=f"megadit prepare {kind}", **about))
     return 0
 
 
