@@ -19,6 +19,7 @@ td.number, th.number { text-align: right; white-space: nowrap }
 small, .faint { color: var(--faint) } .good { color: var(--good) } .bad { color: var(--bad) }
 img, video { max-width: 100%; background: #fff } video { min-width: 8rem; image-rendering: pixelated }
 figure { display: inline-block; vertical-align: top; max-width: 26rem; margin: 0 1rem 1rem 0; overflow-wrap: anywhere }
+@media (prefers-color-scheme: dark) { .curves img { filter: invert(.92) hue-rotate(180deg) } }
 code { font-size: .8rem; overflow-wrap: anywhere }
 """
 

@@ -310,7 +310,11 @@ SHOWN_BY = {
     },
     "info": {
         "infer/inspect/test_info.py::test_command_prints_a_table_or_json": "--json",
+<<<<<<< HEAD
         "train/data/test_whole_shards.py::test_verify_reads_every_byte": "--verify",
+=======
+        "infer/inspect/test_info.py::test_what_is_off_is_shown_on_demand": "--all",
+>>>>>>> 719a4e1 (megadit info says what is in force, what the samples of a data set are and what a video holds)
         f"{VIDEOS}::test_a_sheet_shows_samples": "--sheet",
         "infer/inspect/test_info.py::test_a_page_shows_a_run": "--html",
     },

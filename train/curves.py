@@ -21,7 +21,9 @@ from megadit.models.shared.files import atomic_path
 
 CURVES_FILE = "curves.png"
 BACKGROUND, TEXT, FAINT, GRID = "#101216", "#e8eaed", "#8a919c", "#2a2e36"
-
+"""Of pictures of videos."""
+PAPER, INK, PALE, LINE = "#ffffff", "#23272e", "#6b7380", "#d4d8de"
+"""Of curves, which stand on pages."""
 
 FOLLOW, AGAIN, END = "--follow", "again\n", "end\n"
 """The option, and the lines that one who gave it writes."""
@@ -112,13 +114,13 @@ def training_curves(path: Path, records: Sequence[dict], *, title: str) -> None:
 
     lines = {name: _lines(records, name) for name, _, _ in PANELS}
     panels = [panel for panel in PANELS if lines[panel[0]]]
-    figure = Figure(figsize=(4.0 * max(len(panels), 1), 3.4), facecolor=BACKGROUND, layout="constrained")
-    figure.suptitle(title, color=TEXT, fontsize=12, x=0.01, ha="left")
+    figure = Figure(figsize=(4.0 * max(len(panels), 1), 3.4), facecolor=PAPER, layout="constrained")
+    figure.suptitle(title, color=INK, fontsize=12, x=0.01, ha="left")
     axes = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
     for axis, (name, label, scale) in zip(axes, panels, strict=False):
         _draw_panel(axis, lines[name], label, scale)
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, facecolor=BACKGROUND)
+        figure.savefig(temporary, dpi=110, facecolor=PAPER)
 
 
 def _lines(records: Sequence[dict], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -130,8 +132,8 @@ def _lines(records: Sequence[dict], name: str) -> dict[str, tuple[np.ndarray, np
 
 
 def _draw_panel(axis, lines: dict[str, tuple[np.ndarray, np.ndarray]], label: str, scale: str) -> None:
-    axis.set_facecolor(BACKGROUND)
-    axis.set_title(label, color=TEXT, fontsize=10, loc="left")
+    axis.set_facecolor(PAPER)
+    axis.set_title(label, color=INK, fontsize=10, loc="left")
     axis.set_yscale(scale)
     for colour, (name, (steps, values)) in zip(COLOURS, lines.items(), strict=False):
         if len(values) < 50:
@@ -142,12 +144,12 @@ def _draw_panel(axis, lines: dict[str, tuple[np.ndarray, np.ndarray]], label: st
         if scale == "linear":
             _leave_out_start(axis, values)
     if len(lines) > 1:
-        axis.legend(fontsize=7, labelcolor=FAINT, facecolor=BACKGROUND, edgecolor=GRID)
-    axis.set_xlabel("step", color=FAINT, fontsize=8)
-    axis.tick_params(which="both", colors=FAINT, labelsize=8)
-    axis.grid(alpha=0.12)
+        axis.legend(fontsize=7, labelcolor=PALE, facecolor=PAPER, edgecolor=LINE)
+    axis.set_xlabel("step", color=PALE, fontsize=8)
+    axis.tick_params(which="both", colors=PALE, labelsize=8)
+    axis.grid(alpha=0.25)
     for side in axis.spines.values():
-        side.set_color(GRID)
+        side.set_color(LINE)
 
 
 def _leave_out_start(axis, values: np.ndarray) -> None:

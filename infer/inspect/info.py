@@ -1,4 +1,4 @@
-"""`megadit info PATH`: what a bundle, an adapter, a training run or a dataset is, from its files alone."""
+"""`megadit info PATH`: what a bundle, an adapter, a training run, a data set or a video is, from its files alone."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megadit.infer.inspect.files import MEDIA_SUFFIXES, describe_media, describe_samples
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.manifest import MANIFEST_FILE, is_bundle
 from megadit.models.config import DiTConfig
@@ -21,17 +22,22 @@ from megadit.models.convert.adapter_files import is_adapter, open_adapter, read_
 from megadit.models.convert.adapter_names import split_key
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete, read_state
 from megadit.models.network_config import NetworkConfig
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
+from megadit.models.shared.setting import setting, settings_of
 from megadit.models.shared.shards import copied_in_part, damaged_shards, verified_shards
 from megadit.models.unet_config import UNetConfig
 from megadit.models.weights import network_shapes
 
 CHECKPOINTS = "checkpoints"
+DEFAULT = "default "
+"""Before the names of a bundle's settings of sampling."""
+NEUTRAL = (0.0, 1.0, "", ())
+"""Values with which a setting that has them by default changes nothing."""
 
 Facts = dict[str, Any]
 """What -> its value, in the order to show them."""
@@ -40,11 +46,12 @@ Facts = dict[str, Any]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InfoOptions:
     path: Path = setting(
-        help="a bundle, an adapter, a run's folder or checkpoint, a dataset, or a YAML file that blends some",
+        help="a bundle, an adapter, a run's folder or checkpoint, a data set, a YAML file that blends some, or a video",
         positional=True,
         metavar="PATH",
     )
-    json: bool = setting(False, "print JSON instead of a table")
+    all: bool = setting(False, "also settings of sampling that change nothing, as they stand")
+    json: bool = setting(False, "print all of it as JSON instead of a table")
     sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
     verify: bool = setting(False, "read every shard of a dataset, and compare it with what was written")
     html: Path | None = setting(None, "write a run, or what a dataset kept and left out, into this page")
@@ -71,11 +78,11 @@ def _run(argv: list[str]) -> int:
 
         write_sheet(options.path, options.sheet)
     if options.html is not None:
-        write_page(options.path, options.html, facts)
+        write_page(options.path, options.html, in_words(facts))
     if options.json:
         print(json.dumps(facts, indent=2, default=str))
     else:
-        Console().print(_table(facts))
+        Console().print(_table(facts if options.all else in_force(facts)))
     return 0
 
 
@@ -113,9 +120,11 @@ def describe(path: Path) -> Facts:
         return describe_run(path)
     if path.is_file() and path.suffix in (".yaml", ".yml"):
         return describe_blend(path)
+    if path.is_file() and path.suffix.lower() in MEDIA_SUFFIXES:
+        return describe_media(path)
     raise UserError(
         f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), neither a training run (no {CONFIG} beside "
-        f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE}), nor an adapter"
+        f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE}), nor an adapter, a video or an image"
     )
 
 
@@ -135,7 +144,7 @@ def describe_bundle(path: Path) -> Facts:
     facts |= _model_facts(bundle.config)
     known = bundle.defaults.to_dict()
     shown = known if bundle.kind == "video" else ("num_frames", "height", "width")
-    facts |= {f"default {name}": known[name] for name in shown if known[name] != ""}
+    facts |= {f"{DEFAULT}{name}": known[name] for name in shown if known[name] != ""}
     for name, value in (bundle.manifest.get("training") or {}).items():
         facts[f"training {name}"] = value
     return facts
@@ -188,7 +197,7 @@ def describe_dataset(path: Path) -> Facts:
     for part in ("tokenizer", "text_encoder"):
         if (path / part / "config.json").is_file():
             facts[part.replace("_", " ")] = read_json(path / part / "config.json").get("type")
-    return facts
+    return facts | describe_samples(path)
 
 
 def _sizes(files: Collection[Path]) -> str:
@@ -228,8 +237,19 @@ def describe_run(path: Path) -> Facts:
     with _as_a_run_says(path):
         if checkpoints:
             facts |= _progress_facts(checkpoints[-1], config)
-        facts |= {f"last {name}": last[name] for name in ("step", "loss", "lr", "seconds") if name in last}
+        if (step := last.get("step")) is not None:
+            saved = f"; the newest checkpoint is of step {_iteration(checkpoints[-1]):,}" if checkpoints else ""
+            facts["step"] = f"{step:,} of {config['train']['train_iters']:,}{saved}"
+        facts |= {_LAST[name]: last[name] for name in _LAST if name in last}
         return facts | _config_facts(config)
+
+
+_LAST = {"loss": "last loss", "lr": "last learning rate", "seconds": "seconds a step"}
+"""Of the last step: key in metrics.jsonl -> what it is called."""
+
+
+def _iteration(checkpoint: Path) -> int:
+    return read_state(checkpoint)["run"]["iteration"]
 
 
 def describe_checkpoint(path: Path) -> Facts:
@@ -253,7 +273,7 @@ def _progress_facts(checkpoint: Path, config: dict[str, Any]) -> Facts:
     state = read_state(checkpoint)
     run = state["run"]
     return {
-        "step": f"{run['iteration']} of {config['train']['train_iters']}",
+        "step": f"{run['iteration']:,} of {config['train']['train_iters']:,}",
         "samples seen": f"{run['consumed_samples']:,}",
         **({"samples left out": left_out} if (left_out := _left_out(run)) else {}),
         "tokens seen": f"{run['consumed_tokens']:,}",
@@ -343,11 +363,37 @@ def _bytes(count: int) -> str:
     return f"{count:.4g} GiB"
 
 
+def in_force(facts: Facts) -> Facts:
+    """Without the settings of sampling that change nothing as they stand (`churn 0`)."""
+    values = {name.removeprefix(DEFAULT): value for name, value in facts.items() if name.startswith(DEFAULT)}
+    usual = {name: about.default for name, about in settings_of(SamplingSettings).items() if about.default in NEUTRAL}
+    unused = {name for name in usual.keys() & values.keys() if values[name] in (usual[name], [])}
+    if values.get("sigmas"):
+        unused |= {"schedule", "sigma_min", "sigma_max", "rho"}
+    elif values.get("schedule") != "karras":
+        unused.add("rho")
+    return {name: value for name, value in facts.items() if name not in {f"{DEFAULT}{each}" for each in unused}}
+
+
+def in_words(facts: Facts) -> dict[str, str]:
+    """Numbers in four digits, with commas; lists without brackets; nothing of what is not known."""
+    return {name: _in_words(value) for name, value in facts.items() if value is not None}
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return ", ".join(map(_in_words, value)) or "none" if isinstance(value, list | tuple) else str(value)
+
+
 def _table(facts: Facts) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in facts.items():
-        if value is not None:
-            table.add_row(escape(name), escape(str(value)))
+    for name, value in in_words(facts).items():
+        table.add_row(escape(name), escape(value))
     return table

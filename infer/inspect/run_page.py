@@ -31,6 +31,7 @@ def write_run_page(run: Path, page: Path, facts: dict[str, Any]) -> None:
 
 def _curves(run: Path) -> list[str]:
     picture = _medium(run / "curves.png", "curves")
+    picture = picture and f"<div class=curves>{picture}</div>"
     return ["<h2>Curves</h2>", picture or "There are none yet: <code>logger.curves=true</code> draws them."]
 
 

@@ -1,7 +1,9 @@
 """`megadit info` recognises what megadit writes and refuses everything else."""
 
+import io
 import json
 import shutil
+import tarfile
 from dataclasses import replace
 
 import pytest
@@ -72,6 +74,23 @@ def test_bundle(bundle):
     assert facts["tokenizer"].startswith("haar")
 
 
+def test_what_is_off_is_shown_on_demand(bundle, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "400")
+    off = ("churn", "second_guidance", "shift", "sigmas", "guidance_interval", "cache_budget")
+    shown = []
+    for more in ([], ["--all"]):
+        assert info.main([str(bundle), *more]) == 0
+        shown.append(capsys.readouterr().out)
+    assert not [name for name in off if f"default {name} " in shown[0]]
+    assert not [name for name in off if f"default {name} " not in shown[1]]
+    for name in ("num_steps", "guidance", "sampler", "sigma_max", "rho"):
+        assert f"default {name} " in shown[0]
+    levels = replace(DEFAULTS, sigmas=(10.0, 1.0, 0.1), num_steps=3, churn=2.0, sampler="euler")
+    kept = info.in_force(info.describe(write_tiny_bundle(tmp_path / "levels", defaults=levels).path))
+    assert kept["default churn"] == 2.0 and "default sigmas" in kept
+    assert not {"default schedule", "default rho", "default sigma_min"} & kept.keys()
+
+
 def test_a_bundle_says_whether_it_makes_images(bundle, tmp_path):
     tiny = write_tiny_bundle(tmp_path / "images", defaults=replace(DEFAULTS, num_frames=1))
     judge = write_classifier_bundle(tmp_path / "judge")
@@ -83,9 +102,9 @@ def test_run(run):
     facts = info.describe(run)
     assert facts["recipe"] == "digits"
     assert facts["checkpoints"] == "iter_0000500, iter_0001000"  # one more is unfinished
-    assert facts["step"] == f"1000 of {TRAIN_ITERS}"
+    step = f"1,200 of {TRAIN_ITERS:,}; the newest checkpoint is of step 1,000"
     assert facts["tokens seen"] == "1,000,000"
-    assert (facts["last step"], facts["last loss"]) == (1200, 0.25)  # the half line is passed over
+    assert (facts["step"], facts["last loss"]) == (step, 0.25)  # the half line is passed over
     assert facts["parameters"] == f"{NUM_PARAMETERS:,}"
 
 
@@ -117,6 +136,47 @@ def test_dataset(tmp_path):
     facts = info.describe(tmp_path)
     assert facts["num samples train"] == 70
     assert facts["shards"] == "1, 2 KiB"
+
+
+def test_a_data_set_says_what_its_samples_are(tmp_path):
+    (tmp_path / "megadit.json").write_text(json.dumps({"format_version": 1, "num_samples": {"train": 4}}))
+    with tarfile.open(tmp_path / "train-000000.tar", "w") as tar:
+        for number, about in enumerate(
+            [
+                {"height": 64, "width": 96, "num_frames": 17, "fps": 8, "caption": "a seven"},
+                {"height": 64, "width": 96, "num_frames": 17, "fps": 8, "caption": "a two"},
+                {"height": 32, "width": 32, "num_frames": 1, "fps": 0, "caption": ""},
+                ["no description"],
+            ]
+        ):
+            content = json.dumps(about).encode()
+            member = tarfile.TarInfo(f"{number}.json")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    facts = info.describe(tmp_path)
+    assert facts["sizes"] == "64x96: 2, 32x32: 1" and facts["lengths"] == "17 frames (2.1 s): 2, image: 1"
+    assert facts["captions"] == "2 different (a seven; a two), 1 without one"
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "gif", "webp", "png"])
+def test_a_video_says_what_it_is_and_how_it_was_made(bundle, tmp_path, suffix, capsys):
+    count = 1 if suffix == "png" else 5
+    path = tmp_path / f"video.{suffix}"
+    write_video(path, torch.randint(0, 255, (count, 16, 24, 3), dtype=torch.uint8).numpy(), 10)
+    facts = info.describe(path)
+    assert facts["size"] == "16x24 (height x width)" and facts["settings"].startswith("none inside")
+    assert facts.get("frames") == (5 if count > 1 else None)
+    record = json.dumps({"megadit_record": 1, "prompt": "a seven", "seed": 3, "churn": 0.0})
+    write_video(path, torch.zeros((count, 16, 24, 3), dtype=torch.uint8).numpy(), 8, metadata={"comment": record})
+    facts = info.describe(path)
+    assert facts["made with prompt"] == "a seven" and facts["made with seed"] == 3
+    path.write_bytes(b"broken")
+    assert info.main([str(path)]) == 2 and "cannot read" in capsys.readouterr().err
+
+
+def test_figures_are_written_in_words():
+    said = info.in_words({"a": 0.1733060916264852, "b": 1234567, "c": True, "d": [1, 2.5], "e": None, "f": []})
+    assert said == {"a": "0.1733", "b": "1,234,567", "c": "yes", "d": "1, 2.5", "f": "none"}
 
 
 def test_a_blend_of_datasets(tmp_path, capsys):
@@ -183,7 +243,7 @@ def test_command_prints_a_table_or_json(bundle, capsys, monkeypatch, as_json):
     if as_json:
         assert json.loads(shown)["training step"] == 3500
         return
-    facts = {name: str(value) for name, value in info.describe(bundle).items()}
+    facts = info.in_words(info.in_force(info.describe(bundle)))
     column = 2 + max(map(len, facts))
     rows = [(line[:column].rstrip(), line[column:].rstrip()) for line in shown.splitlines()]
     assert rows == list(facts.items()), "names in one column, what they are in another"

@@ -1,0 +1,96 @@
+"""What the files of people hold: a video or an image, and the samples in the shards of a data set."""
+
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.animations import ANIMATION_SUFFIXES
+from megadit.infer.outputs import read_record
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
+from megadit.models.shared.documents import parse_json
+from megadit.models.shared.errors import UserError
+
+MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".mov", ".mkv", ".webm", ".avi", ".m4v")
+LOOKED_AT = 500
+"""Samples of a data set."""
+MOST_SIZES = 6
+EXAMPLES = 3
+
+
+def describe_media(path: Path) -> dict[str, Any]:
+    """Size and length of a video or an image, and the settings that made it, where it holds them.
+
+    Raises:
+        UserError: if it cannot be decoded.
+    """
+    frames, fps = read_video(path)
+    count, height, width = frames.shape[:3]
+    kind = "image" if count == 1 else "video"
+    facts: dict[str, Any] = {kind: str(path), "size": f"{height}x{width} (height x width)"}
+    if kind == "video":
+        facts |= {
+            "frames": count,
+            "frames per second": round(fps, 3),
+            "seconds": round(count / fps, 2) if fps else None,
+        }
+        facts["codec"] = _codec(path)
+    try:
+        record = read_record(str(path))
+    except UserError:
+        return facts | {"settings": "none inside: `megadit generate` did not make it"}
+    return facts | {f"made with {name}": value for name, value in record.items() if value not in (None, "", [], {})}
+
+
+def _codec(path: Path) -> str | None:
+    if path.suffix.lower() in ANIMATION_SUFFIXES:
+        return None
+    with open_container(str(path)) as container:
+        return container.streams.video[0].codec_context.name
+
+
+def describe_samples(dataset: Path) -> dict[str, str]:
+    """Sizes, lengths and captions of the first samples of training, in words; nothing of shards that hold none."""
+    found = list(islice(_descriptions(dataset), LOOKED_AT))
+    if not found:
+        return {}
+    sizes = Counter(f"{one.get('height', '?')}x{one.get('width', '?')}" for one in found)
+    lengths = Counter(_length(one) for one in found)
+    captions = Counter(str(one.get("caption") or "") for one in found)
+    without = captions.pop("", 0)
+    shown = "; ".join(caption[:60] for caption, _ in captions.most_common(EXAMPLES))
+    return {
+        "looked at": f"{len(found):,} samples of training",
+        "sizes": _counted(sizes),
+        "lengths": _counted(lengths),
+        "captions": f"{len(captions):,} different ({shown})" + (f", {without:,} without one" if without else ""),
+    }
+
+
+def _length(description: dict[str, Any]) -> str:
+    frames, fps = description.get("num_frames") or 1, description.get("fps") or 0
+    if frames == 1 or not isinstance(fps, int | float) or not fps:
+        return "image" if frames == 1 else f"{frames} frames"
+    return f"{frames} frames ({frames / fps:.2g} s)"
+
+
+def _counted(values: Counter[str]) -> str:
+    """`64x64: 480, 64x96: 20`; one alone without its count."""
+    if len(values) == 1:
+        return next(iter(values))
+    listed = [f"{value}: {count:,}" for value, count in values.most_common(MOST_SIZES)]
+    return ", ".join([*listed, *(["..."] if len(values) > MOST_SIZES else [])])
+
+
+def _descriptions(dataset: Path) -> Iterator[dict[str, Any]]:
+    """The JSON beside samples, which anybody may have written."""
+    for shard in sorted(dataset.glob("train-*.tar")):
+        try:
+            with tarfile.open(shard) as tar:
+                for member in tar:
+                    if member.isfile() and member.name.endswith(".json"):
+                        yield dict(parse_json(tar.extractfile(member).read(), member.name))
+        except (OSError, UserError, ValueError, TypeError, tarfile.TarError):  # what is broken is told by its readers
+            return
