@@ -13,6 +13,8 @@ _FONT_SIZE = 12
 _LINE_HEIGHT = 14
 _GAP = 3
 """Below text: what letters hang down."""
+_ROW_GAP = 14
+"""Above text: it stands nearer to its own picture than to the one above."""
 _SMALLEST = 128
 """Pixels that the longer side of a cell has at least: small videos are enlarged by whole factors."""
 
@@ -30,7 +32,7 @@ def contact_sheet(
     labels = [_wrapped(caption, width, _MOST_LINES if num_lines is None else num_lines) for caption in captions]
     num_lines = max(map(len, labels)) if num_lines is None else num_lines
     text_height = num_lines * _LINE_HEIGHT + (_GAP if num_lines else 0)
-    cell = (height + text_height + _MARGIN, width + _MARGIN)
+    cell = (height + text_height + (_ROW_GAP if num_lines else _MARGIN), width + _MARGIN)
     num_rows = -(-len(videos) // num_columns)
     page = Image.new("RGB", (cell[1] * num_columns + _MARGIN, cell[0] * num_rows + _MARGIN), "white")
     for place, label in enumerate(labels):

@@ -46,8 +46,8 @@ class GenerateOptions(GivenOptions):
         (), "one prompt or several; the flag may be repeated", nargs="+", repeated=True, metavar="TEXT"
     )
     prompt_file: str = _path(
-        'prompts after those of --prompt: a text file, one a line; or .jsonl, each line an object with "prompt" and '
-        "the settings of that prompt alone"
+        "prompts after those of --prompt: .txt, one a line, where # begins a comment; .jsonl, each line an object with "
+        '"prompt" and the settings of that prompt alone; or .json, a list of either'
     )
     adapter: Sequence[str] = setting(
         (),

@@ -59,7 +59,8 @@ def output_paths(save_path: str, specs: Sequence[VideoSpec], format: str | None 
         paths = [directory / f"{path.stem}_{i:04d}{path.suffix}" for i in range(len(specs))]
     else:
         paths = [
-            directory / f"{i:04d}_{_slug(spec.prompt)}_seed{spec.seed}{_suffix(format, spec.settings.num_frames)}"
+            directory / f"{i:04d}_{_slug(spec.prompt)}{_scale(spec, specs)}_seed{spec.seed}"
+            f"{_suffix(format, spec.settings.num_frames)}"
             for i, spec in enumerate(specs)
         ]
     for path, spec in zip(paths, specs, strict=True):
@@ -92,6 +93,12 @@ def _suffix(format: str | None, num_frames: int) -> str:
         return ".png" if num_frames == 1 else ".mp4"
     is_folder = f".{format}" in IMAGE_SUFFIXES and num_frames > 1
     return "" if is_folder else f".{format}"
+
+
+def _scale(spec: VideoSpec, specs: Sequence[VideoSpec]) -> str:
+    """What tells it from the same prompt at another scale."""
+    alike = {other.settings.guidance for other in specs if other.prompt == spec.prompt}
+    return f"_guidance{spec.settings.guidance:g}" if len(alike) > 1 else ""
 
 
 def _slug(prompt: str) -> str:

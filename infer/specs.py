@@ -128,16 +128,39 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompt_file {path}: {error}") from error
     numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
-    if Path(path).suffix.lower() == ".jsonl":
-        return [_json_line(f"{path}, line {number}", line) for number, line in numbered]
-    return [{"prompt": line} for _, line in numbered]
+    match Path(path).suffix.lower():
+        case ".jsonl":
+            return [
+                _described(f"{path}, line {number}", _parsed(f"{path}, line {number}", line))
+                for number, line in numbered
+            ]
+        case ".json":
+            return _listed(path, _parsed(path, "\n".join(lines)))
+        case ".txt" | "":
+            return [{"prompt": line} for _, line in numbered if not line.startswith(COMMENT)]
+    raise UserError(f"--prompt_file {path}: use a name that ends in .txt (one prompt a line), .jsonl or .json (a list)")
 
 
-def _json_line(location: str, text: str) -> dict[str, Any]:
+COMMENT = "#"
+"""With which a line of a text file begins that is no prompt."""
+
+
+def _parsed(location: str, text: str) -> Any:
     try:
-        line = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{location} is not valid JSON: {error}") from None
+
+
+def _listed(path: str, values: Any) -> list[dict[str, Any]]:
+    """Prompts of a JSON list of texts, or of objects as a line of a .jsonl file holds one."""
+    if not isinstance(values, list):
+        raise UserError(f'{path} must be a list, such as ["a red seven", {{"prompt": "a blue two", "seed": 3}}]')
+    numbered = [(f"{path}, number {number}", value) for number, value in enumerate(values, start=1)]
+    return [{"prompt": value} if isinstance(value, str) else _described(place, value) for place, value in numbered]
+
+
+def _described(location: str, line: Any) -> dict[str, Any]:
     if not isinstance(line, dict) or not isinstance(line.get("prompt"), str):
         raise UserError(f'{location} must be an object with a "prompt", such as {{"prompt": "a red seven", "seed": 3}}')
     prompt = line.pop("prompt")

@@ -51,7 +51,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "size and length": ("num_frames", "height", "width", "fps"),
     "sampling": ("sampler", "negative_prompt", "eta", "image_guidance", "adapters", "evaluate"),
     "conditioning: images and videos that the video is made from": tuple(GIVEN),
-    "the request": ("timeout", "priority"),
+    "the request": ("timeout", "priority", "key_file", "patience"),
 }
 EXAMPLES = (
     'megadit serve ask "a red seven moving left" --output seven.mp4',

@@ -99,9 +99,12 @@ def check_memory(path: str | os.PathLike, models: tuple[str, ...]) -> None:
     """Raises UserError if the weights of the chosen models alone are far too large for this machine; on one with GPUs,
     which they go to, nothing is counted."""
     if not NVIDIA.exists():
-        configs = [each for each in Path(path).glob("*/config.pbtxt") if "*" in models or each.parent.name in models]
-        needed = sum(map(_weight_bytes, configs))
+        needed = sum(map(_weight_bytes, _configs(Path(path), models)))
         check_room(needed, host_memory(), f"what {path} serves", "choose one with --model, or serve fewer --instances")
+
+
+def _configs(repository: Path, models: tuple[str, ...]) -> list[Path]:
+    return [each for each in repository.glob("*/config.pbtxt") if "*" in models or each.parent.name in models]
 
 
 def _weight_bytes(config: Path) -> float:
@@ -165,7 +168,8 @@ class LocalServer:
         self.process = OwnedProcess(
             command=self._command(triton),
             name="tritonserver",
-            addresses=f"grpc {self.grpc_url}" if is_private else f"http {self.http_url}, grpc {self.grpc_url}",
+            addresses=f"{f'grpc {self.grpc_url}' if is_private else f'http {self.http_url}, grpc {self.grpc_url}'}; "
+            f"models: {', '.join(self._model_names())}",
             is_ready=self._is_ready,
             ailment=self._ailment,
             start_seconds=START_SECONDS,
@@ -196,6 +200,10 @@ class LocalServer:
 
     def __exit__(self, *_: object) -> None:
         self.process.stop()
+
+    def _model_names(self) -> list[str]:
+        """Those that are loaded at start."""
+        return sorted(path.parent.name for path in _configs(self.repository, self._models))
 
     def _command(self, triton: TritonBinary) -> list[str]:
         """The command line of the server."""

@@ -138,6 +138,8 @@ class OwnedProcess:
     name: str
     addresses: str
     """Where it serves, for people."""
+    ready: str = "is ready"
+    """What is said of it, for people, once `is_ready`."""
     is_ready: Callable[[], bool]
     """Whether it serves."""
     ailment: Callable[[], Ailment | None]
@@ -233,7 +235,7 @@ def keep_running(
         began = time.monotonic()
         try:
             with server:
-                tell(f"{server.name} is ready: {server.addresses}")
+                tell(f"{server.name} {server.ready}: {server.addresses}")
                 is_first = False
                 code = server.wait()
         except (UserError, OSError) as error:  # the latter from a machine that has no room for another process

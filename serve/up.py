@@ -86,6 +86,7 @@ def _run(argv: list[str]) -> int:
         models=models,
         control_secret=control_secret(options.control_secret, even_if_others_see_it=options.even_if_others_see_it),
         is_private=is_private,
+        log=_log_of(options.port),
         hang_seconds=options.hang_seconds,
     )
     url = triton.grpc_url if is_private else f"grpc://{triton.grpc_url}"
@@ -105,6 +106,17 @@ def _run(argv: list[str]) -> int:
             note()
 
         return supervise([triton.process, gateway], renew)
+
+
+def _log_of(port: int) -> Path | None:
+    """A file for what Triton says, where somebody looks at a terminal; None: it goes on saying it there, for logs that
+    are collected."""
+    if not sys.stderr.isatty():
+        return None
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    log = cache_folder() / f"triton-{port}.log"
+    tell_on_stderr(f"tritonserver is loading the models; what it says: {log}")
+    return log
 
 
 def _renew(triton: OwnedProcess, gateway: OwnedProcess, idle: str, stopping: threading.Event) -> None:

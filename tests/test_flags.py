@@ -42,9 +42,10 @@ GENERATE = """
     --last_image --keyframe --video --mask --instruction --image_guidance --total_frames --story --keep_first
     --low_guidance --dry_run --device_memory --even_if_too_large
 """
+SIZE = {"models/shared/test_options.py::test_a_size_stands_for_height_and_width": "--size"}
 SIGNED, C2PA = "infer/test_signing.py", "--c2pa_certificate --c2pa_key"
 ACCOUNT = "train/data/ingest/test_account.py"
-INGEST = {
+INGEST = SIZE | {
     SELECTED: """
         --sizes --fps --cut --scene_threshold --min_brightness --min_motion --overlap --max_duplicate_bits --max_minutes
         --val_share --seed --min_contrast --max_megapixels --duplicates --background
@@ -118,13 +119,15 @@ SHOWN_BY = {
             "--tokenizer --text_encoder --fps --val_every --shard_size --overwrite"
         )
     },
-    "prepare prior": {
+    "prepare prior": SIZE
+    | {
         "train/data/test_prior.py::test_every_option_reaches_the_samples": """
             --prompt --prompt_file --count --seed --batch_size --device --dtype --overwrite --sampler --num_steps
             --guidance --num_video_frames --height --width --fps --negative_prompt --eta --churn
         """
     },
-    "prepare trajectories": {
+    "prepare trajectories": SIZE
+    | {
         "train/data/test_prior.py::test_every_option_reaches_the_samples": """
             --prompt --prompt_file --count --seed --batch_size --device --dtype --overwrite --sampler --num_steps
             --guidance --num_video_frames --height --width --fps --negative_prompt --eta --churn
@@ -176,7 +179,7 @@ SHOWN_BY = {
     },
     "push": {},
     "pull": {},
-    "generate": {MADE: GENERATE, f"{SIGNED}::test_generated_files_are_signed_and_repeated": C2PA},
+    "generate": SIZE | {MADE: GENERATE, f"{SIGNED}::test_generated_files_are_signed_and_repeated": C2PA},
     "classify": {
         "infer/test_classify.py::test_every_option_reaches_what_is_named": (
             "--top --labelled --out --batch_size --runtime --device"
@@ -186,8 +189,8 @@ SHOWN_BY = {
     "similarity": {
         "infer/test_similarity.py::test_every_option_reaches_what_is_told": "--out --batch_size --runtime --device",
     },
-    "calibrate-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
-    "check-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
+    "calibrate-cache": SIZE | {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
+    "check-cache": SIZE | {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "evaluate": {
         f"{EVALUATE}::evaluated": "--real --out --extractors --metrics --guidances",
         "infer/evaluate/test_judged.py::test_somebody_elses_videos_are_judged": "--judge_dir",
@@ -247,7 +250,8 @@ SHOWN_BY = {
         "train/benchmarks/test_scaling.py::test_ranks_of_this_machine_are_measured": "--recipe --ranks --steps",
         "train/benchmarks/test_scaling.py::test_figures_of_a_cluster_are_rows": "--packs",
     },
-    "benchmark generate": {
+    "benchmark generate": SIZE
+    | {
         "infer/benchmarks/test_generate.py::test_figures_of_a_bundle": "--trace --json",
         "infer/benchmarks/test_generate.py::test_options_reach_what_is_timed": """
             --runtime --rounds --device --dtype --prompt --num_steps --num_frames --height --width
@@ -297,7 +301,8 @@ SHOWN_BY = {
             --max_adapters --max_adapter_bytes
         """
     },
-    "serve ask": {
+    "serve ask": SIZE
+    | {
         REQUEST: """
             --output --url --model --timeout --priority --key_file --patience --negative_prompt --sampler --seed
             --guidance --num_steps --num_video_frames --height --width --fps --num_videos --eta --image_guidance
@@ -310,11 +315,8 @@ SHOWN_BY = {
     },
     "info": {
         "infer/inspect/test_info.py::test_command_prints_a_table_or_json": "--json",
-<<<<<<< HEAD
         "train/data/test_whole_shards.py::test_verify_reads_every_byte": "--verify",
-=======
         "infer/inspect/test_info.py::test_what_is_off_is_shown_on_demand": "--all",
->>>>>>> 719a4e1 (megadit info says what is in force, what the samples of a data set are and what a video holds)
         f"{VIDEOS}::test_a_sheet_shows_samples": "--sheet",
         "infer/inspect/test_info.py::test_a_page_shows_a_run": "--html",
     },

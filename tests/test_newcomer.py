@@ -116,7 +116,7 @@ def test_the_hour_of_a_newcomer(play, start_ranks, wait_for, tmp_path, monkeypat
     (file,) = (block for block in blocks(PAGE) if block.file)
     Path(file.file).write_text(small(file.text))
     dry = play("megadit train --config-file my_run.yaml --dry-run")
-    assert "# parameters: " in dry and "# memory of a rank: " in dry and "# note: " not in dry
+    assert "parameters: " in dry and "memory of a rank: " in dry and "note: " not in dry
     told.append(stop_by_ctrl_c(start_ranks, wait_for, after="validation at step 8"))
     told.append(play("megadit train --config-file my_run.yaml --nproc"))
     steps = [json.loads(line)["step"] for line in Path("runs/my_run/metrics.jsonl").read_text().splitlines()]

@@ -29,7 +29,9 @@ class TrainOptions:
     yes: bool = setting(False, "NeMo's; nothing is asked here", names=("--yes", "-y"))
     nproc: int | None = setting(None, "start N ranks on this machine", low=1, metavar="N")
     print_config: bool = setting(False, "print the resolved configuration and stop", names=("--print-config",))
-    dry_run: bool = setting(False, "also groups, memory, FLOPs, traffic; train nothing", names=("--dry-run",))
+    dry_run: bool = setting(
+        False, "say size, memory, time, FLOPs, traffic and what is doubtful; train nothing", names=("--dry-run",)
+    )
     plan: bool = setting(False, "rank all layouts of --gpus N --gpu NAME; train nothing")
     tune: bool = setting(False, "measure the planner's best layouts on --nproc N ranks; write the fastest as YAML")
     top: int = setting(5, "for --tune: so many layouts (default: {default})", low=1, metavar="N")
@@ -107,7 +109,8 @@ def _tell(config: RunConfig, options: TrainOptions) -> int:
     """Prints what was asked for in place of training."""
     if options.print_config:
         print(to_yaml(config), end="")
-        return 0
+        if not options.dry_run:
+            return 0
     from megadit.train.plan import report  # builds the network on the meta device: torch comes with it
     from megadit.train.plan.hardware import find_gpu
 
@@ -116,8 +119,9 @@ def _tell(config: RunConfig, options: TrainOptions) -> int:
     if options.plan:
         (report.explain if options.explain else report.plan)(config, gpus, gpu)
         return 0
-    told = report.dry_run(config, gpus or config.parallel.sizes.smallest_world, gpu)
-    print(f"{to_yaml(config)}{told}")
+    comment = "# " if options.print_config else ""  # below YAML
+    for line in report.dry_run(config, gpus or config.parallel.sizes.smallest_world, gpu):
+        print(f"{comment}{line}")
     return 0
 
 

@@ -80,19 +80,19 @@ def _taken_from(info: DatasetInfo | None, config: RunConfig) -> list[str]:
 
 def validated(step: int, found: dict[str, Any], videos: Sequence["SampledVideo"]) -> str:
     """What a validation found, and where its videos are."""
-    best = found["best"]
-    line = f"validation at step {step}: loss {found['losses'][best]['mean']:.4g} of {average_in_words(best)}"
-    if (wrong := found["losses"][best].get("wrong")) is not None:
+    best, losses = found["best"], found["losses"]
+    line = f"validation at step {step:,}: loss {losses[best]['mean']:.4g} with {average_in_words(best)}"
+    if (wrong := losses[best].get("wrong")) is not None:
         line += f", {1 - wrong:.2%} of the samples right"
-    others = [f"{losses['mean']:.4g} of {average_in_words(name)}" for name, losses in found["losses"].items()]
-    if len(others) > 1:
-        line += f" (best of {', '.join(others)})"
+    others = [f"{each['mean']:.4g} with {average_in_words(name)}" for name, each in losses.items() if name != best]
+    if others:
+        line += f", the lowest; {', '.join(others)}"
     return f"{line}; {len(videos)} video(s) in {videos[0].path.parent}" if videos else line
 
 
 def average_in_words(name: str) -> str:
     """Weights as validation calls them."""
-    return "the weights" if name == "none" else f"average {name}"
+    return "the weights" if name == "none" else f"average {name} (sigma_rel)"
 
 
 def evaluated(step: int, figures: dict[str, dict[str, float]]) -> str:

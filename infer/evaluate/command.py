@@ -32,7 +32,7 @@ from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
 from megadit.infer.evaluate.motion import MotionClips
 from megadit.infer.evaluate.show import write_report
 from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos
-from megadit.infer.evaluate.window import Window, window_of
+from megadit.infer.evaluate.window import MOST_FRAMES, Window, window_of
 from megadit.infer.options import DEFAULT_DTYPE, refuse
 from megadit.infer.ranks import Ranks, device_name, finish, is_first, start, world_size
 from megadit.infer.resolve import resolve_settings
@@ -139,7 +139,8 @@ def _run(argv: list[str]) -> None:
         real = None if options.real is None else open_videos(options.real, options.count)
         prompts = [] if options.videos else prompts_of(options.prompts, real, options.real, options.count)
         models, folders = _subjects(options, prompts, device)
-        window = window_of(_first_clip(real, folders, models), options.frames, options.size)
+        window = _window(options, real, folders, models)
+        _tell_unread([each for each in (real, *(folder.videos for folder in folders)) if each is not None])
         extractors = _extractors(options.extractors, device, window)
         store = FeatureStore(options.features or options.out / "features", window)
         names = tuple(name for name in options.metrics if name != LOSS)
@@ -305,6 +306,29 @@ def _first_clip(real: VideoSet | None, folders: Sequence[Candidate], models: Seq
     return Clip(blank, float(made.fps), "")
 
 
+def _window(
+    options: EvaluateOptions, real: VideoSet | None, folders: Sequence[Candidate], models: Sequence[Model]
+) -> Window:
+    """What is looked at of every video: no more frames a video than a model makes, unless they are asked for."""
+    most = [request.settings.num_frames for model in models for request in model.requests]
+    clip, rate = _first_clip(real, folders, models), _rate(folders, models)
+    return window_of(clip, options.frames, options.size, rate, min([MOST_FRAMES, *most]))
+
+
+def _rate(folders: Sequence[Candidate], models: Sequence[Model]) -> float:
+    """Frames a second of what is evaluated, to which faster real videos are thinned out; 0 where it is not known."""
+    rates = [float(request.settings.fps) for model in models for request in model.requests]
+    rates += [folder.videos.parts[0].read()[0].fps for folder in folders]
+    return min(rates, default=0.0)
+
+
+def _tell_unread(sets: Sequence[VideoSet]) -> None:
+    for videos in sets if is_first() else ():
+        if videos.unread:
+            names = ", ".join(videos.unread[:3]) + (", ..." if len(videos.unread) > 3 else "")
+            print(f"left out of {videos.label}: {len(videos.unread)} that cannot be read ({names})", file=sys.stderr)
+
+
 def _check_window(model: Model, window: Window, options: EvaluateOptions) -> None:
     """Refuses, before anything is made, what could not be compared."""
     for request in model.requests:
@@ -324,7 +348,7 @@ def _check_window(model: Model, window: Window, options: EvaluateOptions) -> Non
         refuse(
             window.fps and abs(made.fps / window.fps - 1) > 0.01,
             f"{model.label} makes {made.fps:g} frames per second, the real videos have {window.fps:g}: motion cannot "
-            "be compared; give --fps, or prepare the real videos with --fps",
+            f"be compared; give --fps {window.fps:g}",
         )
 
 

@@ -136,8 +136,9 @@ class Evaluation:
                     bar.advance()
         return found
 
-    def quality(self, candidate: Candidate) -> tuple[Tensor, str]:
-        """A number for each video [N], higher for better ones, and what it is: to show the best and the worst."""
+    def quality(self, candidate: Candidate) -> tuple[Tensor, str] | None:
+        """A number for each video [N], higher for better ones, and what it is, to show the best and the worst; None
+        where nothing judges single videos."""
         for scorer in self.scorers:
             features_NFS, _ = self.store.load(candidate.videos, scorer)
             sign_S = torch.tensor([1.0 if scorer.better[column] == "higher" else -1.0 for column in scorer.columns])
@@ -153,7 +154,7 @@ class Evaluation:
             if self.real is not None and extractor.sees in ("clips", "pictures"):
                 made, real = (self.store.load(each, extractor)[0] for each in (candidate.videos, self.real))
                 return -metrics.distance_to_real(made, real), f"nearness to a real video, by {extractor.name}"
-        return torch.zeros(candidate.videos.count), "no score"
+        return None
 
     def _wanted(self) -> list[tuple[str, Extractor]]:
         """Metrics with the extractors that they are computed with; a metric that was asked for and has none is an

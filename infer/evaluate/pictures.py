@@ -46,9 +46,12 @@ def paired_grid(candidates: Sequence[Candidate], window: Window) -> np.ndarray:
     return np.concatenate(rows, axis=1)
 
 
-def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, str]:
-    """The best videos of a candidate above its worst, THWC, and what they are judged by."""
-    quality_N, name = evaluation.quality(candidate)
+def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, str] | None:
+    """The best videos of a candidate above its worst, THWC, and what they are judged by; None where nothing judges
+    them one by one."""
+    if (judged := evaluation.quality(candidate)) is None:
+        return None
+    quality_N, name = judged
     order = quality_N.argsort(descending=True, stable=True).tolist()
     count = min(NUM_EXTREME, len(order) // 2)
     places = [*order[:count], *order[len(order) - count :]]

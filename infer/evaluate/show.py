@@ -40,7 +40,9 @@ def write_report(
     write_video(out / "grid.png", middle_frame(grid))
     shows.append(("The same prompts and seeds", "A row for each model and guidance.", grid, window.fps))
     for candidate in candidates[:MOST_EXTREMES]:
-        sheet, name = extremes(candidate, evaluation)
+        if (found := extremes(candidate, evaluation)) is None:
+            continue
+        sheet, name = found
         shows.append(
             (f"Best and worst of {candidate.label}", f"Best above, worst below, by {name}.", sheet, window.fps)
         )

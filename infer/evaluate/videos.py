@@ -14,13 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import av
 import numpy as np
 import safetensors.torch
 import torch
+from PIL import Image
 
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import read_all
-from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container
 from megadit.models.shared.captions import captions_in, texts_of
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
@@ -58,6 +60,8 @@ class Part:
 class VideoSet:
     label: str
     parts: list[Part]
+    unread: tuple[str, ...] = ()
+    """Files of the folder that are no videos whatever their names say, and were left out."""
 
     @property
     def key(self) -> str:
@@ -85,11 +89,17 @@ def open_videos(path: Path, most: int | None = None, split: str | None = None) -
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder of videos, nor a data set of `megadit prepare`")
-    parts = _of_dataset(path, most, split) if (path / "megadit.json").is_file() else _of_folder(path, most)
+    unread: list[str] = []
+    is_dataset = (path / "megadit.json").is_file()
+    parts = _of_dataset(path, most, split) if is_dataset else _of_folder(path, most, unread)
     if not parts:
         known = ", ".join((*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))
+        if unread:
+            raise UserError(
+                f"{path} holds no video that can be read, only {', '.join(unread[:3])}; give another folder"
+            )
         raise UserError(f"{path} holds no videos: files that end in {known}, or the shards of a data set")
-    return VideoSet(label=path.resolve().name, parts=parts)
+    return VideoSet(label=path.resolve().name, parts=parts, unread=tuple(unread))
 
 
 def videos_in_memory(label: str, video_NTHWC: np.ndarray, prompts: Sequence[str], fps: float) -> VideoSet:
@@ -116,10 +126,30 @@ def _part_in_memory(label: str, first: int, videos: np.ndarray, prompts: Sequenc
 # ---------------------------------------------------------------------------------------------------------- folders
 
 
-def _of_folder(folder: Path, most: int | None) -> list[Part]:
+def _of_folder(folder: Path, most: int | None, unread: list[str]) -> list[Part]:
+    """Parts of the files that can be opened; the names of the others are added to `unread`."""
     suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
-    files = [path for path in files_under(folder) if path.suffix.lower() in suffixes][:most]
+    files: list[Path] = []
+    for path in (path for path in files_under(folder) if path.suffix.lower() in suffixes):
+        if len(files) == most:
+            break
+        if _opens(path):
+            files.append(path)
+        else:
+            unread.append(str(path.relative_to(folder)))
     return [_part_of_files(folder, files[first : first + PART]) for first in range(0, len(files), PART)]
+
+
+def _opens(path: Path) -> bool:
+    """Whether a file begins as a video or an image does; what follows may still be damaged."""
+    try:
+        if path.suffix.lower() != ".mp4":
+            with Image.open(path):
+                return True
+        with open_container(str(path)) as container:
+            return bool(container.streams.video)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, av.FFmpegError):
+        return False
 
 
 def _part_of_files(folder: Path, files: Sequence[Path]) -> Part:

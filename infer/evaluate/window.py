@@ -4,8 +4,9 @@ Shapes: N videos, T/H/W frames, height, width, C colour channels. Pixels are uin
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from megadit.models.shared.errors import UserError
 
 MOST_FRAMES = 16
 """Of a window, where nothing else is asked for: what FVD is computed from."""
+RATE_TOLERANCE = 0.01
+"""By which frames a second may differ: 23.976 and 24 are one rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +38,14 @@ class Window:
         return f"{self.frames} frames of {self.height}x{self.width}{rate} from the middle{how}"
 
 
-def window_of(clip: Clip, frames: int | None, size: Sequence[int] | None) -> Window:
-    """The window that suits a first video, where `frames` and `size` (height, width) are not given."""
+def window_of(
+    clip: Clip, frames: int | None, size: Sequence[int] | None, fps: float = 0.0, most: int = MOST_FRAMES
+) -> Window:
+    """The window that suits a first video, of `most` frames, where `frames` and `size` (height, width) are not given;
+    `fps` is a rate that faster videos are thinned out to (0: none)."""
+    clip = thinned(clip, fps)
     length, height, width, _ = clip.video_THWC.shape
-    seen = frames or min(length, MOST_FRAMES)
+    seen = frames or min(length, most)
     return Window(
         frames=seen,
         height=size[0] if size else height,
@@ -48,11 +55,20 @@ def window_of(clip: Clip, frames: int | None, size: Sequence[int] | None) -> Win
     )
 
 
+def thinned(clip: Clip, fps: float) -> Clip:
+    """The clip at a lower rate: of its frames those nearest to the times of frames at `fps`; as it is at its own."""
+    if not (clip.fps and fps) or clip.fps / fps - 1 <= RATE_TOLERANCE:
+        return clip
+    step, length = clip.fps / fps, len(clip.video_THWC)
+    chosen = np.minimum(np.round(np.arange(int((length - 1) / step) + 1) * step).astype(int), length - 1)
+    return replace(clip, video_THWC=clip.video_THWC[chosen], fps=fps)
+
+
 def looked_at(part: Part, window: Window) -> tuple[Tensor, list[str]]:
     """The windows of the videos of a part, [N, T, H, W, C], and their prompts.
 
     Raises:
-        UserError: for a video that is shorter, or of another size or speed.
+        UserError: for a video that is shorter, of another size, or of fewer frames a second.
     """
     clips = part.read()
     videos = [cut(clip, name, window) for clip, name in zip(clips, part.names, strict=True)]
@@ -65,13 +81,14 @@ def cut(clip: Clip, name: str, window: Window) -> Tensor:
     Raises:
         UserError: as `looked_at`; `name` is the video's.
     """
+    clip = thinned(clip, window.fps)
     length, height, width, _ = clip.video_THWC.shape
     if length < window.frames:
         raise UserError(
             f"{name} has {length} frames, fewer than {window.frames}: drop it, or give `megadit evaluate` "
             f"--frames {length}"
         )
-    if clip.fps and window.fps and abs(clip.fps / window.fps - 1) > 0.01:
+    if clip.fps and window.fps and abs(clip.fps / window.fps - 1) > RATE_TOLERANCE:
         raise UserError(
             f"{name} has {clip.fps:g} frames per second, others {window.fps:g}: motion cannot be compared; re-encode "
             "one side"

@@ -4,15 +4,18 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 from megadit.models.shared.cores import prepare_threads
-from megadit.models.shared.errors import AlreadyToldError, StoppedError, UserError, did_you_mean
+from megadit.models.shared.errors import AlreadyToldError, StoppedError, UserError, nearest
 from megadit.models.shared.signals import end_with_parent, exit_code, passed_on, start_with_us
 
+SIDES = re.compile(r"\d+x\d+")
+"""Height and width."""
 OF_PATHS = {
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
     **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or yourself the right to it"),
@@ -55,11 +58,28 @@ class CommandParser(argparse.ArgumentParser):
             raise _FoundError(self)
         # positional arguments may stand anywhere among the options; argparse can not do that with subcommands
         parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
-        options, unknown = parse([self._spelling(argument) for argument in args], namespace)
+        options, unknown = parse(self._sides_apart([self._spelling(argument) for argument in args]), namespace)
         if unknown:
-            hint = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            asked, known = unknown[0].partition("=")[0].lstrip("-"), self._option_string_actions
+            # a wrong suggestion is worse than none
+            near = nearest(asked, [name.lstrip("-") for name in known], likeness=0.75)
+            hint = f"; did you mean {next(name for name in known if name.lstrip('-') == near)!r}?" if near else ""
             self.error(f"unknown argument {unknown[0]!r}{hint}")
         return options
+
+    def _sides_apart(self, args: list[str]) -> list[str]:
+        """`--size 64x96` as `--size 64 96`, for options that take two whole numbers."""
+        apart: list[str] = []
+        for argument in args:
+            name, _, value = argument.rpartition("=")
+            given = value if name else argument
+            action = self._option_string_actions.get(name or (apart[-1] if apart else ""))
+            takes_two = action is not None and action.nargs == 2 and getattr(action.type, "__name__", "") == "int"
+            if takes_two and SIDES.fullmatch(given):
+                apart += [*([name] if name else []), *given.split("x")]
+            else:
+                apart.append(argument)
+        return apart
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}{'' if message.endswith('?') else ';'} see `{self.prog} --help`")

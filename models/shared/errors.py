@@ -29,9 +29,9 @@ class StoppedError(Exception):
         self.exit_code = 128 + number
 
 
-def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `name`, or None where nothing is alike."""
-    return next(iter(difflib.get_close_matches(name, list(choices), n=1)), None)
+def nearest(name: str, choices: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The choice most like `name`, or None where nothing is as alike (0 to 1)."""
+    return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=likeness)), None)
 
 
 def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:

@@ -23,6 +23,8 @@ Options = TypeVar("Options")
 
 Groups = Mapping[str, Sequence[str]]
 """Title of a group of options in the help -> the names of its settings."""
+SIZE = Setting(name="size", help="height and width in pixels: 64x96", type=int, count=2, nargs=2, metavar=("HxW", ""))
+"""The option of every command that has a height and a width, in place of both."""
 MOST_IN_ONE_LIST = 16
 """Options of a command without groups."""
 
@@ -55,7 +57,27 @@ def read_options(
                 _add(part, known[name])
     else:
         options(made, of)
-    return made_of(of, vars(made.parse_args(argv)))
+    has_sides = {"height", "width"} <= known.keys() and "size" not in known
+    if has_sides:
+        _add(
+            next(part for part in made._action_groups if any(each.dest == "height" for each in part._group_actions)),
+            SIZE,
+        )
+    values = vars(made.parse_args(argv))
+    return made_of(of, _with_sides(values) if has_sides else values)
+
+
+def _with_sides(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`size` as height and width.
+
+    Raises:
+        UserError: for a size beside one of its sides.
+    """
+    if "size" not in values:
+        return dict(values)
+    if one := next((name for name in ("height", "width") if name in values), None):
+        raise UserError(f"--size says height and width; leave out --{one}")
+    return {**values, **dict(zip(("height", "width"), values["size"], strict=True))}
 
 
 def every_setting(of: type) -> dict[str, Setting]:

@@ -11,14 +11,21 @@ SHORTEST_BAR, LONGEST_BAR = 8, 40
 USUAL_COLUMNS = 80
 
 
+HOUR, DAY, YEAR = 3600, 86_400, 31_557_600
+
+
 def duration(seconds: float) -> str:
-    """A length of time in its two largest units: "48 s", "3 min 12 s", "2 h 5 min"."""
+    """A length of time in its two largest units: "48 s", "3 min 12 s", "2 h 5 min", "12 days 3 h", "40 years"."""
     total = max(0, round(seconds))
     if total < 60:
         return f"{total} s"
-    if total < 3600:
+    if total < HOUR:
         return f"{total // 60} min {total % 60} s"
-    return f"{total // 3600} h {total % 3600 // 60} min"
+    if total < 2 * DAY:
+        return f"{total // HOUR} h {total % HOUR // 60} min"
+    if total < 2 * YEAR:
+        return f"{total // DAY} days {total % DAY // HOUR} h"
+    return f"{float(f'{total / YEAR:.2g}'):,.0f} years"
 
 
 def _figure_text(name: str, value: Any) -> str:

@@ -41,7 +41,7 @@ class Setting:
     served: bool = False
     """Whether a request to a service may give it."""
 
-    metavar: str | None = None
+    metavar: str | tuple[str, ...] | None = None
     names: tuple[str, ...] = ()
     """Of the option; () is `--` and the field's name, or `--no_` and it for a switch that is on by default."""
     positional: bool = False

@@ -179,7 +179,7 @@ class HaarTokenizer:
         faint details as loud as the picture), and all together by one number, so that sigma_data is 1.
 
         Raises:
-            UserError: if there are no videos, or if they do not have that many components.
+            UserError: if there are no videos, or if these have no components: all of one colour.
         """
         sizes = {"temporal_compression": temporal_compression, "spatial_compression": spatial_compression}
         return cls.fit_beside(videos, channels, (), whitening, **sizes)[0]
@@ -188,13 +188,13 @@ class HaarTokenizer:
     def fit_beside(
         cls, videos: Iterable[Tensor], channels: int, others: Iterable[int], whitening: float = 0.5, **sizes: int
     ) -> tuple["HaarTokenizer", dict[int, float]]:
-        """As `fit` (videos: float BCTHW), and the decibels that other numbers of channels would give: of those that the
-        videos have components for."""
+        """As `fit` (videos: float BCTHW), with no more channels than the videos have components; and the decibels that
+        other numbers of channels would give, of those that there are."""
         videos, lossless = list(videos), cls(**sizes)
         if not 1 <= channels <= lossless.raw_channels:
             raise UserError(f"channels={channels} must lie between 1 and {lossless.raw_channels}")
         moments = _moments([lossless._to_coefficients(video) for video in videos], lossless.temporal_compression)
-        pca = _principal_components(moments, channels, whitening)
+        pca = _principal_components(moments, min(channels, max(1, moments.num_components)), whitening)
         fitted = replace(lossless, sigma_data=1.0, pca=pca)
         foreseen = {count: round(moments.psnr(count), 2) for count in others if count <= moments.num_components}
         return replace(fitted, reconstruction_psnr=round(psnr(fitted, videos), 2)), foreseen

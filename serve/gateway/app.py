@@ -40,6 +40,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(adapter_routes(gateway, authenticate))
     _add_health(app, gateway)
     _add_documentation(app, gateway)
+    _add_front(app)
     app.add_middleware(
         Surroundings,
         metrics=gateway.metrics,
@@ -89,6 +90,22 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
             return Health(status="ok")
         response.status_code = 503
         return Health(status="not idle")
+
+
+_FRONT = """<!doctype html><html lang=en><meta charset="utf-8"><title>megadit</title>
+<style>body { font: 16px/1.6 system-ui, sans-serif; max-width: 40rem; margin: 3rem auto; padding: 0 1rem }</style>
+<h1>megadit: videos from text</h1><p>This address is the HTTP API of a service.
+<ul><li><a href="/docs">/docs</a> describes it (any name, and your key as the password);
+<li><code>POST /v1/videos</code> makes a video, with the header <code>Authorization: Bearer KEY</code>;
+<li><a href="/health/ready">/health/ready</a> says whether the model is loaded.</ul>
+<p>Keys are made by <code>megadit serve keys add NAME</code>; a page to try prompts on is started by
+<code>megadit serve demo --url ADDRESS --key_file FILE</code>."""
+
+
+def _add_front(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def front() -> HTMLResponse:
+        return HTMLResponse(_FRONT)
 
 
 def _add_documentation(app: FastAPI, gateway: Gateway) -> None:

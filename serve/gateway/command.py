@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 import uvicorn
@@ -153,11 +154,15 @@ def keys(argv: list[str] | None = None) -> int:
 def _run_keys(argv: list[str]) -> None:
     description = "Keys of the gateway; they are kept as hashes."
     options = read_options(KeysOptions, argv, prog="megadit serve keys", description=description)
-    with told_in_a_line(options.gateway.store):
-        _change_keys(options, KeyRing(Database(options.gateway.store)))
+    place = options.gateway.store
+    is_new = "://" not in place and not Path(place).exists()
+    if is_new and options.action != "add":
+        raise UserError(f"there is no store at {Path(place).absolute()}; {_STORE}")
+    with told_in_a_line(place):
+        _change_keys(options, KeyRing(Database(place)), is_new=is_new)
 
 
-def _change_keys(options: KeysOptions, ring: KeyRing) -> None:
+def _change_keys(options: KeysOptions, ring: KeyRing, *, is_new: bool) -> None:
     if options.action == "list":
         for key in ring.all():
             state = "revoked" if key.is_revoked else ", ".join(f"{n} {v}" for n, v in asdict(key.limits).items())
@@ -170,10 +175,16 @@ def _change_keys(options: KeysOptions, ring: KeyRing) -> None:
         print(f"{options.subject} is revoked")
         return
     text, key = ring.add(options.subject, limits=options.limits, webhook_url=options.webhook)
-    print(f"{key.id} is written down; the key itself is shown this once:", file=sys.stderr)
+    place = options.gateway.store if "://" in options.gateway.store else Path(options.gateway.store).absolute()
+    print(f"{key.id} is written down in {place}; the key itself is shown this once:", file=sys.stderr)
+    if is_new:
+        print(f"note: this store is new, and a gateway that runs already has another: {_STORE}", file=sys.stderr)
     print(text)
     if key.webhook_secret:
         print(f"webhooks are signed with {key.webhook_secret}", file=sys.stderr)
 
 
+_STORE = (
+    "`serve up` and `serve gateway` take keys of their own --store alone, by default that of the folder they run in"
+)
 _SUBJECTS = {"add": "name", "revoke": "id"}

@@ -1,5 +1,7 @@
 """What a client is told when something is wrong: one shape for every error."""
 
+from collections.abc import Collection
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -7,6 +9,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
+from megadit.models.shared.errors import did_you_mean
 from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.logs import log
 
@@ -33,11 +36,13 @@ def unavailable(code: str, message: str) -> ApiError:
     return ApiError(503, code, message, retry_after=_RETRY_SECONDS)
 
 
-def of_validation(error: ValidationError | RequestValidationError) -> ApiError:
-    """The first complaint, with the field it is about."""
+def of_validation(error: ValidationError | RequestValidationError, fields: Collection[str] = ()) -> ApiError:
+    """The first complaint, with the field it is about; `fields` are those that there are."""
     first = error.errors()[0]
     param = ".".join(str(part)[:100] for part in first["loc"] if part not in ("body", "query", "path", "header"))[:100]
     said = IN_WORDS.get(param, first["msg"]) if first["type"] == "string_pattern_mismatch" else first["msg"]
+    if first["type"] == "extra_forbidden":
+        said = f"there is no such field{did_you_mean(param, fields)}"
     return ApiError(400, "invalid_request", f"{param or 'the body'}: {said}"[:500], param=param or None)
 
 

@@ -30,6 +30,7 @@ def gateway_process(
         command=[*command, f"--host={host}", f"--port={port}"],
         name="gateway",
         addresses=url,
+        ready="answers, and makes videos once tritonserver is ready",
         is_ready=is_alive,
         ailment=lambda: None if is_alive() else hangs,
         start_seconds=_START_SECONDS,

@@ -207,7 +207,7 @@ async def _read(gateway: Gateway, key: Key, request: Request, model: type[_Body]
                 values = await values_of(form)
                 return await run_in_threadpool(model.model_validate, values)
     except ValidationError as error:
-        raise of_validation(error) from None
+        raise of_validation(error, model.model_fields) from None
     except ValueError as error:  # of what is no JSON, or is nested too deep
         raise ApiError(400, "invalid_request", f"the body cannot be read: {error}"[:500]) from None
     raise ApiError(415, "unsupported_media_type", "send application/json or multipart/form-data")

@@ -90,7 +90,7 @@ class _VideoBody(BaseModel):
             InvalidRequestError: if the settings contradict each other.
         """
         given = {name: getattr(self, name) for name in ("seed", "preview_every", "evaluate", *_SETTINGS, *_GIVEN)}
-        if self.prompt is None and not self.instruction:
+        if not (self.prompt or "").strip() and not self.instruction:
             raise InvalidRequestError("prompt: say what the video shows")
         given["prompt"] = self.prompt or ""
         if self.input_reference is not None:

@@ -2,6 +2,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ from megadit.infer.contact_sheet import contact_sheet, grid_columns
 from megadit.infer.generate import main
 from megadit.infer.given import GivenVideo
 from megadit.infer.outputs import output_paths
-from megadit.infer.specs import VideoSpec
+from megadit.infer.specs import VideoSpec, prompt_lines
 from megadit.infer.video_io import read_video, write_video
 from megadit.models.bundle.words import write_words
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from tests.bundles import DEFAULTS
 
 
 @pytest.fixture
@@ -416,3 +418,31 @@ def test_two_processes_and_both_names_write_the_same_bytes(bundle_dir, tmp_path)
         assert len(files) == 8 and len(set(files.values())) == 8  # four videos that differ, and their settings
         written.append(files)
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "prompts"),
+    [
+        ("a.txt", "# a comment\na red seven\n\n  a blue two\n", ["a red seven", "a blue two"]),
+        ("a", "a red seven", ["a red seven"]),
+        ("a.json", '["a red seven", {"prompt": "a blue two", "seed": 3}]', ["a red seven", "a blue two"]),
+        ("a.jsonl", '{"prompt": "# one"}\n', ["# one"]),
+        ("a.json", '{"prompt": "a red seven"}', "must be a list"),
+        ("a.json", "[3]", "number 1 must be an object"),
+        ("a.json", "a red seven", "not valid JSON"),
+        ("a.yaml", "- a red seven", "use a name that ends in .txt"),
+    ],
+)
+def test_prompt_files_of_every_kind(tmp_path, name, text, prompts):
+    (tmp_path / name).write_text(text)
+    if isinstance(prompts, str):
+        with pytest.raises(UserError, match=prompts):
+            prompt_lines(str(tmp_path / name))
+        return
+    assert [line["prompt"] for line in prompt_lines(str(tmp_path / name))] == prompts
+
+
+def test_files_of_several_scales_say_theirs(tmp_path):
+    specs = [VideoSpec(prompt="a", seed=0, settings=replace(DEFAULTS, guidance=scale)) for scale in (2.0, 4.5)]
+    names = [path.name for path in output_paths(str(tmp_path / "new"), [*specs, replace(specs[0], prompt="b")])]
+    assert names == ["0000_a_guidance2_seed0.mp4", "0001_a_guidance4.5_seed0.mp4", "0002_b_seed0.mp4"]

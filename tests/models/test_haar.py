@@ -190,6 +190,14 @@ def test_fitting_is_deterministic_up_to_the_order_of_batches():
     assert (largest > 0).all()
 
 
+def test_few_videos_have_few_channels():
+    """A picture of four places has no more components than these differ in."""
+    videos = [torch.rand(1, 3, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1]
+    fitted = HaarTokenizer.fit(videos, channels=90, **SMALL)
+    assert 0 < fitted.latent_channels < 5
+    assert HaarTokenizer.fit(videos, channels=fitted.latent_channels, **SMALL).fingerprint() == fitted.fingerprint()
+
+
 def test_fit_refuses_what_it_cannot_fit():
     with pytest.raises(UserError, match="there are none"):
         HaarTokenizer.fit([])

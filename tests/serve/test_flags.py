@@ -289,3 +289,16 @@ def test_every_option_reaches_the_page(tmp_path, note, monkeypatch, capsys):
     flags += (("--bundle", "no/such/bundle"), ("--student", "no/such/student"))
     assert differing(seen, flags) == [flag for flag, *_ in flags]
     assert "no/such/bundle does not exist" in seen("--bundle", "no/such/bundle")[2]
+
+
+def test_a_key_of_a_new_store_says_where_it_is(tmp_path, monkeypatch, capsys):
+    """In another folder than the service, it would be a key that nobody takes."""
+    monkeypatch.chdir(tmp_path)
+    assert verbs.main(["serve", "keys", "list"]) == 2
+    assert f"there is no store at {tmp_path}/gateway/jobs.sqlite" in capsys.readouterr().err
+    for is_new in (True, False):
+        assert verbs.main(["serve", "keys", "add", "me"]) == 0
+        error = capsys.readouterr().err
+        assert (
+            f"is written down in {tmp_path}/gateway/jobs.sqlite" in error and ("this store is new" in error) == is_new
+        )

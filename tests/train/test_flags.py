@@ -26,7 +26,7 @@ def test_options_reach_the_run(capsys, tmp_path):
 
 def test_options_of_the_command(capsys):
     assert main(["--recipe", "digits", "--dry-run"]) == 0
-    assert "# parameters:" in capsys.readouterr().out
+    assert "parameters:" in capsys.readouterr().out
     assert _parse(["--recipe", "digits", "--nproc", "3"]).nproc == 3
     assert main(["--recipe", "digits", "--nproc", "0"]) == 2
 

@@ -46,7 +46,7 @@ def test_what_a_run_says(told, tiny_dataset):
         r"memory of a rank: about \S+ [MG]iB beside what Python and torch take; \S+ [MG]iB are free",
         rf"folder: {out}",
         r"estimated time: about \S+ s for 4 steps of \S+ s",
-        rf"validation at step 2: loss \S+ of .* \(best of .*\); 4 video\(s\) in {out}/samples/step_0000002",
+        rf"validation at step 2: loss \S+ with .*, the lowest; \S+ with .*; 4 video\(s\) in {out}/samples/step_0000002",
         rf"checkpoint: {out}/checkpoints/iter_0000002",
         rf"checkpoint: {out}/checkpoints/iter_0000004",
         r"done: 4 of 4 steps, 4 of them in the last \d+ s; validation loss \S+",

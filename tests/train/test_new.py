@@ -115,7 +115,7 @@ def test_what_is_proposed_passes_a_dry_run(folder, tmp_path, capsys):
     capsys.readouterr()
     assert verbs.main([*commands[1], "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "# memory of a rank" in shown and not re.search("# note: (a token|a rank)", shown)
+    assert "memory of a rank" in shown and not re.search("note: (a token|a rank)", shown)
 
 
 @pytest.mark.parametrize("folder", KINDS, indirect=True)
@@ -181,7 +181,7 @@ def folder_kind(shown):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda root: None, "holds no images"),
+        (lambda root: None, "holds neither videos (.mp4, "),
         (lambda root: (root / "a.mp4").write_text("no video"), "none of 1 videos"),
         (lambda root: write_video(root / "a.mp4", clip(0, frames=3, height=64, width=64), 8), "fewer than 5 frames"),
         (

@@ -85,8 +85,8 @@ def test_dry_run_at_full_size_prints_a_configuration_and_what_it_costs(name, cap
     assert main(["--recipe", name, "--dry-run", "--gpus", str(ranks_of_command(name))]) == 0
     shown = capsys.readouterr().out
     assert config_from_dict(yaml.safe_load(shown)) == load_recipe(name)
-    assert re.search(r"^# parameters: [\d,]+$", shown, re.MULTILINE)
-    for line in ("# layout on", "# memory of a rank:", "# FLOPs of a step:", "# sent by a rank in a step:"):
+    assert re.search(r"^parameters: [\d,]+$", shown, re.MULTILINE)
+    for line in ("layout on", "memory of a rank:", "FLOPs of a step:", "sent by a rank in a step:"):
         assert line in shown
 
 
@@ -95,7 +95,7 @@ def test_dry_run_at_full_size_prints_a_configuration_and_what_it_costs(name, cap
 )
 def test_parameter_counts_are_those_of_the_sizes(name, low, high, capsys):
     main(["--recipe", name, "--dry-run"])
-    count = int(re.search(r"# parameters: ([\d,]+)", capsys.readouterr().out)[1].replace(",", ""))
+    count = int(re.search(r"parameters: ([\d,]+)", capsys.readouterr().out)[1].replace(",", ""))
     assert low * MILLION < count < high * MILLION
 
 

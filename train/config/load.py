@@ -10,8 +10,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from megadit.models.config import DiTConfig
 from megadit.models.shared.documents import parse_yaml
 from megadit.models.shared.errors import UserError, choose_one, nearest
+from megadit.models.shared.files import read_json
 from megadit.train.config.compat import expand_braces, translate
 from megadit.train.config.facts import OF_DATASET, agree
 from megadit.train.config.schema import RunConfig
@@ -75,8 +77,9 @@ def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Con
     if isinstance(config, RunConfig):
         named = [_in_our_names(OmegaConf.to_container(update)) for update in updates]
         updates = [OmegaConf.create(_with_one_length(values)) for values in named]
-        from_dataset = _from_dataset(config, updates)
-        updates.insert(0, OmegaConf.create({"model": from_dataset} if from_dataset else {}))
+        asked = {key: value for update in updates for key, value in _flatten(OmegaConf.to_container(update)).items()}
+        network = _from_dataset(config, asked) | _from_base(config, asked)
+        updates.insert(0, OmegaConf.create({"model": network} if network else {}))
     merged = _mapping(config)
     OmegaConf.set_struct(merged, True)
     for name in _named_by_the_user(type(config)):
@@ -110,9 +113,20 @@ def named_recipe(config_file: str | Path) -> str | None:
     return _read_yaml(config_file).get("recipe")
 
 
-def _from_dataset(config: RunConfig, updates: list[DictConfig]) -> dict[str, Any]:
+def _from_base(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
+    """The network of the bundle beside whose weights an adapter is trained: it has no other shape than these."""
+    path = asked.get("checkpoint.init_from", config.checkpoint.init_from)
+    has_adapter = config.train.adapter is not None or any(key.startswith("train.adapter.") for key in asked)
+    file = Path(str(path), "transformer", "config.json")
+    if path is None or not has_adapter or not file.is_file():
+        return {}
+    found = read_json(file)
+    is_ours = isinstance(found, dict) and found.pop("type", None) == "dit"
+    return {name: value for name, value in found.items() if name in get_type_hints(DiTConfig)} if is_ours else {}
+
+
+def _from_dataset(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
     """Settings of the network that the data set decides, where those of `config` do not fit it already."""
-    asked = {key: value for update in updates for key, value in _flatten(OmegaConf.to_container(update)).items()}
     path = asked.get("data.path", config.data.path)
     if path is None or asked.get("data.mock", config.data.mock):
         return {}

@@ -24,9 +24,9 @@ from megadit.train.plan.work import count_parameters, count_trained, typical_pac
 NUM_SHOWN = 12
 
 
-def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> str:
-    """Groups, parameters, memory, operations and traffic of a run, and what is doubtful, as YAML comments. The memory
-    is compared with that of `gpu`, or of this machine.
+def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> list[str]:
+    """Groups, parameters, memory, operations and traffic of a run, and what is doubtful, in lines. The memory is
+    compared with that of `gpu`, or of this machine.
 
     Raises:
         UserError: if the run does not fit the memory of `gpu`, with both figures, or its data set cannot be used.
@@ -46,8 +46,13 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> str:
         lines.append(
             f"estimated on this machine: {time_in_words(config, step_seconds(config, gpus, this_device(gpus)))}"
         )
+    if info is None and not config.data.mock:
+        shapes = ", ".join("x".join(map(str, shape)) for shape in config.data.mock_latent_shapes[:3])
+        lines.append(
+            f"note: samples are counted as latents of {shapes}; data.path=FOLDER counts those of your data set"
+        )
     lines += [f"note: {doubt}" for doubt in doubts(config, info, needed=memory.total, free=free)]
-    return "\n".join(f"# {line}" for line in lines)
+    return lines
 
 
 def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:

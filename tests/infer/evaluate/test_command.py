@@ -319,10 +319,26 @@ def test_mistakes_are_one_line_that_says_what_to_do(tmp_path, capsys, bundle_dir
     empty.mkdir()
     assert "holds no videos" in said(capsys, "--videos", empty, *out, "--real", real_folder)
     (empty / "broken.mp4").write_bytes(b"no video")
-    assert "cannot read" in said(capsys, "--videos", real_folder, *out, "--real", empty)
+    assert "holds no video that can be read, only broken.mp4" in said(
+        capsys, "--videos", real_folder, *out, "--real", empty
+    )
     long = said(capsys, bundle_dir, *out, "--real", real_folder, *seen, "--frames", 9)
     assert "makes 5 frames, 9 are looked at" in long
     assert "30 frames per second" not in long
     assert "makes 8 frames per second" not in long
     fast = said(capsys, bundle_dir, *out, "--real", real_folder, *seen, "--fps", 30)
     assert "makes 30 frames per second, the real videos have 8" in fast
+
+
+def test_real_clips_are_thinned_out_to_the_rate_of_the_model(bundle_dir, tmp_path, capsys):
+    """What every folder of clips has: another rate, and a file that is none. Nothing is ranked by a figure of all."""
+    real = write_folder(tmp_path / "real", 8, size=(12, 16, 24))
+    for path in real.glob("*.mp4"):
+        write_video(path, read_video(path)[0], 12)
+    (real / "000_empty.mp4").touch()
+    made = (str(bundle_dir), "--num_steps", "1", "--num_frames", "5", "--device", "cpu", "--out", str(tmp_path / "out"))
+    assert command.main([*made, "--real", str(real), "--metrics", "motion", "--count", "8"]) == 0
+    assert "left out of real: 1 that cannot be read (000_empty.mp4)" in capsys.readouterr().err
+    report = read_json(tmp_path / "out" / "report.json")
+    assert report["window"].startswith("5 frames of 16x24 at 8 fps")
+    assert "Best and worst" not in (tmp_path / "out" / "report.html").read_text()

@@ -11,8 +11,8 @@ from PIL import Image
 from megadit.infer.evaluate import videos as videos_module
 from megadit.infer.evaluate.extractors.base import resized
 from megadit.infer.evaluate.pictures import clips_at
-from megadit.infer.evaluate.videos import open_videos, videos_in_memory
-from megadit.infer.evaluate.window import looked_at, window_of
+from megadit.infer.evaluate.videos import Clip, open_videos, videos_in_memory
+from megadit.infer.evaluate.window import looked_at, thinned, window_of
 from megadit.infer.video_io import encode_mp4
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
@@ -137,8 +137,8 @@ def test_other_lengths_and_speeds_are_refused():
     window = window_of(videos_in_memory("x", pixels(1, 5), [""], 8.0).parts[0].read()[0], None, None)
     with pytest.raises(UserError, match="has 3 frames, fewer than 5: drop it, or give `megadit evaluate` --frames 3"):
         looked_at(videos_in_memory("y", pixels(1, 3), [""], 8.0).parts[0], window)
-    with pytest.raises(UserError, match="has 30 frames per second, others 8"):
-        looked_at(videos_in_memory("y", pixels(1, 5), [""], 30.0).parts[0], window)
+    with pytest.raises(UserError, match="has 4 frames per second, others 8"):
+        looked_at(videos_in_memory("y", pixels(1, 5), [""], 4.0).parts[0], window)
 
 
 def test_single_videos_are_found_in_their_parts():
@@ -147,3 +147,13 @@ def test_single_videos_are_found_in_their_parts():
     chosen = clips_at(found, [17, 0, 16, 15])
     assert [clip.prompt for clip in chosen] == ["17", "0", "16", "15"]
     assert (chosen[0].video_THWC == videos[17]).all()
+
+
+@pytest.mark.parametrize(
+    ("rate", "chosen"), [(8, [0, 2, 3, 4, 6, 8, 9, 10]), (6, [0, 2, 4, 6, 8, 10]), (24, None), (11.95, None)]
+)
+def test_a_faster_video_is_thinned_out(rate, chosen):
+    """Frames nearest to the times of frames at the other rate; a slower one has none to give."""
+    clip = Clip(np.arange(12, dtype=np.uint8)[:, None, None, None], 12.0, "")
+    assert thinned(clip, rate).video_THWC.ravel().tolist() == (chosen or list(range(12)))
+    assert thinned(clip, rate).fps == (rate if chosen else 12.0)

@@ -273,3 +273,54 @@ def test_help_shows_groups_in_their_order_and_examples_at_the_end(capsys):
         shown.index(text) for text in ("most used:\n  --second", "other:\n  --first", "examples:\n  many clip --sec")
     ]
     assert places == sorted(places)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SidesOptions:
+    height: int = setting(1, "pixels")
+    width: int = setting(2, "pixels")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureOptions:
+    sides: SidesOptions = group(SidesOptions)
+    crop: tuple[int, int] | None = setting(None, "height and width")
+
+
+@pytest.mark.parametrize("words", [["--size", "64x96"], ["--size=64x96"], ["--size", "64", "96"]])
+def test_a_size_stands_for_height_and_width(words):
+    read = read_options(PictureOptions, words, prog="picture")
+    assert (read.sides.height, read.sides.width) == (64, 96)
+
+
+def test_any_option_of_two_sides_takes_both_forms():
+    assert read_options(PictureOptions, ["--crop", "8x16"], prog="picture").crop == (8, 16)
+    assert read_options(PictureOptions, ["--crop", "8", "16"], prog="picture").crop == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--size", "8x16", "--height", "3"], "--size says height and width; leave out --height"),
+        (["--size", "8"], "--size: expected 2 arguments"),
+        (["--size", "8xa"], "--size: expected 2 arguments"),
+        (["--seize", "8x16"], "did you mean '--size'"),
+    ],
+)
+def test_a_wrong_size_is_told(words, says):
+    with pytest.raises(UserError, match=says):
+        read_options(PictureOptions, words, prog="picture")
+
+
+@pytest.mark.parametrize("asked", ["--count", "--zoom", "--tp"])
+def test_no_hint_is_better_than_a_wrong_one(asked):
+    """`--count` is no misspelt `--churn`."""
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Others:
+        churn: int = setting(1, "")
+        tp_size: int = setting(1, "")
+
+    with pytest.raises(UserError) as told:
+        read_options(Others, [asked, "3"], prog="picture")
+    assert "did you mean" not in str(told.value)

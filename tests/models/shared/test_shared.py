@@ -84,7 +84,16 @@ def test_nearest_multiples(value, factor, plus, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 0 s"), (192, "3 min 12 s"), (7500, "2 h 5 min"), (-1, "0 s")]
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (59.6, "1 min 0 s"),
+        (192, "3 min 12 s"),
+        (7500, "2 h 5 min"),
+        (1_000_000, "11 days 13 h"),
+        (4e11, "13,000 years"),
+        (-1, "0 s"),
+    ],
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text

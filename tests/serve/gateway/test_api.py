@@ -329,3 +329,25 @@ def test_a_malformed_size_is_refused_in_words(visit):
     answer = visit().post("/v1/videos", json={"prompt": "a", "size": "32"})
     assert answer.status_code == 400 and "WIDTHxHEIGHT" in answer.json()["error"]["message"]
     assert "pattern" not in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"promt": "a red seven"}, "promt", "there is no such field; did you mean 'prompt'?"),
+        ({"prompt": "a", "num_step": 3}, "num_step", "did you mean 'num_steps'?"),
+        ({"prompt": "a", "zzz": 3}, "zzz", "there is no such field"),
+        ({"prompt": ""}, None, "say what the video shows"),
+        ({"prompt": "  "}, None, "say what the video shows"),
+    ],
+)
+def test_a_wrong_body_says_what_was_meant(visit, body, param, says):
+    answer = visit().post("/v1/videos", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in (param, "prompt") and says in answer.json()["error"]["message"]
+
+
+def test_the_front_says_where_to_go_without_a_key(visit):
+    answer = visit(anonymous=True).get("/")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert all(place in answer.text for place in ("/docs", "/v1/videos", "/health/ready", "megadit serve demo --url"))

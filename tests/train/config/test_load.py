@@ -16,6 +16,7 @@ from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import config_from_dict, known_keys, load_config, resolve_config, to_yaml
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
+from tests.bundles import write_tiny_bundle
 
 
 def write(path, text: str):
@@ -362,3 +363,15 @@ def test_a_file_has_nothing_looked_up_outside_of_it(tmp_path, value):
 def test_other_words_for_a_key_lead_to_it(key, meant):
     with pytest.raises(UserError, match=rf"unknown key {key}; did you mean {meant}\?"):
         resolve_config("digits_tiny", config_file=None, overrides=[f"{key}=1"])
+
+
+def test_the_network_of_an_adapter_is_that_of_its_base(tmp_path):
+    """The recipe's own shape is the demo's; what is said of the network on the command line still counts."""
+    base = write_tiny_bundle(tmp_path / "base")
+    asked = ["data.mock=true", f"checkpoint.init_from={base.path}"]
+    assert resolve_config("digits_dreambooth", overrides=asked).model == base.config
+    changed = resolve_config("digits_dreambooth", overrides=[*asked, "model.num_layers=3"]).model
+    assert (changed.num_layers, changed.hidden_size) == (3, base.config.hidden_size)
+    plain = resolve_config("digits", overrides=asked).model
+    assert plain == resolve_config("digits").model, "whole networks have the recipe's shape"
+    assert resolve_config("digits", overrides=[*asked, "train.adapter.rank=2"]).model == base.config

@@ -95,7 +95,7 @@ def test_what_more_channels_would_give(blurred):
 def test_a_dry_run_opens_the_data_set(blurred, tmp_path, capsys):
     command = ["--recipe", "digits_tiny", "--dry-run"]
     assert main([*command, f"data.path={blurred}"]) == 0
-    assert "# note: the tokenizer of" in capsys.readouterr().out
+    assert "note: the tokenizer of" in capsys.readouterr().out
     assert main([*command, f"data.path={tmp_path / 'nowhere'}"]) == 2
     assert "nowhere does not exist" in capsys.readouterr().err
     assert main([*command, f"data.path={blurred}", "model.in_channels=16"]) == 2
@@ -105,9 +105,9 @@ def test_a_dry_run_opens_the_data_set(blurred, tmp_path, capsys):
 def test_a_dry_run_compares_with_this_machine(capsys):
     assert main(["--recipe", "pretrain_7b", "--dry-run", "data.micro_batch_size=1", "data.global_batch_size=1"]) == 0
     shown = capsys.readouterr().out
-    assert "# note: a rank needs about" in shown and "estimated on this machine" not in shown, "it cannot run here"
+    assert "note: a rank needs about" in shown and "estimated on this machine" not in shown, "it cannot run here"
     assert main(["--recipe", "digits", "--dry-run"]) == 0
-    assert re.search(r"# estimated on this machine: about .* for 960 steps of \S+ s\n", capsys.readouterr().out)
+    assert re.search(r"estimated on this machine: about .* for 960 steps of \S+ s\n", capsys.readouterr().out)
 
 
 def test_a_gpu_by_the_beginning_of_its_name(capsys):

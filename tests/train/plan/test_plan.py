@@ -244,6 +244,6 @@ def test_an_adapter_is_divided_as_its_linears_are():
 def test_a_dry_run_says_what_learns(capsys):
     assert main([*("--recipe", "pretrain_7b", "--dry-run", "--gpus", "1", "--gpu", "h100-80gb"), *ADAPTER]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"# parameters: 7,\d{3},\d{3},\d{3}$", shown, re.MULTILINE)
-    assert "# parameters of the adapter, which alone learn: 40,894,464\n" in shown
+    assert re.search(r"parameters: 7,\d{3},\d{3},\d{3}$", shown, re.MULTILINE)
+    assert "parameters of the adapter, which alone learn: 40,894,464\n" in shown
     assert re.search(r"recomputed: 0 of 32 blocks", shown)

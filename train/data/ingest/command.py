@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.files import read_json
 from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
@@ -18,6 +19,7 @@ from megadit.train.data.ingest.download import Downloads
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
 from megadit.train.data.ingest.engine import choose_engine, run_on_ray, start_ray
 from megadit.train.data.ingest.listing import Listing, Reading, shorten_captions
+from megadit.train.data.ingest.look import look_at
 from megadit.train.data.ingest.plan import Notes, Settings, read_lines, source_from_json
 from megadit.train.data.ingest.pool import default_workers
 from megadit.train.data.ingest.sources import list_folder
@@ -30,14 +32,16 @@ from megadit.train.data.writer import is_prepared
 
 BUTTERFLIES = "huggan/smithsonian_butterflies_subset"
 FAILED = "failed"
+USUAL_SIDE, SIDE_STEP = 256, 16
+"""Pixels of a sample's sides, where nothing else is said: so many at most, and a multiple of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
     """Of all sources."""
 
-    height: int = setting(256, "of samples, in pixels (default: {default})")
-    width: int = setting(256, "of samples, in pixels (default: {default})")
+    height: int | None = setting(None, f"of samples, in pixels (default: what a folder's fill, {USUAL_SIDE} at most)")
+    width: int | None = setting(None, "of samples, in pixels (default: as the height's)")
     sizes: str | None = setting(None, "buckets in place of one size: 256x256,192x320,320x192 (height x width)")
     num_frames: str = setting("33", "of clips; several: 17,33,121 (default: {default})")
     settings: Settings = group(Settings)
@@ -196,7 +200,7 @@ def prepare(kind: str, options: Options) -> None:
             )
         preparation = stages.Preparation(
             notes=notes,
-            settings=_settings(common),
+            settings=_settings(common, _sizes_of(kind, options, notes, told=team.is_first)),
             encodings=(
                 read_encodings(common.encodings)
                 if common.encodings
@@ -304,10 +308,33 @@ def commands() -> dict[str, Callable[[list[str]], int]]:
     return {kind: partial(prepare_command, kind) for kind in KINDS}
 
 
-def _settings(options: PrepareOptions) -> Settings:
+def _sizes_of(kind: str, options: Options, notes: Notes, *, told: bool) -> tuple[tuple[int, int], ...]:
+    """(height, width) of samples: as asked for, as the data set was begun with, or what most of a folder fills."""
+    common = options.common
+    if common.sizes:
+        return _sizes(common.sizes)
+    if common.height or common.width:
+        return ((common.height or USUAL_SIDE, common.width or USUAL_SIDE),)
+    if notes.settings.is_file() and not common.overwrite:
+        return tuple(map(tuple, read_json(notes.settings)["settings"]["sizes"]))
+    if not isinstance(options, FolderOptions):
+        return ((USUAL_SIDE, USUAL_SIDE),)
+    listing = list_folder(options.source, "video" if kind == "videos" else "image", options.captions)
+    sides = sorted(min(each.height, each.width) for each in look_at(listing.sources)[0])
+    filled = sides[len(sides) // 10] if sides else USUAL_SIDE
+    side = max(SIDE_STEP, min(USUAL_SIDE, filled // SIDE_STEP * SIDE_STEP))
+    if told:
+        print(
+            f"size of samples: {side}x{side}, which nine of ten {kind} fill; --size and --sizes choose others",
+            flush=True,
+        )
+    return ((side, side),)
+
+
+def _settings(options: PrepareOptions, sizes: tuple[tuple[int, int], ...]) -> Settings:
     return replace(
         options.settings,
-        sizes=_sizes(options.sizes) if options.sizes else ((options.height, options.width),),
+        sizes=sizes,
         num_frames=tuple(sorted({_whole("num_frames", part) for part in options.num_frames.split(",")})),
     )
 

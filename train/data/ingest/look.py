@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megadit.infer.decoding.rules import UnusableSourceError
@@ -9,7 +10,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.decode import read_image, read_timeline
 from megadit.train.data.ingest.files import open_folder
 from megadit.train.data.ingest.plan import Kind, Settings, Source
-from megadit.train.data.ingest.sources import is_of_kind, list_folder
+from megadit.train.data.ingest.sources import SUFFIXES, is_of_kind, list_folder
 
 LOOKED_AT = 48
 """Sources that are opened, evenly over all."""
@@ -55,20 +56,28 @@ def look(root: str, table: str | None = None) -> Look:
     folder = open_folder(root)
     if folder is None:
         raise UserError(f"{root} is not a folder, or does not exist; give one of videos or images")
-    kind: Kind = "video" if any(is_of_kind(folder, name, "video") for name in folder.names()) else "image"
+    kinds = [kind for kind in ("video", "image") if any(is_of_kind(folder, name, kind) for name in folder.names())]
+    if not kinds and table is None:
+        raise UserError(f"{root} holds neither videos ({', '.join(SUFFIXES['video'])}) nor images; give another folder")
+    kind: Kind = kinds[0] if kinds else "image"
     sources = list_folder(root, kind, table).sources
+    seen, unusable = look_at(sources)
+    if not seen:
+        raise UserError(f"none of {min(len(sources), LOOKED_AT)} {kind}s of {root} can be read ({', '.join(unusable)})")
+    captions = tuple(source.caption for source in sources if source.caption)
+    return Look(kind=kind, count=len(sources), seen=tuple(seen), unusable=dict(unusable), captions=captions)
+
+
+def look_at(sources: Sequence[Source]) -> tuple[list[Seen], Counter[str]]:
+    """What some of the sources are, evenly over all, and why others cannot be read."""
     count = min(len(sources), LOOKED_AT)
-    chosen = [sources[number * len(sources) // count] for number in range(count)]
     seen, unusable = [], Counter()
-    for source in chosen:
+    for source in (sources[number * len(sources) // count] for number in range(count)):
         try:
             seen.append(_see(source))
         except UnusableSourceError as error:
             unusable[error.reason] += 1
-    if not seen:
-        raise UserError(f"none of {count} {kind}s of {root} can be read ({', '.join(unusable)})")
-    captions = tuple(source.caption for source in sources if source.caption)
-    return Look(kind=kind, count=len(sources), seen=tuple(seen), unusable=dict(unusable), captions=captions)
+    return seen, unusable
 
 
 def _see(source: Source) -> Seen:

@@ -258,9 +258,12 @@ def _fit(preparation: Preparation) -> HaarTokenizer:
         ]
     tokenizer, usual = fit_haar(videos, preparation.channels)
     write_json(preparation.notes.channels, usual)
+    if (channels := tokenizer.latent_channels) < preparation.channels:
+        print(f"note: the clips have {channels} principal components, so latents have {channels} channels, not "
+              f"{preparation.channels}: they are few, or much alike")  # fmt: skip
     print(
-        f"tokenizer: {preparation.channels} channels, {tokenizer.reconstruction_psnr:.1f} dB on what it was fitted to"
-        + more_channels_in_words(usual, than=preparation.channels)
+        f"tokenizer: {channels} channels, {tokenizer.reconstruction_psnr:.1f} dB on what it was fitted to"
+        + more_channels_in_words(usual, than=channels)
     )
     return tokenizer
 

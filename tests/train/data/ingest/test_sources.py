@@ -23,8 +23,9 @@ from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data import on_the_fly, prepare
 from megadit.train.data.dataset_info import DatasetInfo, iter_captions, iter_descriptions
 from megadit.train.data.description import UnreadableSampleError
+from megadit.train.data.ingest.command import FolderOptions, PrepareOptions, _sizes_of
 from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
-from megadit.train.data.ingest.plan import Settings, Source
+from megadit.train.data.ingest.plan import Notes, Settings, Source
 from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.sources import list_folder
 from megadit.train.data.ingest.webdataset import list_webdataset
@@ -434,3 +435,24 @@ def test_a_row_without_a_caption_is_a_sample_without_one(tmp_path, make_clip, ma
     table.write_text('{"file_name": "a.mp4"}\n{"file_name": "b.mp4", "words": "a temple"}\n')
     with pytest.raises(UserError, match="metadata.jsonl has no column of captions"):
         list_folder(tmp_path, "video")
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, (96, 96)),
+        ({"sizes": "64x32"}, (64, 32)),
+        ({"height": 48}, (48, 256)),
+        ({"height": 48, "width": 64}, (48, 64)),
+    ],
+)
+def test_samples_are_as_large_as_most_of_a_folder_fills(tmp_path, given, chosen, capsys):
+    for number in range(10):
+        Image.new("RGB", (400, 100 if number else 40)).save(tmp_path / f"{number}.png")
+    common = PrepareOptions(**given)
+    options = FolderOptions(source=str(tmp_path), out=tmp_path / "out", common=common)
+    assert _sizes_of("images", options, Notes(root=tmp_path / "out"), told=True) == (chosen,)
+    assert ("size of samples: 96x96" in capsys.readouterr().out) == (not given)
+    Notes(root=tmp_path / "out").begin(Settings(sizes=((32, 16),)), {})
+    again = _sizes_of("images", options, Notes(root=tmp_path / "out"), told=True)
+    assert again == ((32, 16) if not given else chosen,), "a second run goes on as the first began"
