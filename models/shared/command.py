@@ -6,12 +6,15 @@ import errno
 import os
 import re
 import select
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from megadit.models.shared.cores import prepare_threads
 from megadit.models.shared.errors import AlreadyToldError, StoppedError, UserError, nearest
+from megadit.models.shared.memory import memory_in_words
 from megadit.models.shared.signals import end_with_parent, exit_code, passed_on, start_with_us
 
 SIDES = re.compile(r"\d+x\d+")
@@ -157,7 +160,16 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
         if debug or error.errno not in OF_PATHS:
             raise
         what = f"{error.filename} cannot be used: " if error.filename else ""
-        return _tell(f"{what}{error.strerror}; {OF_PATHS[error.errno]}")
+        return _tell(f"{what}{error.strerror}{_left_at(error)}; {OF_PATHS[error.errno]}")
+
+
+def _left_at(error: OSError) -> str:
+    """How much room a full disk has left."""
+    if error.errno != errno.ENOSPC:
+        return ""
+    places = [Path(os.fsdecode(error.filename or ".")).absolute(), Path.cwd()]
+    folder = next(place for start in places for place in (start, *start.parents) if place.is_dir())
+    return f" ({memory_in_words(shutil.disk_usage(folder).free)} left on the disk of {folder})"
 
 
 def _tell(complaint: str) -> int:

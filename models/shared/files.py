@@ -1,5 +1,6 @@
 """Files that are never half written, and names from outside that lead nowhere else."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,6 +15,8 @@ from typing import Any
 from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Of a disk that has no room, or gives this user no more."""
 LONGEST_NAME, LONGEST_PATH = 255, 1024
 RECORD_SUFFIX = ".json"
 """Behind the whole name of a video."""
@@ -70,6 +73,12 @@ def is_possible_name(name: str) -> bool:
     return "\0" not in name and len(name) <= LONGEST_PATH and all(len(part) <= LONGEST_NAME for part in parts)
 
 
+def _name(error: OSError, path: Path) -> None:
+    """Says where a disk is full: a write that fails does not."""
+    if error.filename is None and error.errno in FULL:
+        error.filename = str(path)
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     """Gives a temporary name to write a file under; renames it to `path` on success, removes it on any error."""
@@ -78,6 +87,9 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        _name(error, path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -101,7 +113,9 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
         if path.exists():
             os.replace(path, replaced)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            _name(error, path)
         if replaced.exists() and not path.exists():
             os.replace(replaced, path)
         raise

@@ -1,4 +1,5 @@
 import argparse
+import errno
 import fcntl
 import io
 import os
@@ -381,3 +382,19 @@ def test_support_needs_no_torch():
     imports = "from megadit.models.shared import command, errors, files, options, progress, verbs"
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_full_disk_is_told_with_its_path_and_what_is_left(tmp_path, capsys):
+    """A failed write does not say of which file it was."""
+
+    def write(argv):
+        with atomic_path(tmp_path / "new" / "video.mp4"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run_command(write, []) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}/new/video.mp4 cannot be used: No space left on device (")
+    assert f"iB left on the disk of {tmp_path}/new); make room" in error and error.count("\n") == 1
+    with pytest.raises(OSError) as told, atomic_directory(tmp_path / "folder"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert told.value.filename == str(tmp_path / "folder")
