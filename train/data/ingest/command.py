@@ -123,11 +123,11 @@ class ButterflyOptions:
 _MOST_USED = ("sizes", "height", "width", "num_frames", "fps", "num_workers", "overwrite")
 _CAPTIONS = (
     *("default_caption", "caption_server", "caption_model", "caption_prompt", "caption_frames"),
-    *("caption_requests", "caption_seconds"),
+    *("caption_requests", "caption_seconds", "max_caption_words", "caption_columns", "caption_encoding"),
 )
 _GROUPS: dict[str, tuple[str, ...]] = {
     "most used": _MOST_USED,
-    "clips": ("cut", "scene_threshold", "mirror", "background", "keyframes"),
+    "clips": ("cut", "overlap", "scene_threshold", "mirror", "background", "keyframes"),
     "captions": _CAPTIONS,
     "what is left out": (
         *("min_brightness", "min_motion", "min_flow", "min_contrast", "max_duplicate_bits", "duplicates", "not_in"),
@@ -135,12 +135,12 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         *("max_megapixels", "max_minutes"),
     ),
     "encoding": ("tokenizer", "channels", "text_encoder", "encodings", "store"),
-    "the data set": ("val_share", "seed", "shard_size", "originals"),
+    "the data set": ("val_share", "seed", "shard_size", "originals", "update", "follow_links"),
     "large jobs": ("part", "engine", "engine_tasks", "stages", "redo"),
 }
-_OF_FOLDERS = _GROUPS | {"captions": ("captions", *_CAPTIONS)}
+_OF_FOLDERS = _GROUPS | {"captions": ("captions", "split", *_CAPTIONS)}
 _OF_TABLES = _GROUPS | {
-    "tables and downloads": ("split", "caption_column", "requests", "seconds", "private_addresses"),
+    "tables and downloads": ("split", "requests", "seconds", "private_addresses"),
 }
 Options = FolderOptions | WebDatasetOptions | TableOptions | ButterflyOptions
 KINDS: dict[str, tuple[type[Options], str]] = {
