@@ -296,7 +296,7 @@ def test_run_command_never_hides_a_fault_of_ours():
         (lambda file: (file / "a").mkdir(), "file/a cannot be used: Not a directory; give another path"),
         (lambda file: file.mkdir(), "file cannot be used: File exists; give another path"),
         (lambda file: file.parent.open("w"), "cannot be used: Is a directory; give another path"),
-        (lambda file: open("/dev/full", "w", buffering=1).write("a\n"), "No space left on device; make room, or"),
+        (lambda file: open("/dev/full", "w", buffering=1).write("a\n"), " left on the disk of "),
     ],
 )
 def test_what_cannot_be_made_at_a_path_is_told_in_a_line(tmp_path, capsys, make, told):
