@@ -86,7 +86,7 @@ def _write_mp4(file: BinaryIO, parts: Iterable[np.ndarray], fps: float, metadata
                 colors = _tag_colors(stream.codec_context, stream.height)
             for frame in frames:
                 pixels = av.VideoFrame.from_ndarray(frame, format="rgb24")
-                container.mux(stream.encode(pixels.reformat(format="yuv420p", dst_colorspace=colors)))
+                container.mux(stream.encode(pixels.reformat(format="yuv420p", dst_colorspace=colors, threads=1)))
         container.mux(stream.encode())
 
 

@@ -77,7 +77,7 @@ class Frame:
         shown = self._opaque
         is_hd = format != "gray" and (shown.height >= _HD_LINES or shown.width >= _HD_COLUMNS)
         space = _ITU709 if is_hd and shown.colorspace == _UNSPECIFIED and not shown.format.is_rgb else None
-        scaled = shown.reformat(width, height, format=format, interpolation="AREA", src_colorspace=space)
+        scaled = shown.reformat(width, height, format=format, interpolation="AREA", src_colorspace=space, threads=1)
         return scaled.to_ndarray()
 
     def _on_screen(self, picture_HWC: np.ndarray) -> np.ndarray:
