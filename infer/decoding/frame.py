@@ -99,7 +99,7 @@ class Frame:
         kind = self.pixels.format
         if self.alpha_HW is None and not (kind.has_palette or any(part.is_alpha for part in kind.components)):
             return self.pixels
-        rgba_HWC = self.pixels.to_ndarray(format="rgba")
+        rgba_HWC = self.pixels.to_ndarray(format="rgba", threads=1)
         if self.alpha_HW is not None:
             rgba_HWC[..., 3] = self.alpha_HW
         shown = opaque(Image.fromarray(rgba_HWC, "RGBA"), self.rules)

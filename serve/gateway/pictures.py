@@ -80,6 +80,6 @@ def _frames(data: bytes, most: int) -> "Iterator[Image]":
         chosen = set(np.linspace(0, stream.frames - 1, min(most, stream.frames)).round().astype(int).tolist())
         for number, frame in enumerate(container.decode(stream)):
             if number in chosen:
-                yield frame.to_image()
+                yield frame.to_image(threads=1)
             if number == max(chosen):
                 return

@@ -110,7 +110,7 @@ def _within_limits(frames: Iterable[av.VideoFrame]) -> Iterator[np.ndarray]:
         left -= frame.width * frame.height
         if left < 0:
             raise ValueError(f"its frames have more than {MAX_CLIP_PIXELS} pixels")
-        yield frame.to_ndarray(format="rgb24")
+        yield frame.to_ndarray(format="rgb24", threads=1)
 
 
 def read_png(content: bytes) -> np.ndarray:
