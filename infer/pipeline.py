@@ -184,14 +184,14 @@ class TextToVideo:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
         place = find_device(device)
+        num_ranks = tensor_parallel * context_parallel if ranks is None else ranks.per_share
+        of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
+        runtime = check_runtime(runtime, dtype=dtype, num_ranks=num_ranks, device=place, **of_torch)
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
         dtype = chosen_dtype(dtype, bundle, place, runtime)
         number_type = find_dtype(dtype)
         if (cost := cost_in_words(place, number_type)) is not None:
             warnings.warn(f"{cost}, which is more exact, too", stacklevel=2)
-        num_ranks = tensor_parallel * context_parallel if ranks is None else ranks.per_share
-        of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
-        runtime = check_runtime(runtime, dtype=dtype, num_ranks=num_ranks, device=place, **of_torch)
         guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
         text_encoder = text_encoder or bundle.load_text_encoder()

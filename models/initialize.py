@@ -91,7 +91,7 @@ def initialize_(
 
 
 def computed_ahead(value: Callable[[str], Tensor], names: Iterable[str]) -> Iterator[Tensor]:
-    """value(name) of each name, in order, computed by threads that are at most one tensor each ahead.
+    """value(name) of each name, of any shape, in order, by threads that are at most one tensor each ahead.
 
     A generator draws by one thread, however large its tensor: 7B are 4.5e9 normals, half a minute and more for one
     core. As each name has a generator of its own, any number of threads gives the same bits.

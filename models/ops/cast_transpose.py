@@ -19,7 +19,8 @@ CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 def cast_transposed(x_NK: Tensor, factor: Tensor, dtype: torch.dtype, *, both: bool) -> tuple[Tensor | None, Tensor]:
-    """(codes [N, K] where `both`, else None; codes [K, N]) of x * factor, a float32 number, rounded to `dtype`."""
+    """(codes [N, K] where `both`, else None; codes [K, N]) of x [N, K] * factor [], float32,
+    rounded to `dtype`."""
     x_NK = x_NK.contiguous()
     num_rows, num_columns = x_NK.shape
     turned = torch.empty(num_columns, num_rows, dtype=dtype, device=x_NK.device)

@@ -57,6 +57,9 @@ class FolderLock:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._acquire()
+        except (FileExistsError, NotADirectoryError) as error:
+            reason = f"{self._path.parent} is not a folder"
+            raise UserError(f"{self._folder} cannot be used: {reason}; give another path") from error
         except OSError as error:
             raise UserError(f"{self._path} cannot be written: {error.strerror}") from error
         self._thread.start()

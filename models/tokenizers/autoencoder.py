@@ -31,7 +31,8 @@ class Autoencoder:
     network: Network
     sigma_data: float
     dtype: str = "auto"
-    """In which the network computes: float32, or bfloat16 where the device multiplies that; auto: as it is stored."""
+    """In which the network computes: float32, or bfloat16 where the device multiplies that; auto: on a GPU as it is
+    stored, else float32."""
     tiles: Tiles = field(default_factory=Tiles)
 
     def __post_init__(self) -> None:
@@ -107,8 +108,9 @@ class Autoencoder:
 
     def _on(self, device: torch.device) -> tuple[nn.Module, torch.dtype]:
         """The network where it computes, and in which dtype it does there."""
-        if self.dtype == "auto":  # float16 overflows in some published decoders
-            dtype = torch.float32 if self.network.stored == torch.float16 else auto_dtype(device, self.network.stored)
+        if self.dtype == "auto":  # float16 overflows in some published decoders; on a CPU torch pools no bfloat16
+            is_wide = device.type == "cpu" or self.network.stored == torch.float16
+            dtype = torch.float32 if is_wide else auto_dtype(device, self.network.stored)
         else:
             dtype = computing_dtype(device, DTYPES[self.dtype])
         return self.network.on(device, dtype), dtype

@@ -253,7 +253,7 @@ def test_engines_of_an_earlier_export_take_new_weights(exported, refittable, tmp
     asked = []
     monkeypatch.setattr(command, "export_bundle", lambda *arguments: None)
     monkeypatch.setattr(command, "add_engines", lambda path, settings, before: asked.append(before))
-    assert command.main(["bundle", "out", "--format", "tensorrt", "--refit", str(refittable)]) == 0
+    assert command.main([str(exported.path), "out", "--format", "tensorrt", "--refit", str(refittable)]) == 0
     (before,) = asked
     graphs, fake, plan = open_exported(exported, "onnx"), FakeRefit(), tmp_path / "plan"
     plan.mkdir()

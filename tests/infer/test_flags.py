@@ -285,7 +285,7 @@ NEEDS = {
     "--mask": (*VIDEO, *ABLE, "--video", "{room}/given.gif"),
 }
 CALIBRATED = {
-    **{"--batch_size": ("3",), "--device": ("meta",), "--compile": (), "--lpips_weights": ("there",)},
+    **{"--batch_size": ("3",), "--device": ("auto",), "--compile": (), "--lpips_weights": ("there",)},
     **{"--cache_budget": ("0.2",), "--cache_measure": ("latents",), "--guidances": ("5",)},
     **{"--num_video_frames": ("9",), "--num_frames": ("9",), "--num_steps": ("4",)},
 }

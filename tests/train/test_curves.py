@@ -58,7 +58,8 @@ def test_a_run_draws_its_curves_beside_its_steps(tmp_path, monkeypatch, capsys):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     run = load_recipe("digits_tiny")
     logger = replace(run.logger, tensorboard=False, curves=True)
-    (board,) = open_boards(replace(run, train=replace(run.train, output_dir=str(tmp_path)), logger=logger), start=0)
+    (guarded,) = open_boards(replace(run, train=replace(run.train, output_dir=str(tmp_path)), logger=logger), start=0)
+    board = guarded._board
     board.scalars(1, {"loss": 1.0})
     assert board._process is None, "neither time nor validation asks for one"
     board.scalars(2, {"loss": 1.0, "validation/none/mean": 2.0})

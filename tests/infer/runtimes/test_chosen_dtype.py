@@ -69,5 +69,6 @@ def test_an_autoencoder_computes_as_it_is_stored(monkeypatch):
     monkeypatch.setattr(autoencoder, "auto_dtype", lambda device, stored: stored)
     for dtype, stored in (("auto", BF16), ("auto", F16), ("auto", F32), ("float32", BF16)):
         network.stored = stored
-        autoencoder.Autoencoder(kind=None, network=network, sigma_data=1.0, dtype=dtype)._on(torch.device("cpu"))
-    assert asked == [BF16, F32, F32, F32]
+        for device in ("cuda", "cpu"):
+            autoencoder.Autoencoder(kind=None, network=network, sigma_data=1.0, dtype=dtype)._on(torch.device(device))
+    assert asked == [BF16, F32, F32, F32, F32, F32, F32, F32]

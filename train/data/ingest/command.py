@@ -198,9 +198,10 @@ def prepare(kind: str, options: Options) -> None:
             raise UserError(
                 "--update is for folders and tar files; --redo failed fetches rows again that were not there"
             )
+        sizes, chosen = _sizes_of(kind, options, notes)
         preparation = stages.Preparation(
             notes=notes,
-            settings=_settings(common, _sizes_of(kind, options, notes, told=team.is_first)),
+            settings=_settings(common, sizes),
             encodings=(
                 read_encodings(common.encodings)
                 if common.encodings
@@ -228,6 +229,8 @@ def prepare(kind: str, options: Options) -> None:
                 "channels": common.channels,
             }
             notes.begin(preparation.settings, request, is_alone=team.is_whole)
+            if chosen:
+                print(chosen, flush=True)
         team.wait()
         is_finished = (options.out / INFO_FILE).is_file() and common.redo is None and common.stages is None
         if is_finished and not common.update:
@@ -308,27 +311,24 @@ def commands() -> dict[str, Callable[[list[str]], int]]:
     return {kind: partial(prepare_command, kind) for kind in KINDS}
 
 
-def _sizes_of(kind: str, options: Options, notes: Notes, *, told: bool) -> tuple[tuple[int, int], ...]:
-    """(height, width) of samples: as asked for, as the data set was begun with, or what most of a folder fills."""
+def _sizes_of(kind: str, options: Options, notes: Notes) -> tuple[tuple[tuple[int, int], ...], str]:
+    """(height, width) of samples, as asked for or as the data set was begun with, and ""; or what most of a folder
+    fills, and a line that says so."""
     common = options.common
     if common.sizes:
-        return _sizes(common.sizes)
+        return _sizes(common.sizes), ""
     if common.height or common.width:
-        return ((common.height or USUAL_SIDE, common.width or USUAL_SIDE),)
+        return ((common.height or USUAL_SIDE, common.width or USUAL_SIDE),), ""
     if notes.settings.is_file() and not common.overwrite:
-        return tuple(map(tuple, read_json(notes.settings)["settings"]["sizes"]))
+        return tuple(map(tuple, read_json(notes.settings)["settings"]["sizes"])), ""
     if not isinstance(options, FolderOptions):
-        return ((USUAL_SIDE, USUAL_SIDE),)
+        return ((USUAL_SIDE, USUAL_SIDE),), ""
     listing = list_folder(options.source, "video" if kind == "videos" else "image", options.captions)
     sides = sorted(min(each.height, each.width) for each in look_at(listing.sources)[0])
     filled = sides[len(sides) // 10] if sides else USUAL_SIDE
     side = max(SIDE_STEP, min(USUAL_SIDE, filled // SIDE_STEP * SIDE_STEP))
-    if told:
-        print(
-            f"size of samples: {side}x{side}, which nine of ten {kind} fill; --size and --sizes choose others",
-            flush=True,
-        )
-    return ((side, side),)
+    chosen = f"size of samples: {side}x{side}, which nine of ten {kind} fill; --size and --sizes choose others"
+    return ((side, side),), chosen
 
 
 def _settings(options: PrepareOptions, sizes: tuple[tuple[int, int], ...]) -> Settings:

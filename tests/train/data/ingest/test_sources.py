@@ -446,13 +446,13 @@ def test_a_row_without_a_caption_is_a_sample_without_one(tmp_path, make_clip, ma
         ({"height": 48, "width": 64}, (48, 64)),
     ],
 )
-def test_samples_are_as_large_as_most_of_a_folder_fills(tmp_path, given, chosen, capsys):
+def test_samples_are_as_large_as_most_of_a_folder_fills(tmp_path, given, chosen):
     for number in range(10):
         Image.new("RGB", (400, 100 if number else 40)).save(tmp_path / f"{number}.png")
     common = PrepareOptions(**given)
     options = FolderOptions(source=str(tmp_path), out=tmp_path / "out", common=common)
-    assert _sizes_of("images", options, Notes(root=tmp_path / "out"), told=True) == (chosen,)
-    assert ("size of samples: 96x96" in capsys.readouterr().out) == (not given)
+    sizes, said = _sizes_of("images", options, Notes(root=tmp_path / "out"))
+    assert sizes == (chosen,) and ("size of samples: 96x96" in said) == (not given)
     Notes(root=tmp_path / "out").begin(Settings(sizes=((32, 16),)), {})
-    again = _sizes_of("images", options, Notes(root=tmp_path / "out"), told=True)
+    again, _ = _sizes_of("images", options, Notes(root=tmp_path / "out"))
     assert again == ((32, 16) if not given else chosen,), "a second run goes on as the first began"
