@@ -9,6 +9,8 @@ import pytest
 from megadit.train.data.loader import build_train_loader
 from megadit.train.data.redistribute import redistribute
 
+pytestmark = pytest.mark.costs("forks readers, each of which costs as much as the process that tests holds in memory")
+
 
 def build(make_config, ranks, workers):
     config = make_config(num_workers=workers)
