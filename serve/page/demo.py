@@ -281,7 +281,7 @@ class Studio:
 
     def _measure(self) -> float:
         """Seconds for each pixel and step, from one short request."""
-        request = self.request(prompt="", seed=0, num_steps=2)
+        request = self.request(prompt="a video", seed=0, num_steps=2)
         (result,) = self.client.generate(request)
         return result.seconds / self.ways[self.first_way].work(request)
 
