@@ -16,7 +16,7 @@ from megadit.models.given_settings import NEEDED, GivenOptions
 from megadit.models.settings import GivenSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import ANYWAY_HELP
-from megadit.models.shared.options import read_options
+from megadit.models.shared.options import read_options, with_rest
 from megadit.models.shared.setting import check_text, group, setting, settings_of
 
 DEFAULT_DTYPE = "auto"
@@ -171,13 +171,14 @@ class GenerateOptions(GivenOptions):
         return self.settings.guidance
 
 
-GROUPS: dict[str, tuple[str, ...]] = {
+_SAMPLING = "sampling (default: as the checkpoint says)"
+_GROUPS = {
     "most used": (
         *("checkpoint_path", "prompt", "video_save_path", "num_steps", "guidance", "seed"),
         *("num_frames", "height", "width", "fps", "negative_prompt", "format"),
     ),
     "prompts": ("prompt_file", "subject_name", "seeds", "guidances", "adapter", "repeat"),
-    "sampling (default: as the checkpoint says)": (
+    _SAMPLING: (
         *("sampler", "schedule", "sigmas", "sigma_min", "sigma_max", "rho", "shift", "noise_scale"),
         *("churn", "churn_interval", "eta"),
     ),
@@ -200,6 +201,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "parts from elsewhere": ("tokenizer_model", "tokenizer_cache_dir", "t5_cache_dir"),
     "safety": ("guardrail_dir", "c2pa_certificate", "c2pa_key"),
 }
+GROUPS = with_rest(_GROUPS, _SAMPLING, GivenSettings)
 """Title in the help -> the options below it; every option stands in one group."""
 EXAMPLES = {
     "generate": (

@@ -11,7 +11,7 @@ from megadit.models.given_settings import GIVEN, MEDIA, GivenOptions, split_keyf
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, record_path, write_json
-from megadit.models.shared.options import read_options
+from megadit.models.shared.options import read_options, with_rest
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import group, setting
 from megadit.serve.answers import InvalidRequestError, ServiceError, UnavailableError, VideoResult
@@ -46,13 +46,14 @@ class AskOptions:
     given: GivenOptions = group(GivenOptions, "what is given of the video")
 
 
-GROUPS: dict[str, tuple[str, ...]] = {
+_GROUPS = {
     "most used": ("output", "url", "model", "num_steps", "guidance", "seed", "num_videos"),
     "size and length": ("num_frames", "height", "width", "fps"),
     "sampling": ("sampler", "negative_prompt", "eta", "image_guidance", "adapters", "evaluate"),
     "conditioning: images and videos that the video is made from": tuple(GIVEN),
     "the request": ("timeout", "priority", "key_file", "patience"),
 }
+GROUPS = with_rest(_GROUPS, "sampling", VideoRequest)
 EXAMPLES = (
     'megadit serve ask "a red seven moving left" --output seven.mp4',
     'megadit serve ask "waves" --url http://HOST:8000 --image first.png --num_videos 2',

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ def pytest_configure(config: pytest.Config) -> None:
     plugins += [workers.Worker()] if hasattr(config, "workerinput") else [workers.Dealer(), budget.Table()]
     for plugin in plugins:
         config.pluginmanager.register(plugin)
+
+
+with suppress(ImportError):
+    import hypothesis
+
+    # a busy machine makes no example wrong
+    hypothesis.settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -117,15 +117,23 @@ class FolderLock:
             temporary.unlink(missing_ok=True)
 
     def _remove(self, token: str | None) -> None:
-        """Takes a dead holder's file away; a living one's, which came in between, goes back."""
-        aside = self._path.with_name(f".{self._path.name}.{self._record['token']}.old")
-        with contextlib.suppress(FileNotFoundError):
-            self._path.rename(aside)
-            found = _read(aside)
-            if found is not None and found["token"] != token:
-                with contextlib.suppress(FileExistsError):
-                    os.link(aside, self._path)
-            aside.unlink()
+        """Takes a dead holder's file away, or a damaged one: one process at a time, so that none takes away what
+        another, which was faster, has put in its place."""
+        guard = self._path.with_name(f".{self._path.name}.removing")
+        try:
+            guard.open("x").close()
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - guard.stat().st_mtime > _SILENT_SECONDS:  # of a process that ended meanwhile
+                    guard.unlink()
+            time.sleep(0.01)
+            return
+        try:
+            found = _read(self._path)
+            if (found and found["token"]) == token:
+                self._path.unlink(missing_ok=True)
+        finally:
+            guard.unlink(missing_ok=True)
 
     def _is_silent(self, other: dict, watched: dict[str, _Watched]) -> bool:
         """Whether a holder elsewhere has shown no life for long, which is waited for.

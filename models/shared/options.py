@@ -29,6 +29,13 @@ MOST_IN_ONE_LIST = 16
 """Options of a command without groups."""
 
 
+def with_rest(groups: Groups, title: str, of: type) -> Groups:
+    """The groups, with the settings of the dataclass `of` that stand in none of them at the end of `title`'s."""
+    listed = {name for names in groups.values() for name in names}
+    rest = [name for name, about in settings_of(of).items() if name not in listed and not about.positional]
+    return {**groups, title: (*groups[title], *rest)}
+
+
 def read_options(
     of: type[Options], argv: Sequence[str], *, groups: Groups = MappingProxyType({}), **parser: Any
 ) -> Options:
