@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megadit.models.shared.options import read_options
+from megadit.models.shared.options import every_setting, read_options
 from megadit.serve.gateway import command
 from megadit.serve.page.demo import PageOptions
 from megadit.serve.run import RunOptions
@@ -93,7 +93,8 @@ def test_our_commands_know_every_option():
     commands += [compose()["services"][name]["command"] for name in ("gateway", "demo")]
     for megadit, serve, verb, *arguments in commands:
         assert (megadit, serve) == ("megadit", "serve")
-        read_options(options[verb], arguments)
+        names = [name for name, about in every_setting(options[verb]).items() if not about.positional]
+        read_options(options[verb], arguments, prog=verb, groups={"all": names})
 
 
 def compose() -> dict:
