@@ -21,7 +21,7 @@ from megadit.serve.up import _renew, ask_to_renew, noted, supervise
 class FakeServer:
     """Ends with the given codes, one each time it is entered; an error stands for a start that fails."""
 
-    name, addresses, killed_because = "fake", "nowhere", None
+    name, ready, addresses, killed_because = "fake", "is ready", "nowhere", None
 
     def __init__(self, *codes):
         self.codes = list(codes)
