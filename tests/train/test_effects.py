@@ -158,7 +158,7 @@ EFFECTS = {
     "data.use_train_split_for_val": told("true", *VALIDATED),
     "data.encode": ends("which holds latents", "on_the_fly", *REAL),
     "data.max_frames": told("1", *REAL),
-    "data.max_latent": told("2.1", *REAL),
+    "data.max_latent": told("2.1", *REAL, "health.max_refused_share=1"),
     "data.min_aesthetic_score": told("2.0", *REAL),
     "data.keep": told("[image:0.3]", *REAL),
     "train.train_iters": told("4"),
