@@ -82,10 +82,10 @@ def test_tokens_of_the_docstring_are_those_of_the_recipe(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_dry_run_at_full_size_prints_a_configuration_and_what_it_costs(name, capsys):
-    assert main(["--recipe", name, "--dry-run", "--gpus", str(ranks_of_command(name))]) == 0
+    assert main(["--recipe", name, "--print-config", "--dry-run", "--gpus", str(ranks_of_command(name))]) == 0
     shown = capsys.readouterr().out
     assert config_from_dict(yaml.safe_load(shown)) == load_recipe(name)
-    assert re.search(r"^parameters: [\d,]+$", shown, re.MULTILINE)
+    assert re.search(r"^# parameters: [\d,]+$", shown, re.MULTILINE)
     for line in ("layout on", "memory of a rank:", "FLOPs of a step:", "sent by a rank in a step:"):
         assert line in shown
 
