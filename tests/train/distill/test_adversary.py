@@ -98,6 +98,7 @@ def test_the_way_to_real_is_a_gradient_and_the_critic_gets_none(critic):
     assert (grad_S1P * along).sum().item() == pytest.approx(expected, rel=1e-2) and abs(expected) > 1e-3
 
 
+@pytest.mark.costs("looks at every object of the process that tests")
 def test_no_graph_is_left_behind(critic, monkeypatch):
     """One of which a part is never gone back through would stay: what blocks keep for their backward holds itself."""
 
