@@ -24,7 +24,7 @@ ASKED = {"post": "POST /v1/videos", "stream": f"{VIDEO}/events", "poll": VIDEO, 
 
 @pytest.fixture
 def proxy(url, monkeypatch):
-    monkeypatch.setattr(client_module, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(client_module, "_SILENT_SECONDS", 2.0)
     monkeypatch.setattr(client_module, "_FIRST_PAUSE", 0.02)
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE", 0.1)
     proxy = FaultyProxy((urlsplit(url).hostname, urlsplit(url).port))
