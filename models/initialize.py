@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from megadit.models.shared.cores import available_cores
+
 Fill = Callable[[nn.Parameter, Tensor], object]
 FullShape = Callable[[nn.Parameter], torch.Size]
 CONSTANTS = {"log_scale": math.log(1 / 0.07), "score_offset": -10.0}
@@ -96,7 +98,7 @@ def computed_ahead(value: Callable[[str], Tensor], names: Iterable[str]) -> Iter
     A generator draws by one thread, however large its tensor: 7B are 4.5e9 normals, half a minute and more for one
     core. As each name has a generator of its own, any number of threads gives the same bits.
     """
-    num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    num_threads = min(MOST_THREADS, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if num_threads < 2:
         yield from map(value, names)
         return
