@@ -194,7 +194,9 @@ def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
         store = f"--store={tmp_path / str(number)}.sqlite"
         keys("add", "alice", store, flag, value)
         assert keys("list", store).replace(",", "").split().count(value) == 1, flag
-    assert keys("list", f"--store={tmp_path / 'other.sqlite'}") == ""
+    other = f"--store={tmp_path / 'other.sqlite'}"
+    keys("add", "bob", other)
+    assert "alice" not in keys("list", other)
 
 
 # ---------------------------------------------------------------------------------------------------- ask, demo
