@@ -26,9 +26,9 @@ from megadit.train.curves import AGAIN, CURVES_FILE, END, FOLLOW
 VIDEO_TAG = "validation_generation"
 SECONDS_BETWEEN_CURVES = 120.0
 SECONDS_TO_ANSWER, SECONDS_TO_FINISH = 20.0, 60.0
-"""For Weights & Biases, at the beginning and at the end; in between it sends in a process of its own."""
+"""Limits for Weights & Biases at its start and at its end; in between it uploads from a process of its own."""
 WANDB_RUN = "wandb.json"
-"""In the run's folder: the id under which Weights & Biases knows it, so that a resumed run goes on in one chart."""
+"""File in the run's folder with its Weights & Biases id, so that a resumed run continues the same chart."""
 
 
 class Board(Protocol):
@@ -91,7 +91,7 @@ class _Guarded:
 
 
 def in_a_line(error: Exception) -> str:
-    """What an error of any library says, at most a line of it."""
+    """First line of any library's error message, cut to 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

@@ -36,16 +36,16 @@ from megadit.train.training_model import TrainingModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How a network is held."""
+    """How a network is built."""
 
     is_frozen: bool = False
-    """It is only asked."""
+    """It is used for inference only."""
     has_adapter: bool = True
-    """Of a run with `train.adapter`."""
+    """Adapters are attached where the run has `train.adapter`."""
     has_adversary: bool = False
-    """It has a head that tells real samples from made ones."""
+    """It has a head that classifies samples as real or generated."""
     base: nn.Module | None = None
-    """A part of another network on this rank, whose weights beside adapters are this one's, too."""
+    """Model chunk of another network on this rank; the two share all weights but their adapters."""
 
 
 TRAINED = Form()
@@ -57,7 +57,7 @@ def network_of(part: nn.Module) -> TrainingModel:
 
 
 def starting_values(config: RunConfig, given: GivenNetwork | None) -> Weights:
-    """What gives each parameter of the network its first value, whole: `given`, or drawn from the seed."""
+    """Return a function from a parameter's name to its whole initial value: of `given`, or drawn from the seed."""
     model, seed, adapter = config.model, config.train.seed, config.train.adapter
     shapes = network_shapes(model)
 

@@ -55,7 +55,7 @@ LOADERS = "loaders"
 
 @dataclass(slots=True)
 class RunState:
-    """Where a run stands, beside its tensors."""
+    """Progress of a run, saved beside its tensors."""
 
     iteration: int = 0
     """Optimizer steps done."""
@@ -63,33 +63,34 @@ class RunState:
     consumed_tokens: int = 0
     """Video tokens of samples, padding excluded."""
     refused_samples: dict[str, int] = field(default_factory=dict)
-    """Left out by the readers so far, by reason."""
+    """Samples rejected by the readers so far, by reason."""
     metrics_bytes: int = 0
     """Length of metrics.jsonl."""
     validation: dict[str, Any] = field(default_factory=dict)
     """The newest validation: its step, and the loss of each average ("none" for the weights themselves)."""
     lowest: dict[str, float] = field(default_factory=dict)
-    """With `validation.patience`: step and mean loss of the best validation, and how many came `since`."""
+    """`step` and mean `loss` of the best validation and the number of later ones, `since`, for `validation.patience`.
+    """
     untold: dict[str, Any] | None = None
-    """What metrics.jsonl is to say of the last step, whose validation was put off by a request to stop."""
+    """Values of the last step that metrics.jsonl still lacks: its validation was postponed by a request to stop."""
     skipped_steps: int = 0
     """Steps whose update was left out."""
     recent_losses: list[float] = field(default_factory=list)
-    """What a spike is measured against."""
+    """Losses of the last steps, against which spikes are detected."""
     expert_counts: list[list[int]] = field(default_factory=list)
     """Tokens of each expert of each layer in the last step, which the next one balances."""
     loss_scaler: dict[str, float] | None = None
-    """What the loss of fp16 is multiplied by, and since when."""
+    """Loss scale of fp16, and the steps since its last change."""
     num_threads: int = 0
-    """Of a rank on a CPU, as measured (`train.threads`); 0: not yet."""
+    """Threads of a rank on a CPU, as measured (`train.threads`); 0: not yet."""
 
 
 MAX_READER_BYTES = 1 << 28
-"""Of one reader's state: its buffers hold the keys of many thousand samples."""
+"""Maximum size of one reader's state: its buffers hold the keys of many thousand samples."""
 
 
 class SavedReaders:
-    """Where the reader of each data-parallel rank stood."""
+    """Saved state of the reader of each data-parallel rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -244,7 +245,7 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------- finding
 
     def _agree_on(self, candidates) -> Iterator[Path]:
-        """What the first rank finds, on all ranks, one by one (the next may have to be fetched)."""
+        """Yield on all ranks the candidates that the first rank finds, one by one (the next may have to be fetched)."""
         iterator = candidates() if self._groups.is_first else None
         while True:
             found = [_next_or_error(iterator) if self._groups.is_first else None]
@@ -274,7 +275,7 @@ class CheckpointStore:
         yield from reversed(found)
 
     def _problem(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint, or None; the ranks share the reading."""
+        """Return a checkpoint's fault, or None, on all ranks, which share the reading."""
         found = self._checksums(path)
         problem = [None]
         if self._groups.is_first:

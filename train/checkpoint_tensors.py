@@ -39,7 +39,7 @@ Keys = Mapping[str, Mapping[str, str]]
 FORM = CheckpointingConfig("torch_dist", 1)
 _WRITER_TAKES = signature(TorchDistSaveShardedStrategy.async_save).parameters
 OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in _WRITER_TAKES else {}
-"""From 0.17 on Megatron asks by default for nvidia-resiliency-ext, which writes in other processes."""
+"""Megatron's own writer: from 0.17 on its default, nvidia-resiliency-ext, writes in other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,15 @@ class TrainedTensors:
     """Every tensor that training changes."""
 
     parameters: tuple[tuple[str, nn.Parameter], ...]
-    """Those of this rank, under their canonical names; a pipeline stage has copies of what others have, or itself."""
+    """This rank's parameters under their canonical names; those that pipeline stages share are on each of these stages.
+    """
     ownership: Ownership
     averages: WeightAverages
     groups: Groups
     prefix: str = ""
-    """Before all keys in a checkpoint."""
+    """Prefix of all keys in a checkpoint."""
     others: "tuple[tuple[TrainedTensors, int], ...]" = ()
-    """Those of networks that are trained beside this one, and their optimizer steps in one of this one's."""
+    """Tensors of networks trained beside this one, each with its optimizer steps per step of this one."""
 
     def start_save(self, directory: Path) -> BackgroundWrite:
         """Copies all tensors, and begins to write them into an existing directory; every rank calls this."""

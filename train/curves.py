@@ -21,9 +21,9 @@ from megadit.models.shared.files import atomic_path
 
 CURVES_FILE = "curves.png"
 BACKGROUND, TEXT, FAINT, GRID = "#101216", "#e8eaed", "#8a919c", "#2a2e36"
-"""Of pictures of videos."""
+"""Colours of plots with frames of videos."""
 PAPER, INK, PALE, LINE = "#ffffff", "#23272e", "#6b7380", "#d4d8de"
-"""Of curves, which stand on pages."""
+"""Colours of plots of curves, which are shown on light pages."""
 
 FOLLOW, AGAIN, END = "--follow", "again\n", "end\n"
 """The option, and the lines that one who gave it writes."""
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class MetricsFile:
-    """What a metrics.jsonl tells of the panels below, read as it grows."""
+    """The values of a metrics.jsonl that the panels below show, read as the file grows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,7 +53,8 @@ class MetricsFile:
         self._records: list[dict] = []
 
     def read(self) -> list[dict]:
-        """All of its steps so far, of which those are read that are new; a last line cut short by a kill is left out.
+        """Return the records of all steps so far; only new lines are read, and a last line cut short by a kill is left
+        out.
 
         Raises:
             UserError: if the file is missing.

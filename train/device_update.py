@@ -54,8 +54,8 @@ class DeviceUpdate:
                 part._copy_main_params_to_model_params = lambda: None  # AdamW has written them
 
     def finalize(self, parts: list[DataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
-        """What Megatron's function of this name does, which waits for `num_tokens`, a scalar; where AdamW times the
-        gradients, it is not divided by yet."""
+        """Call Megatron's `finalize_model_grads`, which would wait for the scalar `num_tokens`, without it, and divide
+        by it here; where AdamW scales the gradients, that is left to it."""
         finalize_model_grads(parts, None, **options)
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(num_tokens, parallel_state.get_pipeline_model_parallel_last_rank(), group=pipeline)
@@ -88,7 +88,7 @@ class DeviceUpdate:
         self._optimizer.step()
 
     def _norm(self) -> Tensor:
-        """As Megatron adds it up: over all optimizers where they share their ranks, else one by one."""
+        """Gradient norm, summed as in Megatron: over all optimizers where they share their ranks, else one by one."""
         parts, device = self._optimizer.chained_optimizers, self._per_token.device
         gradients = [part.get_main_grads_for_grad_norm() for part in parts]
         groups = [part.get_grad_stats_parallel_group() for part in parts]

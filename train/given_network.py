@@ -30,7 +30,7 @@ UNTRAINED = (
     "it is not trained here, where packs and parallel layouts are those of transformers; train a DiT on images "
     "instead: megadit train --recipe image_xl_256"
 )
-"""Of a network of another kind."""
+"""Remedy for weights of another kind of network."""
 MAY_CHANGE = ("given_sigma", "preconditioner")
 """Settings of a network that no tensor depends on: it can go on with others."""
 MAY_CHANGE_OF_POSITIONS = ("rope_scale", "rope_interpolation")

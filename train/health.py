@@ -19,7 +19,7 @@ class Anomaly:
     """A step whose update is not to be trusted."""
 
     what: str
-    """In the words of a log."""
+    """Description for the log."""
     remedy: Remedy
     samples: tuple[str, ...] = ()
     """The samples of the step, or those whose loss is not finite."""
@@ -34,7 +34,7 @@ class Anomaly:
         return f"{self.what}; samples: {shown}{more}"
 
     def record(self, step: int) -> dict[str, Any]:
-        """For events.jsonl."""
+        """Record for events.jsonl."""
         return {"step": step, "what": self.what, "remedy": self.remedy, "samples": list(self.samples)}
 
 

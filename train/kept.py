@@ -14,7 +14,7 @@ KEPT_SETTINGS = (
     *("train.adapter", "train.distill"),  # which of them are trained, and to which end
     *("train.seed", "data.mock"),  # which noise a sample gets, and which samples there are
 )
-"""What a run cannot change on its way; the reader adds what decides the order of samples."""
+"""Settings that a resumed run cannot change; the reader adds those that decide the order of samples."""
 
 
 def kept_settings(config: RunConfig) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class _Run:
         ahead = 2 * readers * training.config.data.packing_buffer_size
         self.refusals = Refusals(training.config.health, read_ahead=ahead)
         self.caption: str | None = None
-        """Of the last video that validation made."""
+        """Caption of the last video that validation made."""
 
     def to_the_end(self, stop: StopRequest) -> None:
         self._resume()
@@ -309,7 +309,7 @@ class _Run:
         return interval > 0 and (step % interval == 0 or step == self.config.train.train_iters)
 
     def _values(self, result: StepResult) -> dict[str, Any]:
-        """What metrics.jsonl says of a step."""
+        """Values of a step for metrics.jsonl."""
         return {
             "step": self.state.iteration,
             "loss": _number(result.loss),

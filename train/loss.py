@@ -21,7 +21,7 @@ class LossSums(NamedTuple):
     """Sums over the tokens of a micro-batch that are to be predicted, of a mean over P. Scalars, float32."""
 
     objective: Tensor
-    """What is minimised: the weighted loss, divided by the learned uncertainty where there is one."""
+    """Minimised value: the weighted loss, divided by the learned uncertainty where there is one."""
     weighted: Tensor
     """lambda(sigma) |D - x0|^2: 1 for a network that knows nothing, at every noise level. Of a classifier the
     cross-entropy, of what matches images and texts its loss."""

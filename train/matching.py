@@ -103,7 +103,7 @@ def _counts(count: int, readers: ProcessGroup | None) -> tuple[list[int], int]:
 
 
 def _gathered(x_mE: Tensor, readers: ProcessGroup | None) -> Tensor:
-    """Those of all ranks, [M, E]; in the backward what all ranks say of this rank's is summed."""
+    """Gather the rows of all ranks, [M, E]; the backward sums the gradients that all ranks have for this rank's."""
     if readers is None or readers.size() == 1:
         return x_mE
     return gather_from_sequence_parallel_region(x_mE, tensor_parallel_output_grad=True, group=readers)
@@ -112,11 +112,11 @@ def _gathered(x_mE: Tensor, readers: ProcessGroup | None) -> Tensor:
 def pairwise_loss(
     images_NE: Tensor, texts_NE: Tensor, scale: Tensor, offset: Tensor, readers: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Of each image the sum of -ln sigmoid(+-(scale cosine + offset)) over all texts of all ranks (arXiv 2303.15343,
-    eq. 1), + where they are a pair, [N]; and 1 where another text is likelier, [N].
+    """Sigmoid loss of each image, the sum of -ln sigmoid(+-(scale cosine + offset)) over all texts of all ranks (arXiv
+    2303.15343, eq. 1), + where image and text are a pair, [N]; and 1 where another text scores higher, else 0, [N].
 
-    `scale` and `offset` are [1]. Texts go round the ring of ranks: none ever has all of them, nor more scores than of
-    two ranks' samples.
+    `scale` and `offset` are [1]. Texts are passed round the ring of ranks: none ever holds all of them, or more scores
+    than those of two ranks' samples.
     """
     counts, _ = _counts(len(images_NE), readers)
     texts_mE = F.pad(texts_NE, (0, 0, 0, max(counts) - len(texts_NE)))
@@ -172,7 +172,7 @@ def _passing(texts_mE: Tensor, counts: list[int], readers: ProcessGroup | None) 
 
 
 def _pair_losses(images_NE: Tensor, texts_nE: Tensor, scale: Tensor, offset: Tensor, is_own: bool) -> Tensor:
-    """Of each image, the sum over these texts, [N]."""
+    """Loss of each image, summed over these texts, [N]."""
     score_Nn = scale * images_NE @ texts_nE.T + offset
     sign_Nn = torch.full_like(score_Nn, -1.0)
     if is_own:

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, the boards, a progress bar or plain lines. Only the first rank reports."""
+"""Reports of a run: metrics.jsonl, trackers, a progress bar or plain lines. Only the first rank reports."""
 
 import json
 import math
@@ -21,13 +21,13 @@ _IN_BAR = {"loss": "loss", "seconds": "s/step", "lr": "lr", "grad_norm": "grad_n
 }
 """Key in metrics.jsonl -> name on the terminal; what comes first is seen on narrow ones."""
 STEPS_BEFORE_ESTIMATE = 3
-"""Of this process; the first one is slower than the others."""
+"""Steps of this process before the first estimate of the time left; the first step is slower than the others."""
 SLOW = 1.5
-"""Times what was expected, from which on it is said that a step takes longer."""
+"""Ratio of a step's time to the expected one from which on slowness is reported."""
 SHORT = 60.0
-"""Seconds, for which nobody needs to hear that a step takes longer."""
+"""Seconds of remaining time below which slowness is not reported."""
 FEW_STEPS = 10
-"""For which nobody needs an estimate."""
+"""Number of remaining steps up to which no estimate is printed."""
 
 
 class Metrics:
@@ -112,7 +112,7 @@ class Metrics:
 
 
 def time_left(steps: int, seconds: float, expected: float) -> str:
-    """What so many steps will take of `seconds` each, and a word where that is far more than was expected."""
+    """Describe the time that `steps` steps of `seconds` each take, and say if that is far more than was expected."""
     words = f"{duration(steps * seconds)} for {steps:,} steps more"
     if seconds < SLOW * expected or steps * seconds < SHORT:
         return words

@@ -1,6 +1,6 @@
-"""What a run says in words beside its figures: what it is, what validation found, what it reached and what comes next.
+"""Messages of a run for people: what it trains, what validation found, what it reached and what comes next.
 
-Lines for people, of facts that are known anyway: nothing here asks a device or another rank.
+All facts are known anyway: nothing here asks a device or another rank.
 """
 
 import shlex
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 def expected_seconds(config: RunConfig, ranks: int) -> float:
-    """What a step of a run will take on this machine, which is measured for it."""
+    """Expected seconds of a step on this machine, whose speed is measured for it."""
     info = None if config.data.mock else check_dataset(config)
     return step_seconds(with_shapes_of(info, config), ranks, this_device(ranks))
 
 
 def beginning(config: RunConfig, ranks: int, device: "torch.device", seconds: float) -> list[str]:
-    """What is about to be trained, on what, and where: before the first step, which is to take so many seconds."""
+    """Describe the run, its data and its hardware before the first step; `seconds` is the expected time of a step."""
     data, info = config.data, None if config.data.mock else check_dataset(config)
     adapter = f" and {count_trained(config).total:,} of the adapter, which alone learn" if config.train.adapter else ""
     samples = "random samples" if info is None else f"{info.num_samples.get('train', 0):,} samples of {data.path}"
@@ -61,7 +61,7 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device", seconds: fl
 
 
 def _slow_precision(config: RunConfig, device: "torch.device") -> list[str]:
-    """Where the processor does not multiply what the network computes in."""
+    """Note if the processor has no native arithmetic for `train.precision`."""
     cost = cost_in_words(device, find_dtype(config.train.precision))
     return [] if cost is None else [f"note: {cost}: train.precision=fp32 spares that"]
 
@@ -79,7 +79,7 @@ def _taken_from(info: DatasetInfo | None, config: RunConfig) -> list[str]:
 
 
 def validated(step: int, found: dict[str, Any], videos: Sequence["SampledVideo"]) -> str:
-    """What a validation found, and where its videos are."""
+    """Describe the result of a validation and name the folder of its videos."""
     best, losses = found["best"], found["losses"]
     line = f"validation at step {step:,}: loss {losses[best]['mean']:.4g} with {average_in_words(best)}"
     if (wrong := losses[best].get("wrong")) is not None:
@@ -101,7 +101,7 @@ def evaluated(step: int, figures: dict[str, dict[str, float]]) -> str:
 
 
 def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, caption: str | None) -> list[str]:
-    """What was reached, where to look, and what is done next.
+    """Report the result of a run, where to find it, and the next commands.
 
     Args:
         state: where the run stands.
@@ -123,7 +123,7 @@ def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, 
 
 
 def _refused(state: "RunState") -> list[str]:
-    """What share of the samples was of no use."""
+    """Report the share of samples that were rejected."""
     refused = sum(state.refused_samples.values())
     if not refused:
         return []
@@ -132,7 +132,7 @@ def _refused(state: "RunState") -> list[str]:
 
 
 _JUDGED_BY: dict[Task, str] = {"classify": "classify {} PICTURE", "match": "similarity {} PICTURE TEXT TEXT"}
-"""What looks at pictures with a network -> our command, less its bundle."""
+"""Task -> command that applies such a network to pictures; {} stands for its bundle."""
 
 
 def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -> list[str]:

@@ -20,17 +20,19 @@ from megadit.train.plan.work import count_parameters
 from megadit.train.proposal import Machine, Proposal, propose, yaml_of
 
 PROMPT = "a video"
-"""For a model of what has no captions."""
+"""Prompt for a model trained without captions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewOptions:
     source: str = setting(help="a folder of videos or images", positional=True, metavar="FOLDER")
-    out: Path | None = setting(None, "where all of it goes (default: runs/ and the folder's name)")
+    out: Path | None = setting(None, "folder for everything that is written (default: runs/ and the folder's name)")
     captions: str | None = setting(None, "table (.csv, .jsonl, .parquet) of files and captions, or folders")
-    gpu: str | None = setting(None, "propose for this one, such as h200, and not for this machine", metavar="NAME")
-    gpus: int = setting(1, "for --gpu: so many (default: {default})", low=1, metavar="N")
-    minutes: float | None = setting(None, "that training may take (default: 20 on a CPU, 240 on a GPU)", above=0)
+    gpu: str | None = setting(None, "GPU to propose for, such as h200 (default: this machine)", metavar="NAME")
+    gpus: int = setting(1, "number of GPUs, with --gpu (default: {default})", low=1, metavar="N")
+    minutes: float | None = setting(
+        None, "minutes that training may take (default: 20 on a CPU, 240 on a GPU)", above=0
+    )
     go: bool = setting(False, "run the four commands; given again, go on where they were stopped")
 
 

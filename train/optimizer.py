@@ -86,7 +86,7 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
 
 
 def loss_scaler(optimizer: MegatronOptimizer) -> DynamicGradScaler | None:
-    """What the loss of a run in fp16 is multiplied by, and the gradients divided by before an update."""
+    """Loss scaler of a run in fp16, whose factor multiplies the loss and divides the gradients before an update."""
     return getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
 
 

@@ -1,4 +1,4 @@
-"""What each rank's optimizer owns, in one form for all of Megatron's optimizers.
+"""Parts of the parameters and states that each rank's optimizer owns, in one form for all of Megatron's optimizers.
 
 An optimizer keeps a float32 master copy and some state (moments, momentum) for all parameters on every data-parallel
 rank, for whole parameters dealt to ranks, or for slices of parameters. Seen as slices of flattened parameters these
@@ -45,7 +45,7 @@ def is_copy(parameter: nn.Parameter) -> bool:
 
 
 def held(parameter: Tensor) -> tuple[int, Tensor]:
-    """What this rank holds of a parameter: the first element, and all from there on (of any shape)."""
+    """Return this rank's shard of a parameter: index of its first element, and the shard (of any shape)."""
     if not isinstance(parameter, DTensor):
         return 0, parameter.detach()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -71,7 +71,7 @@ class OwnedSlice:
     master: Tensor
     """float32, what the optimizer updates; of any shape, its elements are start..stop of the parameter."""
     key: Tensor
-    """What the optimizer files its state under: `master`, or the sharded tensor whose local part that is."""
+    """Key of the optimizer's state: `master`, or the sharded tensor whose local part that is."""
     optimizer: torch.optim.Optimizer
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Ownership:
     is_replicated: bool
     """Every data-parallel rank owns everything; else no two own the same."""
     state_names: dict[str, tuple[str, ...]]
-    """What the optimizers keep for each parameter of the model, whichever rank owns it."""
+    """Names of the optimizer's states of each parameter of the model, whichever rank owns it."""
     groups: Groups
 
     def group_of(self, parameter: nn.Parameter) -> ProcessGroup:
@@ -142,7 +142,7 @@ class Ownership:
 def find_ownership(
     optimizer: MegatronOptimizer, named: Iterable[tuple[str, nn.Parameter]], groups: Groups
 ) -> Ownership:
-    """What `optimizer` owns of the `named` parameters on this rank."""
+    """Find what `optimizer` owns of the `named` parameters on this rank."""
     names = {parameter: name for name, parameter in named}
     parts = optimizer.chained_optimizers
     slices = [

@@ -53,7 +53,7 @@ class Network:
     hidden_size: int
     num_attention_heads: int
     channels: int
-    """Of the tokenizer: a token holds at most half as many numbers as the network is wide."""
+    """Latent channels of the tokenizer; a token holds at most half as many numbers as the network is wide."""
 
 
 def _named(name: str, *, sources: int, channels: int) -> Network:
@@ -69,7 +69,7 @@ def _named(name: str, *, sources: int, channels: int) -> Network:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """What a kind of machine is asked to do."""
+    """Sizes of clips, batches and networks that suit one kind of machine."""
 
     recipe: str
     side: int
@@ -81,10 +81,10 @@ class Scale:
     pack: int
     """Tokens of a pack, about."""
     samples: int
-    """Of a step, at least."""
+    """Least number of samples of a step."""
     minutes: float
     networks: tuple[Network, ...]
-    """The smallest first."""
+    """Candidates, the smallest first."""
     settings: tuple[tuple[str, Any, str], ...]
     """Other keys, values and reasons."""
 
@@ -136,7 +136,7 @@ GPU = Scale(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What the run is for."""
+    """Hardware that the run is proposed for."""
 
     gpu: Gpu
     ranks: int
@@ -156,7 +156,7 @@ class Proposal:
     """Key of the configuration, value, reason."""
     recipe: str
     seconds: float
-    """Of a step, estimated."""
+    """Estimated seconds of a step."""
     config: RunConfig
 
     @property
@@ -280,7 +280,7 @@ def _least_wasteful(seen: Sequence[Seen], length: int, fps: float) -> float:
 
 
 def _most_tokens(latents: list[list[int]], scale: Scale) -> int:
-    """Of the largest clip."""
+    """Number of tokens of the largest clip."""
     return max(math.prod(shape) for shape in latents) // scale.patch**2
 
 

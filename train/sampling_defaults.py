@@ -12,7 +12,7 @@ _SAMPLES_LOOKED_AT = 256
 
 
 def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingSettings:
-    """What `validation.sampling` sets, and otherwise the size of the longest of the first training samples, cropped."""
+    """Settings of `validation.sampling`; sizes left open are those of the longest of the first samples, cropped."""
     samples = islice(iter_descriptions(info.root, "train"), _SAMPLES_LOOKED_AT)
     longest = max(samples, key=lambda sample: (sample.num_frames, sample.height * sample.width))
     usual = {name: getattr(longest, name) for name in ("num_frames", "height", "width", "fps")}

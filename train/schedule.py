@@ -20,7 +20,7 @@ from megadit.train.setup import Training
 def run_schedule(
     training: Training, forward_step: Callable[..., Any], batches: Sequence[PackedBatch], *, forward_only: bool = False
 ) -> list[Any]:
-    """What `forward_step` tells of each micro-batch, on the last stage; [] on others.
+    """Return what `forward_step` returns for each micro-batch, on the last stage; [] on others.
 
     All ranks of a copy of the model call this with the same samples. They are read beforehand: a stage may be several
     micro-batches ahead of the next, and could not wait for it to share one.
@@ -38,7 +38,7 @@ def run_schedule(
 
 
 def _tokens_sent(model: DiTConfig, layout: PackLayout) -> int:
-    """Of a micro-batch, whose packs lie one after another: however many, they are one sequence; two towers have two."""
+    """Sequence length of a micro-batch: its packs lie one after another in one sequence; two towers have two."""
     return layout.capacity + (layout.text_capacity if model.task == "match" else 0)
 
 

@@ -32,7 +32,8 @@ def check_url(url: str | None) -> None:
 
 
 def outdated(complete: Sequence[Checkpoint], written: Checkpoint, keep_last: int) -> Sequence[Checkpoint]:
-    """Of complete checkpoints, oldest first: those before `written` but for the last `keep_last`, of which it is one.
+    """Select the checkpoints to delete of `complete`, oldest first: those before `written` but for the last
+    `keep_last`, of which it is one.
 
     Those of later steps do not count: the run has passed over them (they are damaged), or went back to before them.
     """

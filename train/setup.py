@@ -54,15 +54,15 @@ class Training:
     averages: WeightAverages
     tensors: TrainedTensors
     base: str | None
-    """`adapters.fingerprint` of the weights beside which an adapter is trained."""
+    """`adapters.fingerprint` of the base weights of an adapter."""
     device_update: DeviceUpdate | None
-    """What updates the weights in Megatron's place, on a GPU."""
+    """Update of the weights on a GPU in place of Megatron's."""
     trained_as: str | None = None
     """`model.preconditioner` of the weights that training starts from."""
     distillation: Distillation | None = None
-    """What the network learns from in place of its samples."""
+    """Teacher and objective of a student."""
     critic: "Training | None" = None
-    """What learns beside a student how its videos are distributed."""
+    """Fake-score network, which learns the distribution of a student's videos."""
 
     @property
     def all_trained(self) -> "tuple[Training, ...]":

@@ -48,13 +48,13 @@ class StepResult:
     expert_counts: Counts
     """Tokens of each expert of each layer, where tokens choose."""
     reading_seconds: float
-    """Of `seconds`, spent waiting for data on this rank."""
+    """Part of `seconds` spent waiting for data on this rank."""
     must_stop: bool
     """Some rank was told to stop."""
     anomaly: Anomaly | None
     """Why the weights were not updated, or ought not to have been."""
     critic_loss: float | None = None
-    """That of the critic beside a student, in its last update."""
+    """Loss of the fake-score network in its last update, where a student has one."""
 
 
 def train_step(

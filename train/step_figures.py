@@ -1,4 +1,4 @@
-"""What is said of an optimizer step that was measured."""
+"""Results of a benchmark of optimizer steps."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from megadit.train.config.schema import RunConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFigures:
-    """What an optimizer step costs; rates are per device."""
+    """Cost of an optimizer step; rates are per device."""
 
     parameters: int
     tokens_per_step: float
@@ -22,21 +22,21 @@ class StepFigures:
     seconds_lowest: float
     seconds_highest: float
     processor_seconds: float
-    """Of the first rank and all its threads, median: what other work on the machine disturbs least."""
+    """Median processor time of the first rank with all its threads, which other work on the machine disturbs least."""
     reading_share: float
-    """Of the time, spent waiting for data."""
+    """Share of the time spent waiting for data."""
     tokens_per_second: float
     tflops: float
     """Operations counted as `models/flops.py` does."""
     upstream_tflops: float
     """Counted by the formula of the published figures: 6 x all parameters x tokens + self-attention."""
     matmul_tflops: float
-    """What a large matrix product reaches here, in this precision."""
+    """Rate of a large matrix product, measured on this device in this precision."""
     datasheet_tflops: float | None
     peak_memory_gb: float
-    """Of the rank with the most: on a GPU what torch held, on a CPU what the process took."""
+    """Memory of the rank with the most: allocated by torch on a GPU, used by the process on a CPU."""
     empty_memory_gb: float
-    """Of that, taken before there was a network; 0 on a GPU."""
+    """Part of `peak_memory_gb` used before the network was built; 0 on a GPU."""
     parts: dict[str, float]
     """Share of the time of one step by what the loop was doing."""
     operations: dict[str, float]

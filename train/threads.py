@@ -34,7 +34,7 @@ class Threads:
             torch.set_num_threads(1)
 
     def end(self, step: int, seconds: float) -> int:
-        """What a step took; the threads that are kept from now on, alike on all ranks, or 0."""
+        """Note the seconds of a step; return the threads used from now on, alike on all ranks, or 0 if undecided."""
         self._seconds[step] = seconds
         if not self._is_open or step != WITH_ONE:
             return 0

@@ -54,7 +54,7 @@ from megadit.train.sampling_defaults import sampling_defaults
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """OWNER/NAME."""
 NUM_PROMPTS = 6
-"""That a bundle is shown with, as in the page of `megadit serve demo`."""
+"""Number of sample prompts in a bundle, as on the page of `megadit serve demo`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,8 +225,8 @@ def prompts_of(config: RunConfig, path: str | Path, info: DatasetInfo) -> list[s
 def training_words(
     config: RunConfig, path: str | Path, info: DatasetInfo, text_encoder: TextEncoder
 ) -> set[str] | None:
-    """Those that the network was told, in this run and before; None where that cannot be known (what is given is told
-    in captions that data sets do not keep), and where words that it was not told mean something too."""
+    """Return the words of the captions of this run and of those before it; None where they are unknown (captions of
+    conditioning are in no data set), or where the text encoder knows other words, too."""
     begun = config.starting_weights
     before = set() if begun is None else read_words(Path(begun))
     is_known = isinstance(text_encoder, HashedWordEncoder) and config.checkpoint.load is None and not config.data.given
@@ -265,7 +265,7 @@ def _dataset(config: RunConfig, given: str | Path | None) -> DatasetInfo:
 
 
 def _origin(config: RunConfig, checkpoint: Path, ema: float | None) -> dict[str, Any]:
-    """Where the weights come from, for the manifest."""
+    """Origin of the weights, for the manifest."""
     run = read_state(checkpoint)["run"]
     return {
         "recipe": config.recipe,

@@ -1,4 +1,4 @@
-"""What Megatron's schedules call: the loss of a pack, or the activations of a part of the network.
+"""Module that Megatron's schedules call: it returns the loss of a pack, or the activations of a pipeline stage.
 
 Shapes: G segments of a pack (padding included).
 """
@@ -22,7 +22,7 @@ from megadit.train.noise_levels import draw_sigma, token_noise
 
 
 class TrainingModel(nn.Module):
-    """What Megatron's schedules call: from a pack to sums of losses, or to the activations of a part of the network.
+    """Module that Megatron's schedules call: from a pack to sums of losses, or to the activations of a pipeline stage.
 
     `config` is Megatron's TransformerConfig; the other attributes are those that its schedules look for.
     """

@@ -127,7 +127,7 @@ def _judged(training: Training, batches: list[PackedBatch], num_own: int) -> dic
 
 
 def _means(training: Training, sums: torch.Tensor, batches: list[PackedBatch]) -> list[float]:
-    """What these packs of each rank add up to, over their tokens; the last of `sums` takes the number of these."""
+    """Mean over the tokens of all ranks' packs of each of `sums`, whose last entry is set to their number."""
     if training.groups.is_last_stage:
         sums[-1] = sum(batch.num_tokens for batch in batches)
     dist.all_reduce(sums)  # tensor-parallel ranks count alike in every sum
@@ -191,7 +191,7 @@ def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]
 
 
 def _figures(training: Training, videos: list[np.ndarray], real: VideoSet) -> dict[str, dict[str, float]]:
-    """Those of videos THWC of the captions of real ones."""
+    """Evaluation metrics of videos THWC made from the captions of real ones."""
     config = training.config
     fps = float(sampling_defaults(config, check_dataset(config)).fps)
     made = videos_in_memory("in training", np.stack(videos), real.prompts, fps)

@@ -19,7 +19,7 @@ from pathlib import Path
 from megadit.models.shared.progress import duration
 
 EXIT_CODE = 75
-"""Of a rank that ends because of another (EX_TEMPFAIL: to be tried again)."""
+"""Exit code of a rank that ends because another one failed (EX_TEMPFAIL: to be tried again)."""
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Watchdog:
             return None
 
     def _age(self, rank: int) -> str:
-        """Of its note, which is written every few seconds: since then it has gone on."""
+        """Time since a rank last wrote its note, as it does every few seconds while it runs."""
         try:
             return duration(max(0.0, time.time() - self._file(rank).stat().st_mtime))
         except OSError:

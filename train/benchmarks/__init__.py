@@ -1,1 +1,1 @@
-"""What training costs: `megadit benchmark train` and `growth`."""
+"""Benchmarks of training: `megadit benchmark train` and `growth`."""

@@ -66,7 +66,7 @@ def _parameters(value: int) -> list[str]:
 
 
 def _ranks(value: int) -> list[str]:
-    """As many packs as data-parallel ranks."""
+    """Overrides for one pack per data-parallel rank."""
     return [*_tokens(2048), "model.hidden_size=256", f"data.global_batch_size={value}"]
 
 
@@ -89,7 +89,7 @@ class Point:
 
     place: float
     seconds: float
-    """Of processors, in a step: other work on the machine disturbs it least."""
+    """Processor seconds of a step, which other work on the machine disturbs least."""
     operations: float
     memory: float
     """Bytes beside what the process takes without a network."""
@@ -105,7 +105,7 @@ class Exponents:
 
     @classmethod
     def of(cls, places: Sequence[float], values: Sequence[float]) -> "Exponents":
-        """By least squares in logarithms."""
+        """Fit slopes by least squares in log-log space."""
         return cls(_slope(places, values), _slope(places[-2:], values[-2:]))
 
     def __str__(self) -> str:
@@ -151,11 +151,11 @@ def _planned_memory(overrides: list[str], ranks: int) -> float:
 
 
 CURVES = (("seconds", "operations"), ("memory", "planned_memory"))
-"""What is measured, and what it is held against."""
+"""Measured quantity of a `Point`, and the predicted one that it is compared with."""
 
 
 def exponents(points: Sequence[Point]) -> dict[str, Exponents]:
-    """Of all that a point has."""
+    """Return the exponents of every quantity of `CURVES`."""
     places = [point.place for point in points]
     return {name: Exponents.of(places, [getattr(point, name) for point in points]) for pair in CURVES for name in pair}
 
@@ -199,7 +199,7 @@ def table_of(curves: dict[str, list[Point]]) -> Table:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrowthOptions:
     folder: Path = setting(
-        help="for growth.png, growth.json and every run's figures", positional=True, metavar="FOLDER"
+        help="folder for growth.png, growth.json and the results of every run", positional=True, metavar="FOLDER"
     )
     along: tuple[str, ...] = setting(tuple(AXES), f"{', '.join(AXES)} (default: all)", metavar="NAME")
     steps: int = setting(3, "timed at each point (default: {default})", metavar="N")

@@ -35,25 +35,25 @@ NOT_MEASURED = "not measured"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingOptions:
     folder: Path = setting(
-        help="for scaling.json, scaling.svg and every row's figures", positional=True, metavar="FOLDER"
+        help="folder for scaling.json, scaling.svg and the results of every row", positional=True, metavar="FOLDER"
     )
     overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
     recipe: str = setting("digits", "the run whose steps are timed (default: {default})", metavar="NAME")
     ranks: str = setting("1,2,4,8", "rows of the table (default: {default})", metavar="N,N")
-    packs: int = setting(1, "of a data-parallel rank in a step (default: {default})", low=1, metavar="N")
-    steps: int = setting(10, "timed in each row (default: {default})", low=1, metavar="N")
+    packs: int = setting(1, "packs of each data-parallel rank in a step (default: {default})", low=1, metavar="N")
+    steps: int = setting(10, "steps timed for each row (default: {default})", low=1, metavar="N")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """So many ranks, and the samples that they train in a second; None: not measured."""
+    """Throughput on a number of ranks; None: not measured."""
 
     ranks: int
     samples_per_second: float | None
 
 
 def ideal(rows: list[Row], ranks: int) -> float | None:
-    """What the fewest ranks that were measured do, so many times; None where nothing was."""
+    """Samples per second at linear scaling from the smallest measured row; None if nothing was measured."""
     measured = [row for row in rows if row.samples_per_second is not None]
     return measured[0].samples_per_second * ranks / measured[0].ranks if measured else None
 
@@ -94,7 +94,7 @@ def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
 
 
 def overrides_of(options: ScalingOptions, ranks: int) -> list[str]:
-    """Those of a row: as many packs for each copy of the model as in any other.
+    """Overrides of a row: its global batch has `options.packs` micro-batches for each copy of the model.
 
     Raises:
         UserError: if the ranks cannot be divided among copies.

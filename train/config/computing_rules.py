@@ -153,4 +153,4 @@ COMPUTING: tuple[Rule[Run], ...] = (
         "optimizer.optimizer=adamw",
     ),
 )
-"""In the order in which they are checked."""
+"""Rules of precision, parallelism and kernels, in the order in which they are checked."""

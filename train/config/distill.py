@@ -24,18 +24,18 @@ BY_TANGENT = ("continuous_consistency", "consistency_limit")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillConfig:
-    """What a student learns from a frozen teacher of the same shape, in place of the samples themselves."""
+    """Distillation: a student learns from a frozen teacher of the same shape, in place of the samples themselves."""
 
     teacher: str
     """A bundle. The student starts from its weights too, unless `checkpoint.init_from` names others."""
     teacher_adapter: str | None = None
     """An adapter that the teacher has, from which those of student and critic begin, too (`train.adapter`)."""
     objective: ObjectiveName
-    """What the student answers: at every noise level what the guided teacher does (`guidance`, arXiv 2210.03142), where
-    `teacher_steps` of its Euler steps lead (`progressive`, 2202.00512), where its ODE ends (`consistency`, 2303.01469,
-    between the levels of a list; `continuous_consistency`, 2410.11081, and `consistency_limit`, at all levels),
-    the video that it made of that noise (`regression`, 2101.02388; of `megadit prepare trajectories`),
-    or, of noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
+    """Target of the student: at every noise level the output of the guided teacher (`guidance`, arXiv 2210.03142), the
+    point that `teacher_steps` of its Euler steps reach (`progressive`, 2202.00512), the end of its ODE (`consistency`,
+    2303.01469, between the levels of a list; `continuous_consistency`, 2410.11081, and `consistency_limit`, at all
+    levels), the video that it made of that noise (`regression`, 2101.02388; of `megadit prepare trajectories`), or, of
+    noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
     guidance: float = setting(1.0, low=1)
     """Scale of the teacher's classifier-free guidance; 1 asks it once, as is right of one that is distilled itself. A
     student with `model.guidance_range` is told a scale, drawn evenly from that, in its place."""
@@ -51,11 +51,11 @@ class DistillConfig:
     """Learning rate of the critic, which learns what the student's videos look like (`distribution_matching`); None is
     twice `optimizer.lr`."""
     critic_updates: int = setting(2, low=1)
-    """Of the critic, before each one of the student (2405.14867, section 4.2: two time scales)."""
+    """Updates of the fake-score network before each one of the student (2405.14867, section 4.2: two time scales)."""
 
     adversarial_weight: float = setting(0.0, low=0)
-    """Of a head on the critic's features that tells samples from what the student makes (`distribution_matching`;
-    2405.14867, section 4.3): of its loss beside the critic's, and of what it adds to the student's; 0: none."""
+    """Weight of the adversarial loss (`distribution_matching`; 2405.14867, section 4.3), both in the critic's loss,
+    whose head learns to tell real samples from generated ones, and in the student's; 0: no head."""
 
     def __post_init__(self) -> None:
         check_settings(self, "train.distill.")
@@ -79,7 +79,7 @@ class DistillConfig:
 
     @property
     def learns_of_pairs(self) -> bool:
-        """Of noise and what the teacher made of it, in place of samples."""
+        """Whether it learns from pairs of noise and the teacher's video, in place of samples."""
         return self.objective == "regression"
 
     def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:

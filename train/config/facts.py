@@ -1,4 +1,4 @@
-"""What the rules of a run ask about: its configuration, the ranks it has, this machine, its data set."""
+"""Facts that a run's rules need: its configuration, the ranks it has, this machine, its data set."""
 
 import math
 from contextlib import suppress
@@ -134,7 +134,7 @@ class Run:
 
     @property
     def too_long(self) -> TooLong:
-        """Of the latents whose sizes can be told."""
+        """Statistics over those latents whose size the network accepts."""
         kept = self.data.max_frames or math.inf
         tokens = []
         for frames, height, width in self.dataset.latent_shapes:
@@ -150,7 +150,7 @@ class Run:
 
     @property
     def uses_of_frames(self) -> list[str]:
-        """Those of `data.given` that give frames encoded as images."""
+        """Modes of `data.given` whose frames are encoded as images."""
         uses = [text.partition(":")[0] for text in self.data.given]
         return [use for use in uses if use in ("last_frame", "keyframes")]
 
@@ -191,7 +191,7 @@ class Run:
 
     @property
     def extensions(self) -> ModuleType:
-        """What GPUs and libraries of this machine can do; brings torch, which other rules do without."""
+        """Capabilities of this machine's GPUs and libraries; imports torch, which other rules do without."""
         from megadit.models.megatron import extensions
 
         return extensions

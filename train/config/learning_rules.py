@@ -226,4 +226,4 @@ LEARNING: tuple[Rule[Run], ...] = (
         "health.on_not_finite=stop and no health.on_spike",
     ),
 )
-"""In the order in which they are checked."""
+"""Rules of data, loss, adapters and distillation, in the order in which they are checked."""

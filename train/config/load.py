@@ -22,7 +22,7 @@ from megadit.train.recipes import load_recipe
 Config = TypeVar("Config")
 
 _LOOKED_UP = re.compile(r"\$\{[^{}]*:")
-"""What OmegaConf asks something else for, such as ${oc.env:NAME}, and not for a key."""
+"""OmegaConf's resolvers, such as ${oc.env:NAME}, which do not refer to a key."""
 
 OTHER_WORDS = {
     **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), "optimizer.lr"),
@@ -105,7 +105,7 @@ def _with_one_length(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_recipe(config_file: str | Path) -> str | None:
-    """What a YAML file says under `recipe`.
+    """Return the value of `recipe` in a YAML file.
 
     Raises:
         UserError: if it cannot be read.

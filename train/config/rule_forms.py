@@ -1,4 +1,4 @@
-"""What the rules of a run are made of: forms that several share, longer messages, and what is accepted by trying."""
+"""Building blocks of a run's rules: shared forms, longer messages, and checks by trial."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -47,7 +47,7 @@ def of_layout(rule: Rule[Division]) -> Rule[Run]:
 
 
 def of_judge(needs: Condition, remedy: str) -> Rule[Run]:
-    """Of a network that denoises nothing."""
+    """Rule for networks without denoising."""
     return Rule(when=lambda run: not run.model.denoises, needs=needs, remedy=remedy)
 
 

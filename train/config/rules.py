@@ -244,4 +244,4 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="{validation.tokenizer_folder=} holds another tokenizer than the data set's; leave it out",
     ),
 )
-"""In the order in which they are checked."""
+"""Rules of a run, in the order in which they are checked."""

@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass per concern, gathered in `RunConfig`.
+"""Configuration of a training run: one frozen dataclass per concern, gathered in `RunConfig`.
 
 The dotted path of a field (`optimizer.lr`) is its name in YAML files and in `a.b=c` overrides. A field declares the
 bounds of its value; what several fields must keep together is in `rules.py`. Both raise `UserError` with the offending
@@ -31,12 +31,12 @@ TransformerImpl = Literal["local", "transformer_engine"]
 WIDEST_PROFILE = 1 / 12**0.5
 """The sigma_rel of gamma -> 0, a plain mean over the whole run; wider profiles do not exist."""
 MOST_TOKENS = 10_000_000
-"""Of a pack: far beyond what is trained anywhere, and little enough to be counted before memory runs out."""
+"""Maximum capacity of a pack: far beyond any training, and small enough to be counted before memory runs out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where samples come from and how they are packed into rows of fixed size."""
+    """Source of the samples, and how they are packed into rows of fixed size."""
 
     path: str | None = None
     """Folder written by `megadit prepare`: WebDataset shards with Energon's metadata and a megadit.json; or a YAML file
@@ -62,11 +62,11 @@ class DataConfig:
     mixup: float = setting(0.0, low=0)
     """a of Beta(a, a), by which classifiers learn from two samples mixed (arXiv 1710.09412); 0 mixes none."""
     prior_weight: float = setting(1.0, low=0)
-    """What the loss of samples that `megadit prepare prior` made counts beside 1 of others: DreamBooth's prior
+    """Weight of the loss of samples that `megadit prepare prior` made, relative to 1 for others: DreamBooth's prior
     preservation (arXiv 2208.12242, eq. 2)."""
     prior_text_dropout: float | None = setting(None, low=0, high=1)
-    """As `text_dropout`, of these samples; None is the same. A subject that loses its words becomes what every prompt
-    is led away from: let it keep them, and the prior lose some."""
+    """Text dropout of these samples; None: `text_dropout`. Guidance leads every prompt away from what is trained
+    without words: set `text_dropout=0` for a subject, and let the prior samples lose some texts."""
     given: tuple[str, ...] = ()
     """Shares of samples of which a part is given, by use: `[first_frame:0.2, prefix:0.1]`; the others learn from text
     alone. Uses are first_frame, last_frame, keyframes, prefix, suffix, inpaint and edit (`train/data/given.py`)."""
@@ -102,14 +102,14 @@ class TrainConfig:
     max_epochs: float | None = setting(None, above=0)
     """Passes over the training samples, in place of `train_iters`, which is then counted from them (`epochs.py`)."""
     seed: int = setting(1234, low=0)
-    """With a sample's id it decides the noise, sigma and text dropout of that sample; alone, the initial weights."""
+    """Seed of the initial weights, and with a sample's id of its noise, sigma and text dropout."""
     output_dir: str | None = None
     """Folder for config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and samples/; a run found there is resumed."""
     precision: Precision = setting("bf16")
     """Arithmetic of the network; master weights, sums of gradients, noise and loss are float32 in all. `fp16`, for GPUs
     without bf16, multiplies the loss so that small gradients are not lost (arXiv 1710.03740, section 3.2)."""
     loss_scale: float = setting(65536.0, low=1)
-    """By how much at first, with `fp16`; halved at every overflow, whose step is left out."""
+    """Initial loss scale of `fp16`; halved at every overflow, whose step is skipped."""
     loss_scale_window: int = setting(1000, above=0)
     """Steps without an overflow after which it is doubled."""
     matmul_precision: MatmulPrecision = setting("ieee")
@@ -119,7 +119,7 @@ class TrainConfig:
     embedders, modulation, attention, the last layer, validation and all that is kept stay bf16. By torch, or with
     `parallel.transformer_impl=transformer_engine` by that."""
     fp8_recipe: Fp8Recipe = setting("tensorwise")
-    """Which numbers share a scale: a tensor's, or with TransformerEngine a block's of 128, or 32 in a row (`mxfp8`:
+    """Numbers that share a scale: a tensor's, or with TransformerEngine a block's of 128, or 32 in a row (`mxfp8`:
     Blackwell)."""
     log_interval: int = setting(10, above=0)
     """Steps between printed lines; metrics.jsonl has every step."""
@@ -127,17 +127,17 @@ class TrainConfig:
     """CPU threads of one rank; None: OMP_NUM_THREADS, or the cores divided among the machine's ranks, or one where the
     third step was faster with one than the second with all."""
     adapter: AdapterConfig | None = None
-    """What is trained in place of the network, whose weights stay those of `checkpoint.init_from` (of a student, where
-    that is left out, its teacher's); None: all of it."""
+    """Adapter to train in place of the network, whose weights stay those of `checkpoint.init_from` (or, without it, of
+    a student's teacher); None trains the network."""
     base_precision: BasePrecision = setting("same")
-    """Of the weights beside which an adapter is trained: that of `precision`, or `int8`, a byte for each weight of
-    attention and MLP, made whole for each product. The adapter is then of any copy of that base."""
+    """Precision of the frozen weights beside an adapter: that of `precision`, or `int8`, one byte per weight of
+    attention and MLP, converted for each product. The adapter then works on any copy of that base."""
     label_smoothing: float = setting(0.0, low=0, below=1)
-    """Of a classifier: the share of a sample's certainty that goes to all classes alike (arXiv 1512.00567, section
-    7)."""
+    """Label smoothing of a classifier: the share of a sample's probability spread over all classes alike (arXiv
+    1512.00567, section 7)."""
     contrast_rows: int | None = setting(None, above=0)
-    """Of a network that matches images and texts: for how many of a rank's samples the scores with those of all ranks
-    are in memory at once; computed again in the backward. None: of all."""
+    """Number of a rank's samples whose scores with the texts and images of all ranks are in memory at once, recomputed
+    in the backward (contrastive image-text training); None: all of them."""
     distill: DistillConfig | None = None
     """The teacher whose student the network is; None: it learns from the samples alone."""
 
@@ -232,7 +232,7 @@ class ParallelConfig:
     """Parts of the network on each pipeline stage, taken in turn."""
     context_parallel_size: int = setting(1, above=0)
     context_parallel_comm: ContextComm = setting("ulysses")
-    """What context-parallel ranks exchange for attention: heads, keys and values (`ring`), or `both`."""
+    """Exchange of attention among context-parallel ranks: heads (`ulysses`), keys and values (`ring`), or `both`."""
     expert_model_parallel_size: int = setting(1, above=0)
     """Ranks that hold different experts; they hold different tokens too, of one sample or of several copies."""
     expert_tensor_parallel_size: int = setting(1, above=0)
@@ -240,7 +240,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Cut activations between the tensor-parallel regions along the sequence."""
     transformer_impl: TransformerImpl = setting("local")
-    """Whose linears: Megatron's own, or TransformerEngine's (a GPU, and megadit[te])."""
+    """Implementation of linears: Megatron's own, or TransformerEngine's (a GPU, and megadit[te])."""
     gradient_accumulation_fusion: bool = False
     """Add the gradient of a matrix to its sum over micro-batches in the product that makes it; needs a GPU, and
     TransformerEngine's linears or NVIDIA's apex (`fused_weight_gradient_mlp_cuda`)."""
@@ -301,7 +301,7 @@ class RunConfig:
 
     @property
     def starting_weights(self) -> str | None:
-        """Where the tensors lie that training starts from: `checkpoint.init_from`, or a student's teacher."""
+        """Checkpoint or bundle whose tensors training starts from: `checkpoint.init_from`, or a student's teacher."""
         if self.checkpoint.init_from is None and self.train.distill is not None:
             return self.train.distill.teacher
         return self.checkpoint.init_from

@@ -69,7 +69,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthConfig:
-    """What a run does about steps, ranks and readers that go wrong; events.jsonl has every one with its samples."""
+    """Reactions to steps, ranks and readers that go wrong; events.jsonl records each with its samples."""
 
     on_not_finite: Remedy = setting("stop")
     """At a loss or gradient that is NaN or infinite: end the run, leave out the update, or go back to the last
@@ -96,7 +96,7 @@ class HealthConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggerConfig:
-    """Where metrics go besides metrics.jsonl, which is always written."""
+    """Trackers that get the metrics besides metrics.jsonl, which is always written."""
 
     tensorboard: bool = True
     """Scalars and validation videos in tensorboard/."""

@@ -58,9 +58,8 @@ class Adversary(nn.Module):
 def critic_loss(
     denoise: Denoise, batch: PackedBatch, *, judge: Judge, diffusion: DiffusionConfig, model: DiTConfig, weight: float
 ) -> LossSums:
-    """What a critic with a head minimises: the loss of denoising what a student made (`edm_loss`), and `weight` times
-    -log P(made | made) - log P(real | real), of the samples that the pack has beside it, at the same noise levels.
-    """
+    """Loss of a critic with a head: the denoising loss of what a student made (`edm_loss`), and `weight` times -log
+    P(made | made) - log P(real | real), of the pack's real samples, at the same noise levels."""
     sigma_G = draw_sigma(batch.noise_key_G, diffusion, batch.layout)
     real = replace(batch, tokens_S1P=batch.real_S1P, noise_key_G=derived_keys(batch.noise_key_G, 0))
     x_S1P, of_real_S1P = (each.noisy(sigma_G, token_noise(each), model.given_noise) for each in (batch, real))

@@ -31,7 +31,7 @@ NOTHING = 1e-12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What a student may be, as multiples of its teacher."""
+    """Allowed range of a student's results, as multiples of its teacher's."""
 
     least_spread: float
     most_spread: float
@@ -43,9 +43,9 @@ class Comparison:
     """A student beside its teacher, as multiples."""
 
     spread: float
-    """Of the videos of one prompt."""
+    """Diversity of the videos of one prompt."""
     distance: float | None
-    """From real videos; None where nothing was there to measure it."""
+    """Distance from real videos; None if there is no extractor to measure it."""
     seen_by: str
     """The extractor."""
     count: int
@@ -57,7 +57,7 @@ class Comparison:
         return f"{self.spread:.2f} times the teacher's spread{distance} ({self.count} videos, seen by {self.seen_by})"
 
     def fault(self, bounds: Bounds) -> str | None:
-        """What of a collapsed student it is; None for one that is as it should be."""
+        """Describe the sign of a collapsed student; None if there is none."""
         if not bounds.least_spread <= self.spread <= bounds.most_spread:
             return f"its spread is not within {bounds.least_spread:g} to {bounds.most_spread:g} times the teacher's"
         if self.distance is not None and not self.distance <= bounds.most_distance:

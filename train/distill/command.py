@@ -53,7 +53,7 @@ from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 PAIRS = "pairs"
 """Folder of the pairs beside those of the stages."""
 FEW_CALLS = 4
-"""Of fewer, each has to end in a video: the student must learn how videos are distributed."""
+"""Number of calls below which each has to end in a video, so that the student must learn the distribution of videos."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +63,16 @@ class DistillOptions:
         help="folder for the runs of the stages, and for bundle/ or adapter/, the last student", positional=True
     )
     data: str | None = setting(None, "same as data.path=FOLDER: samples whose conditions the student sees")
-    recipe: str | None = setting(None, "whose data and optimizer are taken (default: the teacher's)", metavar="NAME")
+    recipe: str | None = setting(
+        None, "recipe whose data and optimizer settings are used (default: the teacher's)", metavar="NAME"
+    )
     config_file: str | None = setting(None, "YAML with values to change", names=("--config-file",), metavar="FILE")
     stages: Sequence[str] = setting(
         (),
         "objectives, one after the other (default: guidance, and then regression for 3 calls or fewer)",
         metavar="NAME",
     )
-    calls: int = setting(4, "of the student for a video (default: {default})", low=1, high=64)
+    calls: int = setting(4, "function evaluations of the student per video (default: {default})", low=1, high=64)
     sigmas: Sequence[float] = setting((), "noise levels of these calls, decreasing (default: chosen)", above=0)
     noise_scale: float | None = setting(
         None,
@@ -87,23 +89,29 @@ class DistillOptions:
     )
     nproc: int = setting(1, "ranks on this machine (default: {default})", low=1)
     pairs: Path | None = setting(
-        None, "what regression learns from, of `megadit prepare trajectories` (default: made of the teacher)"
+        None, "dataset of `megadit prepare trajectories` for regression (default: made with the teacher)"
     )
-    num_pairs: int = setting(4096, "videos of the teacher to make for that (default: {default})", above=0)
-    pair_steps: int = setting(20, "solver steps of the teacher for each of these (default: {default})", above=0)
-    prompts: str = setting("", "for the check: a text file, one a line (default: captions of --data)", metavar="PATH")
+    num_pairs: int = setting(4096, "videos that the teacher makes for that dataset (default: {default})", above=0)
+    pair_steps: int = setting(20, "solver steps of the teacher for each of these videos (default: {default})", above=0)
+    prompts: str = setting(
+        "", "text file with a prompt per line, for the check (default: captions of --data)", metavar="PATH"
+    )
     count: int = setting(64, "prompts of the check, two videos each (default: {default})", low=8)
     extractors: Sequence[Path] = setting(
-        (), "networks that the check sees videos through, as of `megadit evaluate` (default: small pictures of them)"
+        (), "feature extractors for the check, as of `megadit evaluate` (default: downscaled frames)"
     )
     spread: tuple[float, float] = setting(
-        (0.5, 2.0), "what the spread of a prompt's videos may be, as multiples of the teacher's (default: {default})"
+        (0.5, 2.0), "allowed diversity of one prompt's videos, as multiples of the teacher's (default: {default})"
     )
     distance: float = setting(
-        2.0, "how far from real videos it may be, as a multiple (default: {default}; needs --extractors)", above=0
+        2.0,
+        "largest distance from real videos, as a multiple of the teacher's (default: {default}; needs --extractors)",
+        above=0,
     )
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
-    device: str = setting("auto", "of the check: auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
+    device: str = setting(
+        "auto", "device for the check: auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME"
+    )
     overrides: tuple[str, ...] = setting(
         (), "values of all stages, or [STAGE.]section.key=value of one", positional=True, metavar="section.key=value"
     )
@@ -129,7 +137,7 @@ class StageRun:
     folder: Path
     config: RunConfig
     command: tuple[str, ...]
-    """What `megadit train` is told."""
+    """Arguments of `megadit train`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -356,13 +364,13 @@ def _check_memory(runs: Sequence[StageRun], ranks: int) -> None:
 
 
 def _model_of(teacher: DiTConfig, run: RunConfig) -> list[str]:
-    """What a run needs to have the teacher's network."""
+    """Overrides that give a run the teacher's network."""
     theirs, ours = teacher.to_dict(), run.model.to_dict()
     return [f"model.{name}={json.dumps(value)}" for name, value in theirs.items() if value != ours[name]]
 
 
 def _overrides(options: DistillOptions, name: str) -> tuple[list[str], list[str]]:
-    """Those of all stages, and those of one."""
+    """Overrides for all stages, and those for stage `name`."""
     of_all, of_stage = [], []
     for override in options.overrides:
         stage, _, rest = override.partition(".")

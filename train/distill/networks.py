@@ -34,7 +34,7 @@ CALLS = 1
 
 @dataclass(slots=True)
 class Distillation:
-    """What a student's run has beside the student."""
+    """Teacher and objective of a student's run."""
 
     seed: int
     teaching: Teaching
@@ -45,7 +45,7 @@ class Distillation:
     is_guided: bool
     """Guidance asks the teacher twice."""
     turn: Turn = field(default=Turn(calls=1, step=1), init=False)
-    """Of what is computed next."""
+    """Random choices of the current update."""
 
     def begin(self, step: int, update: int) -> None:
         """Draws for all samples and ranks alike how often the student is called in an update of a step (1, 2, ...): 0
@@ -56,12 +56,12 @@ class Distillation:
         self.turn = Turn(calls=1 + int(number * len(self.teaching.config.sigmas)), step=step)
 
     def loss(self, student: Denoise, batch: PackedBatch) -> LossSums:
-        """What the student minimises (`objectives.Objective`)."""
+        """Loss of the student (`objectives.Objective`)."""
         batch = with_scale(batch, self.teaching.model)
         return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.turn)
 
     def critic_objective(self, judge: Judge) -> Callable[[Denoise, PackedBatch], LossSums]:
-        """What a critic with a head minimises on packs that were `made`."""
+        """Loss of a critic with a head on packs that were `made`."""
         diffusion, model, weight = self.teaching.diffusion, self.teaching.model, self.teaching.config.adversarial_weight
         return partial(critic_loss, judge=judge, diffusion=diffusion, model=model, weight=weight)
 

@@ -1,4 +1,4 @@
-"""What a student learns, in place of the samples' own x0. Each objective is a function beside `loss.edm_loss`.
+"""Objectives of distillation, in place of the samples' own x0. Each is a function beside `loss.edm_loss`.
 
 All of them see networks as denoisers of packs, of any parameterization: x is x0 + sigma n (Karras et al.,
 arXiv 2206.00364), so a teacher may be an EDM or a flow model, and what is given of samples stays as it is. As the
@@ -28,21 +28,21 @@ from megadit.train.loss import LossSums, weighted_error
 from megadit.train.noise_levels import draw_sigma, initial_noise, token_noise
 
 RHO = 7
-"""Of the levels between two of a list (arXiv 2206.00364, eq. 5)."""
+"""Exponent that spaces the levels between two of a list (arXiv 2206.00364, eq. 5)."""
 FEWEST_DIFFERENCE = 1e-4
-"""Of teacher and student, by which a gradient is divided."""
+"""Lower bound of the difference between teacher and student, by which a gradient is divided."""
 LEAST_TANGENT = 0.1
 """c of arXiv 2410.11081, section 4: added to the root mean square by which a tangent is divided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teaching:
-    """What an objective has beside the student and the pack."""
+    """Settings and networks of an objective, besides the student and the pack."""
 
     config: DistillConfig
     diffusion: DiffusionConfig
     model: DiTConfig
-    """The student's."""
+    """Configuration of the student's network."""
     teacher: Denoise
     """Guided; it keeps nothing for gradients, nor does the critic."""
     critic: Denoise | None
@@ -63,10 +63,10 @@ class Teaching:
 
 
 class Turn(NamedTuple):
-    """What is the same for all samples and ranks in a step."""
+    """Random choices that all samples and ranks share in a step."""
 
     calls: int
-    """Of the student, on its own way (`student_state`)."""
+    """Student calls along its own trajectory (`student_state`)."""
     step: int
     """1, 2, ..."""
 
@@ -268,7 +268,7 @@ def _slope(student: Denoise, teaching: Teaching, batch: PackedBatch) -> tuple[Te
 
 
 def of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
-    """What each token has, [S, 1, 1], of values of the samples."""
+    """Broadcast values of samples to their tokens, [S, 1, 1]."""
     return value_G[batch.layout.on(value_G.device).segment_of_token_S][:, None, None]
 
 

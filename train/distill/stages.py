@@ -10,21 +10,21 @@ from megadit.models.settings import OF_TWO_CALLS, SamplingSettings
 from megadit.train.config.schema import RunConfig
 
 MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7
-"""Of data with unit deviation: the second of a student's noise levels (of what lies above little can be seen), and the
-last, below which one call clears all."""
+"""Noise levels for data of unit deviation: the student's second one (at those above it little of the data can be seen),
+and its last (below it one call removes all noise)."""
 CONSISTENCY_LEVELS = 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """What the run of an objective has in place of the recipe's values."""
+    """Overrides and sampler of one objective, in place of the recipe's."""
 
     overrides: Callable[[RunConfig, tuple[float, ...]], list[str]]
     """(the recipe's run, the student's noise levels) -> section.key=value."""
     sampler: str = "restart"
-    """How the student is to be called."""
+    """Sampler that the student is meant for."""
     takes_pairs: bool = False
-    """It learns from videos of the first teacher in place of --data, as `OF_PAIRS` says."""
+    """It learns from pairs made with the first teacher in place of --data, as `OF_PAIRS` says."""
 
 
 OF_PAIRS = (
@@ -110,5 +110,5 @@ def student_settings(
 
 
 def told_scale(teacher: SamplingSettings, told: tuple[float, float] | None) -> float:
-    """Of those that a student is told, the one nearest to the teacher's own; 1, which is no guidance, without."""
+    """Return the scale within the range `told` that is nearest to the teacher's; without a range 1, no guidance."""
     return 1.0 if told is None else min(max(told[0], teacher.guidance), told[1])

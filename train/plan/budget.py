@@ -22,7 +22,7 @@ from megadit.train.plan.work import count_trained, num_self_attentions, num_subl
 PRODUCTS = 0.71
 """Share of the data sheet's rate that products of some thousand rows and columns reach."""
 EIGHT_BITS = 1.1
-"""What products in eight bits gain over that, their casts included (of a peak twice as high)."""
+"""Speedup of products in eight bits over that, casts included (their peak rate is twice as high)."""
 ATTENTION = {"dense": 0.445, "varlen": 0.267}
 """The same of attention, forward and backward: of cuDNN's kernel for dense batches, of FlashAttention-2's for packs."""
 TEXT_ATTENTION = 0.28
@@ -94,7 +94,7 @@ def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
 
 
 def _chains(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
-    """What lies between products: how often each number of a width goes through memory, forward, again and backward."""
+    """Elementwise work between products: how often each value of a width passes memory, forward, again and backward."""
     model, t = config.model, layout.tensor
     sublayers, own = num_sublayers(model), num_self_attentions(model)
     D = model.hidden_size / (t if layout.sequence_parallel else 1)

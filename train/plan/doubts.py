@@ -1,4 +1,4 @@
-"""What is allowed, and seldom what was meant: said before a run, and by `--dry-run`."""
+"""Warnings of settings that are allowed and seldom meant, before a run and in `--dry-run`."""
 
 import math
 from pathlib import Path
@@ -18,7 +18,7 @@ from megadit.train.recipes import RECIPES
 FAITHFUL_PSNR = 28.0
 """Decibels below which what a tokenizer loses is seen at once: videos can be no better than their latents."""
 SIZES = ("num_layers", "hidden_size", "in_channels")
-"""Of a network that a recipe's sampling settings suit."""
+"""Settings of a network that decide whether a recipe's sampling settings suit it."""
 
 
 def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, free: float = math.inf) -> list[str]:
@@ -50,7 +50,7 @@ def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, 
 
 
 def _inherited_guidance(config: RunConfig) -> list[str]:
-    """Where nobody chose how videos are sampled: as suits the recipe's network, of which this is none."""
+    """Warn if videos are sampled with the recipe's defaults, but the network is of another size."""
     model, sampling = config.model, config.validation.sampling
     recipe = RECIPES[config.recipe]() if config.recipe in RECIPES else None
     if recipe is None or sampling != recipe.validation.sampling or not model.denoises:

@@ -22,9 +22,9 @@ LINK_EFFICIENCY = 0.7
 """Share of a link's rate that large collectives reach."""
 MEMORY_EFFICIENCY = 0.8
 LAUNCH_SECONDS_PER_LAYER = 1e-3
-"""About 200 kernels of 5 us each, forward and backward: what a layer takes at least, however small."""
+"""Minimum time of a layer, however small: about 200 kernels of 5 us each, forward and backward."""
 COLLECTIVE_SECONDS = 20e-6
-"""What a collective takes at least."""
+"""Minimum time of a collective."""
 UPDATE_BYTES = 28
 """Read and written per parameter by AdamW in float32: gradient, master copy, two moments."""
 
@@ -34,7 +34,7 @@ class Calibration:
     """Shares of the data sheet's bf16 rate."""
 
     matmul: float
-    """Of products so wide that `HALF_RATE_WIDTH` is nothing to them."""
+    """Share reached by products much wider than `HALF_RATE_WIDTH`."""
     attention: float
 
 
@@ -97,7 +97,7 @@ def tokens_per_second(config: RunConfig, layout: Layout, seconds: float) -> floa
 def _compute_seconds(
     config: RunConfig, layout: Layout, work: Work, gpu: Gpu, calibration: Calibration
 ) -> tuple[float, float, float]:
-    """Of one micro-batch: matrix products, attention, the rest."""
+    """Seconds of one micro-batch in matrix products, in attention and in the rest."""
     again = 1 + work.recompute / 3  # forward and backward are three forwards
     products_again = 1 + work.recompute * work.linear_share
     width = config.model.hidden_size / layout.tensor
@@ -135,7 +135,8 @@ def _expert_seconds(work: Work, layout: Layout, gpu: Gpu, layers: float) -> floa
 
 
 def _exposed_data(work: Work, layout: Layout, gpu: Gpu, micro: float) -> float:
-    """What the last backward does not hide of reducing gradients, and the first forward of gathering weights."""
+    """Seconds of data parallelism's collectives that neither the last backward (gradients) nor the first forward
+    (weights) hides."""
     members = max(1, gpu.per_node // layout.tensor)  # of one group in a node: a ring uses the ports of all of them
     bandwidth = gpu.link_bandwidth
     if layout.gpus > gpu.per_node:

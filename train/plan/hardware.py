@@ -27,9 +27,9 @@ class Gpu:
     """Bytes per second of this GPU's share of the node's network."""
     per_node: int = 8
     is_cpu: bool = False
-    """Whether it is none, but a share of this machine's cores."""
+    """Whether it stands for a share of this machine's cores."""
     small_speed: float = 1.0
-    """Of a CPU's core: `machine.small_operations_speed`."""
+    """Speed of a CPU's core: `machine.small_operations_speed`."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -110,12 +110,12 @@ GPUS: dict[str, Gpu] = {
         ),
     )
 }
-"""By name. Network: one 400 Gb/s port per GPU from Hopper on, 200 Gb/s before."""
+"""GPUs by name. Network: one 400 Gb/s port per GPU from Hopper on, 200 Gb/s before."""
 
 
 def this_device(ranks: int) -> Gpu:
-    """What one of `ranks` ranks of this machine has: its GPU as the table knows it, or as far as torch can tell; of a
-    CPU its share of the cores, which this process may have all of."""
+    """Hardware of one of `ranks` ranks on this machine: its GPU from the table, or as far as torch reports it; without
+    GPUs a rank's share of the cores, all of which this process may use."""
     import torch
 
     from megadit.models.machine import matmul_flops, small_operations_speed

@@ -28,7 +28,7 @@ class Layout:
     data_parallel: str = "ddp"
     recompute: str = "none"
     recompute_share: float = 1.0
-    """Of the blocks, with `full`."""
+    """Share of the blocks recomputed with `recompute="full"`."""
     micro_batch_size: int = 1
     global_batch_size: int = 1
 
@@ -68,7 +68,8 @@ class Layout:
         return self.global_batch_size // (self.micro_batch_size * self.data)
 
     def groups(self) -> dict[str, np.ndarray]:
-        """Who is in which group, [groups, members]: Megatron's order, tensor fastest, then context, data, pipeline."""
+        """Rank groups of each parallel dimension, [groups, members]: Megatron's order, tensor fastest, then context,
+        data, pipeline."""
         ranks_pdct = np.arange(self.gpus).reshape(self.pipeline, self.data, self.context, self.tensor)
         axes = {"tensor": 3, "context": 2, "data": 1, "pipeline": 0}
         groups = {

@@ -37,14 +37,14 @@ class Memory:
 
 
 def memory_of(config: RunConfig, layout: Layout) -> Memory:
-    """What a rank of the first pipeline stage holds, which keeps the most micro-batches."""
+    """Memory of a rank of the first pipeline stage, which keeps the most micro-batches."""
     trained, head, learners = count_trained(config), _head(config), _num_learners(config)
     is_spread, kept_per_layer = spreads_optimizer(config, layout), _layer_bytes(config, layout)
     # with a head, what a student made and samples go through the critic, and the student's own step through both
     learnt = learners * _stored(trained, layout) + _stored(head, layout)
 
     def updated(parameters: Parameters) -> float:
-        """Those whose optimizer state a rank keeps."""
+        """Number of parameters whose optimizer state a rank keeps."""
         return parameters.share(layout) if is_spread else _whole(parameters, layout)
 
     return Memory(
@@ -58,13 +58,13 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
 
 
 def _recorded_gradient_bytes(config: RunConfig) -> int:
-    """Of each parameter: a block's CUDA graph writes its gradients to a place of their own."""
+    """Bytes per parameter of the separate buffers that the CUDA graphs of blocks write their gradients to."""
     return 0 if config.parallel.cuda_graph_max_segments is None else _size(config)
 
 
 def _base_bytes(config: RunConfig, layout: Layout) -> float:
-    """Of a network that is not trained; beside adapters in eight bits, of each matrix that ranks can share a byte a
-    number (the step of each row is a thousandth of that)."""
+    """Bytes of a frozen network; in int8 beside an adapter, matrices split by tensor parallelism take one byte a number
+    (their scales, one per row, a thousandth of that)."""
     base = count_parameters(config.model)
     in_int8 = base.split / layout.tensor / layout.pipeline if config.train.base_is_int8 else 0.0
     return _size(config) * (_stored(base, layout) - in_int8) + in_int8
@@ -77,15 +77,14 @@ def _num_learners(config: RunConfig) -> int:
 
 
 def _head(config: RunConfig) -> Parameters:
-    """Of the head beside a critic's features."""
+    """Parameters of the head on a critic's features."""
     distill, width = config.train.distill, config.model.hidden_size
     has_head = distill is not None and distill.has_adversary
     return Parameters(split=0, whole=0, outside=head_parameters(width) if has_head else 0)
 
 
 def _frozen_bytes(config: RunConfig, layout: Layout) -> float:
-    """Of weights that stay as they are: what adapters are beside, and a teacher's, which are the same where the run
-    begins with it."""
+    """Bytes of frozen weights: an adapter's base and a teacher, counted once where the run starts from the teacher."""
     kinds = (config.train.adapter is not None) + (config.train.distill is not None)
     return (1 if config.has_one_base else kinds) * _base_bytes(config, layout)
 
@@ -125,7 +124,7 @@ def _tokens(config: RunConfig, layout: Layout) -> tuple[float, float]:
 
 
 def _layer_bytes(config: RunConfig, layout: Layout) -> float:
-    """What one block keeps for its backward.
+    """Bytes that one block keeps for its backward.
 
     Per token: the input of the norm before each sublayer and its output (6 D of three); of each self-attention q, k and
     v as projected, q and k as normalised, and the result (6 A); of cross-attention q twice and the result (3 A); the
@@ -158,7 +157,7 @@ def _gates_learn(config: RunConfig) -> bool:
 
 
 def _hidden_values(config: RunConfig, layout: Layout) -> float:
-    """Of a token in the MLP; of experts, with the token as each of its experts gets it, and what that gives."""
+    """Hidden values of the MLP per token; with experts also each expert's copy of the token and its output."""
     model, experts = config.model, config.model.experts
     if not experts.num_experts:
         return model.mlp_rows / layout.tensor

@@ -36,14 +36,14 @@ def step_seconds(config: RunConfig, ranks: int, gpu: Gpu) -> float:
 
 
 def _muon_flops(config: RunConfig) -> float:
-    """Of orthogonalising the matrices of the blocks, whose shorter side is mostly the width."""
+    """Flops of orthogonalising the matrices of the blocks, whose shorter side is mostly the width."""
     if config.optimizer.optimizer != "muon":
         return 0.0
     return MUON_FLOPS * config.model.hidden_size * count_trained(config).split
 
 
 def time_in_words(config: RunConfig, seconds: float) -> str:
-    """Of all steps of a run, each of which takes so many seconds."""
+    """Describe the time of all steps of a run, each of which takes `seconds`."""
     steps = config.train.train_iters
     return f"about {duration(steps * seconds)} for {steps:,} steps of {seconds:.2g} s"
 

@@ -12,7 +12,7 @@ SMALLER = (
     "more ranks or GPUs, `megadit train --plan --gpus N --gpu NAME` for a layout that fits, a smaller model, "
     "data.seq_length or data.micro_batch_size make it less"
 )
-"""What helps a run that does not fit."""
+"""Remedies for a run that does not fit into memory."""
 
 
 def with_recompute(config: RunConfig, ranks: int, available: float) -> RunConfig:
@@ -35,7 +35,7 @@ def needed_memory(config: RunConfig, ranks: int) -> float:
 
 
 def choice_in_words(config: RunConfig) -> str:
-    """What `with_recompute` decided."""
+    """Describe the choice of `with_recompute`."""
     parallel = config.parallel
     of_part = config.model.num_layers // parallel.sizes.num_parts
     count = 0 if parallel.recompute_granularity == "none" else parallel.recompute_num_layers or of_part

@@ -1,4 +1,4 @@
-"""What the planner says: the size of one run, or the best layouts for it."""
+"""Reports of the planner: the size of one run, or the best layouts for it."""
 
 import math
 
@@ -199,7 +199,7 @@ def _check_fit(config: RunConfig, layout: Layout, gpu: Gpu) -> None:
 
 
 def _own_layout(config: RunConfig, gpus: int, gpu: Gpu) -> str:
-    """What becomes of the layout that the configuration itself asks for."""
+    """Describe the cost of the layout that the configuration itself asks for, or why it is refused."""
     try:
         own = assess(config, Layout.of(with_recompute(config, gpus, gpu.memory), gpus), gpu)
     except UserError as error:
@@ -227,7 +227,7 @@ def _table(config: RunConfig, choices: list[Choice]) -> Table:
 
 
 def _explanation(best: Choice, choices: list[Choice]) -> list[str]:
-    """For each decision: what the best layout would lose by deciding otherwise."""
+    """Explain each choice of the best layout: how much slower the others are."""
     lines = [f"best: {best.layout}", *(f"    {override}" for override in best.layout.overrides())]
     for name in ("tensor", "pipeline", "context", "data_parallel", "recompute", "micro_batch_size"):
         chosen = getattr(best.layout, name)

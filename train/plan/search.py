@@ -34,7 +34,7 @@ def usable_memory(gpu: Gpu) -> float:
 
 
 def assess(config: RunConfig, layout: Layout, gpu: Gpu) -> Choice:
-    """What a layout costs."""
+    """Estimate time and memory of a layout."""
     return Choice(layout=layout, time=estimate_step(config, layout, gpu), memory=memory_of(config, layout), gpu=gpu)
 
 

@@ -37,19 +37,19 @@ KILLED = 137
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What became of one layout."""
+    """Result of measuring one layout."""
 
     layout: str
     overrides: tuple[str, ...]
     outcome: Outcome
     predicted: float
-    """Seconds of a step, by the planner as it was before."""
+    """Seconds of a step that the planner predicted before the measurement."""
     seconds: float | None = None
-    """Of a step: the median of those timed."""
+    """Median seconds of the timed steps."""
     memory_gb: float | None = None
-    """The most that a rank held."""
+    """Peak memory of the rank with the most."""
     said: str = ""
-    """The last line of one that failed."""
+    """Last line of output of one that failed."""
 
 
 def tune(config: RunConfig, gpu: Gpu, *, ranks: int, top: int, steps: int, seconds: float) -> Path:
@@ -121,7 +121,7 @@ def _measure(choice: Choice, folder: Path, ranks: int, steps: int, seconds: floa
 
 
 def command(run: Path, overrides: Sequence[str], ranks: int, steps: int, figures: Path) -> list[str]:
-    """What measures one layout."""
+    """Command that measures one layout."""
     return [
         *(sys.executable, "-m", "megadit.train.benchmarks.train", "--config-file", str(run), *overrides),
         *("--nproc", str(ranks), "--steps", str(steps), "--warmup", str(WARMUP), "--json", str(figures)),

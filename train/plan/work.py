@@ -1,4 +1,4 @@
-"""What one rank computes, sends and holds in one optimizer step, counted from a configuration.
+"""Computation, communication and memory of one rank in one optimizer step, counted from a configuration.
 
 A pack stands for all packs of a run: filled with the sizes of `data.mock_latent_shapes` in turn, texts dividing its
 text slots. Ranks differ a little (first and last pipeline stage, texts); the figures are those of the fullest one.
@@ -37,13 +37,13 @@ class Parameters:
     """How many parameters, and how tensor parallelism treats them."""
 
     split: int
-    """Of the blocks, divided among tensor-parallel ranks."""
+    """Parameters of blocks that tensor-parallel ranks share."""
     whole: int
-    """Of the blocks, held by every tensor-parallel rank."""
+    """Parameters of blocks that every tensor-parallel rank holds."""
     outside: int
-    """Embedders and final layer, held by every rank."""
+    """Parameters of embedders and the final layer, held by every rank."""
     experts: int = 0
-    """Of the experts in the blocks, divided among ranks of their own."""
+    """Parameters of experts in the blocks, divided among expert-parallel ranks."""
 
     @property
     def total(self) -> int:
@@ -64,7 +64,7 @@ class Parameters:
 
 @lru_cache(maxsize=64)
 def count_parameters(model: DiTConfig, adapter: AdapterConfig | None = None) -> Parameters:
-    """Those of a network, or of the `adapter` beside it.
+    """Count the parameters of a network, or of an `adapter` on it.
 
     Counted on the meta device: the network is built in full and takes no memory.
     """
@@ -80,7 +80,7 @@ def count_parameters(model: DiTConfig, adapter: AdapterConfig | None = None) -> 
 
 
 def count_trained(config: RunConfig) -> Parameters:
-    """What has gradients, optimizer state and averages: the network's, or those of `train.adapter`."""
+    """Count the parameters with gradients, optimizer state and EMA: the network's, or those of `train.adapter`."""
     return count_parameters(config.model, config.train.adapter)
 
 
@@ -116,9 +116,9 @@ class Work:
     """One rank's part of one micro-batch (flops, bytes) or of one step (`data_*`)."""
 
     linear_flops: float
-    """Of the matrix products with weights, forward and backward."""
+    """Flops of matrix products with weights, forward and backward."""
     linear_share: float
-    """Of these, the share of the forward: a third where all weights learn."""
+    """Share of the forward in `linear_flops`: a third where all weights are trained."""
     attention_flops: float
     elementwise_bytes: float
     """Through the device's memory, outside matrix products."""
@@ -129,11 +129,11 @@ class Work:
     tensor_bytes: float
     """Sent by each rank in the collectives of tensor and sequence parallelism."""
     exchange_bytes: float
-    """Of heads, among context-parallel ranks."""
+    """Bytes of heads exchanged among context-parallel ranks."""
     ring_bytes: float
-    """Of keys and values, likewise."""
+    """Bytes of keys and values exchanged among context-parallel ranks."""
     expert_bytes: float
-    """Of tokens to their experts, and of results back."""
+    """Bytes of tokens sent to their experts, and of the outputs sent back."""
     pipeline_bytes: float
     data_reduce_bytes: float
     """Gradients, in float32."""
@@ -179,7 +179,8 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
 
 
 def _forwards_of_distillation(config: RunConfig) -> float:
-    """Of the networks beside a student; what its teacher is told, its bundle says, where it is at hand."""
+    """Forward passes of the networks beside a student; the teacher's bundle, if it is at hand, says if it is
+    guidance-distilled."""
     distill = config.train.distill
     if distill is None:
         return 0

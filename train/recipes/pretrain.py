@@ -20,7 +20,7 @@ from megadit.train.config.upkeep import SamplingConfig
 from megadit.train.recipes.registry import recipe
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, data_parallel="distributed_optimizer")
-"""What NeMo's joint image and video runs take."""
+"""Layout of NeMo's joint image and video runs."""
 
 
 @recipe

@@ -20,7 +20,7 @@ from megadit.train.config.upkeep import SamplingConfig
 from megadit.train.recipes.registry import recipe
 
 SHIFT = 3.0
-"""Of the noise levels, for clips of 480 x 832: what Wan samples such clips with."""
+"""Shift of the noise levels for clips of 480 x 832, as Wan samples them."""
 
 
 @recipe

@@ -42,9 +42,9 @@ class SlurmOptions:
     local: bool = setting(False, "run the stages on this machine")
     kubernetes: bool = setting(False, "write the stages as Jobs of Kubernetes, and submit nothing")
     at_once: int = setting(1, "processes of --local at a time (default: {default})", low=1)
-    nodes: int | None = setting(None, "for validate: so many nodes", low=1)
-    nodelist: str | None = setting(None, "for validate: these nodes, as Slurm writes them")
-    partition: str | None = setting(None, "for validate: of this partition")
+    nodes: int | None = setting(None, "number of nodes to validate", low=1)
+    nodelist: str | None = setting(None, "nodes to validate, as Slurm writes them")
+    partition: str | None = setting(None, "partition of the nodes to validate")
     dry_run: bool = setting(False, "write the scripts and submit nothing", names=("--dry-run",))
     print_config: bool = setting(False, "print the resolved configuration and stop", names=("--print-config",))
     overrides: tuple[str, ...] = setting(
@@ -119,7 +119,7 @@ def _validate(chain: ChainConfig, options: SlurmOptions) -> int:
 
 
 def _chosen(chain: ChainConfig, options: SlurmOptions) -> list[str]:
-    """What is to run, in the words of submit.sh."""
+    """Stages and tasks to run, as arguments of submit.sh."""
     names = list(chain.stages)
     if options.stages is not None:
         names = [choose_one(name, names, f"--stages: unknown stage {name!r}") for name in options.stages.split(",")]

@@ -1,4 +1,4 @@
-"""What a chain of jobs is: the cluster, and stages with names of the user's own, each after those it needs."""
+"""Configuration of a chain of jobs: the cluster, and stages with names of the user's own, each after those it needs."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ class ContainerConfig:
     """The container of every stage (pyxis' options of srun); without an image, stages run on the nodes themselves."""
 
     image: str | None = None
-    """What the Dockerfile at the root builds: NAME of a registry, or the path of a .sqsh file."""
+    """Image that the Dockerfile at the root builds: its NAME in a registry, or the path of a .sqsh file."""
     mounts: tuple[str, ...] = ()
     """HOST:CONTAINER or HOST:CONTAINER:ro."""
     workdir: str | None = None
@@ -39,14 +39,14 @@ class ContainerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig:
-    """Where stages run; what differs from one cluster to the next."""
+    """Cluster that stages run on: settings that differ from one cluster to the next."""
 
     account: str | None = None
     partition: str | None = None
     sbatch_options: tuple[str, ...] = ()
     """Further options of sbatch, such as --qos=high or --constraint=h100."""
     gpus_per_node: int = 8
-    """0 asks for none."""
+    """Number of GPUs; 0 requests none."""
     numa_binding: NumaBinding = "node"
     """Keeps each rank's threads on the cores beside its GPU (numactl must be installed)."""
     interconnect: Interconnect = "none"
@@ -75,7 +75,7 @@ class StageConfig:
     command: str = ""
     """A shell command, run once on one node."""
     torchrun: str = ""
-    """What every rank runs, as it stands behind torchrun's own options: `-m megadit.train --recipe NAME a.b=c`."""
+    """Arguments of torchrun that every rank runs, without its own options: `-m megadit.train --recipe NAME a.b=c`."""
     after: tuple[str, ...] | None = None
     """Stages that must have ended well; None: the one above, []: none."""
     array: str = ""
@@ -130,7 +130,7 @@ class ChainConfig:
     name: str = "megadit"
     """Prefix of the jobs' names."""
     folder: str = "runs/slurm"
-    """For the scripts, the jobs' output (logs/) and how each ended (state/)."""
+    """Folder of the scripts, the jobs' output (logs/) and their exit codes (state/)."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     stages: dict[str, StageConfig] = field(default_factory=dict)
 

@@ -5,9 +5,9 @@ from xml.sax.saxutils import escape
 from megadit.train.slurm.config import ChainConfig, StageConfig
 
 WIDTH, HEIGHT = 210, 58
-"""Of a box, in pixels."""
+"""Size of a box, in pixels."""
 ACROSS, DOWN = 290, 84
-"""From one box to the next."""
+"""Distance from one box to the next, in pixels."""
 MARGIN = 20
 
 
@@ -20,7 +20,7 @@ def depths(chain: ChainConfig) -> dict[str, int]:
 
 
 def describe(chain: ChainConfig, stage: StageConfig) -> str:
-    """What a stage asks of the cluster, in a few words."""
+    """Summarise the resources that a stage requests."""
     what = "1 node"
     if stage.torchrun:
         what = f"{stage.nodes} node{'s' if stage.nodes > 1 else ''} x {stage.ranks(chain.cluster)} ranks"

@@ -17,7 +17,7 @@ from megadit.train.slurm.scripts import elastic_environment, exported, filled
 
 PORT = 29500
 LONGEST_NAME = 52
-"""Of the 63 letters of a pod's name, which has its Job's, a number and five letters."""
+"""Longest name of a Job: a pod adds a number and five letters to it, and has at most 63."""
 CHAIN_LABEL, STAGE_LABEL = "megadit/chain", "megadit/stage"
 
 
@@ -57,7 +57,7 @@ def manifests(chain: ChainConfig, exclude: tuple[str, ...] = ()) -> dict[str, st
 
 
 def job_name(chain: ChainConfig, stage: str) -> str:
-    """What Kubernetes calls a stage: small letters, digits and dashes, a letter first (names of Services have one).
+    """Name of a stage in Kubernetes: small letters, digits and dashes, a letter first (as Services require).
 
     Raises:
         UserError: if that is too long.
@@ -96,9 +96,11 @@ def _documents(chain: ChainConfig, name: str, exclude: tuple[str, ...]) -> list[
 
 
 def _retries(stage: StageConfig) -> dict[str, int]:
-    """Where one node fails all ranks end; tasks of an array fail alone, and a command that fails once fails again.
+    """Retry limit of a stage's Job: all ranks end where one node fails; tasks of an array fail alone, and a command
+    that fails once fails again.
 
-    With the eviction of the first pod, where the nodes meet, the others fail: these count, and there is room for them.
+    When the first pod, where the nodes meet, is evicted, the others fail: these count, too, and the limit has room for
+    them.
     """
     if stage.torchrun:
         return {"backoffLimit": max(stage.max_restarts * stage.nodes, stage.nodes - 1)}

@@ -20,7 +20,7 @@ from megadit.train.slurm.state import said_of
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 60
-"""For tasks that were told to stop, which may be writing a checkpoint."""
+"""Time limit for tasks asked to stop, which may be writing a checkpoint."""
 
 
 def run_here(chain: ChainConfig, words: list[str], *, at_once: int) -> int:

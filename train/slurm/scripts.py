@@ -1,4 +1,4 @@
-"""From a chain's configuration to the scripts that run it, and the commands of a stage on this machine."""
+"""Scripts of a chain from its configuration, and the commands of a stage on this machine."""
 
 import shlex
 import string
@@ -10,9 +10,9 @@ from megadit.models.shared.errors import UserError
 from megadit.train.slurm.config import ChainConfig, ClusterConfig, StageConfig, interconnect_environment
 
 VALIDATION_SECONDS = 900
-"""For each part of a node's trial."""
+"""Time limit of each part of a node's check."""
 DIAGNOSIS_LEVEL = 2
-"""Of `dcgmi diag`: two minutes a node."""
+"""Level of `dcgmi diag`: two minutes a node."""
 
 
 class _Template(string.Template):
@@ -131,7 +131,7 @@ def exported(cluster: ClusterConfig) -> list[str]:
 
 
 def elastic_environment(stage: StageConfig) -> list[str]:
-    """What torchrun and its ranks are told."""
+    """Environment variables of torchrun and its ranks, as shell lines."""
     return [
         "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(30, stage.notice - 60)} # seconds for a last checkpoint",

@@ -28,10 +28,10 @@ class Task:
 
     stage: str
     number: int | None
-    """Of an array."""
+    """Index in an array; None for a stage without tasks."""
     word: Word
     code: int | None = None
-    """With which it ended."""
+    """Exit code; None before the end."""
     job: str = ""
 
 
@@ -49,7 +49,7 @@ def read_tasks(chain: ChainConfig) -> list[Task]:
 
 
 def unfinished(tasks: list[Task]) -> list[str]:
-    """What submit.sh takes to run again what did not end well: `train`, `encode:3,17`; what is under way is not."""
+    """Arguments for submit.sh to run again what did not end well (`train`, `encode:3,17`), less what is under way."""
     words = []
     for stage in dict.fromkeys(task.stage for task in tasks):
         of_stage = [task for task in tasks if task.stage == stage]
@@ -78,7 +78,7 @@ def status(tasks: list[Task]) -> str:
 
 
 def said_of(code: int) -> str:
-    """What an exit code means (docs/commands.md)."""
+    """Describe an exit code (docs/commands.md)."""
     if 128 < code < 160:
         return f"stopped by {signal.Signals(code - 128).name} ({code})"
     return f"ended with an error ({code})"
@@ -113,7 +113,7 @@ def _submitted(folder: Path) -> dict[str, str]:
 
 
 def _queued(jobs: list[str]) -> set[str]:
-    """Those that Slurm's queue has; none without Slurm."""
+    """Select the jobs that are in Slurm's queue; none without Slurm."""
     if not jobs:
         return set()
     try:  # one call for all: squeue fails where it knows none of the jobs

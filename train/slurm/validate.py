@@ -20,7 +20,7 @@ BLAMED = re.compile(r"^(broken|slow): (?:rank \d+ on (\S+) \(.*?\)|node \d+ \((\
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What is wrong with a node."""
+    """A faulty node, and why."""
 
     node: str
     said: str
