@@ -1,1 +1,1 @@
-"""From a prompt to a video: schedules, samplers, guidance, runtimes, and the `megadit generate` command."""
+"""Sampling of videos from prompts: schedules, samplers, guidance, runtimes, and the `megadit generate` command."""

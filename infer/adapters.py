@@ -31,7 +31,7 @@ KEPT, KEPT_BYTES = 8, 2 << 30
 """Adapters that stay in memory while no generation asks for them: so many, of so many bytes together."""
 MERGE_FIRST = "merge it into its base first: megadit bundle BASE OUT --merge ADAPTER"
 NO_ROOM = f"exported without inputs for adapters: export again with --adapter_rank N, or {MERGE_FIRST}"
-"""What is said of networks that were."""
+"""Error of an exported network without inputs for adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +41,11 @@ class AdapterUse:
     path: str
     scale: float
     sha256: str
-    """Of its tensors."""
+    """SHA-256 of its file of tensors."""
 
 
 def adapter_uses(scales: Scales) -> tuple[AdapterUse, ...]:
-    """What records say of adapters.
+    """Return adapters as records list them: resolved path, scale and checksum of each.
 
     Raises:
         UserError: for a path that is no adapter's.
@@ -76,7 +76,7 @@ def adapted_defaults(defaults: SamplingSettings, adapters: Scales | Sequence[Sca
 
 
 def _checksum(file: Path) -> str:
-    """Of a file that prompts and videos may name by the hundred: read again only when it was written again."""
+    """Return the SHA-256 of a file, computed again only when the file has changed: hundreds of videos may name it."""
     written = file.stat()
     return _read_checksum(file, written.st_mtime_ns, written.st_size)
 
@@ -142,7 +142,7 @@ class AdapterShelf:
         return self._names[key]
 
     def _drop(self) -> None:
-        """Those that nobody uses, but for as many as are kept of those that were asked for last."""
+        """Drop unused adapters, the longest unused first, until few enough (`KEPT`) of few enough bytes remain."""
         unused = [key for key, name in self._names.items() if not self._num_users[name]]
         num_bytes = sum(self._num_bytes[self._names[key]] for key in unused)
         for place, key in enumerate(unused):

@@ -21,18 +21,18 @@ class Batch:
     """The videos that are sampled together."""
 
     places: range
-    """Of them among all prompts of the generation."""
+    """Indices of its videos among all prompts of the generation."""
     prompts: list[str]
     seeds: list[int]
     adapter_scale_B: Mapping[str, Tensor]
     """How much each gets of each adapter, float32, by the adapter's name beside the network."""
     given: Sequence[Media]
-    """What is given of each, in the same places of all."""
+    """Conditioning media of each video, in the same places in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Videos:
-    """What a generation asks for: a prompt, a seed, adapters and given media of each video."""
+    """Prompt, seed, adapters and conditioning media of each video of a generation."""
 
     prompts: list[str]
     seeds: list[int]
@@ -69,7 +69,7 @@ class Videos:
         return cls(prompts, seeds, scales, given)
 
     def batch(self, here: slice, names: Mapping[str, str]) -> Batch:
-        """Those of a cut; `names` are those of adapters beside the network, by their paths."""
+        """Return the videos of a slice; `names` maps paths of adapters to their names beside the network."""
         scales = _scales(self.adapters[here], names)
         return Batch(range(here.start, here.stop), self.prompts[here], self.seeds[here], scales, self.given[here])
 

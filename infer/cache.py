@@ -18,7 +18,7 @@ from megadit.models.settings import UNCHANGED, SamplingSettings
 from megadit.models.shared.errors import UserError
 
 Measure = Literal["latents", "lpips"]
-"""What a budget is a share of: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""
+"""Error that a budget bounds: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""
 _IRRELEVANT = ("negative_prompt", "fps", "cache_budget", "adapter_interval")
 """Settings that a plan does not depend on: like prompts, they are what its margin is for; adapters have no plan."""
 
@@ -28,15 +28,15 @@ class CachePlan:
     """The calls that are spared under certain settings."""
 
     budget: float
-    """The error that it was calibrated to stay within."""
+    """Highest error that the calibration allowed."""
     skipped: tuple[int, ...]
     num_calls: int
     """Denoiser calls without the cache."""
     largest_error: float
-    """Of the calibration's videos."""
+    """Largest error among the calibration's videos."""
     num_videos: int
     settings: dict[str, Any]
-    """Those that decide a trajectory; see `plan_key`."""
+    """Settings that decide a trajectory; see `plan_key`."""
     measure: Measure = "latents"
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,9 +50,9 @@ class CachePlan:
 
 
 def plan_key(settings: SamplingSettings, given: Sequence[Any] = ()) -> dict[str, Any]:
-    """What a plan belongs to, as JSON has it: settings, and what is given where (`given.places_of`).
+    """Return the key of a plan, as JSON: its settings, and the places of conditioning media (`given.places_of`).
 
-    Given pictures and masks are, like prompts, what a plan's margin is for.
+    Pictures and masks themselves are left out: like prompts, they are what a plan's margin is for.
     """
     kept = {name: value for name, value in asdict(settings).items() if name not in _IRRELEVANT}
     return _as_json(kept | ({"given": given} if given else {}))

@@ -52,7 +52,7 @@ class Trial:
     bundle: Bundle
     settings: SamplingSettings
     places: tuple[Any, ...]
-    """What is given of each, and where (`given.places_of`)."""
+    """Conditioning media of each video, and their places (`given.places_of`)."""
     num_videos: int
     num_calls: int
     """Denoiser calls of a video without the cache."""
@@ -118,7 +118,7 @@ def _pictures(video_THWC: Tensor) -> Tensor:
 
 
 def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
-    """What a command of the options of `megadit generate` asks for.
+    """Read the command line of a calibration, whose options are those of `megadit generate`.
 
     Raises:
         UserError: for options that do not belong to one set of settings, or to no cache; for too few videos.
@@ -179,7 +179,7 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
 def _given(
     specs: Sequence[VideoSpec], bundle: Bundle, settings: SamplingSettings
 ) -> tuple[list[Media], tuple[Any, ...]]:
-    """What is given of each video, and the places of a video that this is, which must be those of all.
+    """Return the conditioning media of each video, and their places, which must be equal for all.
 
     Raises:
         UserError: for what does not fit the video, and for places that differ.

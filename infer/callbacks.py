@@ -1,4 +1,4 @@
-"""What a generation tells while it runs: one callback for every denoiser call, which may look and may cancel."""
+"""Progress of a generation: a callback for every denoiser call, which may look at it and may cancel it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ class Step:
     sigma: float
     """The noise level it was asked at."""
     videos: range
-    """Which of the prompts (by place) this batch makes."""
+    """Indices of the prompts that this batch makes."""
     preview: Callable[[], np.ndarray]
     """Computes what the videos look like by now: uint8 [B, T, height, width, 3], a frame for each latent frame."""
 

@@ -22,9 +22,9 @@ from megadit.models.weights import config_from_dict
 
 _PROCESSOR_SECONDS = 60
 _LEAST_CLAIM = 19
-"""On a core: whoever waits for anything else comes first."""
+"""Niceness of the check: whoever else waits for a core comes first."""
 _MOST_TENSORS = 20_000
-"""Of a file: some five times as many as an adapter of every linear of the largest network has."""
+"""Most tensors of a file: some five times as many as an adapter of every linear of the largest network has."""
 
 
 def problem_of(

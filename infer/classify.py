@@ -38,14 +38,16 @@ class ClassifyOptions:
     bundle: str = setting(help="bundle of a classifier, or the folder of its run", positional=True, metavar="BUNDLE")
     pictures: Sequence[Path] = setting(help="pictures, videos, and folders of them", positional=True, metavar="PICTURE")
     top: int = setting(3, "classes named of each (default: {default})", low=1)
-    labels: Sequence[str] | None = setting(None, "of a network that matches texts: what may be shown", metavar="LABEL")
+    labels: Sequence[str] | None = setting(
+        None, "candidate labels, for a bundle that matches texts (CLIP)", metavar="LABEL"
+    )
     prompts: Sequence[str] = setting(
         USUAL_PROMPTS, "texts around a label, which stands for {{}}, averaged (default: {default})", metavar="PROMPT"
     )
     labelled: bool = setting(False, "the folder of a picture is its class: also tell the share that is right")
     out: Path | None = setting(None, "write all of it here, too", metavar="FILE.json")
     batch_size: int = setting(32, "pictures at once (default: {default})", low=1)
-    runtime: str = setting(TORCH, "of the network (default: {default})", choices=(TORCH, *EXPORTED))
+    runtime: str = setting(TORCH, "runtime of the network (default: {default})", choices=(TORCH, *EXPORTED))
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
 
 

@@ -54,7 +54,7 @@ def under_heading(sheet: np.ndarray, heading: str) -> np.ndarray:
 
 
 def grid_columns(count: int) -> int:
-    """Of a grid of so many videos that is about as wide as high."""
+    """Number of columns that makes a grid of so many videos about as wide as high."""
     return max(1, math.ceil(math.sqrt(count)))
 
 

@@ -60,7 +60,7 @@ FLOW_LEVELS = {
     "wan_diffusers": FlowLevels(wan_diffusers, tells_whole_steps=True),
     "flow_match_euler": FlowLevels(flow_match_euler, tells_whole_steps=False),
 }
-"""By the name of the schedule."""
+"""Schedules of published programs by name."""
 
 
 def flow_level_sigmas(settings: SamplingSettings) -> Tensor:
@@ -80,7 +80,7 @@ def flow_level_sigmas(settings: SamplingSettings) -> Tensor:
 
 
 def noise_of_start(settings: SamplingSettings, sigmas: Tensor) -> float:
-    """What multiplies the first noise: (1 + sigma) / sigma where a program begins with noise alone, else 1; sigmas [K].
+    """Scale of the first noise: (1 + sigma) / sigma where a program begins with noise alone, else 1; sigmas [K].
 
     The state of a flow, (1 - t) x0 + t noise, has that at t = 1 only, where `sigmas` do not quite begin.
     """

@@ -115,7 +115,7 @@ def _generate(argv: list[str]) -> None:
 
 
 def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
-    """What is to be made, of which checkpoint; `--repeat` fills the options in first."""
+    """Return the videos to make, their checkpoint, and the options, which `--repeat` fills in first."""
     refuse(
         options.lpips_weights,
         "--lpips_weights is for `megadit calibrate-cache`: a calibrated plan is used without it; leave it out",
@@ -167,7 +167,7 @@ def _check_videos(
 
 
 def _given_later(options: GenerateOptions, settings: SamplingSettings, takes: Collection[str]) -> Media:
-    """What windows after the first are given, for now without a picture."""
+    """Conditioning media of windows after the first, with black frames in place of those yet to be made."""
     nothing = np.zeros((settings.num_frames, settings.height, settings.width, 3), np.uint8)
     return given_later(nothing, options.keep_frames or 1, takes, nothing if options.keep_first else None)
 
@@ -198,7 +198,7 @@ def _dtype(options: GenerateOptions, bundle: Bundle) -> str:
 def _asked_of_memory(
     specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
 ) -> tuple[tuple[Any, ...], int]:
-    """What `plan_memory` takes, of the largest video, and how many bytes the device has for it."""
+    """Return the arguments of `plan_memory` for the largest video, and the bytes that the device has for it."""
     choices = Choices(
         dtype=find_dtype(options.dtype),
         resident_blocks=options.resident_blocks,

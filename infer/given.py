@@ -1,7 +1,7 @@
-"""What a user gives of a video: frames, clips, a mask; and how sampling takes it.
+"""Conditioning media of a video (frames, clips, a mask), and how sampling takes them.
 
-A network that was trained for a use (`train/data/given.py`) sees what is given as clean tokens (`Given`). Another can
-only be held to it while sampling: it is told of a noisy video, in which known parts are put back at every step.
+A network that was trained with a conditioning (`train/data/given.py`) sees it as clean tokens (`Given`). Any other one
+sees a noisy video, in which sampling puts the known parts back at every step.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width (frames/height/width of a video).
 """
@@ -37,14 +37,14 @@ class GivenVideo:
     use: str = ""
     """One of `USES`; "" where `strength` or `keep_frames` says it."""
     strength: float | None = None
-    """Of video-to-video: the share of the steps that is done again, from the given video with that much noise."""
+    """Strength of video-to-video: the share of the steps that is done again, from this video with that much noise."""
     keep_frames: int | None = None
     """The given video's last so many frames become the first ones (`prefix`), its first ones the last (`suffix`);
     rounded down to what the tokenizer can encode."""
     frame: int | None = None
-    """Of a `keyframe`: which frame it is."""
+    """Index of the frame that a `keyframe` is."""
     mask: np.ndarray | None = None
-    """Of `inpaint`: bool THW, or 1HW for all frames; True where the video is made anew."""
+    """Mask of `inpaint`: bool THW, or 1HW for all frames; True where the video is made anew."""
 
     def __post_init__(self) -> None:
         if self.frames.dtype != np.uint8 or self.frames.ndim != 4 or self.frames.shape[-1] != 3:
@@ -74,7 +74,7 @@ def remaining_sigmas(sigmas: Tensor, strength: float | None) -> Tensor:
 
 
 def strength_of(media: Iterable[GivenVideo]) -> float | None:
-    """That of video-to-video; None where nothing is made from a whole video."""
+    """Strength of video-to-video; None where no medium is for it."""
     return next((medium.strength for medium in media if medium.use == REMAKE), None)
 
 
@@ -105,7 +105,7 @@ class Target(NamedTuple):
     covering: int
     """Frames that its latents decode to: at least as many as are asked for."""
     shape: tuple[int, int, int, int]
-    """Of its latents, (C, T, H, W)."""
+    """Shape of its latents, (C, T, H, W)."""
     tokenizer: VideoTokenizer
     form: GivenForm
     """How the network sees what is given."""
@@ -129,7 +129,7 @@ class Target(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What is encoded of a medium, and where its latents go."""
+    """Frames of a medium to encode, and the place of their latents."""
 
     frames_THWC: np.ndarray
     first: int | None
@@ -198,7 +198,7 @@ USES: dict[str, Callable[[GivenVideo, Target], Source]] = {
     "edit": _edit,
     REMAKE: _whole,
 }
-"""What a given video can be of the generated one."""
+"""Use of a medium -> its frames to encode and their place."""
 
 
 Media = tuple[GivenVideo, ...]
@@ -206,11 +206,11 @@ Media = tuple[GivenVideo, ...]
 
 
 AnyGiven = GivenVideo | Media | list[GivenVideo | Media | None] | None
-"""What is given of all videos of a generation; a list has an entry for each."""
+"""Conditioning media of all videos of a generation; a list has an entry for each."""
 
 
 def media_of(given: AnyGiven, count: int) -> list[Media]:
-    """What is given of each of `count` videos: a list has an entry for each, anything else is given of all.
+    """Return the conditioning media of each of `count` videos: a list has an entry for each, others apply to all.
 
     Raises:
         UserError: for a list of another length.
@@ -228,7 +228,7 @@ def structure_of(media: Media, target: Target) -> tuple[Any, ...]:
 
 
 def places_of(media: Media, target: Target) -> tuple[Any, ...]:
-    """What is given where: equal for videos of which no more than pictures and masks differ."""
+    """Return the uses and places of media: equal for videos that differ in pictures and masks alone."""
     sources = [USES[medium.use](medium, target) for medium in media]
     return tuple(
         (medium.use, medium.strength, len(source.frames_THWC), *source[1:])
@@ -268,7 +268,7 @@ def lengthened(video: np.ndarray, wanted: int, frames: int) -> np.ndarray:
 
 
 def check_given(media: Sequence[GivenVideo], takes: Collection[str], target: Target) -> None:
-    """What can be found wrong before anything is encoded.
+    """Check media as far as it can be done before anything is encoded.
 
     `takes` are the uses that the network was trained for.
 

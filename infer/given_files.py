@@ -48,7 +48,7 @@ class GivenFile:
 
 
 def given_files(line: Mapping[str, Any], options: GenerateOptions, num_frames: int) -> tuple[GivenFile, ...]:
-    """What a line of a prompt file, or else the options, give of a video of `num_frames`.
+    """Return the conditioning files of a video of `num_frames`, from a line of a prompt file or else from the options.
 
     Raises:
         UserError: for options that exclude each other, a malformed keyframe, and files that cannot be read.
@@ -73,7 +73,7 @@ def _given_file(part: Medium) -> GivenFile:
 
 
 def as_record(files: Sequence[GivenFile]) -> list[dict[str, Any]]:
-    """For the record of a video."""
+    """Return files as the record of a video has them."""
     return [{name: value for name, value in asdict(file).items() if value not in (None, "")} for file in files]
 
 

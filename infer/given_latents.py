@@ -1,4 +1,4 @@
-"""What is given of a video as latents: what sampling keeps, what the network sees of it, and its images' features.
+"""Conditioning media as latents: what sampling keeps, what the network sees of it, and its images' features.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width (frames/height/width of a video), M frames of a
 latent, I tokens of an image, E their width.
@@ -28,14 +28,14 @@ from megadit.models.transfer import sent_together
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a generation knows beforehand of the videos of a batch, in the same places of all."""
+    """Conditioning of the videos of a batch, in the same places in all."""
 
     latents_BCTHW: Tensor
     """float32, of the videos; zeros where nothing is known."""
     is_kept_THW: Tensor
     """bool: the latents that stay as they are."""
     given: Given | None = None
-    """What the network sees; None: it was not trained to."""
+    """Conditioning that the network sees; None if it was not trained with it."""
     image_BIE: Tensor | None = None
     """Features of a given image, where the network reads them."""
 
@@ -45,7 +45,7 @@ class Known:
         return self.latents_BCTHW.double() + sigma * noise_BCTHW.double()
 
     def seen(self, config: NetworkConfig, key_B: Tensor) -> dict[str, Any]:
-        """What the conditions of videos of these keys say of it; some networks see it with noise."""
+        """Return the network's conditioning inputs for videos of these keys, with noise where it was trained so."""
         given = self.given
         if given is not None and config.given.is_noised:
             clean_BCTHW = given.latents_BCTHW
@@ -64,7 +64,7 @@ class Known:
 
 
 def encode_batch(all_media: Sequence[Media], encode: Callable[[Media], Known | None]) -> Known | None:
-    """What is known of videos of one structure, of which `encode` gives each, once for the same media."""
+    """Concatenate the conditioning of videos of one structure; `encode` runs once for equal media."""
     found = {media: encode(media) for media in dict.fromkeys(all_media)}
     known = [found[media] for media in all_media]
     if known[0] is None:
@@ -84,7 +84,7 @@ def encode_given(
     device: torch.device,
     image_encoder: ImageEncoder | None = None,
 ) -> Known | None:
-    """What media, which passed `check_given`, give of one video; None where there are none.
+    """Encode the media of one video, which passed `check_given`; None where there are none.
 
     `image_encoder` gives the features of given images to a network that reads them.
     """
@@ -131,7 +131,7 @@ def _features(media: Sequence[GivenVideo], image_encoder: ImageEncoder) -> Tenso
 
 
 def _beside(media: Sequence[GivenVideo], target: Target, device: torch.device) -> Given:
-    """What a network sees beside the noisy latents: those of a video that is grey where nothing is given, and marks."""
+    """Return the conditioning in extra channels: latents of a video that is grey where nothing is given, and marks."""
     video_1cTHW = torch.zeros(1, 3, target.covering, target.settings.height, target.settings.width, device=device)
     is_given_T = torch.zeros(target.covering, dtype=torch.bool, device=device)
     compression = target.tokenizer.temporal_compression

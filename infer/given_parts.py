@@ -1,4 +1,4 @@
-"""What options give of a video: each file with its use, whether the files are paths or, in a request, their bytes."""
+"""Conditioning options as media: each file with its use, whether files are paths or, in a request, their bytes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megadit.models.given_settings import USES, check_conflicts, split_keyframe
 
 DEFAULT_STRENGTH = 0.6
 DARKEST_WHITE = 128
-"""Of a mask's pixels, 0..255."""
+"""Least value of a mask's white pixel, 0..255."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class Medium:
     keep_frames: int | None = None
     frame: int | None = None
     mask: Any = None
-    """As `source`."""
+    """Mask file: a path or bytes, like `source`."""
 
 
 def given_parts(values: Mapping[str, Any], num_frames: int) -> list[Medium]:
@@ -59,7 +59,7 @@ def white_of(frames_THWC: np.ndarray) -> np.ndarray:
 
 
 def decoded(values: Mapping[str, Any], num_frames: int, decode: Callable[[bytes], np.ndarray]) -> Media:
-    """What a request gives of a video of `num_frames`; `decode` gives the frames (uint8 THWC) of a file's bytes.
+    """Decode the conditioning media of a request for `num_frames`; `decode` turns a file's bytes into uint8 THWC.
 
     Raises:
         UserError: as `given_parts`, and what `decode` raises.

@@ -43,7 +43,7 @@ class Branch:
 Ask = Callable[[Tensor, Tensor], list[Tensor]]
 """(x, sigma_B) -> the x0 of each of some branches."""
 Evaluate = Callable[[Sequence[Branch]], Ask]
-"""What asks branches; see `in_one_batch` and `in_turn`. Their conditions are put together once for all noise levels."""
+"""Maker of an `Ask` for branches (`in_one_batch`, `in_turn`), whose conditions are put together once for all sigmas."""
 
 
 def guidance_scale(guidance: float, convention: GuidanceConvention = "standard") -> float:

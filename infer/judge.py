@@ -25,14 +25,14 @@ from megadit.models.shared.errors import UserError
 
 FILE = "judge.py"
 MOST_SCORES, LONGEST_NAME = 64, 100
-"""Of a video: they are kept with its job."""
+"""Most scores of a video, and the longest name of one: they are kept with its job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
     judge: Callable[[np.ndarray, str], Mapping[str, float]]
     better: Any = None
-    """Which scores are figures, as the program says it; who makes figures checks it."""
+    """Scores that count as metrics, as the program defines it; checked where metrics are computed."""
 
     @classmethod
     def load(cls, directory: str | Path) -> "Judge":
@@ -49,7 +49,7 @@ class Judge:
         return cls(judge, getattr(program, "BETTER", None))
 
     def scores(self, video_THWC: np.ndarray, prompt: str) -> dict[str, float]:
-        """What the judge says of a video, uint8; nothing where it fails, which is told on stderr."""
+        """Return the program's scores of a video, uint8; {} where it fails, which is printed to stderr."""
         try:
             return _checked(self.judge(video_THWC.copy(), prompt))
         except FAILURES as error:

@@ -16,14 +16,14 @@ from megadit.models.bundle.tensor_source import load_pickled
 from megadit.models.shared.errors import UserError
 
 LAYERS = (0, 3, 6, 8, 10)
-"""Of torchvision's `features`: the five convolutions, whose rectified outputs are compared."""
+"""Indices of the convolutions in torchvision's `features` whose rectified outputs are compared."""
 CONVOLUTIONS = ((3, 64, 11, 4, 2), (64, 192, 5, 1, 2), (192, 384, 3, 1, 1), (384, 256, 3, 1, 1), (256, 256, 3, 1, 1))
 """(channels in, channels out, kernel, stride, padding)."""
 POOLED_BEFORE = (1, 2)
 """Convolutions whose input is the maximum over 3x3 pixels, every second one."""
 SHIFT = (-0.030, -0.088, -0.188)
 SCALE = (0.458, 0.448, 0.450)
-"""Of pictures in [-1, 1]."""
+"""Shift and scale of pictures in [-1, 1]."""
 SMALLEST = 64
 """Pixels of a side: smaller pictures, of which the network would see nothing, are enlarged."""
 

@@ -33,7 +33,7 @@ class Matcher:
         # of an exported one the scale alone is read: the rest stays in its file
         clip = bundle.load_clip(self._device if runtime == TORCH else "cpu")
         self.scale = clip.scale.item()
-        """What similarities are multiplied by in training."""
+        """Factor of similarities in training."""
         self._see, self._words = Sight(bundle, self._device), bundle.load_text_encoder()
         self.window = self._see.window
         self._image_tower, self._text_tower = clip.embed_images, clip.embed_texts

@@ -24,11 +24,11 @@ from megadit.models.shared.errors import UserError
 CONTAINERS = "mov,mp4,matroska,webm,gif,apng"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 _PROCESSOR_SECONDS = 20.0
-"""That one file may take; the kernel ends a decoder that takes more."""
+"""Processor time for one file; the kernel ends a decoder that takes more."""
 _LEAST_CLAIM = 19
-"""On a core, as `nice` counts."""
+"""Niceness of a process that only checks."""
 _MOST_MEMORY = 3 << 30
-"""Of a decoding process, beside twice the frames that the limits allow."""
+"""Memory of a decoding process in bytes, beside twice the frames that the limits allow."""
 
 
 def decode(data: bytes, limits: MediaLimits) -> np.ndarray:

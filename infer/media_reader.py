@@ -22,9 +22,9 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import settings_of
 
 CHECKING = "--checking"
-"""To a process that gives back no frames, and has the least claim on a core."""
+"""Argument of a process that gives back no frames, and has the least claim on a core."""
 _SECONDS = 120.0
-"""That a file may take on the clock."""
+"""Wall-clock time for one file."""
 _SECONDS_FOR_A_TURN = 30.0
 
 
@@ -65,7 +65,7 @@ class MediaReader:
             self._free.put(_Worker(limits, is_checking))
 
     def read(self, data: bytes) -> np.ndarray:
-        """As `media.decode`, but that a file which ends or holds up its decoder is refused like any other.
+        """Decode a file as `media.decode` does; one that ends or holds up its decoder is refused like any other.
 
         Raises:
             UserError: as `media.decode`.
@@ -75,7 +75,7 @@ class MediaReader:
         return np.frombuffer(raw, dtype=np.uint8).reshape(shape)
 
     def num_pixels(self, data: bytes) -> int:
-        """Of all frames of a file; raises as `read`."""
+        """Pixels of all frames of a file; raises as `read`."""
         return math.prod(self._asked(data)[0][:3])
 
     def _asked(self, data: bytes) -> tuple[list[int], bytearray]:

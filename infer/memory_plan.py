@@ -44,7 +44,7 @@ TEXT_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """What of a generation decides its memory beside its size."""
+    """Options of a generation that decide its memory beside its size."""
 
     dtype: torch.dtype
     resident_blocks: int | None = None
@@ -52,13 +52,13 @@ class Choices:
     sequential_guidance: bool = False
     batch_size: int | None = None
     num_videos: int | None = None
-    """That are asked for: no batch is larger; None: any number."""
+    """Videos of the request: no batch is larger; None: any number."""
     slots: AdapterSlots | None = None
     """The room for adapters of a network that was exported with some: it is taken with and without any."""
 
     @property
     def flags(self) -> str:
-        """As `megadit generate` takes those that save memory."""
+        """Memory-saving options as flags of `megadit generate`."""
         kept = "" if self.resident_blocks is None else f"--resident_blocks {self.resident_blocks}"
         named = {"--offload_text_encoder": self.offload_text_encoder, "--sequential_guidance": self.sequential_guidance}
         return " ".join(filter(None, [*(name for name, is_on in named.items() if is_on), kept]))
@@ -80,7 +80,7 @@ class MemoryPlan:
 
     @property
     def phases(self) -> dict[str, int]:
-        """What each phase takes, its weights included."""
+        """Bytes of each phase, its weights included."""
         text_encoder = self.text_encoder or 0
         weights = self.network + self.autoencoder
         kept = text_encoder if self.keeps_text_encoder else 0
@@ -162,7 +162,7 @@ def num_blocks(config: NetworkConfig) -> int:
 
 
 def _network_bytes(config: NetworkConfig, choices: Choices) -> tuple[int, int]:
-    """Of a network's weights on the device, and in the host's memory."""
+    """Bytes of a network's weights on the device, and in the host's memory."""
     shapes, size = network_shapes(config), choices.dtype.itemsize
     blocks = size * sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
     around = size * sum(map(prod, shapes.values())) - blocks
@@ -184,7 +184,7 @@ def _rows(settings: SamplingSettings, config: NetworkConfig) -> int:
 def _sampling_bytes(
     config: NetworkConfig, settings: SamplingSettings, tokenizer: VideoTokenizer, choices: Choices
 ) -> int:
-    """Of the network's activations and the sampler's state; what is given beside a video is not counted."""
+    """Bytes of the network's activations and the sampler's state; extra conditioning frames are not counted."""
     shape = latent_size(settings, config, tokenizer)[1]
     videos = batch_size(choices.batch_size, config.num_tokens(*shape[1:]))
     videos = videos if choices.num_videos is None else min(videos, choices.num_videos)
@@ -222,7 +222,7 @@ number."""
 
 
 def _decoding_bytes(settings: SamplingSettings, tokenizer: VideoTokenizer) -> int:
-    """Of one piece of a video through the decoder's widest features at full size, and the video itself."""
+    """Bytes of one tile of a video through the decoder's widest features at full size, and of the video itself."""
     frames = tokenizer.frames_covering(settings.num_frames)
     video = 4 * 3 * frames * settings.height * settings.width
     network = getattr(tokenizer, "network", None)

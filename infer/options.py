@@ -67,7 +67,7 @@ class GenerateOptions(GivenOptions):
     seeds: Sequence[int] = setting((), "several seeds: one video for each prompt and seed")
     guidances: Sequence[float] = setting((), "several scales: one video for each prompt, scale and seed")
     guidance_convention: GuidanceConvention = setting(
-        "standard", "what --guidance means: uncond + scale (cond - uncond), or NeMo's cond + g (cond - uncond)"
+        "standard", "scale of --guidance: uncond + scale (cond - uncond), or NeMo's cond + g (cond - uncond)"
     )
     total_frames: int | None = setting(
         None,
@@ -76,17 +76,18 @@ class GenerateOptions(GivenOptions):
         above=0,
     )
     story: bool = setting(
-        False, "with --total_frames: the prompts are of one video, a window each, the last one of all others"
+        False,
+        ("prompts of one video, one for each window of --total_frames; the last one serves all windows that follow"),
     )
     keep_first: bool = setting(
         False,
-        "with --total_frames: every window is given the first one too, as a clip to edit, so that what it shows stays "
-        "itself (of a model that takes edit)",
+        "condition every window of --total_frames on the first one too, as a clip to edit, so that what it "
+        "shows stays itself (needs a model with edit conditioning)",
     )
     cache_measure: Measure = setting(
         "latents",
-        "what --cache_budget is a share of: the relative error of the latents (default), or lpips, how different the "
-        "frames look",
+        "error that --cache_budget bounds: the relative error of the latents (default), or lpips, how "
+        "different the frames look",
     )
     lpips_weights: str = _path(
         "for calibrate-cache with lpips: the folder of alexnet*.pth (torchvision's) and alex.pth (LPIPS')"
@@ -101,8 +102,8 @@ class GenerateOptions(GivenOptions):
     )
     format: str | None = setting(
         None,
-        "what is written into a directory: mp4 (default), gif, webp, safetensors (latents), or png and jpg, which "
-        "make a folder of frames of a video and a file of an image",
+        "format of files in a directory: mp4 (default), gif, webp, safetensors (latents), or png and jpg, "
+        "which make a folder of frames of a video and a file of an image",
         choices=FORMATS,
     )
     contact_sheet: str = _path(
@@ -117,7 +118,8 @@ class GenerateOptions(GivenOptions):
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
     dtype: str | None = setting(
         None,
-        "of the network: float32, bfloat16, float16, or auto (default): as stored, where the device multiplies that",
+        "dtype of the network: float32, bfloat16, float16, or auto (default): as stored, where the device "
+        "multiplies that",
         metavar="NAME",
     )
     runtime: str | None = setting(
@@ -167,7 +169,7 @@ class GenerateOptions(GivenOptions):
 
     @property
     def guidance(self) -> float | None:
-        """In the convention that the options name."""
+        """Guidance in the convention that the options name."""
         return self.settings.guidance
 
 

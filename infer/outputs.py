@@ -1,4 +1,4 @@
-"""What `megadit generate` writes: videos with all their settings, inside the file and beside it."""
+"""Output files of `megadit generate`: videos with all their settings, inside the file and beside it."""
 
 import json
 import mimetypes
@@ -33,7 +33,7 @@ LATENTS_SUFFIX = ".safetensors"
 
 
 def output_paths(save_path: str, specs: Sequence[VideoSpec], format: str | None = None) -> list[Path]:
-    """Where the video of each spec goes: `save_path` itself, or numbered names beside or inside it.
+    """Return the file of each spec's video: `save_path` itself, or numbered names beside or inside it.
 
     A name without a suffix is that of a folder of frames.
 
@@ -96,7 +96,7 @@ def _suffix(format: str | None, num_frames: int) -> str:
 
 
 def _scale(spec: VideoSpec, specs: Sequence[VideoSpec]) -> str:
-    """What tells it from the same prompt at another scale."""
+    """Return the part of a file name that tells one prompt at several scales apart; "" for a single scale."""
     alike = {other.settings.guidance for other in specs if other.prompt == spec.prompt}
     return f"_guidance{spec.settings.guidance:g}" if len(alike) > 1 else ""
 

@@ -376,13 +376,13 @@ class TextToVideo:
         return len(self._cuts(media, target, batch_size)) * num_calls
 
     def preview(self, latents_BCTHW: Tensor) -> np.ndarray:
-        """What latents look like, without decoding them: see `LinearPreview`, which the first call fits."""
+        """Approximate frames of latents without decoding them: see `LinearPreview`, which the first call fits."""
         if self._preview is None:
             self._preview = fit_preview(self.tokenizer, self.device)
         return self._preview(latents_BCTHW)
 
     def _cuts(self, all_media: Sequence[Media], target: Target, asked: int | None) -> list[slice]:
-        """Which videos are sampled together: neighbours of which the same places are given."""
+        """Return slices of videos to sample together: neighbours with conditioning media in the same places."""
         _, frames, *size = target.shape
         most = frames + max(num_extra_frames(media, target) for media in all_media)
         num_tokens = self.config.num_tokens(most, *size)

@@ -34,7 +34,7 @@ class Ranks:
     """This process among those that were started together."""
 
     replica: int
-    """Which share of the jobs it works on."""
+    """Index of its share of the jobs."""
     num_replicas: int
     writes: bool
     """Whether it writes its replica's files: its peers hold the same videos."""

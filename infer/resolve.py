@@ -1,4 +1,4 @@
-"""What a video is going to be: its settings with noise levels that exist, and the size of its latents."""
+"""Resolution of a video's settings: noise levels that exist, and the size of its latents."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from megadit.models.shared.setting import setting
 from megadit.models.tokenizers import VideoTokenizer
 
 MOST_TOKENS = 1 << 24
-"""Of one video: a limit against slips of the pen, far above what fits any machine."""
+"""Most tokens of one video: a limit against slips of the pen, far above what fits any machine."""
 _FAR = 2.0
 """Times more or fewer tokens than the defaults' from which on a shape is called far from training."""
 
@@ -22,7 +22,7 @@ _FAR = 2.0
 def resolve_settings(
     defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **given: Any
 ) -> SamplingSettings:
-    """As `models.settings.resolve`, with the number of steps that the noise levels make.
+    """Resolve settings as `models.settings.resolve` does, with the number of steps that the noise levels make.
 
     Raises:
         UserError: for settings that are wrong, by themselves or together, and for noise levels that do not exist.
@@ -34,11 +34,11 @@ def resolve_settings(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DefaultOptions:
-    """What a command that writes a bundle may change of its defaults."""
+    """Option of commands that write a bundle: changes of its defaults."""
 
     default: tuple[str, ...] = setting(
         (),
-        "what a request that leaves this setting out gets, such as num_steps=20; repeat for several",
+        "default of the bundle, such as num_steps=20, for requests that leave this setting out; repeat for several",
         repeated=True,
         metavar="NAME=VALUE",
     )

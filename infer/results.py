@@ -1,4 +1,4 @@
-"""What a generation gives: videos that can be saved, and that notebooks show."""
+"""Results of a generation: videos that can be saved, and that notebooks show."""
 
 import base64
 import html
@@ -26,7 +26,7 @@ _RECORD_VERSION = 1
 
 
 def origin_of(bundle: Bundle, *, dtype: str, runtime: str, cache_measure: str) -> dict[str, Any]:
-    """What made a video beside its settings: a part of its record."""
+    """Return the origin of a video beside its settings, a part of its record."""
     return {
         "megadit_record": _RECORD_VERSION,
         "checkpoint_path": str(bundle.path.resolve()),
@@ -53,13 +53,13 @@ class GeneratedVideo:
     settings: SamplingSettings
     """Everything else that decides the video, in the standard guidance convention."""
     latents_CTHW: Tensor
-    """What the video was decoded from; float32, on the CPU."""
+    """Latents that the video was decoded from; float32, on the CPU."""
     num_denoiser_calls: int
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """As `origin_of`; empty of a pipeline that was put together by hand."""
+    """Origin of the video (`origin_of`); empty for a pipeline that was put together by hand."""
     adapters: Scales = field(default_factory=dict)
     given: Sequence[str] = ()
-    """The uses of what was given of it."""
+    """Uses of its conditioning media."""
 
     def record(self) -> dict[str, Any]:
         """All of it but the numbers of frames and latents, for JSON; `megadit generate --repeat` reads it.

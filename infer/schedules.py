@@ -67,7 +67,7 @@ def ddpm_leading_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float
 
 
 def stable_diffusion_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float = 0.0, rho: float = 0.0) -> Tensor:
-    """As `ddpm_leading_sigmas`, [N + 1], for Stable Diffusion's steps from 1 on: its schedulers have `steps_offset` 1.
+    """`ddpm_leading_sigmas`, [N + 1], for Stable Diffusion's steps from 1 on: its schedulers have `steps_offset` 1.
 
     Raises:
         UserError: for as many steps as it was trained with, or more.

@@ -33,7 +33,7 @@ _CREATED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SigningOptions:
-    """What files are signed with; environment variables stand for what is left out."""
+    """Certificate and key to sign files with; environment variables stand for those left out."""
 
     c2pa_certificate: str = setting(
         "",
@@ -107,7 +107,7 @@ class Marker:
 
 
 def load_marker(options: SigningOptions) -> Marker | None:
-    """What signs as the options say; None where they name nothing to sign with.
+    """Load the signer that the options name; None where they name none.
 
     Raises:
         UserError: as `SigningOptions.found` and `Marker`.

@@ -43,7 +43,7 @@ class SimilarityOptions:
     texts: Sequence[str] = setting((), "texts; none: those beside the pictures", positional=True, metavar="TEXT")
     out: Path | None = setting(None, "write all of it here, too", metavar="FILE.json")
     batch_size: int = setting(32, "pictures at once (default: {default})", low=1)
-    runtime: str = setting(TORCH, "of the network (default: {default})", choices=(TORCH, *EXPORTED))
+    runtime: str = setting(TORCH, "runtime of the network (default: {default})", choices=(TORCH, *EXPORTED))
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
 
 

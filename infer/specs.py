@@ -86,7 +86,7 @@ def _rows(
 
 
 def adapters_of(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
-    """What texts of the form PATH:SCALE ask for.
+    """Parse adapters of the form PATH:SCALE.
 
     Raises:
         UserError: for a scale that is no number, a path that is no adapter's, or one given twice.
@@ -98,7 +98,7 @@ def adapters_of(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
 
 
 def load_media(specs: Iterable[VideoSpec]) -> dict[GivenFile, GivenVideo]:
-    """What is given of the videos, each file decoded once."""
+    """Load the conditioning media of the videos, each file once."""
     return {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
 
 
@@ -116,7 +116,7 @@ def _check_subject(prompts: list[str], subject: str) -> None:
 
 _SETTINGS = settings_of(SamplingSettings)
 _KEYS = (*_SETTINGS, "seed", "seeds", "adapter", *GIVEN)
-"""What a line of a .jsonl prompt file may say beside its prompt: each as the option of that name."""
+"""Keys of a line of a .jsonl prompt file beside its prompt: each as the option of that name."""
 
 
 def prompt_lines(path: str) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
 
 
 COMMENT = "#"
-"""With which a line of a text file begins that is no prompt."""
+"""Beginning of a line of a text file that is no prompt."""
 
 
 def _parsed(location: str, text: str) -> Any:

@@ -21,7 +21,7 @@ class TextFeaturesCache:
     """
 
     def __init__(self, encoder: TextEncoder, reload: Callable[[], TextEncoder] | None = None) -> None:
-        """With `reload`, the encoder is dropped after every `prepare`, and loaded again for texts not seen yet."""
+        """Wrap an encoder; with `reload` it is dropped after every `prepare`, and loaded again for unseen texts."""
         self._encoder: TextEncoder | None = encoder
         self._reload = reload
         self._seen: OrderedDict[str, TextFeatures] = OrderedDict()
@@ -40,7 +40,7 @@ class TextFeaturesCache:
         return TextFeatures.concatenate([self._features(text) for text in texts])
 
     def conditioning(self, texts: list[str], fps: float) -> Conditioning:
-        """Of videos of these texts, one each, with as many frames per second (0: images)."""
+        """Return the conditioning of videos of these texts, one each, with as many frames per second (0: images)."""
         encoded = self.encode(texts)
         fps_B = torch.full((len(texts),), fps)
         return Conditioning(encoded.features_BLE, encoded.length_B, fps_B, pooled_BP=encoded.pooled_BP)

@@ -47,21 +47,21 @@ SOLVERS: tuple[dict[str, Any], ...] = (
     {"sampler": "dpmpp_2m"},
     {"sampler": "euler", "eta": 1.0},
 )
-"""Those that ask once in a step: with few steps, a second call in each is one that another step lacks."""
+"""Solvers with one denoiser call a step: with few steps, a second call in each costs another step."""
 LOWEST_SIGMAS = (0.02, 0.3, 0.7, 1.5)
 """The last level before 0, of data with unit standard deviation."""
 SECOND_SIGMA = 6.0
 """The level after the highest, in lists beside Karras schedules: of what lies between little can be seen."""
 SCALES = (0.5, 0.75, 1.0, 1.5)
-"""Of guidance, beside the model's own."""
+"""Guidance scales to try, as factors of the model's own."""
 TRIAL_SHARE = 4
 """All candidates are tried on one prompt of so many."""
 FEWEST_PROMPTS = 32
-"""Of a trial."""
+"""Fewest prompts of a trial."""
 METRICS_OF_TUNING = ("kid", "kvd")
-"""What must not get worse, where nothing else is said."""
+"""Metrics that must not get worse, unless others are named."""
 FINALISTS = 3
-"""Of each number of evaluations, that are compared on all prompts."""
+"""Candidates for each number of function evaluations that are compared on all prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ class TuneOptions:
     )
     count: int | None = setting(None, "videos of each candidate (default: one for each prompt)", above=1)
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
-    dtype: str = setting(DEFAULT_DTYPE, "of the network (default: {default})", metavar="NAME")
+    dtype: str = setting(DEFAULT_DTYPE, "dtype of the network (default: {default})", metavar="NAME")
     dry_run: bool = setting(False, "say what is best and leave the bundle as it is")
 
 
@@ -268,7 +268,7 @@ def shortfall(way: Way, among: Sequence[Way]) -> float:
 
 
 def report(final: Sequence[Way], chosen: Way) -> dict[str, Any]:
-    """What was compared, as plain values."""
+    """Return the comparison as plain values."""
     return {
         "chosen": asdict(chosen.settings),
         "ways": [
@@ -348,7 +348,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _tuner(options: TuneOptions) -> Tuner:
-    """What the command asks for, checked before anything is made."""
+    """Build the tuner of the command, with everything checked before anything is made."""
     bundle = open_bundle(options.model)
     for name in options.metrics:
         choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")

@@ -7,7 +7,7 @@ from types import ModuleType
 from megadit.models.shared.errors import UserError
 
 FAILURES = (Exception, SystemExit)
-"""What a program of the user's may raise: anything, and it may try to end the process that runs it."""
+"""Exceptions of a user's program: any, and it may try to end the process that runs it."""
 
 
 def find_program(directory: str | Path, file: str, *, option: str, defines: str) -> Path:
@@ -23,7 +23,7 @@ def find_program(directory: str | Path, file: str, *, option: str, defines: str)
 
 
 def run_program(path: Path) -> ModuleType:
-    """What the program defines.
+    """Run the program and return its module.
 
     Raises:
         UserError: if it fails.

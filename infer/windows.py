@@ -80,7 +80,7 @@ def stream_windows(
 def given_later(
     before_THWC: np.ndarray, keep_frames: int, takes: Collection[str], first_THWC: np.ndarray | None = None
 ) -> Media:
-    """What a window is given of the one before, and of the first one where that stays beside all."""
+    """Conditioning media of a window: the end of the one before, and the first window where it is kept for all."""
     # one frame is a prefix, too, but not every network that was trained to go on from a first frame takes those
     use = "first_frame" if keep_frames == 1 and "first_frame" in takes else "prefix"
     before = GivenVideo(frames=before_THWC[-keep_frames:], use=use, keep_frames=keep_frames)

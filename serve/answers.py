@@ -1,4 +1,4 @@
-"""What crosses the wire from the service to a client: a stream of events, and the errors that end it.
+"""Messages from the service to a client: a stream of events, and the errors that end it.
 
 Nothing here imports torch: a client machine needs none.
 """
@@ -35,17 +35,17 @@ class VideoResult:
     media_type: str
     """video/mp4 or image/png."""
     index: int
-    """Which of the request's videos."""
+    """Index among the request's videos."""
     prompt: str
     seed: int
     settings: dict[str, Any]
     """Everything else that decides the video."""
     seconds: float
-    """From the start of the work on the request, without its time in the queue."""
+    """Seconds of work on the request so far, without its time in the queue."""
     batch_size: int
     """How many videos the network made at once; the others may be of other requests."""
     scores: dict[str, float] | None = None
-    """A judge's; None where none was asked for, empty where the judge failed."""
+    """Scores by a judge; None where none were asked for, empty where the judge failed."""
 
     @property
     def suffix(self) -> str:
@@ -79,7 +79,7 @@ class InvalidRequestError(ServiceError):
     """The request can never be served; it must be changed."""
 
     code = "invalid_request"
-    """Of a job that failed by it."""
+    """Error code of a job that failed with it."""
 
 
 class AdapterNotFoundError(InvalidRequestError):
@@ -111,4 +111,4 @@ MARKS: dict[str, type[ServiceError]] = {
     ADAPTER_MARK: AdapterNotFoundError,
     GUARDRAIL_MARK: HeldBackError,
 }
-"""What begins the message of an error whose code gets lost on the way."""
+"""Beginning of an error message -> the error, whose code gets lost on the way."""

@@ -20,7 +20,7 @@ from megadit.serve.contract import IMAGE_MODEL, MODEL, VideoRequest
 from megadit.serve.gateway.client import GATEWAY, GatewayClient, read_key
 
 _EXIT_CODE = 1
-"""Of a service that failed; mistakes in the request end with 2, as in every command."""
+"""Exit code for a service that failed; mistakes in the request end with 2, as in every command."""
 _PAUSE = 1.0
 
 
@@ -121,7 +121,7 @@ def _videos(options: AskOptions, request: VideoRequest) -> list[VideoResult]:
 
 
 def given_values(options: GivenOptions) -> dict[str, Any]:
-    """What the options give of a video, as a request has it: files as their bytes.
+    """Return the conditioning options as a request has them: files as their bytes.
 
     Raises:
         UserError: for files that cannot be read.

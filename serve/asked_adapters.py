@@ -26,7 +26,7 @@ def asked_adapters(request: VideoRequest, info: ServiceInfo, folder: Path | None
 
 
 def defaults_with(defaults: SamplingSettings, adapters: Scales) -> SamplingSettings:
-    """What a request with these adapters gets where it asks for nothing else.
+    """Return the default settings of a request with these adapters.
 
     Raises:
         UserError: for adapters that cannot be read, or ask for different things.
@@ -36,7 +36,7 @@ def defaults_with(defaults: SamplingSettings, adapters: Scales) -> SamplingSetti
 
 
 def share_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> float:
-    """What adapters hold beside each of so many numbers of the network, which take a linear as long.
+    """Return the ratio of adapter parameters to network parameters: the share of work that adapters add.
 
     Raises:
         UserError: for a higher rank than this service takes, and for one that is too large once it is in memory.

@@ -161,7 +161,7 @@ def service_info(
     runtime: str = "torch",
     adapters: Path | None = None,
 ) -> ServiceInfo:
-    """What the service of a bundle tells its clients."""
+    """Build the description of a bundle's service that its clients get."""
     pixels = defaults.num_frames * defaults.height * defaults.width
     multiple = bundle.load_tokenizer().spatial_compression * bundle.config.patch_spatial
     room = {
@@ -199,7 +199,7 @@ def _adapter_info(bundle: Bundle, folder: Path, runtime: str, max_rank: int) -> 
 
 
 def _defaults_of(folder: Path, name: str) -> dict[str, Any]:
-    """What an adapter is made for; of one that cannot be read nothing, as requests are told when they name it."""
+    """Return an adapter's default settings; {} for an unreadable one: requests that name it get the error."""
     try:
         return check_asked(open_adapter(find_adapter(folder, name, sys.maxsize)).defaults, f"{name}: ")
     except UserError:
@@ -219,14 +219,17 @@ class RepositoryOptions:
     networks: bool = setting(False, "add each exported network, for pipelines of your own (with --runtime)")
     dtype: str = setting(
         AUTO,
-        "of the network: float32, bfloat16, float16, or auto (default): as its weights are stored, where the device "
-        "multiplies that",
+        "dtype of the network: float32, bfloat16, float16, or auto (default): as its weights are stored, "
+        "where the device multiplies that",
     )
     adapters: Path | None = setting(
         None, "folder of adapters that requests may name; read at run time, not copied", metavar="DIR"
     )
     adapter_bytes: int = setting(
-        KEPT_BYTES, "of adapters that stay in memory while nobody asks for them (default: 2 GiB)", low=0, metavar="N"
+        KEPT_BYTES,
+        "bytes of adapters that stay in memory while nobody asks for them (default: 2 GiB)",
+        low=0,
+        metavar="N",
     )
     guardrail_dir: Path | None = setting(
         None, "folder of a content filter, which sees every prompt and video; run there, not copied", metavar="DIR"

@@ -1,4 +1,4 @@
-"""What a client asks of the service, in one place: inputs, limits and what it may know before it asks.
+"""Contract between clients and the service: inputs, limits, and what a client may know before it asks.
 
 Nothing here imports torch: a client machine needs none.
 """
@@ -20,7 +20,7 @@ IMAGE_MODEL = "text_to_image"
 
 MIN_FPS, MAX_FPS = 1, 240
 _FREE_SHARE = 0.25
-"""Of a network's size, that the adapters of a request may have before they count as work."""
+"""Size that the adapters of a request may have before they count as work, as a share of the network's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Input:
 
     name: str
     data_type: str
-    """As Triton's configuration spells it."""
+    """Name of the data type in Triton's configuration."""
     is_required: bool = False
     is_media: bool = False
     """Whether its values are files: their bytes, or a data URL; no byte stands for none."""
@@ -37,7 +37,7 @@ class Input:
 
 
 def _given_field(name: str) -> tuple[str, Any, Any]:
-    """Of a request: the bytes of a file where a command has its path."""
+    """Dataclass field of a conditioning option: the bytes of a file where a command has its path."""
     about = GIVEN[name]
     if name not in MEDIA:
         return name, about.type | None, field(default=None)
@@ -51,7 +51,7 @@ _NOTHING = {bytes: b"", str: "", int: 0, float: 0.0}
 
 
 def _nothing(name: str) -> Any:
-    """What stands for a given option, or for adapters, that is left out."""
+    """Value that stands for a conditioning option, or for adapters, that is left out."""
     if name == "adapters":
         return ("",)
     if name not in MEDIA:
@@ -61,11 +61,11 @@ def _nothing(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRequest(_GivenSettings):
-    """What a client asks for: a prompt, any served settings, and what is given of the video (`GivenOptions`, files as
-    their bytes); None is the service's default, from the bundle."""
+    """Request of a client: a prompt, any served settings, and conditioning (`GivenOptions`, files as their bytes); None
+    is the service's default, from the bundle."""
 
-    prompt: str = setting("", help="what the video shows", positional=True, metavar="PROMPT")
-    seed: int | None = setting(None, "of the first video; each further one takes the next number (default: 0)")
+    prompt: str = setting("", help="text that describes the video", positional=True, metavar="PROMPT")
+    seed: int | None = setting(None, "seed of the first video; each further one takes the next number (default: 0)")
     num_videos: int | None = setting(None, "how many videos to make of the prompt (default: 1)")
     preview_every: int | None = None
     """A preview with the first step and every so many after it; None or 0 is never."""
@@ -115,11 +115,11 @@ class VideoRequest(_GivenSettings):
 
     @property
     def text(self) -> str:
-        """What the network is told: the prompt, or the instruction that stands for it."""
+        """Text that the network sees: the prompt, or the instruction that stands for it."""
         return self.prompt or self.instruction or ""
 
     def given(self) -> dict[str, Any]:
-        """What is given of the video: the values of `GivenOptions`, None where one is left out."""
+        """Conditioning of the video: the values of `GivenOptions`, None where one is left out."""
         values = {name: getattr(self, name) for name in GIVEN}
         return {name: None if value in (None, _nothing(name), ()) else value for name, value in values.items()}
 
@@ -148,12 +148,12 @@ class VideoRequest(_GivenSettings):
         return {name: value for name, value in self.given().items() if name in MEDIA and value is not None}
 
     def check_given(self, takes: Collection[str], limits: MediaLimits) -> None:
-        """What can be told to be wrong with what is given before a file is read.
+        """Check the conditioning as far as it can be done before a file is read.
 
-        `takes` are the uses of given videos that the network was trained for.
+        `takes` are the conditionings that the network was trained with.
 
         Raises:
-            UserError: for what does not go together, cannot be taken, or is too much.
+            UserError: for what does not go together, is not supported, or is too much.
         """
         given = self.given()
         for name, value in given.items():
@@ -206,20 +206,20 @@ INPUTS = _inputs()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits(MediaLimits):
-    """What one request may ask for and give; more is refused before any work."""
+    """Limits of one request; more is refused before any work."""
 
-    max_prompt_characters: int = setting(2000, "of a prompt (default: {default})", low=1, metavar="N")
-    max_text_tokens: int = setting(512, "that a prompt may become (default: {default})", low=1, metavar="N")
+    max_prompt_characters: int = setting(2000, "characters of a prompt (default: {default})", low=1, metavar="N")
+    max_text_tokens: int = setting(512, "tokens that a prompt may become (default: {default})", low=1, metavar="N")
     """Each costs the network as much, however few characters it has."""
     max_adapters: int = setting(4, "adapters of a request (default: {default})", low=0, metavar="N")
-    max_adapter_bytes: int = setting(1 << 30, "of an adapter's files (default: 1 GiB)", low=1, metavar="N")
-    max_adapter_rank: int = setting(512, "of an adapter (default: {default})", low=1, metavar="N")
+    max_adapter_bytes: int = setting(1 << 30, "bytes of an adapter's files (default: 1 GiB)", low=1, metavar="N")
+    max_adapter_rank: int = setting(512, "rank of an adapter (default: {default})", low=1, metavar="N")
     max_videos: int = setting(4, "videos of a request (default: {default})", low=1, metavar="N")
     max_frames: int = setting(help="frames of a video", low=1, metavar="N")
     max_pixels: int = setting(help="frames x height x width of a video", low=1, metavar="N")
-    """What decides the memory."""
+    """Bound of the memory."""
     max_work: int = setting(help="frames x height x width x steps of all its videos", low=1, metavar="N")
-    """What decides the time."""
+    """Bound of the time."""
 
     def check_texts(self, request: VideoRequest) -> None:
         """Raises UserError if a text of the request is too long or holds control characters."""
@@ -303,16 +303,16 @@ def calls_of(defaults: Mapping[str, Any], *, is_told: bool) -> int | None:
 
 
 def calls_in_words(calls: int) -> str:
-    """As a visitor reads it, and, with underscores, in the name of a student's model."""
+    """Return words for a reader, such as "4 calls"; with underscores they are in the name of a student's model."""
     return f"{calls} call{'s' * (calls > 1)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterInfo:
-    """What adapters a service takes."""
+    """Adapters that a service takes."""
 
     names: tuple[str, ...]
-    """Those that were there when the service was made; others may have come since."""
+    """Names of those that were there when the service was made; others may have come since."""
     base: str
     """Fingerprint of the weights that an adapter must belong to, if it says to which."""
     network: dict[str, Any]
@@ -320,14 +320,14 @@ class AdapterInfo:
     slots: dict[str, Any] | None = None
     """The room for adapters that the network was exported with (`models/adapter_slots.py`); None: torch takes any."""
     max_rank: int | None = None
-    """Of an adapter; None: whatever the network takes."""
+    """Highest rank of an adapter; None: whatever the network takes."""
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name -> settings of sampling that an adapter is made for, of those that are: students."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceInfo:
-    """What a client may know of a service before it asks: written into the model's configuration."""
+    """Description of a service for its clients, written into the model's configuration."""
 
     defaults: dict[str, Any]
     """Sampling defaults of the bundle, and where the model serves images alone, one frame."""
@@ -338,7 +338,7 @@ class ServiceInfo:
     examples: tuple[str, ...] = ()
     """Prompts that show what the model can do."""
     eta_samplers: tuple[str, ...] = ()
-    """Those, under all of their names, that can add noise on the way."""
+    """Samplers, under all of their names, that can add noise on the way."""
     takes: tuple[str, ...] = ()
     """Uses of given videos that the network was trained for; to some others it can be held while sampling."""
     adapters: AdapterInfo | None = None

@@ -64,14 +64,14 @@ class OpenRequest:
     seconds: float | None = None
     """How long the work may take."""
     span: Span = NOTHING
-    """Of the request in its trace."""
+    """Span of the request in its trace."""
     has_ended: bool = False
     given: Media = ()
-    """What is given of its videos, once it was read."""
+    """Conditioning media of its videos, once read."""
     adapters: Scales = field(default_factory=dict)
-    """Of its videos, once they were read."""
+    """Adapters of its videos, once read."""
     made: set[int] = field(default_factory=set)
-    """Which of its videos are done."""
+    """Indices of its videos that are done."""
 
     def finish(self, error: ServiceError | None = None) -> None:
         if not self.has_ended:
@@ -200,7 +200,7 @@ class Engine:
         return settings
 
     def read(self, request: VideoRequest, settings: SamplingSettings) -> Media:
-        """What the files of a request give of its videos.
+        """Read the conditioning media of a request's videos from its files.
 
         Raises:
             UserError: for files that cannot be read, are too much, or do not fit the video.
@@ -238,7 +238,7 @@ class Engine:
             open_request.finish()
 
     def _alike_together(self, open_requests: list[OpenRequest], settings: SamplingSettings) -> list[OpenRequest]:
-        """Those of which the same places are given side by side: neighbours share batches."""
+        """Put requests with conditioning in the same places side by side: neighbours share batches."""
         target = self._target(settings)
         groups: dict[Hashable, list[OpenRequest]] = defaultdict(list)
         for open_request in open_requests:
@@ -302,9 +302,9 @@ class Engine:
 
 
 def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
-    """What the networks of a bundle were exported for; None where they take any number.
+    """Return the batch size in videos that a bundle's networks were exported for; None where they take any number.
 
-    Guidance asks the denoiser for two halves of a batch, one for each condition, unless it is told the scale.
+    Guidance asks the denoiser for two rows of each video (conditional, unconditional), unless it is guidance-distilled.
 
     Raises:
         UserError: if the bundle was not exported for `runtime`.

@@ -23,7 +23,7 @@ from megadit.serve.model_files import check_replaceable, write_model
 from megadit.serve.network_config import write_networks
 
 LIMITS = (*settings_of(MediaLimits), "max_prompt_characters")
-"""Those of a request's limits that mean something here."""
+"""Limits of a request that apply to these models."""
 LABELS = "labels.txt"
 
 

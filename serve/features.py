@@ -1,4 +1,4 @@
-"""What networks that judge answer as Triton models: pictures and texts to features, pictures to classes.
+"""Embedding and classification models for Triton: pictures and texts to features, pictures to classes.
 
 Each is a row of `MODELS`. Nothing here knows Triton (`features_model.py` does): values of requests in, rows of numbers
 out.
@@ -39,7 +39,7 @@ class FeatureModel:
     width: Callable[[DiTConfig], int | None]
     """Numbers in a row; None where the network was trained to give none."""
     labels: Callable[[Bundle], Sequence[str]] = lambda bundle: ()
-    """What each of them is of, where they are of something."""
+    """Label of each of these numbers, where they have any."""
 
 
 def _embedding_size(config: DiTConfig) -> int:
@@ -94,7 +94,7 @@ class Features:
         self._read = readers[self.model.input]
 
     def answer(self, requests: Sequence[Sequence[bytes]]) -> list[np.ndarray | Exception]:
-        """Of each request a row, float32, for each of its values, all computed together; or what is wrong with it."""
+        """Return a float32 row for each value of each request, all computed together; or the error of a request."""
         read = [self._read_all(values) for values in requests]
         every = [value for values in read if not isinstance(values, Exception) for value in values]
         step = self._most or max(len(every), 1)

@@ -32,7 +32,7 @@ PORT_FLAGS = {
 }
 SHARED_MEMORY = Path("/dev/shm")
 NVIDIA = Path("/dev/nvidiactl")
-"""Where a machine has GPUs."""
+"""Device file of machines with NVIDIA GPUs."""
 STOP_SECONDS = 30
 """How long requests in progress may take to finish when the server is told to stop.
 
@@ -43,14 +43,14 @@ START_SECONDS = 600
 HANG_SECONDS = 12.0
 """How long a server may answer nothing before it counts as hanging."""
 SECRET_HEADER = "megadit-secret"
-"""Of a request over HTTP; over gRPC the metadata is `triton-grpc-protocol-` and this."""
+"""Header of the secret over HTTP; over gRPC the metadata is `triton-grpc-protocol-` and this."""
 _RESTRICTED = "model-repository,shared-memory,trace,logging"
-"""What asks for the secret, as Triton names its protocols."""
+"""Triton's names of the protocols that need the secret."""
 _NOBODY_S = " No\nbody= \r\n "
 """A header and its value, of which neither HTTP nor gRPC lets anybody send one."""
 _SOCKET, _SOCKET_PORT = "grpc", 1
-"""Of a private server: Triton puts a port behind each address, and finds it taken where gRPC, which says 1 of every
-socket of a file system, does not say the same."""
+"""Protocol and port of a private server: Triton puts a port behind each address, and finds it taken where gRPC, which
+says 1 of every socket of a file system, does not say the same."""
 _LONGEST_SOCKET = 100
 """Characters of a path that the kernel takes."""
 OTHERS_HELP = "take --control_secret though other people of this machine could read it in the process list"
@@ -59,7 +59,7 @@ _PEOPLE = range(1000, 65_534)
 _LEAST_SECRET = 32
 """Characters."""
 _RESPONSES_IN_MEMORY = 256
-"""Of a stream whose client does not read; where there are more, the model waits for it."""
+"""Most responses of a stream whose client does not read; where there are more, the model waits for it."""
 _DEAD_STUB_SECONDS = 2.0
 """How long a stub may be dead: Triton buries those that it ends itself, and serves no more once one died on its own."""
 
@@ -108,7 +108,7 @@ def _configs(repository: Path, models: tuple[str, ...]) -> list[Path]:
 
 
 def _weight_bytes(config: Path) -> float:
-    """Of all instances of the model with this config.pbtxt: the files that its runtime loads."""
+    """Bytes that all instances of the model with this config.pbtxt load, from the files of its runtime."""
     text = config.read_text()
     names = {"torch": "*.safetensors", "onnx": "*.onnx*"}.get(parameter_in(text, "runtime"))
     instances = re.search(r"instance_group \[ \{ count: (\d+)", text)
@@ -163,7 +163,7 @@ class LocalServer:
         self._log, self._stop_seconds, self._hang_seconds = log, stop_seconds, hang_seconds
         self._prefix = f"megadit_{os.getpid()}_{secrets.token_hex(4)}_"
         self._folder = _short_folder() / self._prefix if is_private else None
-        """Of the socket of a private server."""
+        """Folder of a private server's socket."""
         triton = find_triton()
         self.process = OwnedProcess(
             command=self._command(triton),
@@ -202,7 +202,7 @@ class LocalServer:
         self.process.stop()
 
     def _model_names(self) -> list[str]:
-        """Those that are loaded at start."""
+        """Names of the models that are loaded at start."""
         return sorted(path.parent.name for path in _configs(self.repository, self._models))
 
     def _command(self, triton: TritonBinary) -> list[str]:
@@ -312,7 +312,7 @@ class LocalServer:
 
 
 def _short_folder() -> Path:
-    """Where a socket's path is no longer than the kernel takes."""
+    """Return a folder in which a socket's path is no longer than the kernel takes."""
     folder = Path(tempfile.gettempdir())
     return folder if len(str(folder)) + len("megadit_0000000_00000000_/grpc:1") < _LONGEST_SOCKET else Path("/tmp")
 

@@ -30,11 +30,15 @@ class Scheduling:
         metavar="N",
     )
     """GPU numbers are then taken so many at a time, each time for one instance."""
-    tp_size: int = setting(1, "of the ranks, those that share the network's matrices (tensor parallelism)", above=0)
-    cp_size: int = setting(1, "of the ranks, those that share the tokens of a video (context parallelism)", above=0)
-    """What ranks there are beyond both share the videos of a batch, and the halves of guidance."""
+    tp_size: int = setting(
+        1, "ranks that share the network's matrices (tensor parallelism; default: {default})", above=0
+    )
+    cp_size: int = setting(
+        1, "ranks that share the tokens of a video (context parallelism; default: {default})", above=0
+    )
+    """Further ranks share the videos of a batch, and the conditional and unconditional pass."""
     max_batch_size: int = setting(8, "requests taken together (default: {default})", above=0, metavar="N")
-    """Those of equal settings are then made in one batch."""
+    """Requests of equal settings are then made in one batch."""
     max_queue_size: int = setting(64, "requests that may wait (default: {default})", above=0, metavar="N")
     """At each priority; one more is answered UNAVAILABLE."""
     queue_seconds: float = setting(300.0, "how long they may wait (default: 300)", above=0, metavar="S")
@@ -65,7 +69,7 @@ class Scheduling:
         return self.device.split(",") if self.device not in ("auto", "cpu") else []
 
     def parameters(self) -> dict[str, str]:
-        """What the backend is told of ranks."""
+        """Parameters of the backend that say its ranks."""
         sizes = {name: getattr(self, name) for name in ("ranks", "tp_size", "cp_size")}
         return {"device": self.device, **{name: str(size) for name, size in sizes.items()}}
 

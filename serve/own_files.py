@@ -1,4 +1,4 @@
-"""What a process and its children make, kept from the other users of the machine, whatever its libraries ask for.
+"""Protection of the files of a process and its children from other users, whatever its libraries ask for.
 
 Triton's Python backend opens the memory that it shares with its stubs (prompts and videos pass through it) with boost,
 which takes the umask back by `fchmod`: files, here, keep the mode with which they were opened.
@@ -22,7 +22,7 @@ class _Program(ctypes.Structure):
 
 
 def keep_files_to_oneself() -> None:
-    """From now on this process, and all that it starts, make files that others cannot open, and change no open one.
+    """Make this process, and all that it starts, create files that others cannot open, and change no open one.
 
     Where the kernel takes no filter (seccomp), only the umask is set.
     """

@@ -39,8 +39,8 @@ class RunOptions:
     docker: Literal["print", "run"] | None = setting(
         None, "print, or run, the command of the production container instead"
     )
-    image: str = setting(IMAGE, "of --docker; serve/Dockerfile builds it (default: {default})")
-    gpus: str = setting("all", "of --docker: all, none, or a list (default: {default})")
+    image: str = setting(IMAGE, "image for --docker; serve/Dockerfile builds it (default: {default})")
+    gpus: str = setting("all", "GPUs for --docker: all, none, or a list (default: {default})")
 
 
 def main(argv: list[str] | None = None) -> int:

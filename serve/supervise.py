@@ -33,13 +33,13 @@ def answers(url: str) -> bool:
 
 
 def reachable(host: str) -> str:
-    """Where a server that listens on `host` is asked from this machine."""
+    """Address at which this machine reaches a server that listens on `host`."""
     return "127.0.0.1" if host in ("0.0.0.0", "::") else host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ailment:
-    """What is wrong with a process that still runs."""
+    """Fault of a process that still runs."""
 
     reason: str
     patience: float
@@ -69,7 +69,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
+        """Id of the process, and of its group."""
         return self._process.pid
 
     @property
@@ -137,13 +137,13 @@ class OwnedProcess:
     command: Sequence[str]
     name: str
     addresses: str
-    """Where it serves, for people."""
+    """Addresses where it serves, for people."""
     ready: str = "is ready"
-    """What is said of it, for people, once `is_ready`."""
+    """Message for people once `is_ready`."""
     is_ready: Callable[[], bool]
     """Whether it serves."""
     ailment: Callable[[], Ailment | None]
-    """What is wrong with it while it runs."""
+    """Return its fault while it runs, or None."""
     start_seconds: float
     """How long it may take to be ready."""
     stop_seconds: float
@@ -161,7 +161,7 @@ class OwnedProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
+        """Id of the process, and of its group."""
         assert self._child is not None
         return self._child.pid
 

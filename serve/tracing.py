@@ -42,7 +42,7 @@ class Span:
 
     @property
     def traceparent(self) -> str | None:
-        """What its children are told of it; None where nothing is recorded."""
+        """Trace context for its children; None where nothing is recorded."""
         return None if self._span is None else _traceparent(self._span)
 
     def child(
@@ -94,7 +94,7 @@ NOTHING = Span()
 
 
 class Tracing:
-    """What a process records of the requests it serves."""
+    """Traces of the requests that a process serves."""
 
     def __init__(self, provider: Any = None) -> None:
         """`provider` is OpenTelemetry's, which no other code of the process sees; None: nothing is recorded."""
@@ -103,7 +103,7 @@ class Tracing:
 
     @classmethod
     def of_environment(cls, service: str) -> "Tracing":
-        """As OpenTelemetry's variables say; `service` names the process where OTEL_SERVICE_NAME does not.
+        """Set up traces by OpenTelemetry's variables; `service` names the process where OTEL_SERVICE_NAME does not.
 
         Raises:
             UserError: if they ask for traces, and the libraries are missing or cannot send them there.

@@ -1,4 +1,4 @@
-"""Where this machine's tritonserver is, and what it needs around it.
+"""Search for this machine's tritonserver, and preparation of what it needs around it.
 
 The vendor's container has one on its PATH, with every backend in place. Elsewhere the `nvidia-pytriton` package carries
 the same server with the Python backend, whose interpreter needs two things that are made here once and cached:
@@ -121,7 +121,7 @@ def _make_environment(directory: Path) -> None:
 
 
 def _package_folders() -> list[str]:
-    """Where this process finds packages: PYTHONPATH first, then its environment; standard library left out."""
+    """Folders where this process finds packages: PYTHONPATH first, then its environment; standard library left out."""
     given = [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     return list(dict.fromkeys([*given, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
 

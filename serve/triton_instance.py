@@ -1,4 +1,4 @@
-"""What Triton tells an instance of a model of its Python backend."""
+"""Instance of a model in Triton's Python backend, as Triton describes it."""
 
 import json
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Where one instance computes, and what."""
+    """Device, bundle and parameters of one instance."""
 
     device: str
     bundle: Path
     parameters: dict[str, str]
-    """Of the model's configuration."""
+    """Parameters of the model's configuration."""
 
     @classmethod
     def of(cls, args: dict[str, str]) -> "Instance":
-        """That which `initialize` was called for.
+        """Read the instance that `initialize` was called for.
 
         Raises:
             RuntimeError: if this backend and numpy misread each other's arrays, which they would do without an error.

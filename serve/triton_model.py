@@ -87,7 +87,7 @@ class TritonPythonModel:
 
 
 def _placement(parameters: dict[str, str], device: str) -> Placement | None:
-    """Of the ranks of the instance whose first one is on `device`; None where it makes videos by itself."""
+    """Placement of the ranks of the instance whose first one is on `device`; None where it makes videos by itself."""
     num_ranks = int(parameters["ranks"])
     if num_ranks == 1:
         return None
@@ -104,7 +104,7 @@ class _Answer:
         self._sender, self._span = sender, span
 
     def open(self, request: Any) -> OpenRequest | None:
-        """What the engine is to do, or None if the inputs are wrong, which is then answered already."""
+        """Return the engine's request, or None if the inputs are wrong, which is then answered already."""
         try:
             video_request = VideoRequest.from_inputs(_read_inputs(request))
         except UserError as error:
@@ -143,7 +143,7 @@ class _Answer:
 
 
 def _traceparent(request: Any) -> str | None:
-    """Of the caller, if the request brought it along."""
+    """Trace context of the caller, if the request brought it along."""
     value = json.loads(request.parameters() or "{}").get(TRACEPARENT)
     return value if isinstance(value, str) else None
 

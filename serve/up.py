@@ -29,7 +29,7 @@ from megadit.serve.supervise import OwnedProcess, answers, keep_running, reachab
 from megadit.serve.triton_binary import cache_folder
 
 _SECONDS_TO_ANSWER = 15
-"""What a gateway may take to end beyond its drain."""
+"""Time that a gateway may take to end beyond its drain."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
@@ -39,8 +39,8 @@ class UpOptions:
     models: tuple[str, ...] = setting(
         (), "load this model alone; may be repeated", names=("--model",), metavar="NAME", repeated=True
     )
-    host: str = setting("127.0.0.1", "of the gateway (default: {default}; 0.0.0.0: all)")
-    port: int = setting(8080, "of the gateway (default: {default})", metavar="PORT")
+    host: str = setting("127.0.0.1", "address of the gateway (default: {default}; 0.0.0.0: all)")
+    port: int = setting(8080, "port of the gateway (default: {default})", metavar="PORT")
     drain_seconds: float = setting(30.0, "to finish jobs (default: 30)", metavar="S")
     hang_seconds: float = setting(
         HANG_SECONDS, f"without an answer, until either is killed (default: {HANG_SECONDS:g})", metavar="S"
@@ -50,7 +50,9 @@ class UpOptions:
     )
     grpc_port: int | None = setting(None, "the same over gRPC (default: none)", metavar="PORT")
     triton_metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
-    control_secret: Path | None = setting(None, "as of `megadit serve run`")
+    control_secret: Path | None = setting(
+        None, "file with the secret that lets models be replaced, as of `megadit serve run`"
+    )
     even_if_others_see_it: bool = setting(False, OTHERS_HELP)
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
     drain: bool = setting(

@@ -1,1 +1,1 @@
-"""What sampling costs: `megadit benchmark generate`."""
+"""Benchmarks of sampling: `megadit benchmark generate`."""

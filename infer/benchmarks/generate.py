@@ -67,14 +67,14 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one guided call of the denoiser computes."""
+    """Tokens and FLOPs of one guided call of the denoiser."""
 
     tokens: int
     flops: int
 
     @classmethod
     def of(cls, pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> "Workload | None":
-        """Of a prompt and the negative prompt; None of networks that see no tokens."""
+        """Workload of a prompt and the negative prompt; None for networks without tokens."""
         if not isinstance(pipeline.config, DiTConfig):
             return None
         _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
@@ -121,7 +121,7 @@ def measure(pipelines: dict[str, TextToVideo], settings: SamplingSettings, promp
 
 
 def _tasks(pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> list[tuple[str, Callable[[], Any]]]:
-    """What is timed: one guided call of the denoiser, the decoder, the encoder, a whole video."""
+    """Functions to time, by name: one guided call of the denoiser, the decoder, the encoder, a whole video."""
     _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
     x = torch.randn(2, *shape, device=pipeline.device)
     sigma = torch.full((2,), SIGMA, device=pipeline.device)
@@ -150,7 +150,7 @@ def _timed(task: Callable[[], Any], device: torch.device) -> tuple[float, float]
 
 
 def parts(figures: list[Figure], num_calls: int) -> dict[str, dict[str, float]]:
-    """By runtime: the share of a whole video in calls of the denoiser, the decoder and all else, from the medians."""
+    """Shares of denoiser calls, the decoder and all else in a whole video, by runtime, from the medians."""
     medians = {(one.runtime, one.what): one.median for one in figures}
     found = {}
     for runtime in dict.fromkeys(one.runtime for one in figures):
@@ -214,14 +214,14 @@ def load_pipelines(bundle: Bundle, runtimes: Sequence[str], device: str, dtype: 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkGenerateOptions:
     bundle: str = setting(
-        help="for onnx and tensorrt, one that `megadit export` made", positional=True, metavar="BUNDLE"
+        help="bundle to time; onnx and tensorrt need one that `megadit export` made", positional=True, metavar="BUNDLE"
     )
     runtime: tuple[str, ...] = setting(
         ("eager",), f"{', '.join(RUNTIMES)}; ratios are to the first (default: eager)", metavar="NAME"
     )
     rounds: int = setting(5, "after one not counted (default: {default})")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
-    dtype: str = setting("float32", "of torch's network (default: {default})", metavar="NAME")
+    dtype: str = setting("float32", "dtype of the torch network (default: {default})", metavar="NAME")
     prompt: str = setting(PROMPT, metavar="TEXT")
     num_steps: int | None = setting(None, "default: the bundle's")
     num_frames: int | None = setting(None, "default: the bundle's")

@@ -1,4 +1,4 @@
-"""What computing time goes to, by kind of operation."""
+"""Shares of computing time by kind of operation."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def kind_of(name: str) -> str:
 
 
 def _own_time(event: FunctionEvent, on_gpu: bool) -> float:
-    """What an event took itself, on the device that computes."""
+    """Time of an event without its children, on the device that computes; 0 for events of other devices."""
     is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
     if is_kernel != on_gpu or getattr(event, "is_user_annotation", False):
         return 0.0

@@ -12,13 +12,13 @@ from megadit.infer.decoding.frame import Frame
 from megadit.infer.decoding.rules import Rules
 
 HEAD_BYTES = 4096
-"""Of a file that `is_animated` wants to see."""
+"""Bytes from the beginning of a file that `is_animated` needs."""
 SUFFIXES = (".webp", ".png", ".apng")
-"""Of pictures that may move; a .gif counts as a video whatever it holds."""
+"""Suffixes of pictures that may move; a .gif counts as a video whatever it holds."""
 MAX_BYTES = 1 << 28
-"""Of a WebP, which its decoder reads whole."""
+"""Most bytes of a WebP, which its decoder reads whole."""
 DEFAULT_MILLISECONDS = 100
-"""Of frames that give no time, as browsers show them."""
+"""Duration of frames that give none, as browsers show them."""
 
 
 def is_animated(head: bytes) -> bool:
@@ -87,7 +87,7 @@ class WebpVideo:
         return False
 
     def frames(self) -> Iterator[Frame]:
-        """In RGB, or RGBA; what follows a damaged frame is left out."""
+        """Yield the frames in RGB or RGBA, up to the first damaged one."""
         self._file.seek(0)
         with Image.open(self._file, formats=["WEBP"]) as image:
             start = 0

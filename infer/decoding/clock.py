@@ -5,7 +5,7 @@ from fractions import Fraction
 import av
 
 _TS_DISCONT = 0x0200
-"""Of `container.format.flags`: times may begin anew within such a file."""
+"""Flag in `container.format.flags`: times may begin anew within such a file."""
 NO_TIMESTAMPS = 0x0080
 """A stream of pictures without a container: what times it gives are ffmpeg's guesses."""
 _JUMP_SECONDS = 10.0

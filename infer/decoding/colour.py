@@ -16,12 +16,12 @@ WIDE = {
 """Primaries by their numbers in H.273: x and y of red, green and blue. White is D65."""
 _SRGB = ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06))
 _WHITE_NITS = 203.0
-"""Of diffuse white in HLG and PQ (BT.2408)."""
+"""Luminance of diffuse white in HLG and PQ, in nits (BT.2408)."""
 _PEAK = 1000.0 / _WHITE_NITS
 _KNEE = 0.75
-"""Of diffuse white: what is brighter is compressed."""
+"""Luminance from which on colours are compressed; 1 is diffuse white."""
 _NEARLY_SRGB = 2
-"""Of 255: a profile that changes no colour by more is that of sRGB."""
+"""Largest change of a colour, of 255, by a profile that still counts as sRGB."""
 
 
 def conversion(transfer: int, primaries: int) -> str:
@@ -49,7 +49,7 @@ def _linear_of_16_bits(transfer: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _to_srgb(primaries: int) -> np.ndarray:
-    """For colours as rows."""
+    """Matrix from linear RGB of these primaries to that of sRGB, for colours as rows."""
     return (np.linalg.inv(_to_xyz(_SRGB)) @ _to_xyz(WIDE[primaries])).T.astype(np.float32)
 
 

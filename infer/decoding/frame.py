@@ -13,17 +13,17 @@ from megadit.infer.decoding.rules import TRANSPARENT, Rules, opaque
 
 _UNSPECIFIED, _ITU709 = 2, 1
 _HD_LINES, _HD_COLUMNS = 720, 1280
-"""From which players take colours that nothing is said about for those of BT.709."""
+"""Size from which on players take colours without a stated matrix for those of BT.709."""
 
 
 @dataclass(kw_only=True)
 class Frame:
     pixels: av.VideoFrame
     time: int
-    """In ticks of its video."""
+    """Presentation time, in ticks of its video."""
     rules: Rules
     duration: int = 0
-    """In ticks; 0 where it is not known."""
+    """Duration in ticks; 0 where it is not known."""
     aspect: float = 1.0
     """Width of a pixel by its height."""
     alpha_HW: np.ndarray | None = None
@@ -46,7 +46,7 @@ class Frame:
 
     @property
     def conversions(self) -> tuple[str, ...]:
-        """What was changed for a screen, in a few words to count by."""
+        """Conversions made for a screen, in a few words to count by."""
         return tuple(filter(None, ("interlaced" if self.is_deinterlaced else "", self._conversion)))
 
     def fitted(self, height: int, width: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from megadit.models.shared.errors import UserError
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 _MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "DIB", "HEIF", "JXL")
-"""What some builds of Pillow and its plugins know."""
+"""Formats that some builds of Pillow and its plugins read."""
 NOT_KNOWN = "it is no picture of a format that Pillow knows here"
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262

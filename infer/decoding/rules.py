@@ -1,16 +1,16 @@
-"""What holds for every file that is read: limits, the background, the one error that says why there are no frames."""
+"""Rules for every file that is read: limits, the background, the one error that says why there are no frames."""
 
 from dataclasses import dataclass
 
 from PIL import Image
 
 MAX_PIXELS = 1 << 27
-"""Of a picture: somewhat more than 15360x8640."""
+"""Most pixels of a picture: somewhat more than 15360x8640."""
 
 TRANSPARENT = "transparent"
-"""In `info` of an image that the background was seen through."""
+"""Key in `info` of an image through which the background was seen."""
 CONVERSIONS = "conversions"
-"""In `info` of an image: what was changed for a screen, in a few words to count by."""
+"""Key in `info` of an image: its conversions for a screen, in a few words to count by."""
 
 
 class UnusableSourceError(ValueError):
@@ -27,7 +27,7 @@ class Rules:
     background: str = "black"
     """Colour behind what is transparent."""
     max_pixels: float = MAX_PIXELS
-    """Of one picture; larger ones are not decoded."""
+    """Most pixels of one picture; larger ones are not decoded."""
 
     def check(self, width: int, height: int) -> None:
         """Raises UnusableSourceError for a picture of no size, or one that is too large to try."""

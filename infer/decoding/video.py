@@ -85,7 +85,7 @@ class Video:
 
     @property
     def seconds(self) -> float:
-        """As the file says; 0 where it does not."""
+        """Length that the file states; 0 where it states none."""
         stream, container = self._stream, self._container
         return max((container.duration or 0) / av.time_base, float((stream.duration or 0) * (stream.time_base or 0)))
 
@@ -172,7 +172,7 @@ class _AlphaStream:
         self._decoder.thread_count = 1
 
     def decode(self, packet: av.Packet) -> list[np.ndarray]:
-        """Of each frame of a packet: uint8 HW."""
+        """Opacity of each frame of a packet: uint8 HW."""
         for data in packet.iter_sidedata():
             if data.data_type == "matroska_block_additional":
                 content = bytes(data)[8:]  # after the number of the addition

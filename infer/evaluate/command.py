@@ -78,7 +78,7 @@ class EvaluateOptions:
     count: int | None = setting(
         None, "videos of each model, prompt after prompt (default: one for each prompt), and real ones at most", above=1
     )
-    seed: int = setting(0, "of the first video; the others count on from it (default: {default})", low=0)
+    seed: int = setting(0, "seed of the first video; further ones count up from it (default: {default})", low=0)
     frames: int | None = setting(None, "frames from the middle of each video (default: 16, or all)", above=0)
     size: tuple[int, int] | None = setting(None, "crop and resize all videos to this height and width")
     features: Path | None = setting(
@@ -89,7 +89,7 @@ class EvaluateOptions:
     )
     key_file: Path | None = setting(None, "file with the API key of a service, as `megadit serve keys add` shows it")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
-    dtype: str = setting(DEFAULT_DTYPE, "of the models' networks (default: {default})", metavar="NAME")
+    dtype: str = setting(DEFAULT_DTYPE, "dtype of the models' networks (default: {default})", metavar="NAME")
     settings: GivenSettings = group(
         GivenSettings, "settings of sampling (default: those of the checkpoint)", only=OF_PROMPTS
     )
@@ -216,9 +216,9 @@ def _check(options: EvaluateOptions) -> None:
 
 
 def _extractors(paths: Sequence[Path], device: torch.device, window: Window) -> list[Extractor]:
-    """Those that were asked for, and optical flow, which needs no weights: all that see as few frames as there are.
+    """Open the extractors of these paths that can see so few frames, and optical flow, which needs no weights.
 
-    Of a file where none does all are left, and are refused.
+    A file without any such extractor gives all of its own, which are refused later.
     """
     found = []
     for path in paths:
@@ -309,7 +309,7 @@ def _first_clip(real: VideoSet | None, folders: Sequence[Candidate], models: Seq
 def _window(
     options: EvaluateOptions, real: VideoSet | None, folders: Sequence[Candidate], models: Sequence[Model]
 ) -> Window:
-    """What is looked at of every video: no more frames a video than a model makes, unless they are asked for."""
+    """Return the window of every video: no more frames than a model makes, unless they are asked for."""
     most = [request.settings.num_frames for model in models for request in model.requests]
     clip, rate = _first_clip(real, folders, models), _rate(folders, models)
     return window_of(clip, options.frames, options.size, rate, min([MOST_FRAMES, *most]))
@@ -377,7 +377,7 @@ def _generated(out: Path, model: Model, ranks: Ranks) -> list[Candidate]:
 def _losses(
     options: EvaluateOptions, models: Sequence[Model], real: VideoSet | None, store: FeatureStore, device: torch.device
 ) -> list[tuple[Evaluation, Candidate]]:
-    """What each model says of the real videos, kept apart by model."""
+    """Return an evaluation of each model by its loss on the real videos, with a store of its own."""
     return [
         (
             Evaluation(

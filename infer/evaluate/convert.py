@@ -28,7 +28,7 @@ from megadit.models.shared.setting import setting
 CONVERTED = {"inception": ("fc.", "AuxLogits."), "i3d": ()}
 """Kind -> prefixes of tensors that features do not depend on."""
 COUNTER = "num_batches_tracked"
-"""Of batch normalisation in training; some files have it."""
+"""Suffix of the counter that batch normalization keeps in training; some files have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What an extractor says of videos, and how often each resampling draws them."""
+    """Features of videos, and how often each resampling draws each video."""
 
     features_NFD: Tensor
     weight_RN: Tensor
@@ -48,7 +48,7 @@ class Moments:
 
 
 def moments(features_NFD: Tensor, weight_N: Tensor | None = None) -> Moments:
-    """Of all features of all videos, each video counted `weight_N` times; the covariance is the unbiased one."""
+    """Mean and unbiased covariance of all features of all videos, each video counted `weight_N` times."""
     x_MD = features_NFD.flatten(0, 1).double()
     weight_M1 = x_MD.new_ones(len(x_MD), 1)
     if weight_N is not None:
@@ -179,7 +179,7 @@ def _within(kernel_NN: Tensor, weight_RN: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """What each video's nearest neighbours say (arXiv 1904.06991, 2002.09797)."""
+    """Precision, density, recall and coverage of each video (arXiv 1904.06991, 2002.09797)."""
 
     precision_N: Tensor
     """Whether a generated video lies nearer to some real one than that one's k-th real neighbour."""

@@ -22,7 +22,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 
 VERSION = 1
-"""Of the figures: another number where the same videos would get others."""
+"""Version of the metrics: raised where the same videos would get other values."""
 FEWEST = 8
 """Videos of a set, and of a half of the real ones."""
 
@@ -82,7 +82,7 @@ class Evaluation:
     metrics: Sequence[str] = ()
     """Names in `METRICS`, or `ADHERENCE`; () is all that the extractors allow."""
     sent_as: str = ""
-    """What generated videos were encoded as before they were looked at; "" is nothing."""
+    """Format that generated videos were encoded in before their evaluation; "" is none."""
     _floors: dict[tuple[str, str], Estimate | None] = field(default_factory=dict, init=False)
 
     def check(self, num_made: int) -> None:
@@ -239,7 +239,7 @@ class Evaluation:
 
 
 def differences(figures: Sequence[Figure]) -> list[Difference]:
-    """Those of the first model against each other one, at equal guidance, figure by figure.
+    """Compare the first model with each other one, at equal guidance, metric by metric.
 
     Raises:
         UserError: for figures of different protocols.

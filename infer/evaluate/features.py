@@ -27,14 +27,14 @@ PICTURES_AT_ONCE = 32
 
 
 class Scorer(Protocol):
-    """What judges a video by itself and by its prompt: uint8 BTHWC and prompts -> one float32 number per column, BS."""
+    """Scorer of single videos and their prompts: uint8 BTHWC and prompts -> one float32 number per column, BS."""
 
     name: str
     sees: str
     """"scores"."""
     columns: tuple[str, ...]
     better: Mapping[str, Better]
-    """Of each column."""
+    """Better direction of each column."""
     fewest_frames: int
     needs_prompts: bool
     protocol: str

@@ -34,11 +34,11 @@ class Estimate:
     noise: float = 0.0
     """Standard error of what was estimated by drawing, beside the choice of videos."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """What no such figure can exceed."""
+    """Lowest and highest value of the metric."""
     low_high: tuple[float, float] | None = None
     """An interval that is known otherwise."""
     beside: dict[str, Any] = field(default_factory=dict)
-    """What is reported with it, such as the plain figure of as many videos."""
+    """Values reported with it, such as the plain one of as many videos."""
 
     @property
     def error(self) -> float:

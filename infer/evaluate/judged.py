@@ -16,7 +16,7 @@ from megadit.models.shared.files import sha256_of
 
 
 class JudgeScorer:
-    """What a judge says of each video and its prompt, in a column for each score of which it says what is better."""
+    """Scores of each video and its prompt by a user's program: a column for each score with a better direction."""
 
     name, sees, fewest_frames, needs_prompts = "judge", "scores", 1, False
     protocol = "a video and its prompt"
@@ -65,6 +65,6 @@ def _says_what_is_better(better: Any) -> bool:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Of all that lies in a judge's folder, by name and content: any of it may decide what it says."""
+    """Hash the names and contents of all files of a scorer's folder: any of them may decide its scores."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return hashed(*(text for path in files for text in (str(path.relative_to(folder)), sha256_of(path))))[:12]

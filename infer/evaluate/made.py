@@ -31,12 +31,12 @@ from megadit.models.shared.progress import Progress
 
 
 class Maker(Protocol):
-    """What makes videos of prompts: a bundle on this machine, or a service."""
+    """Source of videos for prompts: a bundle on this machine, or a service."""
 
     defaults: SamplingSettings
 
     def about(self, settings: SamplingSettings) -> dict[str, Any]:
-        """What of it, and of the settings, decides its videos."""
+        """Describe all of it, and of the settings, that decides its videos."""
 
     def check(self, settings: SamplingSettings) -> None:
         """Raises UserError for videos that it cannot make."""
@@ -97,14 +97,14 @@ def received(content: bytes, where: str, settings: SamplingSettings) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What decides the videos of a model."""
+    """Everything that decides the videos of a model."""
 
     maker: Maker
     prompts: Sequence[str]
     """One for each video."""
     settings: SamplingSettings
     seed: int = 0
-    """Of the first video."""
+    """Seed of the first video; further ones count up from it."""
 
     @property
     def key(self) -> str:
@@ -138,7 +138,7 @@ def make_videos(folder: Path, request: Request, ranks: Ranks, *, told: bool) -> 
 
 
 def made_videos(folder: Path, request: Request, label: str) -> VideoSet:
-    """What `make_videos` has written."""
+    """Open the videos that `make_videos` wrote."""
     folder = folder / request.key
     parts = [
         Part(

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NUM_LEVELS = 4
-"""Of the pyramid, each of half the size: motion of some 2^4 pixels is found."""
+"""Levels of the pyramid, each of half the size: motion of some 2^4 pixels is found."""
 SMALLEST_SIDE = 8
 NUM_ROUNDS = 3
-"""Of improving the flow at each level."""
+"""Refinements of the flow at each level."""
 RADIUS = 3
-"""Of the square whose pixels are taken to move alike."""
+"""Radius of the square whose pixels are taken to move alike."""
 STIFFNESS = 1e-3
-"""What keeps the flow small where a square has no texture (brightness lies in 0..1)."""
+"""Damping that keeps the flow small where a square has no texture (brightness lies in 0..1)."""
 
 
 def optical_flow(first_BHW: Tensor, second_BHW: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ def _correction(first_B1HW: Tensor, second_B1HW: Tensor) -> Tensor:
 
 
 class MotionClips:
-    """Of a clip: the mean way of its brightness's pixels from one frame to the next, in hundredths of the height, where
-    there is any; and how much of the change between frames no motion explains (0 all of it is explained, 1 none)."""
+    """Motion of a clip: mean displacement of textured pixels from one frame to the next, in hundredths of the height;
+    and the share of the change between frames that no motion explains (0: none of it, 1: all)."""
 
     name, sees, width, fewest_frames = "flow", "motion", 2, 2
     protocol = f"Lucas-Kanade, {NUM_LEVELS} levels, {NUM_ROUNDS} rounds, squares of {2 * RADIUS + 1} pixels"

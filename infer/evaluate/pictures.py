@@ -1,4 +1,4 @@
-"""What an evaluation shows: videos side by side, the best and the worst, and the curve over guidance.
+"""Pictures of an evaluation: videos side by side, the best and the worst, and the curve over guidance.
 
 Shapes: T/H/W frames, height, width, C colour channels. Pixels are uint8, RGB, 0..255.
 """
@@ -23,7 +23,7 @@ NUM_EXTREME = 5
 MOST_CANDIDATES = 6
 """Rows of the grid."""
 NUM_LINES = 3
-"""Of a caption."""
+"""Most lines of a caption."""
 MOST_SIDE = 256
 """Pixels of a video's longer side on the page."""
 BACKGROUND, TEXT, FAINT = "#ffffff", "#1c1e21", "#7a828e"
@@ -62,7 +62,7 @@ def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, 
 
 
 def _small(clip: Clip, window: Window) -> np.ndarray:
-    """What is looked at of a video, THWC, no larger than a page shows it."""
+    """Return a video cut to the window, THWC, no larger than a page shows it."""
     video_THWC = cut(clip, "", window)
     height, width = video_THWC.shape[1:3]
     if (share := MOST_SIDE / max(height, width)) < 1:

@@ -1,4 +1,4 @@
-"""What an evaluation leaves: report.json, a table for the terminal, and reports side by side."""
+"""Results of an evaluation: report.json, a table for the terminal, and reports side by side."""
 
 import math
 from collections.abc import Sequence
@@ -126,7 +126,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def shown(value: float) -> str:
-    """With as many digits as a reader wants: 0.000123, 0.984, 12.3, 1234."""
+    """Format a value with the digits that a reader wants: 0.000123, 0.984, 12.3, 1234."""
     if value == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))

@@ -23,9 +23,9 @@ from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
 
 PATIENCE_SECONDS = 120.0
-"""For which a service that is busy or away is asked again."""
+"""Seconds for which a service that is busy or away is asked again."""
 MOST_PAUSE_SECONDS = 30.0
-"""That it may ask to be left alone for; a quota of a day is told instead."""
+"""Longest pause that a service may ask for; a longer one, such as a daily quota's, ends the command."""
 _MAX_VIDEO_BYTES = 1 << 30
 _POLL_SECONDS = (0.05, 0.5)
 """The shortest and the longest pause between two questions for a video."""
@@ -133,10 +133,10 @@ class ServiceMaker:
         return value
 
     def _answer(self, method: str, path: str, body: dict | None = None, headers: dict | None = None) -> bytes:
-        """What is answered, however often that has to be asked.
+        """Return the content of an answer, asked for again while the service is busy or away.
 
         Raises:
-            UserError: if it is a refusal, or nothing for `PATIENCE_SECONDS`.
+            UserError: for a refusal, or no answer within `PATIENCE_SECONDS`.
         """
         until = time.monotonic() + PATIENCE_SECONDS
         while True:

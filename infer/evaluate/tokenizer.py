@@ -28,15 +28,15 @@ from megadit.models.shared.setting import setting
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 SSIM_SIGMA, SSIM_RADIUS = 1.5, 5
-"""Of the Gaussian window, in pixels."""
+"""Standard deviation and radius of the Gaussian window, in pixels."""
 SSIM_C1, SSIM_C2 = 0.01**2, 0.03**2
 HIGHEST_PSNR = 100.0
-"""Of videos that come back unchanged, in dB."""
+"""PSNR of videos that come back unchanged, in dB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerOptions:
-    tokenizer: Path = setting(help="of a tokenizer, a bundle or a data set", positional=True, metavar="BUNDLE")
+    tokenizer: Path = setting(help="folder of a tokenizer, a bundle or a data set", positional=True, metavar="BUNDLE")
     clips: Path = setting(help="videos: a folder, or a data set that stores pixels", positional=True, metavar="CLIPS")
     out: Path | None = setting(None, "a .json file for the figures")
     frames: int | None = setting(

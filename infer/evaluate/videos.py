@@ -49,9 +49,9 @@ class Clip:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     key: str
-    """Of its content."""
+    """Hash of its content."""
     names: tuple[str, ...]
-    """Of its videos, for messages."""
+    """Names of its videos, for messages."""
     prompts: tuple[str, ...]
     read: Callable[[], Sequence[Clip]]
 
@@ -163,7 +163,7 @@ def _part_of_files(folder: Path, files: Sequence[Path]) -> Part:
 
 
 def _caption(video: Path, folder: Path) -> str:
-    """What stands beside a video: in NAME.mp4.json (as `megadit generate` writes it), NAME.json or NAME.txt."""
+    """Read the caption beside a video: NAME.mp4.json (as `megadit generate` writes it), NAME.json or NAME.txt."""
     for file in (record_path(video), video.with_suffix(".json"), video.with_suffix(".txt")):
         if not file.is_file() or leads_out(file, folder):
             continue

@@ -1,4 +1,4 @@
-"""What of a video is looked at: so many frames from its middle, at one size.
+"""Window of a video that an evaluation looks at: so many frames from its middle, at one size.
 
 Shapes: N videos, T/H/W frames, height, width, C colour channels. Pixels are uint8, RGB, 0..255.
 """
@@ -15,9 +15,9 @@ from megadit.infer.evaluate.videos import Clip, Part
 from megadit.models.shared.errors import UserError
 
 MOST_FRAMES = 16
-"""Of a window, where nothing else is asked for: what FVD is computed from."""
+"""Most frames of a window by default: as many as FVD is computed from."""
 RATE_TOLERANCE = 0.01
-"""By which frames a second may differ: 23.976 and 24 are one rate."""
+"""Largest relative difference of equal frame rates: 23.976 and 24 are one rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Window:
 
     @property
     def text(self) -> str:
-        """Of the protocol."""
+        """Description of the window in a protocol."""
         rate = f" at {self.fps:g} fps" if self.fps else ""
         how = ", cropped and resized" if self.is_resized else ""
         return f"{self.frames} frames of {self.height}x{self.width}{rate} from the middle{how}"
@@ -76,7 +76,7 @@ def looked_at(part: Part, window: Window) -> tuple[Tensor, list[str]]:
 
 
 def cut(clip: Clip, name: str, window: Window) -> Tensor:
-    """What is looked at of a video, [T, H, W, C].
+    """Cut the window out of a video, [T, H, W, C].
 
     Raises:
         UserError: as `looked_at`; `name` is the video's.

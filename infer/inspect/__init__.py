@@ -1,1 +1,1 @@
-"""What is there: `megadit info` describes files, `megadit doctor` the machine."""
+"""Commands that inspect: `megadit info` describes files, `megadit doctor` the machine."""

@@ -26,12 +26,12 @@ from megadit.models.tokenizers import load_tokenizer
 NOTES = "prepare"
 KEPT_SHOWN = 48
 MOST_BYTES = 1 << 20
-"""Of a picture that is put into the page."""
+"""Most bytes of a picture that is put into the page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skip:
-    """What the notes say of a source, or a stretch of one."""
+    """Note of a source, or a stretch of one, that was left out."""
 
     source: str = setting("")
     reason: str = setting("")
@@ -76,7 +76,7 @@ def _left_out(notes: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[Skip]:
-    """Of notes; none where a version without them prepared the data set."""
+    """Yield the notes of a file; none where a version without them prepared the data set."""
     if path.is_file():
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):

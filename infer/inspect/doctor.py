@@ -29,7 +29,7 @@ class Finding:
 
     name: str
     found: str | None
-    """What was found (a version, a size), or None."""
+    """Version, size or the like that was found; None: it is missing."""
     enables: str
     remedy: str = ""
     """How to get it where it is missing."""

@@ -1,4 +1,4 @@
-"""What the files of people hold: a video or an image, and the samples in the shards of a data set."""
+"""Descriptions of a user's files: a video or an image, and the samples in the shards of a data set."""
 
 import tarfile
 from collections import Counter

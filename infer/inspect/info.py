@@ -40,7 +40,7 @@ NEUTRAL = (0.0, 1.0, "", ())
 """Values with which a setting that has them by default changes nothing."""
 
 Facts = dict[str, Any]
-"""What -> its value, in the order to show them."""
+"""Facts by name, in the order to show them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ def write_page(path: Path, page: Path, facts: Facts) -> None:
 
 
 def describe(path: Path) -> Facts:
-    """What lies at `path`.
+    """Describe the file or folder at `path`.
 
     Raises:
         UserError: if nothing is there, or nothing that megadit writes.
@@ -205,7 +205,7 @@ def _sizes(files: Collection[Path]) -> str:
 
 
 def describe_blend(path: Path) -> Facts:
-    """What a blend of data sets takes from where: of each split the folders, their samples and their weights.
+    """Describe a blend of data sets: folders, samples and weights of each split.
 
     Raises:
         UserError: if the file names no data sets, or one of them was not prepared.
@@ -245,7 +245,7 @@ def describe_run(path: Path) -> Facts:
 
 
 _LAST = {"loss": "last loss", "lr": "last learning rate", "seconds": "seconds a step"}
-"""Of the last step: key in metrics.jsonl -> what it is called."""
+"""Key of the last step in metrics.jsonl -> its name."""
 
 
 def _iteration(checkpoint: Path) -> int:

@@ -53,7 +53,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong, in words, the worst first."""
+    """Problems in words, the worst first."""
 
     broken: tuple[str, ...]
     slow: tuple[str, ...]
@@ -196,7 +196,7 @@ def _rounds(places: list[Place]) -> Iterator[list[tuple[str, Pair, tuple[int, ..
 
 
 def _open_store(rank: int) -> dist.Store:
-    """Where ranks leave what they found: torchrun's own, or one that the first rank holds; opened without waiting."""
+    """Open the store that ranks share: torchrun's own, or one that the first rank holds; does not wait for it."""
     is_torchrun_s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],

@@ -1,4 +1,4 @@
-"""What extras of megadit bring, followed through the metadata of what is installed: whether all of it is here."""
+"""Check of the requirements of megadit's extras, followed through the metadata of what is installed."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Need:
     """One requirement of a distribution."""
 
     name: str
-    """In its canonical form."""
+    """Canonical name."""
     asked: str
-    """Such as `onnx>=1.18`."""
+    """Requirement as it is written, such as `onnx>=1.18`."""
     by: str
     """The distribution that asks."""
     found: str | None
@@ -28,7 +28,7 @@ class Need:
 
 
 def needs_of(extras: Collection[str], name: str = NAME) -> Iterator[Need]:
-    """What a distribution with these extras asks for here, and what that asks for in turn; each pair once.
+    """Yield the requirements of a distribution with these extras, and theirs in turn; each pair once.
 
     Raises:
         UserError: if it is not installed, or has no such extra.

@@ -12,12 +12,12 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path
 
 STEPS_SHOWN = 8
-"""Of those with samples: evenly, the first and the last among them."""
+"""Steps whose samples are shown: spread evenly, the first and the last among them."""
 SAMPLES_SHOWN = 6
-"""Of a step."""
+"""Samples shown of a step."""
 EVENTS_SHOWN = 100
 MOST_BYTES = 8 << 20
-"""Of a picture or video that is put into the page."""
+"""Most bytes of a picture or video that is put into the page."""
 KINDS = {".mp4": "video/mp4", ".png": "image/png"}
 STEP = re.compile(r"step_(\d+)")
 

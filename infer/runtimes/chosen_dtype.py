@@ -32,7 +32,7 @@ def chosen_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime:
 
 
 def stored_dtype(bundle: Bundle) -> torch.dtype:
-    """That of most numbers of a bundle's network."""
+    """Dtype of most numbers of a bundle's network."""
     counts: dict[torch.dtype, int] = {}
     for tensor in open_safetensors(bundle.path / bundle.networks[0] / TENSOR_FILE).stored.values():
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + torch.Size(tensor.shape).numel()
@@ -40,7 +40,7 @@ def stored_dtype(bundle: Bundle) -> torch.dtype:
 
 
 def tell_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:
-    """As `chosen_dtype`, and says in a line of stderr what `auto` has chosen where it was a choice."""
+    """Return `chosen_dtype`, and print to stderr what `auto` has chosen where it was a choice."""
     chosen, stored = chosen_dtype(name, bundle, device, runtime), str(stored_dtype(bundle)).removeprefix("torch.")
     if name == AUTO and runtime == "torch" and stored != "float32":
         where = "as its weights are stored" if chosen == stored else f"its weights are stored in {stored}"

@@ -37,7 +37,7 @@ class ExportedDenoiser:
     """D(x; sigma) by an exported network; called exactly like `TorchDenoiser`."""
 
     dtype = torch.float32
-    """Of what it takes and gives."""
+    """Dtype of its inputs and outputs."""
 
     def __init__(self, networks: Networks, slots: AdapterSlots | None = None, name: str = DENOISERS[0]) -> None:
         """`slots` are its inputs for adapters, where it has any; `name` is that of its network."""
@@ -45,7 +45,7 @@ class ExportedDenoiser:
         self._network = networks[name]
         self._slots = slots
         self.adapters: dict[str, Packed] = {}
-        """By name."""
+        """Packed adapters by name."""
         self._filled: WeakKeyDictionary[Conditioning, dict[str, Tensor]] = WeakKeyDictionary()
 
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:

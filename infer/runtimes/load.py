@@ -31,7 +31,7 @@ class ExportedRuntime:
     """A runtime of networks that `megadit export` wrote."""
 
     folder: str
-    """Where a bundle keeps them."""
+    """Folder of a bundle that holds them."""
     open: Callable[[ExportedNetworks, torch.device], Networks]
     """Opens them on a device; raises UserError where this runtime cannot run."""
 
@@ -95,7 +95,7 @@ def check_runtime(
 
 
 def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
-    """What a bundle's exported networks take and give, and where they are.
+    """Open the description of a bundle's exported networks: their inputs, outputs and files.
 
     Raises:
         UserError: if it has none of this kind, or they are of other weights; names the command that makes them, where
@@ -124,7 +124,7 @@ def adapter_slots(bundle: Bundle, runtime: str) -> AdapterSlots | None:
 
 
 def weights_checksum(bundle: Bundle) -> str:
-    """What an export remembers of the weights it was made from: the SHA-256 of each network's."""
+    """Checksum of the weights that an export was made from: the SHA-256 of each network's."""
     files = bundle.manifest["files"]
     return " ".join(files[f"{network}/model.safetensors"]["sha256"] for network in bundle.networks)
 

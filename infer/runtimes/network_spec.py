@@ -1,4 +1,4 @@
-"""What an exported network takes and gives: the one description that graphs, engines and runtimes are checked against.
+"""Inputs and outputs of an exported network: the one description that graphs, engines and runtimes are checked against.
 
 It is written beside the files (`settings.json`), so that a copied folder explains itself.
 """
@@ -14,13 +14,13 @@ from megadit.models.shared.files import read_json
 SETTINGS_FILE = "settings.json"
 SETTINGS_VERSION = 3
 GIVEN_INPUTS = ("given", "is_given", "times")
-"""Of denoisers that were trained to be given parts of videos among their latents; others have none of them."""
+"""Inputs of denoisers that were trained with conditioning tokens among the latents; others have none of them."""
 BESIDE_INPUTS = ("given", "is_given", "image")
-"""Of those that read it beside their latents, `image` of those alone that read features of images."""
+"""Inputs of denoisers with conditioning in extra channels; `image` only where they read features of images."""
 DENOISERS = ("denoiser", "low_noise_denoiser")
 """The first of a bundle's networks, and the second of those that have two (`Bundle.networks`)."""
 TOWERS = ("image_tower", "text_tower")
-"""Those of a network that matches images and texts."""
+"""Networks of a model that matches images and texts."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("tokens", "mask"),
     **dict.fromkeys(
@@ -32,8 +32,8 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "image_tower": ("x",),
     "text_tower": ("tokens", "length"),
 }
-"""What the inputs of each exported network are called, in order; one takes those that its `NetworkSpec` has. Those for
-adapters come after them (`models/adapter_slots.py`)."""
+"""Names of the inputs of each exported network, in order; a network has those of its `NetworkSpec`. Inputs for adapters
+come after them (`models/adapter_slots.py`)."""
 OUTPUTS = {
     "text_encoder": "features",
     **dict.fromkeys(DENOISERS, "x0"),
@@ -78,14 +78,14 @@ class Axis:
 class TensorSpec:
     name: str
     dtype: str
-    """As torch and numpy call it."""
+    """Name of the dtype in torch and numpy."""
     axes: tuple[Axis | int, ...]
     """Open sides, and the sizes of fixed ones."""
     below: int | None = None
-    """Of whole numbers that are indices: how many there are."""
+    """Number of valid values, for indices."""
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
-        """With these sizes of the open sides."""
+        """Return the shape with these sizes of the open sides."""
         return tuple(axis if isinstance(axis, int) else sizes[axis.name] for axis in self.axes)
 
     def shape_at(self, extreme: Extreme) -> Shape:
@@ -171,5 +171,5 @@ class ExportedNetworks:
 
     @property
     def rebuild(self) -> str:
-        """What to do where a size was not exported."""
+        """Remedy for a size that was not exported."""
         return f"export again with --profile ({self.directory.parent})"

@@ -86,7 +86,7 @@ class OnnxNetworks:
 
 
 def tensorrt_options(spec: NetworkSpec) -> dict[str, str]:
-    """What ONNX Runtime's TensorRT provider is told: the contract's profile, and where built engines are kept."""
+    """Options of ONNX Runtime's TensorRT provider: the contract's profile, and the cache of built engines."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megadit" / "tensorrt"
     options = {"trt_engine_cache_enable": "1", "trt_timing_cache_enable": "1", "trt_engine_cache_path": str(cache)}
     for extreme in ("min", "opt", "max"):

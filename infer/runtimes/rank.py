@@ -31,13 +31,14 @@ from megadit.models.shared.errors import UserError
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """What a rank can be asked for: its methods, by name."""
+    """One rank of a distributed denoiser, whose methods are called by name."""
 
     denoiser: Denoiser | None = None
     tells: bool = True
     """Whether it gives what is denoised: the ranks that share one call have the same."""
     conditions: dict[int, Conditioning] = field(default_factory=dict)
-    """By the numbers that their owner gave them: what denoisers keep of conditions lives as long as these."""
+    """Conditions by the numbers that their owner gave them; what denoisers cache for conditions lives as long as these.
+    """
 
     def load(self, bundle: str, tells: bool, device: str, dtype: str, options: Mapping[str, Any]) -> None:
         """Loads the denoiser of a bundle (`load_denoiser`).

@@ -36,9 +36,9 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.ports import free_ports
 
 START_SECONDS, CALL_SECONDS = 600.0, 600.0
-"""What loading the network, and one call of it, may take before the ranks count as lost."""
+"""Seconds of loading the network, and of one call, after which the ranks count as lost."""
 _SECONDS_AFTER_A_FAILURE = 5.0
-"""In which another rank may be seen to have ended, which then was the reason."""
+"""Seconds after a failure in which another rank may be seen to have ended, which then was the reason."""
 PATIENCE = 30.0
 """Seconds in which a rank says that it is there, whatever it is doing."""
 PING = b"are you there?"
@@ -54,10 +54,10 @@ class LostRankError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Which ranks there are."""
+    """Placement of a network's ranks on devices."""
 
     devices: tuple[str, ...]
-    """Of each rank."""
+    """Device of each rank."""
     tensor: int = 1
     """Ranks of a share that split the network's matrices."""
     context: int = 1
@@ -99,7 +99,7 @@ class RankedDenoiser:
         self.device, self.dtype = device, dtype
         self._bundle, self._placement, self._options = bundle, placement, options
         self._adapters: dict[str, tuple[Mapping[str, Tensor], AdapterConfig]] = {}
-        """By name: ranks that are started again need them."""
+        """Adapters by name: ranks that are started again need them."""
         self._numbers: weakref.WeakKeyDictionary[Conditioning, int] = weakref.WeakKeyDictionary()
         self._next_number = count()
         self._group = self._started()
@@ -113,7 +113,7 @@ class RankedDenoiser:
         shares = [share.tolist() for share in torch.arange(len(conditioning)).tensor_split(self._placement.num_shares)]
 
         def question(places: list[int], is_new: bool) -> Question | None:
-            """Of some videos. Picked by place, they are copies: a slice would be sent with the whole."""
+            """Question about some videos. Picked by place, they are copies: a slice would be sent with the whole."""
             if not places:
                 return None
             condition = conditioning.at(places).to("cpu") if is_new else None
@@ -147,7 +147,7 @@ class RankedDenoiser:
         self._ask(lambda group: [(what, arguments)] * len(self._placement.devices))
 
     def _ask(self, questions: "Callable[[_Group], list[Question | None]]") -> list[Any]:
-        """What each rank answers; where ranks are lost, what those answer that are started in their place.
+        """Return the answer of each rank; where ranks are lost, the answers of those started in their place.
 
         Raises:
             LostRankError: if these are lost, too.
@@ -219,7 +219,7 @@ class _Group:
             )
 
     def ask(self, questions: Sequence[Question | None], seconds: float) -> list[Any]:
-        """What each rank answers to its question; None where it is asked nothing.
+        """Return the answer of each rank to its question; None where it is asked nothing.
 
         Raises:
             UserError: where a rank does.
@@ -295,7 +295,7 @@ def _end(processes: list[subprocess.Popen], connections: list[Connection]) -> No
 
 
 def _environment(placement: Placement, device: str, place: int, port: int) -> dict[str, str]:
-    """Of the rank that has this place in its share: a world of its own, which torch.distributed finds by the port."""
+    """Environment of the rank at this place of its share: a world of its own, which is found by the port."""
     place_of_gpu = torch.device(device).index or 0
     world = {"RANK": place, "WORLD_SIZE": placement.per_share, "LOCAL_RANK": place_of_gpu, "MASTER_PORT": port}
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}}

@@ -53,7 +53,7 @@ class AdaptableDenoiser:
         self._adapters.remove(name)
 
     def _scale_adapters(self, scales: Mapping[str, float | Tensor]) -> None:
-        """What `set_scale` takes of each; nothing of one that is not named."""
+        """Set the scale of each adapter (`set_scale`); 0 for those not named."""
         for name in self._adapters:
             set_scale(self.dit, scales.get(name, 0.0), name)
 
@@ -62,11 +62,11 @@ class Prepared(NamedTuple):
     """Conditions, ready for the network."""
 
     conditioning: Conditioning
-    """Where and in what precision it takes them."""
+    """Conditioning on the network's device, in its precision."""
     layout: DenseLayout | None
     """Keeps what is computed of them."""
     scales: dict[str, float | Tensor]
-    """Of its adapters, as `set_scale` takes them."""
+    """Scales of its adapters, as `set_scale` takes them."""
 
 
 class TorchDenoiser(AdaptableDenoiser):

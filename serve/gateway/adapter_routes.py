@@ -79,7 +79,7 @@ def adapter_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRou
 
     @router.get("/adapters", response_model=AdapterList)
     def list_adapters(key: Authenticated) -> AdapterList:
-        """Those that this key may use: its own, and the service's."""
+        """List the adapters that this key may use: its own, and the service's."""
         info = gateway.servers.info(gateway.servers.models[0])
         adapters = gateway.adapters.all(key, None if info is None else info.adapters)
         return AdapterList(data=[Adapter.of(each) for each in adapters])

@@ -39,9 +39,9 @@ _CHECK = "megadit.infer.check_adapter"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredAdapter:
     name: str
-    """As its key calls it."""
+    """Name in the requests of its key."""
     stored: str
-    """As Triton does."""
+    """Name at Triton."""
     key_id: str | None
     """None: everybody's."""
     num_bytes: int
@@ -63,7 +63,7 @@ class Adapters:
             raise UserError(f"--adapters={folder} is no folder; give that of `megadit serve build-repository`")
 
     def all(self, key: Key, info: AdapterInfo | None) -> list[StoredAdapter]:
-        """Those that a key may use: its own, and the service's that it has none of the same name of."""
+        """Return the adapters that a key may use: its own, and the service's of other names."""
         if self._folder is None:
             names = () if info is None else info.names
             return [StoredAdapter(name=name, stored=name, key_id=None, num_bytes=0, created_at=0) for name in names]

@@ -38,10 +38,10 @@ from megadit.serve.client import Generation
 from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
 
 GATEWAY = "http://127.0.0.1:8080"
-"""Where a gateway listens if it is told nothing else."""
+"""Default URL of a gateway."""
 _CONNECT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
-"""After which a connection counts as broken; a stream shows a sign of life every 15 s."""
+"""Silence after which a connection counts as broken; a stream shows a sign of life every 15 s."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _AWAY = (502, 503, 504)
 """A gateway that is starting or stopping, or a proxy that finds none."""
@@ -252,7 +252,7 @@ class GatewayClient:
     # ------------------------------------------------------------------------------------------ one question
 
     def _until_answered(self, ask: Callable[[], _Answer], cancelled: threading.Event, about: str = "") -> _Answer:
-        """What `ask` gives, once the gateway is there.
+        """Return the result of `ask`, repeated until the gateway is there.
 
         Raises:
             UnavailableError: if it is away for longer than our patience; with what there is to say `about` the request.
@@ -317,7 +317,7 @@ def read_key(path: Path) -> str:
 
 
 def _in_json(name: str, value: Any) -> Any:
-    """What is given of a video, files in base64."""
+    """Encode the value of a conditioning option for JSON, files in base64."""
     if name == "keyframe":
         return [f"{number}:{base64.b64encode(file).decode()}" for number, file in map(split_keyframe, value)]
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value

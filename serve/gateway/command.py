@@ -36,7 +36,7 @@ class GatewayOptions:
     port: int = setting(8080, "(default: {default})", metavar="PORT")
     metrics_host: str = setting("127.0.0.1", "(default: {default})", metavar="HOST")
     metrics_port: int = setting(9090, "0 is none (default: {default})", metavar="PORT")
-    max_connections: int = setting(1024, "of clients (default: {default})", low=1, metavar="N")
+    max_connections: int = setting(1024, "client connections at once (default: {default})", low=1, metavar="N")
     """Or as many as the process may have, if these are fewer."""
     drain_seconds: float = setting(30.0, "to finish jobs (default: 30)", metavar="S")
 

@@ -13,16 +13,16 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.supervise import raise_descriptor_limit
 
 _SECONDS_TO_ASK = 10.0
-"""From the beginning of a connection, or the end of an answer, until the whole head of the next request is there."""
+"""Time from the beginning of a connection, or the end of an answer, until the head of the next request is complete."""
 _OF_OURS = 512
 """Descriptors of the store, the log, the metrics and what waits to be accepted."""
 _OF_A_SLOT = 8
 """Descriptors of a job at Triton."""
 _FEWEST = 16
 _PIECES = 1024
-"""Of a body, that may be as small as they like."""
+"""Pieces of a body that may be as small as they like."""
 _SMALLEST_PIECE = 256
-"""Bytes that all others have on the average: each piece costs as much to read as a small request."""
+"""Average bytes of all further pieces: each costs as much to read as a small request."""
 BACKLOG = 128
 """Connections that the kernel holds, and that are accepted in one go, before any has to make room."""
 
@@ -49,9 +49,9 @@ class Door:
         self._most = most
         self._all: set[Connection] = set()
         self._strangers: dict[Connection, None] = {}
-        """Those that have never asked for anything, the oldest first."""
+        """Connections that have never asked for anything, the oldest first."""
         self._idle: dict[Connection, None] = {}
-        """Those that have, and ask for nothing now, the longest silent first."""
+        """Connections whose requests are answered, the longest silent first."""
 
     def enter(self, connection: "Connection") -> bool:
         """Whether it may stay; where all places are taken, one that asks for nothing goes instead."""
@@ -71,7 +71,7 @@ class Door:
         self._idle.pop(connection, None)
 
     def rest(self, connection: "Connection") -> None:
-        """What it asked for is answered."""
+        """Note that the connection's request is answered."""
         if connection in self._all:
             self._idle[connection] = None
 
@@ -109,7 +109,7 @@ class Connection(H11Protocol):
         self.conn = _Sparing(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
         self._door = door
         self._end: asyncio.TimerHandle | None = None
-        """Of its patience; None while it is being answered."""
+        """Timer that closes it when it stays silent; None while it is being answered."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

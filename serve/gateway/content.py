@@ -24,7 +24,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Content:
-    """What is handed out, and how it is named."""
+    """Content of an answer, and its name as a file."""
 
     file: IO[bytes]
     name: str

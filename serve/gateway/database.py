@@ -42,15 +42,15 @@ from megadit.serve.gateway import patience
 SCHEMA_VERSION = 8
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 _SECONDS_TO_STAND_STILL = 10.0
-"""Of a gateway in the midst of a transaction, before the others go on without it."""
+"""Longest standstill of a gateway within a transaction before the others go on without it."""
 _SECONDS_TO_CONNECT = 5
 _SECONDS_OF_A_STATEMENT = 15.0
 _SECONDS_TO_ANSWER = 20.0
-"""For a database that would have ended the statement by itself, were it there: its network is silent."""
+"""Time for a database that would have ended the statement by itself, were it there: its network is silent."""
 _SECONDS_FOR_A_PLACE = 10.0
-"""Until one of so many connections is free."""
+"""Time until one of so many connections is free."""
 MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
-"""What one gateway does while the others wait; numbers of PostgreSQL's advisory locks."""
+"""Work that one gateway does while the others wait, as numbers of PostgreSQL's advisory locks."""
 
 _metadata = MetaData()
 VERSION = Table(
@@ -200,7 +200,7 @@ class Database:
             raise UserError(f"the job store {shown(url)} cannot be opened: {in_a_line(error)}") from error
         with told_in_a_line(url), self.reading() as connection:
             self.store_id: str = connection.execute(select(VERSION.c.store_id)).scalar_one()
-            """Of this store and no other, however often it moves."""
+            """Id of this store and no other, however often it moves."""
 
     def reading(self) -> AbstractContextManager[Connection]:
         return self._reader.begin()
@@ -256,12 +256,12 @@ def told_in_a_line(url: str) -> Iterator[None]:
 
 
 def in_a_line(error: SQLAlchemyError) -> str:
-    """What the database complained of, in one line, without the values that it was given."""
+    """Return the database's complaint in one line, without the values of the statement."""
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
 _POOL: dict[str, Any] = {"pool_size": 48, "pool_timeout": _SECONDS_FOR_A_PLACE, "hide_parameters": True}
-"""Of connections to a store; the parameters of statements hold prompts."""
+"""Pool of connections to a store; the parameters of statements hold prompts."""
 
 
 def _engine(url: str) -> Engine:
@@ -343,7 +343,7 @@ def _prepare_postgresql(connection, _record) -> None:
 
 
 def _turn_to_wal(connection: sqlite3.Connection) -> None:
-    """For this one change SQLite itself does not wait while another process has the file, as it does otherwise."""
+    """Switch to WAL, for which alone SQLite does not wait by itself while another process has the file."""
     began, seconds = time.monotonic(), patience.seconds_left(_SECONDS_TO_WAIT_FOR_A_LOCK)
     connection.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}").close()
     while True:

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: one shape for every error."""
+"""Errors of the HTTP API, all of one shape."""
 
 from collections.abc import Collection
 

@@ -20,7 +20,7 @@ from megadit.serve.gateway.keys import Key
 
 REFERENCE = "input_reference"
 MOST_FILES = 16
-"""Of a form."""
+"""Most files of a form."""
 _KEYFRAME = re.compile(r"keyframe\[([0-9]{1,9})\]")
 """A form's field of a keyframe, with its number."""
 
@@ -87,7 +87,7 @@ async def values_of(form: FormData) -> dict[str, Any]:
 
 
 def reference_as(data: bytes, given: Mapping[str, Any], takes: tuple[str, ...]) -> str:
-    """What `input_reference` is of the video: an image its first frame, a video what the other fields say.
+    """Return the field that `input_reference` stands for: the first frame if it is an image, else by the other fields.
 
     Raises:
         UserError: if that is given already.

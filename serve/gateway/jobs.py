@@ -1,4 +1,4 @@
-"""What a job is, from the request to the end of its history.
+"""Jobs of the gateway, from the request to the end of their history.
 
 queued -> in_progress -> completed | failed        (and from any of them: deleted)
 """
@@ -32,26 +32,26 @@ class Job:
     attempts: int
     owner: str | None
     error_code: str | None
-    """Of its failure; of a job that has not ended, what its server suffered under it."""
+    """Code of its failure; of a job that has not ended, of what it may have done to its server."""
     error_message: str | None
     created_at: float
     started_at: float | None
     completed_at: float | None
     seconds_to_live: float | None
-    """Of the result; negative once it is gone."""
+    """Seconds until the result expires; negative once it is gone."""
     media_type: str | None
     num_bytes: int | None
     sha256: str | None
     scores: dict[str, float] | None
-    """Of a judge, where one was asked for."""
+    """Scores by a judge, where they were asked for."""
     result_name: str | None
-    """Of the file of its video."""
+    """File name of its video."""
     given_name: str | None
-    """Of the file of what was given of it, until the job has ended."""
+    """File name of its conditioning media, until the job has ended."""
     remixed_from: str | None
     """The id of the video that it changes."""
     traceparent: str | None
-    """Of the request that made it, where traces are recorded (`serve/tracing.py`)."""
+    """Trace context of the request that made it, where traces are recorded (`serve/tracing.py`)."""
     queued_at: float | None
     """When it came into the queue last; None for a job of an older release."""
 
@@ -74,29 +74,29 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewJob:
-    """What a client asks for."""
+    """Job that a client asks for."""
 
     model: str
     request: VideoRequest
     """Its files are kept by themselves, as `given`."""
     id: str | None = None
-    """Of a job for which something is stored already."""
+    """Id of a job for which something is stored already."""
     given: "Result | None" = None
     remixed_from: str | None = None
     priority: int = 2
     """Among the jobs of its key: 1 is made first, then 2 and 3."""
     idempotency_key: str | None = None
     fingerprint: str = ""
-    """Of the request's body; the same idempotency key with another body is a mistake."""
+    """Hash of the request's body; the same idempotency key with another body is a mistake."""
     traceparent: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A video that was stored, or what was given of one."""
+    """Video, or conditioning media of one, in the store."""
 
     name: str
-    """Of its file: no two writes share one."""
+    """File name: no two writes share one."""
     media_type: str
     num_bytes: int
     sha256: str

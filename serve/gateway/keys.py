@@ -23,25 +23,23 @@ from megadit.serve.gateway.jobs import IN_PROGRESS, QUEUED, failure
 
 _FORM = re.compile(r"mdk_([0-9a-f]{12})_([0-9A-Za-z_-]{43})")
 _NOBODY = "0" * 64
-"""What an unknown key is compared with: no text has this hash as far as anyone knows."""
+"""Hash that unknown keys are compared with: no text has it as far as anyone knows."""
 _WITH_ID = select(KEYS).where(KEYS.c.id == bindparam("key_id"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyLimits:
-    """What one key may ask for; more is answered 429."""
+    """Limits of one key; more is answered 429."""
 
     requests_per_minute: int = setting(600, "(default: {default})", low=1, metavar="N")
     max_active: int = setting(64, "videos waiting or running (default: {default})", low=1, metavar="N")
     videos_per_day: int = setting(10_000, "(default: {default})", low=1, metavar="N")
-    max_stored_bytes: int = setting(10 << 30, "of finished videos (default: 10 GiB)", low=1, metavar="N")
+    max_stored_bytes: int = setting(10 << 30, "bytes of finished videos (default: 10 GiB)", low=1, metavar="N")
 
-    max_upload_bytes: int = setting(
-        48 << 20, "of a request with files, which wait in the same room (default: 48 MiB)", low=1, metavar="N"
-    )
+    max_upload_bytes: int = setting(48 << 20, "bytes of a request with files (default: 48 MiB)", low=1, metavar="N")
 
-    max_adapters: int = setting(16, "that it brought (default: {default})", low=0, metavar="N")
-    max_adapter_bytes: int = setting(1 << 30, "of these together (default: 1 GiB)", low=1, metavar="N")
+    max_adapters: int = setting(16, "adapters that the key uploaded (default: {default})", low=0, metavar="N")
+    max_adapter_bytes: int = setting(1 << 30, "bytes of these adapters together (default: 1 GiB)", low=1, metavar="N")
 
     def __post_init__(self) -> None:
         check_settings(self)

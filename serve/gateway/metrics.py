@@ -1,4 +1,4 @@
-"""What Prometheus is told: the queue, how long each stage takes, and what became of every video."""
+"""Metrics for Prometheus: the queue, how long each stage takes, and what became of every video."""
 
 import platform
 import threading
@@ -18,7 +18,7 @@ from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.logs import log
 
 _NOBODYS = {("", "queued"): 0, ("", "in_progress"): 0}
-"""What a sum over keys finds when no key has any: autoscaling takes a metric that is not there for a fault."""
+"""Values that a sum over keys finds when no key has any: autoscaling takes a missing metric for a fault."""
 _ASKED_AT_ONCE = 8
 """Connections to the metrics; further ones are closed."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)

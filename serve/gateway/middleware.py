@@ -19,11 +19,11 @@ from megadit.serve.tracing import HERE, TRACEPARENT, Span, Tracing
 _PLAIN = re.compile(rb"[0-9A-Za-z._-]{1,64}")
 """A request id of a client's that may be repeated in a header and in the log."""
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-"""What is counted under its name; clients can make up any number of others."""
+"""Methods that are counted under their names; clients can make up any number of others."""
 
 
 _CLIENT_LEFT = 499
-"""As nginx counts a request whose client hangs up before the answer: no fault of the service's."""
+"""Status of a request whose client hangs up before the answer, as nginx counts it: no fault of the service's."""
 _SECONDS_OF_A_BODY = 30.0
 """How long the whole of it may take, however it comes."""
 
@@ -81,7 +81,7 @@ class Surroundings:
             HERE.reset(place)
 
     def _span(self, scope: Scope, request_id: str) -> Span:
-        """Of what a caller traces, and of every request but those that look: clients ask how far a video is all day."""
+        """Span of a request that its caller traces, or that is no poll: clients ask how far a video is all day."""
         parent = dict(scope["headers"]).get(TRACEPARENT.encode(), b"").decode("latin-1")
         is_look = scope["method"] not in ("POST", "DELETE")
         told = {"http.request.method": scope["method"] if scope["method"] in _METHODS else "_OTHER"}
@@ -89,7 +89,7 @@ class Surroundings:
         return self._tracing.begin(told["http.request.method"], parent, told, kind="server", may_be_root=not is_look)
 
     def _limited(self, receive: Receive, state: dict[str, Any]) -> Receive:
-        """As `receive`, within the limits; `state` may hold a larger one of the body, for who has shown a key."""
+        """Wrap `receive` in the limits; `state` may hold a larger limit of the body, for a request with a key."""
         received, deadline = 0, asyncio.get_running_loop().time() + _SECONDS_OF_A_BODY
 
         async def receiving() -> Message:

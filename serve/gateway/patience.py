@@ -55,7 +55,7 @@ def began(connection: Connection) -> None:
 
 
 def ended(connection: Connection) -> None:
-    """What a transaction took is taken from the request that it was part of."""
+    """Take the time of a transaction from the request that it was part of."""
     if (began := connection.info.pop("began", None)) is not None:
         spend(time.monotonic() - began)
 

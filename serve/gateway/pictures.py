@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What a picture shows: frames in rows, spread evenly over the video, each made to fit into a square."""
+    """Layout of a picture: frames in rows, spread evenly over the video, each made to fit into a square."""
 
     most_frames: int
     num_columns: int
@@ -33,7 +33,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "spritesheet": Variant(most_frames=16, num_columns=4, most_side=256, suffix=".jpg", media_type="image/jpeg"),
     }
 )
-"""By the names that `?variant=` gives."""
+"""Variants by their names in `?variant=`."""
 
 
 def picture_of(data: bytes, media_type: str, variant: Variant) -> bytes:

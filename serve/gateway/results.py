@@ -1,4 +1,4 @@
-"""Where videos are kept until they expire: a folder, or any URL that fsspec knows (s3://, gs://, abfs://, ...).
+"""Store of videos until they expire: a folder, or any URL that fsspec knows (s3://, gs://, abfs://, ...).
 
 A file has the name of its job and of the write, both ours alone to choose: nothing that a client sends becomes part of
 a path, and a gateway that comes back to a job that another has finished meets none of its files.
@@ -100,7 +100,7 @@ class Results:
             return None
 
     def given(self, job: Job) -> bytes:
-        """What was given of the video of a job; fsspec's file systems raise what their libraries do."""
+        """Read the conditioning media of a job's video; fsspec's file systems raise what their libraries do."""
         return self._files.cat_file(f"{self._root}/{job.given_name}")
 
     def remove(self, name: str | None) -> None:
@@ -133,7 +133,7 @@ class Results:
         return age.total_seconds() < _SECONDS_OF_YOUTH
 
     def _names(self) -> list[str]:
-        """Of the files of all videos, half written ones too."""
+        """File names of all videos, half written ones too."""
         try:
             paths = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
@@ -148,5 +148,5 @@ class Results:
 
 
 def _job_id(name: str) -> str:
-    """Of the job that a file is named after."""
+    """Id of the job that a file is named after."""
     return name.lstrip(".").partition(".")[0]

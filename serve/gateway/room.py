@@ -1,4 +1,4 @@
-"""What a key may have at once, in a day, and keep.
+"""Limits of what a key may have at once, in a day, and keep.
 
 A day's jobs stay in the store that long at least: they are what is counted.
 """

@@ -50,7 +50,7 @@ _Body, _Answer = TypeVar("_Body", bound=BaseModel), TypeVar("_Answer")
 _CONTENTS = (*SUFFIXES, *(variant.media_type for variant in VARIANTS.values()))
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _MOST_FIELDS = 64
-"""Of a body; to complain of each of a hundred thousand would hold everybody up."""
+"""Most fields of a body; to complain of each of a hundred thousand would hold everybody up."""
 _MOST_MARKS = 1 << 19
 """Quotes, commas and brackets of a JSON body: reading them holds everybody up, as base64, which has none, does not."""
 _SMALL = 1 << 16
@@ -232,7 +232,7 @@ _WHOLE: dict[str, Callable[[bytes], Any]] = {
     "application/json": _of_json,
     "application/x-www-form-urlencoded": _of_line,
 }
-"""What reads bodies of a kind that are read as a whole."""
+"""Parsers of bodies that are read as a whole, by content type."""
 
 
 _Asked = tuple[NewJob, ServiceInfo]

@@ -28,9 +28,9 @@ from megadit.serve.gateway.store import JobStore
 from megadit.serve.tracing import NOTHING, Span, Tracing
 
 _SECONDS_BETWEEN_LOOKS = 0.2
-"""At the queue; a job that this gateway was given is seen at once."""
+"""Pause between looks at the queue; a job that this gateway was given is seen at once."""
 _SECONDS_BETWEEN_NOTES = 0.2
-"""Of a job's progress."""
+"""Pause between notes of a job's progress."""
 _SECONDS_BETWEEN_PROBES = 1.0
 _SECONDS_FOR_A_CANCEL = 5.0
 _CANCELLED, _LOST, _DRAINED = "cancelled", "lost", "drained"
@@ -40,7 +40,7 @@ _CANCELLED, _LOST, _DRAINED = "cancelled", "lost", "drained"
 class RunnerSettings:
     """How long things may take, in seconds."""
 
-    job_seconds: float = setting(3600.0, "of one job at Triton (default: 3600)", metavar="S")
+    job_seconds: float = setting(3600.0, "time of one job at Triton, its queue included (default: 3600)", metavar="S")
     """Its own queue included."""
     hang_seconds: float = setting(10.0, "until a silent server loses its jobs (10)", metavar="S")
     """Silent: one that answers no probe."""
@@ -55,10 +55,10 @@ class _Run:
     server: Server
     generation: Generation
     num_slots: int = 1
-    """Of the server, that it holds."""
+    """Slots of the server that it holds."""
     attempt: Span = NOTHING
     call: Span = NOTHING
-    """Of Triton, within the attempt."""
+    """Span of Triton, within the attempt."""
     began: float = field(default_factory=time.monotonic)
     stopped_for: str | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -212,7 +212,7 @@ class Runner:
         return True
 
     def _spans(self, job: Job, server: Server) -> tuple[Span, Span]:
-        """Of a job's attempt, and of Triton's part in it; that of its time in the queue is told at once."""
+        """Begin the spans of a job's attempt and of Triton's part in it, and record that of its time in the queue."""
         about = {"megadit.job": job.id, "megadit.key": job.key_id, "megadit.attempt": job.attempts}
         queue = self._tracing.begin("queue", job.traceparent, about, at=job.queued_at or job.created_at)
         queue.end(at=job.started_at)

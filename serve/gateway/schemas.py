@@ -1,4 +1,4 @@
-"""What goes in and out over HTTP: a video, how far it is, and the settings of this service as fields."""
+"""Schemas of the HTTP API: a video, its progress, and the settings of this service as fields."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ _MOST = {str: 100_000, int: _INT32, float: 1e6}
 """The largest number, or characters, of a setting that has no upper bound of its own."""
 _LONGEST_NAME = 200
 _MOST_ADAPTERS = 64
-"""That are read of a body; the model takes fewer."""
+"""Most adapters that are read of a body; the model takes fewer."""
 
 
 def _field(about: Setting) -> tuple[Any, Any]:
@@ -125,7 +125,7 @@ CreateVideo = create_model("CreateVideo", __base__=_VideoBody, __doc__=_VideoBod
 
 
 class RemixVideo(BaseModel):
-    """What to change in a finished video."""
+    """Changes to a finished video."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -187,7 +187,7 @@ class Video(BaseModel):
 
 
 class VideoPreview(BaseModel):
-    """What a video is going to be, as far as it can be told."""
+    """Preview of a video that is not finished."""
 
     id: str
     object: Literal["video.preview"] = "video.preview"
@@ -239,7 +239,7 @@ class Health(BaseModel):
 
 
 def check(request: VideoRequest, info: ServiceInfo) -> None:
-    """What can be told to be wrong without the model; Triton checks everything again.
+    """Check what can be checked without the model; Triton checks everything again.
 
     Raises:
         UserError: if the request cannot be served.

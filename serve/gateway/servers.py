@@ -19,12 +19,12 @@ class Server:
     """One Triton server."""
 
     url: str
-    """As `VideoClient` takes it."""
+    """Address for `VideoClient`."""
     models: tuple[str, ...]
     slots: int
     """Jobs that it is given at once; Triton's batcher makes those of equal settings together."""
     infos: dict[str, ServiceInfo] = field(default_factory=dict)
-    """What its models said last."""
+    """Latest description of each of its models."""
     silent_since: float | None = field(default_factory=time.monotonic)
     """When it stopped answering (monotonic seconds); None while it answers."""
     is_proven: bool = False
@@ -46,7 +46,7 @@ class Server:
         return self._note(self._probe)
 
     def answers(self) -> bool:
-        """As `probe`, but asks no more than whether all models are loaded: before each job, which waits for it."""
+        """Whether all models are loaded, which is all that this asks (unlike `probe`): each job waits for it."""
         return self._note(lambda model: self.client(model).is_ready())
 
     def _note(self, is_loaded: Callable[[str], bool]) -> bool:
@@ -117,6 +117,6 @@ class Servers:
         return sum(server.is_healthy for server in self.all)
 
     def info(self, model: str) -> ServiceInfo | None:
-        """What a model offers: as a healthy server says, else as any said last; None if none ever did."""
+        """Return the description of a model by a healthy server, else the latest by any; None if there is none."""
         ordered = sorted(self.all, key=lambda server: not server.is_healthy)
         return next((server.infos[model] for server in ordered if model in server.infos), None)

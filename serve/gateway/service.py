@@ -40,7 +40,7 @@ _SECONDS_FOR_READINESS = 1.0
 _READERS = 2
 """Processes that look at files which were sent."""
 _MOST_BODIES = 64
-"""Of a key, that are read at once or wait for it."""
+"""Most bodies of a key that are read at once or wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +65,14 @@ class GatewaySettings:
     adapters: str = setting(
         "", "folder of adapters, that of `build-repository`; keys may add their own (default: none)", metavar="DIR"
     )
-    name: str = setting("", "of this gateway, its own at this store (default: HOST:PORT)")
+    name: str = setting("", "unique name of this gateway at its store (default: HOST:PORT)")
     slots: int = setting(8, "jobs given to each server at once (default: {default})", low=1, metavar="N")
-    max_body_bytes: int = setting(1 << 20, "of a request (default: 1 MiB)", low=1, metavar="N")
-    max_upload_bytes: int = setting(48 << 20, "of a request with files (default: 48 MiB)", low=1, metavar="N")
+    max_body_bytes: int = setting(1 << 20, "bytes of a request (default: 1 MiB)", low=1, metavar="N")
+    max_upload_bytes: int = setting(48 << 20, "bytes of a request with files (default: 48 MiB)", low=1, metavar="N")
     max_uploads: int = setting(4, "such requests that a key sends at once (default: {default})", low=1, metavar="N")
     max_streams: int = setting(32, "progress streams of a key (default: {default})", low=1, metavar="N")
     min_free_bytes: int = setting(1 << 28, "room to be left on disks (default: 256 MiB)", metavar="N")
-    """For the store and the results; with less, no job is taken."""
+    """Disks of the store and the results; with less room, no job is taken."""
     history_seconds: float = setting(30 * 86_400.0, "until a job is forgotten (30 days)", metavar="S")
     """After its end."""
     runner: RunnerSettings = group(RunnerSettings)
@@ -117,11 +117,11 @@ class Gateway:
             most_usual=_MOST_BODIES,
         )
         self.reading = Turns(1, most_of_a_key=_MOST_BODIES)
-        """Of large bodies."""
+        """Turns to read large bodies."""
         self.decoding = Turns(_READERS, most_of_a_key=_MOST_BODIES)
-        """Of files, once they are known to be a request's."""
+        """Turns to decode files, once they are known to be a request's."""
         self.looking = Turns(1, most_of_a_key=_MOST_BODIES)
-        """At adapters."""
+        """Turns to look at adapters."""
         self._readers: dict[MediaLimits, MediaReader] = {}
         self.runner = Runner(
             self.store,

@@ -29,7 +29,7 @@ from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.room import DAY, check_room
 
 _WANTED = "wanted"
-"""Of a webhook: its job's end is to be told, and has not been yet."""
+"""State of a webhook: the end of its job is to be told, and has not been yet."""
 _AT_ONCE = 500
 
 # Statements of every look and every job, written once: to put one together takes longer than to run it.

@@ -25,11 +25,11 @@ from megadit.serve.gateway.store import JobStore
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_ANSWER = 10.0
-"""For the whole exchange, however slowly an address answers."""
+"""Time for the whole exchange, however slowly an address answers."""
 _SECONDS_OF_A_TURN = 10.0
-"""After which a key with more to tell waits for its next turn."""
+"""Time after which a key with more to tell waits for its next turn."""
 _PAUSES = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
-"""After each try that fails, as standardwebhooks.com advises: three days in all."""
+"""Pauses after each try that fails, as standardwebhooks.com advises: three days in all."""
 _AT_ONCE = 8
 
 
@@ -50,7 +50,7 @@ class Webhooks:
         self._thread.start()
 
     def stop(self) -> None:
-        """What is not delivered is sent by the next life of this gateway."""
+        """Stop; what is not delivered is sent when this gateway starts again."""
         self._stopping.set()
         self._thread.join()
 

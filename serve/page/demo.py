@@ -36,14 +36,16 @@ from megadit.serve.local_server import LocalServer
 from megadit.serve.page.ways import BEST, ways_of
 
 DEMO_BUNDLE = "runs/demo/bundle"
-"""What `make demo` leaves behind."""
+"""Bundle that `make demo` leaves behind."""
 Client = VideoClient | GatewayClient
 _SECONDS_BETWEEN_UPDATES = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageOptions:
-    url: str | None = setting(None, "of the service: grpc://HOST:PORT, http://HOST:PORT or HOST (default: localhost)")
+    url: str | None = setting(
+        None, "address of the service: grpc://HOST:PORT, http://HOST:PORT or HOST (default: localhost)"
+    )
     bundle: str | None = setting(
         None, f"start a service on this bundle (default, where none runs: {DEMO_BUNDLE})", metavar="PATH"
     )
@@ -55,7 +57,7 @@ class PageOptions:
     )
     """Not the key itself, which would stand in the process list."""
     host: str = setting("127.0.0.1", "address of the page (default: {default}; 0.0.0.0: all)")
-    port: int = setting(7860, "of the page (default: {default})", metavar="PORT")
+    port: int = setting(7860, "port of the page (default: {default})", metavar="PORT")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,7 +134,7 @@ class Take:
     request: VideoRequest
     media_type: str
     seconds: float
-    """That it took."""
+    """Time that it took."""
     path: Path
     scores: dict[str, float] | None
     """A judge's, of a service that has one."""
@@ -149,7 +151,7 @@ class Take:
 
 
 class Studio:
-    """What the page does, without the page: runs and cancels requests, keeps files, estimates times."""
+    """Work of the page, without the page: runs and cancels requests, keeps files, estimates times."""
 
     def __init__(self, client: Client, *, max_kept: int = 500) -> None:
         self.client = client
@@ -169,11 +171,11 @@ class Studio:
 
     @property
     def uploads(self) -> Path:
-        """What visitors send, and the copies of videos that are shown: gone with the page."""
+        """Folder of visitors' files and the copies of videos that are shown: gone with the page."""
         return self.folder / "gradio"
 
     def told(self, way: str) -> str:
-        """What labels say of a way; nothing where there is no choice."""
+        """Return the name of a way for labels; "" where there is no choice."""
         return way if self.has_ways else ""
 
     def adapters(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a visitor gives of a video: images, a clip and a painted mask, as far as the network was trained for them."""
+"""Conditioning inputs of the page: images, a clip and a painted mask, as far as the network was trained for them."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from megadit.serve.page.demo import Studio
 
 _CONTINUE, _CHANGE, _PAINT = "Continue it", "Change it as the prompt says", "Make the painted part anew"
 _WAYS = {_CONTINUE: "prefix", _CHANGE: "edit", _PAINT: "inpaint"}
-"""What may be done with a video, each with the use that a network must have been trained for."""
+"""Label of what may be done with a video -> the conditioning that a network must have been trained with."""
 
 
 class GivenInputs:

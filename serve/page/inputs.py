@@ -1,4 +1,4 @@
-"""What a visitor sets on the page, piece by piece: way, size, sampling, adapters, seed."""
+"""Settings of the page, piece by piece: way, size, sampling, adapters, seed."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ class Sampling:
         return {"way": way, "num_steps": int(steps), "guidance": float(guidance), "sampler": sampler, **settings}
 
     def _chosen(self, way: str) -> list[Any]:
-        """What all components but the first get when a visitor chooses a way."""
+        """Updates of all components but the first when a visitor chooses a way."""
         chosen = self._studio.ways[way]
         steps, guidance, sampler = (chosen.defaults[name] for name in ("num_steps", "guidance", "sampler"))
         low, high = chosen.scales
@@ -85,7 +85,7 @@ class Sampling:
         return [steps, scale, sampler, *self._slid(way).values(), self._sizes.told(way, steps, guidance)]
 
     def _slid(self, way: str) -> dict[str, float]:
-        """Where the sliders of a way stand."""
+        """Values of a way's sliders."""
         defaults = self._studio.ways[way].defaults
         return {name: float(defaults.get(name, about.default)) for name, about in view.SLIDERS.items()}
 
@@ -96,7 +96,7 @@ class Sampling:
 
 
 class Adapters:
-    """Which adapters the video is made with, and how much of them."""
+    """Choice of adapters for the video, and their scale."""
 
     def __init__(self, studio: Studio) -> None:
         with gr.Row(visible=studio.info.adapters is not None):

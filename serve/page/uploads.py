@@ -1,4 +1,4 @@
-"""What visitors may send to the page: so many bytes of each, and of all, and nothing stays for ever.
+"""Limits of uploads to the page: so many bytes of each visitor, and of all, and nothing stays for ever.
 
 Gradio writes each file of a request down before anything of the page is asked, and visitors need no session for that.
 """
@@ -11,12 +11,12 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SECONDS_KEPT = 3600
-"""That a file stays which a visitor has sent."""
+"""Time that an uploaded file stays."""
 SECONDS_BETWEEN_SWEEPS = 300
 _OF_A_VISITOR, _OF_ALL = 8, 32
 """The largest files that a page keeps at once."""
 _OTHER_BYTES = 8 << 20
-"""Of a request that brings no file: takes of a session go back and forth as paths."""
+"""Most bytes of a request that brings no file: takes of a session go back and forth as paths."""
 _READ_ONLY = ("GET", "HEAD", "OPTIONS")
 _UNUSED = "/process_recording"
 """A way of gradio's to leave files elsewhere, which this page has no use for."""

@@ -1,4 +1,4 @@
-"""What the demo page looks like: its style, and the HTML of the stage on which a video appears."""
+"""Look of the demo page: its style, and the HTML of the stage on which a video appears."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class Preset:
 
     @property
     def size(self) -> dict[str, int]:
-        """As a request says it."""
+        """Size as fields of a request."""
         return {"num_frames": self.num_frames, "height": self.height, "width": self.width}
 
     def label(self, seconds: float) -> str:

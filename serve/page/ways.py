@@ -12,9 +12,9 @@ from megadit.serve.contract import ServiceInfo, VideoRequest, calls_in_words, ca
 from megadit.serve.gateway.client import GatewayClient
 
 BEST = "best"
-"""What makes a video in as many calls as it likes."""
+"""Name of the way that makes a video in as many calls as it likes."""
 MOST_GUIDANCE = 10.0
-"""That a visitor may choose of any network that is not told its scale."""
+"""Highest guidance that a visitor may choose, of any network that is not guidance-distilled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

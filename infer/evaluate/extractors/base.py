@@ -1,4 +1,4 @@
-"""What evaluation asks of a network that turns videos into features, and how pictures are resized for it.
+"""Interface of networks that turn videos into features for an evaluation, and the resizing of pictures for them.
 
 Shapes: B videos or pictures, T/H/W frames, height, width, C colour channels, D width of the features.
 """
@@ -21,9 +21,9 @@ class Extractor(Protocol):
     width: int
     """Numbers of a feature."""
     fewest_frames: int
-    """That a clip must have; 1 for pictures."""
+    """Fewest frames of a clip; 1 for pictures."""
     protocol: str
-    """What happens to pixels before the network: size, resampling, scale."""
+    """Preprocessing of pixels, in words: size, resampling, scale."""
     fingerprint: str
     """A short hash of its weights."""
 

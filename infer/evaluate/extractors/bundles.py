@@ -24,7 +24,7 @@ def open_bundle_extractor(path: Path, device: torch.device) -> Extractor:
 
 
 class _Judge:
-    """What both have in common: they see pictures as they did in training."""
+    """Preprocessing that both extractors share: pictures are prepared as in training."""
 
     def __init__(self, bundle: Bundle, device: torch.device, *, width: int, told: str) -> None:
         """`told` is what is read of the network, in words."""
@@ -37,7 +37,7 @@ class _Judge:
         self.protocol = f"{frames}bicubic with antialias to {self._size.height}x{self._size.width}, {told}"
 
     def _latents(self, video_BTHWC: Tensor) -> Tensor:
-        """What the network reads."""
+        """Return the latents that the network reads."""
         first = (video_BTHWC.shape[1] - self.fewest_frames) // 2
         seen_BTHWC = video_BTHWC[:, first : first + self.fewest_frames].to(self._device)
         return self._tokenizer.encode(resized(seen_BTHWC, self._size.height, self._size.width) / 127.5 - 1)

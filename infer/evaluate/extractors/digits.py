@@ -15,7 +15,7 @@ CROP_EXTENT = 0.75
 _LAST = 8
 """The modules of the network up to the features of its last convolution."""
 _LOGIT_SCALE = 0.2
-"""Of the logits beside those features, whose size they then have."""
+"""Scale of the logits beside those features, which gives them the same size."""
 _NUM_OTHERS = 36
 """Features of a frame beside the logits: 32 of the last convolution, 3 of the colour, 1 of the ink."""
 
@@ -85,7 +85,7 @@ def centred_crops(stroke_BHW: Tensor, linear_B22: Tensor | None = None, shift_B2
 
 
 class DigitPictures:
-    """Of a frame: the last layers, the mean colour of the strokes, and how much of the frame is ink."""
+    """Features of a frame: the last layers, the mean colour of the strokes, and how much of the frame is ink."""
 
     name, sees, fewest_frames = "digits", "pictures", 1
     protocol = "crops of 16x16 around the ink, last convolution and logits"
@@ -99,9 +99,9 @@ class DigitPictures:
 
 
 class DigitClips:
-    """Of a clip: the looks of its frames and how they change from one to the next, and the way of the ink.
+    """Features of a clip: those of its frames, how they change from one to the next, and the path of the ink.
 
-    The way is its mean step and the mean size of its change, in pixels along height and width: a digit that stands
+    The path is its mean step and the mean size of its change, in pixels along height and width: a digit that stands
     still, or jumps about, lies far from one that moves evenly.
     """
 

@@ -47,7 +47,7 @@ KINDS: dict[str, Row] = {
 
 
 def open_extractors(path: Path, device: torch.device) -> list[Extractor]:
-    """What can be made of a file or folder of weights.
+    """Open the extractors of a file or folder of weights.
 
     Raises:
         UserError: if nothing can, or its tensors are not those of its network.

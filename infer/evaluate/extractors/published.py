@@ -16,7 +16,7 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json, sha256_of
 
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of pictures in 0..1, as CLIP was trained; a folder's preprocessor_config.json may say otherwise."""
+"""Mean and standard deviation of colours in 0..1, as CLIP was trained; a preprocessor_config.json may differ."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -44,7 +44,7 @@ def open_published(folder: Path, device: torch.device) -> list[Extractor]:
 
 
 class _Normalised:
-    """What both have in common: a square size, a mean and a standard deviation of colours."""
+    """Preprocessing that both extractors share: a square size, a mean and a standard deviation of colours."""
 
     fewest_frames = 1
 
