@@ -1,1 +1,1 @@
-"""What a network computes: the video DiT, its layers, tokenizers, text encoders and weights."""
+"""The networks: the video DiT, its layers, tokenizers, text encoders and weights."""

@@ -1,4 +1,4 @@
-"""What an adapter is: which linears it changes, and how."""
+"""The configuration of an adapter: which linears it changes, and how."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -31,14 +31,14 @@ from megadit.models.shared.errors import UserError
 from megadit.models.unet_config import UNetConfig
 
 NAME = "slots"
-"""Of the slots among the adapters of a linear."""
+"""Name of the slots among the adapters of a linear."""
 USUAL_TARGETS: Mapping[type, tuple[str, ...]] = {
     DiTConfig: AdapterConfig(rank=1).targets,
     UNetConfig: ("*.attentions.*",),
 }
 """Class of a configuration -> what adapters usually change: attention and MLPs."""
 _BLOCK = re.compile(r"^blocks\.\d+\.|^network\.(\w+_blocks\.\d+|mid_block)\.\w+\.\d+\.(transformer_blocks\.\d+\.)?")
-"""Where a target is, of a transformer and of a U-Net."""
+"""Prefix of a target's path that says in which block it is, in a transformer and in a U-Net."""
 State = Mapping[str, Tensor]
 
 
@@ -54,7 +54,7 @@ class Packed(NamedTuple):
     """An adapter as slots hold it."""
 
     factors: dict[str, Tensor]
-    """By the names of inputs, without their first side: [N, r, I] and [N, O, r]."""
+    """Input name -> factor, without the batch side: [N, r, I] and [N, O, r]."""
     ranks: dict[str, int]
     """Group -> its r."""
 
@@ -65,7 +65,7 @@ class AdapterSlots:
 
     config: NetworkConfig
     rank: int
-    """Of all adapters of a sample together."""
+    """Maximum rank of all adapters of a sample together."""
     targets: tuple[str, ...] = ()
     """Patterns of what adapters may change; none stand for the usual ones."""
 

@@ -17,7 +17,7 @@ from megadit.models.ops.linear import Linear
 from megadit.models.ops.qk_norm_rope import qk_norm_rope
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Layout, bool], Tensor]
-"""What is called like `ops.attention`; `megatron.parallelize` exchanges those of self-attention."""
+"""Signature of `ops.attention`; `megatron.parallelize` replaces that of self-attention."""
 
 
 class QKNorm(nn.Module):

@@ -44,7 +44,7 @@ class AxialInputs:
 def axial_inputs(
     layout: Layout, axis: Axis, rotary: Rotary | None, config: DiTConfig, device: torch.device, dtype: torch.dtype
 ) -> AxialInputs:
-    """What attention along `axis` reads; `rotary` is that of the tokens at home, None without rotary positions."""
+    """Layout and rotary for attention along `axis`; `rotary` is in "home" order, None without rotary positions."""
     along = axial_layout(layout, axis)
     if rotary is not None and not isinstance(layout, DenseLayout):
         rotary = layout.memo(_axial_rotary, axis, config, device, dtype)
@@ -125,17 +125,17 @@ def _gather_lines(whole: PackLayout, axis: Axis, mesh: TokenMesh) -> _Lines:
 
 
 class Move(NamedTuple):
-    """Which tokens a rank sends to which other when the arrangement changes."""
+    """The tokens that a rank sends to and receives from each other rank when the arrangement changes."""
 
     sent_S: Tensor
-    """int64: their indices here, receiver after receiver."""
+    """int64: local indices of the tokens to send, receiver after receiver."""
     num_sent: tuple[int, ...]
-    """To each rank."""
+    """Tokens for each rank."""
     placed_S: Tensor
-    """int64: the new indices of those received, sender after sender."""
+    """int64: new local indices of the tokens received, sender after sender."""
     num_received: tuple[int, ...]
     size: int
-    """Tokens here afterwards; those that nobody sends are zero."""
+    """Local tokens after the move; those that nobody sends are zero."""
 
 
 def move(
@@ -152,12 +152,12 @@ def move(
 
 
 def axial_needs(layout: PackLayout) -> list[Need]:
-    """What axial attention reads on a device."""
+    """Return the tensors that axial attention reads on a device."""
     return [Need(layout, _plan), *(computed(axial_layout(layout, axis)) for axis in AXES)]
 
 
 class _Plan(NamedTuple):
-    """What is read beside the tensors of both layouts."""
+    """Tensors of axial attention that neither layout holds: moves between arrangements, and positions."""
 
     move_of_ends: dict[tuple[Arrangement, Arrangement], Move]
     position_of_axis: dict[Axis, Tensor]
@@ -172,7 +172,7 @@ def _plan(layout: PackLayout) -> _Plan:
 
 
 def find_move(layout: PackLayout, source: Arrangement, target: Arrangement) -> Move:
-    """What this rank of `layout.mesh` sends and receives."""
+    """Find the tokens that this rank of `layout.mesh` sends and receives."""
     mesh, whole = layout.mesh, layout.whole
     ranks = [replace(mesh, rank=rank) for rank in range(mesh.size)]
     here, there = ([_tokens(whole, at, rank) for rank in ranks] for at in (source, target))

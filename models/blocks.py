@@ -28,29 +28,29 @@ from megadit.models.ops.modulated_norm import modulated_norm, rms_norm
 from megadit.models.segments import ConditionRows
 
 TokenMove = Callable[[Tensor, Layout, Arrangement, Arrangement], Tensor]
-"""What is called like `axial.move`; `megatron.parallelize` gives one that sends tokens between ranks."""
+"""Signature of `axial.move`; `megatron.parallelize` sets one that sends tokens between ranks."""
 MLP_SLICE = 8192
 """Most tokens that go through an MLP at once: enough to keep any device busy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockInputs:
-    """What every block reads beside the tokens."""
+    """Inputs of every block, in addition to the tokens."""
 
     layout: Layout
     condition_GD: Tensor | None = None
     """Noise level and frame rate, or class, of each condition row; None in networks that denoise nothing."""
     text_LBD: Tensor | None = None
-    """What keys and values read; None where the sample is conditioned on a class instead, or on nothing."""
+    """Text features for keys and values; None where the sample is conditioned on a class, or on nothing."""
     image_IBD: Tensor | None = None
-    """What keys and values read of a given image beside the text, in networks that do."""
+    """Features of a conditioning image for keys and values, in networks that attend to one."""
     rotary: Rotary | None = None
     shared_GM: Tensor | None = None
     """Added to every modulation (`Structure.shared_modulation`)."""
     positions_SBD: Tensor | None = None
     """Learned positions, added in every block."""
     time: AxialInputs | None = None
-    """Of attention along time and along space alone, in blocks that have it."""
+    """Inputs of attention along time (here) and along space (next), in ST-DiT blocks."""
     space: AxialInputs | None = None
 
 
@@ -329,7 +329,7 @@ class BlockStack(nn.ModuleDict):
 
 
 class FinalLayer(nn.Module):
-    """From tokens of the network's width back to patches of latents."""
+    """Maps tokens of the network's width back to patches of latents."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()

@@ -121,7 +121,7 @@ class CLIP(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """What cosines are multiplied by, [1], float32: at most 100."""
+        """Factor of the cosines (inverse temperature), [1], float32: at most 100."""
         return bounded(self.log_scale.float(), math.log(HIGHEST_SCALE)).exp()
 
     def embed_images(self, x_BCTHW: Tensor) -> Tensor:
@@ -139,11 +139,11 @@ class CLIP(nn.Module):
     def forward_packed(
         self, tokens_S1P: Tensor, text_L1E: Tensor, layout: PackLayout, before: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """What the towers make of the images and of the texts of a pack, both [G, E]; see each.
+        """Image and text embeddings of a pack, both [G, E], from the two towers.
 
-        A part of the network that is not the first takes `before`, the activations of both towers of the part before,
-        in place of tokens; one that is not the last gives its own. They are one tensor [S + L, 1, D] of the wider
-        tower's D: tokens of images, then those of texts, filled up with zeros.
+        A model chunk that is not the first takes `before`, the activations of both towers from the previous chunk,
+        in place of tokens; one that is not the last returns its own activations. They are one tensor [S + L, 1, D] of
+        the wider tower's D: image tokens, then text tokens, padded with zeros.
         """
         image, text = (tokens_S1P, text_L1E) if self.part.is_first else self._of_towers(before, layout)
         made = self.image_tower.forward_packed(image, layout), self.text_tower.forward_packed(text, layout)
@@ -152,7 +152,7 @@ class CLIP(nn.Module):
         return torch.cat([F.pad(x, (0, self.config.sent_size - x.shape[-1])) for x in made])
 
     def _of_towers(self, both: Tensor, layout: PackLayout) -> tuple[Tensor, Tensor]:
-        """(image S1D, text L1D) of what `forward_packed` gives; ranks share either sequence in the same way."""
+        """Split `forward_packed`'s tensor into (image S1D, text L1D); ranks share either sequence in the same way."""
         counts = [count // layout.mesh.slices for count in (layout.capacity, layout.text_capacity)]
         image, text = both.split(counts)
         return image[..., : self.config.hidden_size], text[..., : self.config.text_tower.hidden_size]

@@ -1,4 +1,4 @@
-"""What a video is made from, beside noise.
+"""The conditioning of a batch: text, image and class features, conditioning latents, frame rate, guidance scale.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E feature width, P width of a
 pooled feature, I tokens of an image, M marks.
@@ -20,20 +20,20 @@ from megadit.models.transfer import sent_as_one
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """What is given of each video of a batch: clean latents among the noisy ones, in the same places of all."""
+    """Conditioning latents of a batch: clean latents among the noisy ones, in the same places of all videos."""
 
     latents_BCTHW: Tensor
-    """float32: of the video, then of frames that are only given. Where nothing is given they are not read."""
+    """float32: latents of the video, then of extra conditioning frames; read only where `is_given_THW` is True."""
     is_given_THW: Tensor
-    """bool: True where the latents are given."""
+    """bool: True where the latents are conditioning."""
     extra_times: tuple[float, ...] = ()
-    """When the frames that are only given are, in latent frames of the video."""
+    """Times of the extra conditioning frames, in latent frames of the video."""
     marks_MTHW: Tensor | None = None
-    """bool: which of the M frames of a latent are given, where not all are or none; None: `is_given_THW` says it."""
+    """bool: which of the M pixel frames of a latent are conditioning; None: all or none, as `is_given_THW` says."""
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """(T, H, W) of the video and of what is only given."""
+        """(T, H, W) of the video with its extra conditioning frames."""
         return tuple(self.is_given_THW.shape)
 
     def among(self, x_BCTHW: Tensor, scale: Tensor | float = 1.0) -> Tensor:
@@ -43,7 +43,7 @@ class Given:
         return torch.where(self.is_given_THW, scale * self.latents_BCTHW, F.pad(x_BCTHW, (0, 0, 0, 0, 0, extra)))
 
     def channels(self, config: DiTConfig) -> Tensor:
-        """What channels of their own tell of it (`config.given_channels`), float32 [B, M + C or M, T, H, W]."""
+        """Return the extra channels, float32 [B, M or M + C, T, H, W]: mask, then latents unless these are tokens."""
         marks_MTHW = self.is_given_THW[None] if self.marks_MTHW is None else self.marks_MTHW
         size = (self.latents_BCTHW.shape[0], config.given.marks, *self.size)
         marks_BMTHW = marks_MTHW.to(self.latents_BCTHW).expand(size)
@@ -55,7 +55,7 @@ class Given:
 
     @property
     def places(self) -> Hashable:
-        """The same of two exactly where the same places are given, at the same times."""
+        """A key that two conditionings share exactly where they have the same mask and the same times."""
         masks = (mask for mask in (self.is_given_THW, self.marks_MTHW) if mask is not None)
         return self.extra_times, *((tuple(mask.shape), on_host(mask).numpy().tobytes()) for mask in masks)
 
@@ -121,15 +121,15 @@ class Conditioning:
     fps_B: Tensor
     """float32, frames per second of the decoded video; 0 for images."""
     adapter_scale_B: Mapping[str, Tensor] = field(default_factory=dict)
-    """float32, how much each video gets of an adapter of this name; nothing of one that is not named."""
+    """Adapter name -> scale for each video, float32; adapters that are not named have scale 0."""
     given: Given | None = None
-    """What is known of the videos."""
+    """Conditioning latents; None: none."""
     image_BIE: Tensor | None = None
-    """Features of a given image (I tokens, E wide), for networks that attend to them."""
+    """Features of a conditioning image (I tokens, E wide), for networks that attend to them."""
     pooled_BP: Tensor | None = None
-    """One feature of each whole text, for networks that read it."""
+    """Pooled text features, for networks that read them."""
     guidance_B: Tensor | None = None
-    """float32, the scale of guidance that a network is told, of those that are."""
+    """float32: the guidance scale, input of guidance-distilled networks; None for others."""
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]
@@ -156,7 +156,7 @@ class Conditioning:
         return replace(self, text_length_B=torch.zeros_like(self.text_length_B), pooled_BP=pooled_BP)
 
     def at(self, places: list[int]) -> "Conditioning":
-        """Those of some of the videos."""
+        """Return the conditioning of the videos at `places`."""
         return Conditioning(
             self.text_BLE[places],
             self.text_length_B[places],
@@ -169,7 +169,7 @@ class Conditioning:
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Conditioning":
-        """On another device, by one copy that nobody waits for; `dtype` is that of features of text and images."""
+        """Copy to another device without waiting; `dtype` is that of text and image features."""
         text, image, pooled = (
             x if x is None or dtype is None else x.to(dtype) for x in (self.text_BLE, self.image_BIE, self.pooled_BP)
         )

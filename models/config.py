@@ -53,15 +53,15 @@ class DiTConfig:
     `learned`: only `learned_positions`."""
     rope_theta: float = 10000.0
     rope_scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """How far positions reach along time, height and width beyond those of pre-training (NTK-aware, arXiv 2309.00071,
+    """Factors by which positions along time, height and width reach beyond pre-training (NTK-aware, arXiv 2309.00071,
     section 3.1); 1 changes nothing."""
     rope_interpolation: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """What positions along time, height and width are divided by, so that more tokens than in pre-training span the
-    same picture (arXiv 2306.15595, eq. 4); 1 changes nothing."""
+    """Divisors of positions along time, height and width, so that more tokens than in pre-training span the same
+    picture (position interpolation, arXiv 2306.15595, eq. 4); 1 changes nothing."""
     learned_positions: tuple[int, int, int] | None = None
     """Largest grid of tokens (time, height, width) of learned positions, which are added in every block: the sum of
-    one vector for each axis, normalised where the family does so. None has none. Of `vit` the only grid: each of its
-    places has a vector of its own, added once."""
+    one vector for each axis, normalised where the family does so; None: no learned positions. A `vit` accepts this
+    grid alone: each place has its own vector, added once."""
     qk_layernorm: bool = True
     """RMS-normalise queries and keys per head (arXiv 2302.05442), which keeps attention logits bounded."""
     layernorm_epsilon: float = 1e-6
@@ -71,8 +71,8 @@ class DiTConfig:
     """The objective: `edm`, sigma and F as in arXiv 2206.00364; `vp`, F predicts the noise of DDPM's schedule (arXiv
     2006.11239); `flow`, the velocity of rectified flow (arXiv 2209.03003)."""
     given_sigma: float | None = None
-    """The noise level that the network is told of what is given of a video (first frames, a clip to edit, ...), which
-    it sees clean. None: trained without, it takes nothing."""
+    """Noise level that conditions the network for conditioning latents (first frames, a clip to edit, ...), which it
+    sees clean. None: the network was trained without them and accepts none."""
     given_form: GivenFormName = "tokens"
     """How it sees what is given: ours, or that of published weights. `given_forms.py` lists what differs."""
     image_size: int | None = None
@@ -81,13 +81,13 @@ class DiTConfig:
     """Learned positions of these features, where several images are given at once; None has none."""
 
     guidance_range: tuple[float, float] | None = None
-    """Scales of guidance, lowest and highest, that it is told beside the noise level: one call gives what two did
-    (arXiv 2210.03142, section 3.2). None: it is told none."""
+    """Range of guidance scales of a guidance-distilled network, which embeds the scale: one function evaluation
+    replaces two (arXiv 2210.03142, section 3.2). None: not guidance-distilled."""
 
     family: str = "megadit"
-    """Whose structure: ours, or that of published weights. `families.py` lists what differs."""
+    """Name of the structure, ours or that of published weights; `families.py` lists the differences."""
     compat: Literal["nemo", "predict2_5"] | None = None
-    """Whose departures from the family, for loading its checkpoints; None means none."""
+    """Variant of the family with structural differences, for loading its checkpoints; None means none."""
     adaln_lora_dim: int | None = None
     """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one, `st_dit` should)."""
     num_classes: int | None = None
@@ -98,15 +98,15 @@ class DiTConfig:
     padding_mask_channel: bool = False
     """One more channel in, 1 where a video is padding; zeros where no mask is given."""
     frequency_shift: float = 0.0
-    """Of n sinusoids of the noise level the last has the period 10000^((n - 1) / (n - shift)); diffusers' DiT has 1."""
+    """Shift of the noise level's n sinusoids: the last has period 10000^((n - 1) / (n - shift)); 1 in diffusers."""
     qk_layernorm_epsilon: float | None = None
     """None means `layernorm_epsilon`."""
     mlp_layernorm_epsilon: float | None = None
-    """Of the norm before the MLP; None means `layernorm_epsilon`."""
+    """Epsilon of the norm before the MLP; None means `layernorm_epsilon`."""
     quick_gelu: bool = False
     """The MLP's GELU is x sigmoid(1.702 x), as in OpenAI's CLIP."""
     text_tower: TextTowerConfig = TextTowerConfig()
-    """What reads texts beside the images (`clip`); none unless it has layers."""
+    """Configuration of the text tower (`clip`); absent unless it has layers."""
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -140,7 +140,7 @@ class DiTConfig:
 
     @property
     def most_latent_frames(self) -> int | None:
-        """As far as its learned positions reach."""
+        """Maximum number of latent frames, from the learned positions; None: any."""
         return None if self.learned_positions is None else self.learned_positions[0] * self.patch_temporal
 
     @property
@@ -195,7 +195,7 @@ class DiTConfig:
 
     @property
     def mlp_rows(self) -> int:
-        """What the MLP's first linear gives."""
+        """Output features of the MLP's first linear."""
         return self.mlp_factors * self.mlp_size
 
     @property
@@ -210,7 +210,7 @@ class DiTConfig:
 
     @property
     def given(self) -> GivenForm:
-        """How it sees what is given."""
+        """How the network reads conditioning latents."""
         return GIVEN_FORMS[self.given_form]
 
     @property

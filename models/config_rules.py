@@ -1,4 +1,4 @@
-"""What the settings of a network (`DiTConfig`) must keep together."""
+"""Rules that the settings of a network (`DiTConfig`) must satisfy together."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from megadit.models.families import COMPAT
 from megadit.models.shared.rules import Rule
 
 MOST_LAYERS = 1000
-"""Of a network that is built: a description may come from anywhere, and each layer takes its time."""
+"""Maximum depth of a network that is built: a configuration may come from anywhere, and each layer takes time."""
 
 
 def _nearest_number_of_heads(config: Any) -> int:
@@ -148,4 +148,4 @@ RULES: tuple[Rule[Any], ...] = (
         "model.position_embedding={position_embedding} has none",
     ),
 )
-"""In the order in which they are checked."""
+"""The rules, in the order in which they are checked."""

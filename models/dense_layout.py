@@ -1,4 +1,4 @@
-"""The layout of a uniform batch, and what is computed once for all noise levels of its conditions.
+"""The layout of a uniform batch, with a cache of values that are the same at all noise levels.
 
 Shapes: S video tokens, L text slots, I tokens of an image, B batch, D width.
 """
@@ -48,14 +48,14 @@ class DenseLayout:
     """bool: True where a text token may be attended."""
     device: torch.device
     over: Literal["sample", "before", "time", "space"] = "sample"
-    """What self-attention sees: all tokens of a sample, those up to each, those of the same pixel, or those of the same
+    """The tokens that self-attention sees: all of a sample, the preceding ones, those of the same pixel, or of the same
     frame."""
     rows: DenseRows | OpenRows | None = None
-    """Where some tokens are given in every sample; None: modulation broadcasts over the batch."""
+    """Modulation rows where some tokens are conditioning; None: modulation broadcasts over the batch."""
     times: tuple[float, ...] | Tensor | None = None
-    """When each frame of tokens is, float32 [T]; None: 0, 1, 2, ..."""
+    """Time of each frame of tokens, float32 [T]; None: 0, 1, 2, ..."""
     kept: Kept | None = None
-    """Where the same conditions come at many noise levels: what depends on them and on sizes alone. None: seen once."""
+    """Cache of values that depend on conditions and sizes alone, for sampling at many noise levels; None: no cache."""
 
     @property
     def is_causal(self) -> bool:

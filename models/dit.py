@@ -44,18 +44,18 @@ from megadit.models.ops.linear import Linear
 from megadit.models.segments import DenseRows
 
 BASE_FPS = 24.0
-"""With `Structure.fps` = rotary: the frame rate at which rotary time runs at its own pace."""
+"""Frame rate at which rotary time is not rescaled, with `Structure.fps` = rotary."""
 
 
 class Part(NamedTuple):
-    """The `index`-th of `count` parts of a network, each of which has equally many blocks."""
+    """The `index`-th of `count` model chunks of a network, each with equally many blocks."""
 
     index: int = 0
     count: int = 1
 
     @property
     def is_first(self) -> bool:
-        """Whether the network begins here: with patches, not with the activations of the part before."""
+        """Whether the network begins here: with patches, not with the activations of the previous chunk."""
         return self.index == 0
 
     @property
@@ -164,10 +164,10 @@ class DiT(nn.Module):
         device: torch.device,
         kept: Kept | None = None,
     ) -> DenseLayout:
-        """Of a uniform batch of latents of `size` (T, H, W), to which what is only given is added.
+        """Lay out a uniform batch of latents of `size` (T, H, W), with any extra conditioning frames.
 
-        With `kept`, what is the same at every noise level (positions, keys and values of the text) is computed by the
-        first call of `forward` with it, as long as this network's parameters stay as they are.
+        `kept` caches what is the same at every noise level (positions, keys and values of the text), from the first
+        call of `forward` with this layout on; it is valid while the network's parameters do not change.
 
         Raises:
             UserError: if the latents are not a whole number of patches, or more than the network has positions for.
@@ -247,7 +247,7 @@ class DiT(nn.Module):
         return condition_RD, shared_RM
 
     def _embed_text(self, text_LBE: Tensor, is_null: Tensor) -> Tensor | None:
-        """What keys and values read, without text where `is_null` says; None without cross-attention."""
+        """Text features for keys and values, null text where `is_null`; None without cross-attention."""
         if not self.config.structure.cross_attention:
             return None
         text_LBE = text_LBE.to(self.dtype)
@@ -310,13 +310,13 @@ class DiT(nn.Module):
         return rotary_table(layout.on(device).positions_S3, self.config, self.dtype, pace)
 
     def _axial(self, layout: Layout, rotary: Rotary | None, device: torch.device) -> dict[str, AxialInputs]:
-        """What attention along time and along space reads, in networks that have it."""
+        """Inputs of attention along time and along space; {} unless the blocks are ST-DiT's."""
         if self.config.structure.block != "st_dit":
             return {}
         return {axis: axial_inputs(layout, axis, rotary, self.config, device, self.dtype) for axis in ("time", "space")}
 
     def _learned_positions(self, layout: Layout, device: torch.device) -> Tensor | None:
-        """What every block adds again, where positions are learned."""
+        """Learned positions, which every block adds; None where positions are not learned."""
         if self.positions is None:
             return None
         return layout.per_condition(DiT._look_up_positions, self, layout, device)

@@ -1,4 +1,4 @@
-"""From latents to tokens and back; from noise level, frame rate and class to vectors; positions.
+"""Embeddings: latents to tokens and back; noise level, frame rate and class to vectors; positions.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, P patch dim (pt*ph*pw*C),
 D width, E feature width, I tokens of an image, N heads, K head dim, G condition rows (of a pack, or the batch).
@@ -203,7 +203,7 @@ def sigma_embedder(config: DiTConfig) -> nn.Module:
 
 
 def shared_embedder(config: DiTConfig) -> nn.Module | None:
-    """Of the noise level, what every modulation adds; None where nothing is, or all of it comes from the condition."""
+    """Build the embedder of the noise level whose output every modulation adds; None in families without one."""
     if not config.structure.shared_modulation:
         return None
     width = config.hidden_size
@@ -221,7 +221,7 @@ def fps_embedder(config: DiTConfig) -> nn.Module | None:
 
 
 def guidance_embedder(config: DiTConfig) -> nn.Module | None:
-    """Of the scale of guidance, where the network is told one."""
+    """Build the embedder of the guidance scale; None unless the network is guidance-distilled."""
     return None if config.guidance_range is None else ScalarEmbedder(Sinusoids(), config.hidden_size)
 
 

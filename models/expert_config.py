@@ -29,7 +29,7 @@ class ExpertConfig:
     shared_ffn_hidden_size: int = 0
     """Width of an expert that all tokens go through; 0 means none."""
     balance_coefficient: float = 0.01
-    """Of the loss that keeps the experts' loads equal, with `token_choice` (arXiv 2101.03961, eq. 4)."""
+    """Weight of the load-balancing loss, with `token_choice` (arXiv 2101.03961, eq. 4)."""
 
     def __post_init__(self) -> None:
         choose_one(self.routing, get_args(Routing), f"model.experts.routing={self.routing!r} is unknown")

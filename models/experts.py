@@ -89,10 +89,10 @@ def _samples(x_S1E: Tensor, group: LengthGroup) -> Tensor:
 
 
 ExpertCompute = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
-"""What is called like `compute_here`; `megatron.parallelize` gives one that sends tokens to their experts' ranks."""
+"""Signature of `compute_here`; `megatron.parallelize` sets one that sends tokens to their experts' ranks."""
 ExpertChoice = Callable[[Tensor, Layout], Tensor]
-"""From scores [S, B, E] of this rank's tokens to those that each expert takes; `megatron.parallelize` gives one that
-chooses among the tokens of all ranks."""
+"""Maps scores [S, B, E] of this rank's tokens to the tokens that each expert takes; `megatron.parallelize` sets one
+that chooses among the tokens of all ranks."""
 
 
 class ExpertLoad:
@@ -114,7 +114,7 @@ class ExpertLoad:
         return counts_E
 
     def set_counts(self, counts_E: Tensor) -> None:
-        """Those of a whole step."""
+        """Set the experts' shares from the token counts of a whole step."""
         if counts_E.sum() > 0:
             self.share_E = (counts_E.double() / counts_E.sum()).float()
 

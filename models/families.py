@@ -1,4 +1,4 @@
-"""Where published diffusion transformers differ in structure: one table, one row for each family.
+"""Structural differences between published diffusion transformers: one table, one row for each family.
 
 Sizes, and what differs between the networks of one family, are fields of `DiTConfig`.
 
@@ -25,13 +25,13 @@ _ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
-    """What a family has, and in which form."""
+    """The structure of a family's networks."""
 
     block: str = "dit"
     """A row of `blocks.BLOCKS`."""
     task: Task = "denoise"
-    """What the network is for: it denoises samples (`dit.py`), gives the logits of their classes (`vit.py`), or tells
-    which texts they match (`clip.py`)."""
+    """Task of the network: denoise samples (`dit.py`), classify them (logits, `vit.py`), or match them with texts
+    (`clip.py`)."""
     cross_attention: bool = True
     """Text is attended. False: the sample is conditioned on a class instead."""
     projects_text: bool = True
@@ -40,24 +40,24 @@ class Structure:
     text_mlp: bool = False
     """The projection has two layers, and no text is the projection of zeros instead of a learned token."""
     linear_bias: bool = False
-    """In attention, MLP and modulation."""
+    """Linears of attention, MLP and modulation have biases."""
     patch_bias: bool = True
-    """In the first linear, that reads patches."""
+    """The first linear, which reads patches, has a bias."""
     patch_layernorm: bool = False
-    """What the blocks of a network of class tokens read is normalised once, positions included."""
+    """The tokens are normalised once before the first block, positions included (networks with a class token)."""
     gated_mlp: bool = False
     """The MLP is SwiGLU (arXiv 2002.05202): two products up, one down."""
     norm_across_heads: bool = False
     """Queries and keys are normalised over all heads together, not each by itself."""
     text_reaches_only_mlp: bool = False
-    """In a MovieGen block: cross-attention reads tokens that are not normalised, and its result replaces what the MLP
-    reads instead of being added to the tokens; both modulated norms share their weights."""
+    """Cross-attention of a MovieGen block reads tokens that are not normalised, and its result is the MLP's input
+    instead of being added to the tokens; both modulated norms share their weights."""
     normalized_positions: bool = True
     """The sum of a token's learned positions is brought to unit mean square."""
     gelu_tanh: bool = False
     """The MLP's GELU in its tanh approximation."""
     sincos_axes: tuple[tuple[int, int], ...] = _ALONG_T_H_W
-    """With sin-cos positions: (axis, share of the width) in the order of the channels; axes are t, h, w."""
+    """Channel order of sin-cos positions: (axis, share of the width) each; axes are t, h, w."""
 
     sigma_scale: float = 1.0
     """The noise level is multiplied by this before its sinusoids are taken."""
@@ -74,11 +74,11 @@ class Structure:
     single_modulation: bool = False
     """One linear modulates all blocks, each of which adds a table of its own (adaLN-single, arXiv 2310.00426)."""
     modulation_groups: int = 1
-    """Into how many modulations, each with a low-rank bottleneck of its own, a block's is split."""
+    """Number of modulations, each with its own low-rank bottleneck, into which a block's is split."""
     final_modulation: bool = True
     """The last linear follows a modulated norm. False: it reads the blocks' output as it is."""
     final_rms: bool = False
-    """That norm is an RMS norm with learned factors."""
+    """The norm before the last linear is an RMS norm with learned factors."""
     final_bias: bool = True
 
 

@@ -23,14 +23,14 @@ _TABLES = ("positions.", "class_embedder.", "x_embedder.positions", "x_embedder.
 _OF_CONDITION = (
     *("sigma_embedder.", "fps_embedder.", "guidance_embedder.", "shared_embedder.", "shared_modulation.", "head."),
 )
-"""What reads the condition of a sample, or its class token."""
+"""Prefixes of matrices that read the condition of a sample, or its class token."""
 
 
 def training_flops(
     layout: PackLayout, model: DiTConfig, adapter: AdapterConfig | None = None, forwards: float = 0
 ) -> int:
-    """Floating-point operations of forward and backward for the samples of a pack; of `adapter` alone, if given; with
-    so many `forwards` of whole networks beside them.
+    """Floating-point operations of forward and backward for the samples of a pack; of `adapter` alone, if given; plus
+    `forwards` further forward passes of whole networks.
     """
     segments = [segment for segment in layout.segments if not segment.is_padding]
     forward = sum(forward_flops(segment, model) for segment in segments)
@@ -43,20 +43,20 @@ def training_flops(
 
 
 def adapter_flops(segment: Segment, model: DiTConfig, adapter: AdapterConfig) -> int:
-    """Of one sample, of what an adapter computes beside the linears."""
+    """Floating-point operations that an adapter adds to the forward of one sample."""
     sizes = _adapter_readers(model, adapter)
     return 2 * sum(rows * sizes[reader] for reader, rows in _rows(segment).items())
 
 
 def forward_flops(segment: Segment, model: DiTConfig) -> int:
-    """Of one sample."""
+    """Floating-point operations of the forward of one sample."""
     sizes = _readers(model)
     linears = 2 * sum(rows * sizes[reader] for reader, rows in _rows(segment).items())
     return linears + _expert_flops(segment.num_tokens, model) + attention_flops(segment, model)
 
 
 def attention_flops(segment: Segment, model: DiTConfig) -> int:
-    """Of the forward of softmax(q k^T) v in all layers: over a sample's tokens, along axes, and over its text."""
+    """Floating-point operations of softmax(q k^T) v in all layers: over a sample's tokens, its axes and its text."""
     keys = segment.num_tokens
     if model.structure.block == "st_dit":
         frames, height, width = segment.grid
@@ -100,7 +100,7 @@ def _reader(name: str) -> str:
 
 
 def _expert_flops(num_tokens: int, model: DiTConfig) -> int:
-    """Of the experts that are chosen, in all layers."""
+    """Floating-point operations of the chosen experts, in all layers."""
     experts = model.experts
     chosen = experts.top_k * num_tokens
     if experts.routing == "expert_choice" and experts.num_experts:

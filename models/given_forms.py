@@ -1,6 +1,6 @@
-"""How networks see what is given of a video: one table, one row for each form.
+"""How networks read the conditioning latents of a video: one table, one row for each form.
 
-| form        | of networks                            | what is given                                          |
+| form        | networks                               | conditioning                                           |
 |-------------|----------------------------------------|--------------------------------------------------------|
 | `tokens`    | what this package trains; Wan 2.2's 5B | clean tokens at a noise level of their own             |
 | `augmented` | Cosmos-1.0 (Predict1) video-to-world   | tokens with a little noise, at the sample's level      |
@@ -16,19 +16,19 @@ GivenFormName = Literal["tokens", "augmented", "marked", "channels"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenForm:
-    """What a network reads of what is given. Its `given_sigma` is meant wherever a noise level is."""
+    """How a network reads conditioning latents; `given_sigma` is the network's own."""
 
     is_among: bool = True
-    """It stands in its places among the noisy latents. False: latents of a whole video, grey where nothing is given,
-    are channels of their own beside all of them, and every place is predicted."""
+    """Conditioning latents replace noisy ones in their places. False: latents of a whole video, grey where there is no
+    conditioning, are extra channels of all noisy latents, and every place is predicted."""
     has_own_level: bool = True
-    """Its tokens are told to be at `given_sigma`. False: at the noise level of the sample."""
+    """Conditioning tokens are embedded with noise level `given_sigma`. False: with that of the sample."""
     is_noised: bool = False
-    """Noise of `given_sigma` is added to it."""
+    """Noise of level `given_sigma` is added to conditioning latents."""
     is_scaled: bool = True
-    """It is scaled as latents at `given_sigma` are. False: as clean ones."""
+    """Conditioning latents are scaled as latents at `given_sigma` are. False: as clean ones."""
     marks: int = 0
-    """Channels that are 1 where it is given: none, one, or one for each frame of a latent."""
+    """Mask channels, 1 where there is conditioning: none, one, or one for each pixel frame of a latent."""
 
 
 GIVEN_FORMS: dict[str, GivenForm] = {

@@ -1,4 +1,4 @@
-"""What may be given of a video, and how: every option, said once.
+"""Options for conditioning a video on images and clips, each defined once.
 
 `GivenOptions` decides options of `megadit generate` and `megadit serve ask`, keys of a prompt file's lines, inputs of
 the Triton model and fields of `POST /v1/videos`. A command takes the path of a file; a request holds the file's bytes.
@@ -43,15 +43,15 @@ class GivenOptions:
     video: str = _path("a video to make anew in the places of --mask, or to change as --instruction says")
     mask: str = _path("an image or video of --video's frames: white is made anew, black stays")
     instruction: str = setting(
-        "", "what to change in --video, in place of a prompt: --instruction 'make it red'", metavar="TEXT"
+        "", "edit to make in --video, in place of a prompt: --instruction 'make it red'", metavar="TEXT"
     )
 
 
 GIVEN = settings_of(GivenOptions)
 MEDIA = tuple(name for name, about in GIVEN.items() if (about.metavar or "").endswith("PATH"))
-"""Those that name a file, or several."""
+"""Options that take the path of a file, or several."""
 IMAGE_HEADS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
-"""With which images begin (png, jpg, gif, webp); everything else is tried as a video."""
+"""First bytes of images (png, jpg, gif, webp); everything else is tried as a video."""
 USES = {
     "input_video": "remake",
     "continue_video": "prefix",
@@ -61,29 +61,29 @@ USES = {
     "keyframe": "keyframe",
     "video": "edit",
 }
-"""What the frames of a file are of the video; a `video` with a `mask` is for inpaint."""
+"""Option -> kind of conditioning that its file is for; a `video` with a `mask` is for inpaint."""
 NEEDED = {
     "strength": ("input_video",),
     "keep_frames": ("continue_video", "lead_to_video"),
     "mask": ("video",),
     "instruction": ("video",),
 }
-"""Options, each with those of which it needs one."""
+"""Option -> other options of which it needs at least one."""
 _TAUGHT = {"last_image": "last_frame", "keyframe": "keyframes", "video": "edit"}
-"""What a network can only be given if training taught it to; to all else it can be held while sampling."""
+"""Option -> conditioning that needs a network trained for it; any other can be imposed while sampling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaLimits:
-    """What the media of one request may be, all of them together; more is refused before any pixel is made."""
+    """Limits on the media of one request, all of them together; larger ones are rejected before decoding."""
 
-    max_media_bytes: int = setting(32 << 20, "of the files that a request gives (default: 32 MiB)", low=1, metavar="N")
+    max_media_bytes: int = setting(32 << 20, "maximum bytes of a request's media (default: 32 MiB)", low=1, metavar="N")
     max_media_pixels: int = setting(
-        1 << 25, "frames x height x width of these files (default: 33,554,432, or more)", low=1, metavar="N"
+        1 << 25, "maximum frames x height x width of these (default: 33,554,432, or more)", low=1, metavar="N"
     )
-    max_media_frames: int = setting(1024, "frames of a given video (default: {default})", low=1, metavar="N")
-    max_media_side: int = setting(8192, "pixels along a side of a given frame (default: {default})", low=1, metavar="N")
-    max_media_seconds: float = setting(120.0, "of a given video (default: 120)", above=0, metavar="S")
+    max_media_frames: int = setting(1024, "maximum frames of an input video (default: {default})", low=1, metavar="N")
+    max_media_side: int = setting(8192, "maximum side of an input frame (default: {default})", low=1, metavar="N")
+    max_media_seconds: float = setting(120.0, "maximum duration of an input video (default: 120)", above=0, metavar="S")
 
     def __post_init__(self) -> None:
         check_settings(self)

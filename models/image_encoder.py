@@ -91,7 +91,7 @@ class ImageEncoder:
         return root / part if (root / part).is_dir() else root
 
     def _networks(self) -> tuple[Any, Any]:
-        """What prepares images, and the network; loaded once."""
+        """Return the image processor and the network; both are loaded once."""
         if "network" not in self._loaded:
             library, directory = transformers_library("an image encoder"), self._directory("image_encoder")
             try:

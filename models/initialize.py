@@ -19,7 +19,7 @@ from megadit.models.shared.cores import available_cores
 Fill = Callable[[nn.Parameter, Tensor], object]
 FullShape = Callable[[nn.Parameter], torch.Size]
 CONSTANTS = {"log_scale": math.log(1 / 0.07), "score_offset": -10.0}
-"""What scores of CLIP begin with (arXiv 2103.00020, section 2.5; 2303.15343, section 3.2)."""
+"""Initial scale and offset of CLIP's scores (arXiv 2103.00020, section 2.5; 2303.15343, section 3.2)."""
 
 MOST_THREADS = 8
 """Threads that compute initial values; each holds one whole float32 tensor beside the network."""
@@ -28,7 +28,7 @@ ZERO = (
     *("final_layer.linear.", "head.linear.", "shared_modulation."),
     *("shared_embedder.linear_2.", "guidance_embedder.linear_2."),
 )
-"""Beginnings of the names of what starts at zero."""
+"""Name prefixes of parameters that start at zero."""
 
 
 def is_zero_initialised(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What is computed once and kept: under which key, and as long as there is room for it."""
+"""A cache of bounded size for values that are computed once, and its keys."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -23,7 +23,7 @@ def memo_key(function: Callable[..., Any], args: tuple[Hashable, ...]) -> Hashab
 
 
 class Kept:
-    """What was computed for a dense batch, as long as there is room for it."""
+    """Cache of tensors computed for a dense batch, up to a size in bytes."""
 
     def __init__(self, room: int) -> None:
         """`room` is in bytes."""

@@ -37,10 +37,10 @@ from megadit.models.transfer import Need
 
 @dataclass(frozen=True, eq=False)
 class PackLayout:
-    """Where everything is in a pack, or in several packs that form one micro-batch.
+    """The places of tokens and text in a pack, or in several packs that form one micro-batch.
 
-    What is said of tokens is said of those of this rank's CP shard; `segments` and text are whole. `rows` alone is
-    about its SP shard.
+    Everything about tokens is about this rank's CP shard; `segments` and text are whole; `rows` alone is about the
+    SP shard.
     """
 
     segments: tuple[Segment, ...]
@@ -159,7 +159,7 @@ class PackLayout:
 
     @cached_property
     def num_wanted(self) -> int:
-        """Those of them that are not given."""
+        """Number of this rank's tokens that are neither padding nor conditioning."""
         pieces = (piece for pieces in self._segment_pieces for piece in pieces)
         return sum(num for row, num, is_padding in pieces if row < self.num_segments and not is_padding)
 
@@ -215,7 +215,7 @@ class PackLayout:
 
     @cached_property
     def sent(self) -> dict[tuple[torch.device, Hashable], Any]:
-        """What was computed of this layout and is on a GPU; see `Need`."""
+        """Values computed from this layout that are on a GPU already; see `Need`."""
         return {}
 
     def keep(self, device: torch.device, key: Hashable, there: Any) -> None:
@@ -252,7 +252,7 @@ class Computed(NamedTuple):
     """Everything that is computed of any layout."""
 
     tensors: tuple[Tensor, ...]
-    """What `_COMPUTED` computes."""
+    """Results of the functions in `_COMPUTED`."""
     texts: GroupTexts
     row_of_token_S: Tensor
     starts_of_runs_P: Tensor

@@ -1,4 +1,4 @@
-"""What an adapter is beside a linear: factors of low rank, whose product changes the linear's output.
+"""Low-rank adapters of linears: two factors, whose product changes the linear's output.
 
     y = W x + b + scale (alpha / rank) up down x                                  LoRA (arXiv 2106.09685, eq. 3)
     y = m (W + (alpha / rank) up down) x / ||W + (alpha / rank) up down|| + b     DoRA (arXiv 2402.09353, eq. 5)
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from megadit.models.ops.linear import linear
 
 ATTRIBUTE = "adapters"
-"""Of a linear that has some."""
+"""Attribute of a linear that holds its adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which rows of a matrix belong to a target: of every `period` in turn those from `start` to `stop`."""
+    """The rows of a matrix that belong to a target: of every `period`, those from `start` to `stop`."""
 
     period: int = 1
     start: int = 0
@@ -46,19 +46,19 @@ class Rows:
 
 
 class Target(NamedTuple):
-    """What an adapter may change: a linear, or of a fused one the part that queries, keys or values have."""
+    """A target of an adapter: a linear, or the queries', keys' or values' rows of a fused one."""
 
     linear: str
     """Path of the module."""
     rows: Rows
     in_features: int
     out_features: int
-    """Of the target; a fused linear has more."""
+    """Output features of the target; a fused linear has more."""
     has_bias: bool = False
 
 
 class Factors(nn.Module):
-    """What an adapter has of one target."""
+    """Parameters of an adapter for one target."""
 
     def __init__(self, target: Target, rank: int, *, has_magnitude: bool, has_bias: bool = False, like: Tensor) -> None:
         super().__init__()
@@ -86,16 +86,16 @@ class LowRank(nn.ModuleDict):
         self.scaling = scaling
         self.samples_first = samples_first
         self.in_features = next(iter(factors.values())).down.shape[1]
-        """Of the linear, over all ranks."""
+        """Input features of the linear, over all ranks."""
         self.scale: float | Tensor = 1.0
-        """How much of the change is added; of a uniform batch also [B, 1], one for each sample."""
+        """Factor of the change; for a uniform batch also [B, 1], one for each sample."""
         self.kept_I: Tensor | None = None
-        """What multiplies the input where a backward follows, with dropout: 0, or 1 / (1 - dropout)."""
+        """Dropout mask of the input features, in training: 0, or 1 / (1 - dropout); None without dropout."""
         # `megatron.parallelize` exchanges these where ranks share the linear
         self.exchange: Callable[[Tensor], Tensor] = _identity
-        """Of what lies between `down` and `up`."""
+        """Communication of the activations between `down` and `up`."""
         self.sum_inputs: Callable[[Tensor], Tensor] = _identity
-        """Over ranks of which each has some input features."""
+        """Sum over ranks of which each has some input features."""
         self.own_inputs = slice(None)
         """The input features that this rank has."""
 
@@ -123,14 +123,14 @@ class LowRank(nn.ModuleDict):
         return change if bias_O is None else change + scale * bias_O.to(x.dtype)
 
     def bias_change(self) -> Tensor | None:
-        """What the adapter adds to the bias at scale 1, [O]; None: nothing."""
+        """Return the adapter's change of the bias at scale 1, [O]; None: no change."""
         changes = [
             factors.rows.spread(factors.bias[:, None])[:, 0] for factors in self.values() if factors.bias is not None
         ]
         return sum(changes) if changes else None
 
     def change_of(self, weight_OI: Tensor) -> Tensor:
-        """What the adapter adds to a matrix at scale 1, [O, I] in the matrix's precision; all of it must be here."""
+        """Return the adapter's change of a whole matrix at scale 1, [O, I] in the matrix's precision."""
         change_OI = torch.zeros_like(weight_OI)
         for factors in self.values():
             own = factors.rows.of(weight_OI)
@@ -168,10 +168,10 @@ class SlotLowRank(nn.Module):
     """
 
     def __init__(self, rows: Sequence[Rows], *, samples_first: bool = False) -> None:
-        """`samples_first`: as of `LowRank`."""
+        """`samples_first`: see `LowRank`."""
         super().__init__()
         self.rows = tuple(rows)
-        """Of the targets."""
+        """Rows of each target."""
         self.samples_first = samples_first
         self.factors: Sequence[tuple[Tensor, Tensor]] = ()
 
@@ -201,7 +201,7 @@ class Adapters(nn.ModuleDict):
     """
 
     def stand_beside(self, base: nn.Module) -> None:
-        """From now on `base` gives what `forward` makes of its output."""
+        """Attach to `base` (a forward hook): its output passes through `forward` from now on."""
         base.adapters = self
         self._hook = base.register_forward_hook(_with_changes)
 
@@ -219,12 +219,12 @@ class Adapters(nn.ModuleDict):
 
 
 def adapters_of(base: nn.Module) -> "Adapters | dict":
-    """Those beside a module, by their names; {} where there are none."""
+    """Return the adapters attached to a module, by name; {} where there are none."""
     return getattr(base, ATTRIBUTE, {})
 
 
 def squared_norms(weight_OI: Tensor) -> Tensor:
-    """Of the rows, in float32: [O]."""
+    """Squared norms of the rows, float32 [O]."""
     return weight_OI.float().square().sum(1)
 
 

@@ -99,8 +99,8 @@ def small_operations_speed() -> float:
 
 
 def auto_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """In which numbers a network of `stored` weights computes here unless a user says otherwise: those, where they are
-    halves that this device multiplies (bfloat16: a GPU from Ampere on), else float32; of eight bits, bfloat16."""
+    """Default dtype in which a network with `stored` weights computes on `device`: the stored half-precision dtype
+    where the device multiplies it (bfloat16: GPUs from Ampere on), else float32; 8-bit weights count as bfloat16."""
     half = torch.bfloat16 if stored.itemsize == 1 else stored
     if half not in (torch.bfloat16, torch.float16):
         return torch.float32
@@ -110,7 +110,7 @@ def auto_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
 
 
 def cost_in_words(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What products of a dtype cost here, in a line; None where the device multiplies it."""
+    """Describe in a line the cost of matrix products in a dtype that `device` emulates; None where it is native."""
     if computing_dtype(device, dtype) == dtype:
         return None
     times = matmul_flops(device, torch.float32) / matmul_flops(device, dtype)
@@ -119,7 +119,7 @@ def cost_in_words(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that it was told."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -156,7 +156,7 @@ NO_MEMORY = (
     *("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "Unable to allocate"),
     *("bad_alloc", "Failed to allocate memory"),
 )
-"""What says so of memory that is not there: CUDA, torch, Linux, numpy, C++, ONNX Runtime."""
+"""Phrases of out-of-memory errors from CUDA, torch, Linux, numpy, C++ and ONNX Runtime."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -166,13 +166,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def said_of_memory(error: Exception) -> str:
-    """What a library says of memory that is not there, in a line."""
+    """Return the first line of an out-of-memory error."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 @contextmanager
 def enough_memory(remedy: str) -> Iterator[None]:
-    """Tells what could not be allocated within, and what helps, as a mistake that a user can mend.
+    """Turn an out-of-memory error within the block into a UserError that says what helps.
 
     Raises:
         UserError: in place of the library's error.

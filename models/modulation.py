@@ -1,4 +1,4 @@
-"""What the condition does to a block: shift, scale and gate for each of its sublayers, and the norms' own factors.
+"""Modulation of a block by the condition: shift, scale and gate of each sublayer, and the norms' own factors.
 
 Shapes: G rows of conditioning (segments of a pack, or the batch), D width, M width of the shared modulation.
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 from megadit.models.shared.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,149}")
-"""Of an adapter in a folder: no path, and no hidden or half-written file."""
+"""Pattern of adapter names in a folder: excludes paths, and hidden or half-written files."""
 OF_A_KEY = re.compile(r"(?P<name>.+)\.(?P<key>[0-9a-f]{12})\.[0-9a-f]{16}")
 """The name of one that a key brought to the gateway, which keeps it here."""
 SUFFIX = ".safetensors"
@@ -25,7 +25,7 @@ class MissingAdapterError(UserError):
 
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
-"""Of two networks, which an adapter may be for alone (`high=PATH`) -> its folder in a bundle."""
+"""Prefix that limits an adapter to one of two experts (`high=PATH`) -> the expert's folder in a bundle."""
 
 
 def split_expert(path: str) -> tuple[str | None, str]:
@@ -98,7 +98,7 @@ def find_adapter(folder: Path, name: str, max_bytes: int) -> Path:
 
 
 def shown_name(name: str) -> str:
-    """What an adapter is called where a person reads it: one that a key brought, as this key calls it."""
+    """Return the name to show a person: without the suffix that the gateway adds to a key's own adapters."""
     of_key = OF_A_KEY.fullmatch(name)
     return of_key["name"] if of_key else name
 

@@ -1,6 +1,6 @@
-"""What the rest of the package reads of a network's configuration, whatever its class.
+"""The common protocol of network configurations, for the rest of the package.
 
-`DiTConfig` and `UNetConfig` are such; `weights.NETWORKS` and `networks.OF_CONFIG` have a row for each.
+`DiTConfig` and `UNetConfig` implement it; `weights.NETWORKS` and `networks.OF_CONFIG` have a row for each.
 """
 
 from typing import Any, Literal, Protocol
@@ -35,36 +35,36 @@ class NetworkConfig(Protocol):
     learned_positions: tuple[int, int, int] | None
     """The largest grid of tokens that it takes; None: any."""
     most_latent_frames: int | None
-    """Of a video; None: any number."""
+    """Maximum number of latent frames of a video; None: any number."""
     samples_first: bool
     """Samples of a batch are the first side of what its layers compute, not the second."""
     conditions: tuple[str, ...]
-    """What it reads of the conditions of every video, as the inputs of exported networks are called."""
+    """Names of the conditions that the network reads, as the inputs of exported networks are called."""
     has_text: bool
     """It reads texts of any length; False: one token, that of a class."""
     task: Task
-    """What it is for."""
+    """Task of the network."""
     given: GivenForm
     given_sigma: float | None
-    """The noise level of what is given of a video; None: it was trained without, and takes nothing."""
+    """Noise level of conditioning latents; None: the network was trained without them and accepts none."""
     given_noise: float
     given_scaled_as: float
     guidance_range: tuple[float, float] | None
-    """Scales of guidance that it is told; None: none, and guidance asks it twice."""
+    """Guidance scales of a guidance-distilled network; None: guidance takes two function evaluations."""
     image_size: int | None
-    """Width of the features of a given image; None: it reads none."""
+    """Width of the features of a conditioning image; None: the network reads none."""
     outline: str
     """Its size in a few words."""
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """What is computed at once along time, height and width of a latent of this size.
+        """Size (time, height, width) of the grid of tokens that a latent of this size becomes.
 
         Raises:
             UserError: for a size that it cannot take; names the nearest that it can.
         """
 
     def num_tokens(self, frames: int, height: int, width: int) -> int:
-        """What counts of a sample in a batch: its tokens; of convolutions its latent pixels. Raises as `token_grid`."""
+        """Size of a sample in a batch: its tokens, or latent pixels for a U-Net. Raises as `token_grid`."""
 
     def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """The same as they lie in the sequence of a sample; raises as `token_grid`."""

@@ -1,4 +1,4 @@
-"""What a configuration stands for: a network that denoises, names classes, or matches images and texts."""
+"""The network class of each configuration: a denoiser, a classifier, or CLIP."""
 
 from collections.abc import Callable
 from typing import Any

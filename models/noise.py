@@ -38,15 +38,15 @@ class Stream(IntEnum):
     KEEP = 4
     """Whether a pass over the data reads a sample."""
     GIVEN = 5
-    """Which part of a sample is given."""
+    """Choice of a sample's conditioning places."""
     LEVEL = 6
-    """Which of a list of noise levels a student learns at."""
+    """Choice of a student's noise level, from a list."""
     GIVEN_NOISE = 7
-    """Noise added to what is given, in networks that see it with some."""
+    """Noise added to conditioning latents, in networks that read them noised."""
     MIXUP = 8
-    """How much of a sample is left where another is mixed into it."""
+    """Weight of a sample into which another is mixed."""
     GUIDANCE = 9
-    """The scale of guidance that a student is told of a sample."""
+    """Guidance scale of a sample that a guidance-distilled student is conditioned on."""
     DERIVED = 1 << 8
     """The first of the streams of derived keys: the n-th further use of a sample takes DERIVED + n."""
     STEP = 1 << 16

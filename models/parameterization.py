@@ -1,4 +1,4 @@
-"""What a network predicts at a noise level, and the denoiser of a pack that this makes of it.
+"""Parameterizations, the target that a network predicts at a noise level, and the denoiser of a pack built on them.
 
 Shapes: S video tokens, P patch dim, L text tokens, E text feature width, G segments of a pack, R condition rows.
 """
@@ -28,7 +28,7 @@ class Parameterization(Protocol):
     """D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) (arXiv 2206.00364, eq. 7), and how F is trained."""
 
     target_name: str
-    """What F predicts."""
+    """Name of the target that F predicts."""
 
     def scalings(self, sigma: Tensor) -> Scalings:
         """Computes the scalings of noise levels of any shape, in their precision."""
@@ -71,7 +71,7 @@ class VP:
     target_name = "noise"
 
     def scalings(self, sigma: Tensor) -> Scalings:
-        """Those of the nearest of DDPM's steps, of noise levels of any shape."""
+        """Scalings of the nearest DDPM timesteps, for noise levels of any shape."""
         return Scalings(
             c_skip=torch.ones_like(sigma),
             c_out=-sigma,
@@ -93,7 +93,7 @@ class VPVelocity:
     target_name = "velocity"
 
     def scalings(self, sigma: Tensor) -> Scalings:
-        """Those of the nearest of DDPM's steps, of noise levels of any shape."""
+        """Scalings of the nearest DDPM timesteps, for noise levels of any shape."""
         a = 1 / (1 + sigma**2).sqrt()
         return Scalings(c_skip=a**2, c_out=-sigma * a, c_in=a, c_noise=ddpm_step(sigma, self.betas))
 

@@ -1,4 +1,4 @@
-"""What a pack consists of: segments, pieces, groups of equal length, and the ranks that share its tokens.
+"""The parts of a pack: segments, pieces, groups of equal length, and the ranks that share its tokens.
 
 A pack holds whole samples ("segments") one after another; its tail is one padding segment, so that shapes never
 change from step to step.
@@ -115,7 +115,7 @@ class GroupTexts(NamedTuple):
 
     @classmethod
     def of(cls, groups: "Sequence[LengthGroup]", starts: Sequence[int], lengths: Sequence[int]) -> "GroupTexts":
-        """Those of segments whose text slots start there and are so many."""
+        """Build the texts of segments whose text slots begin at `starts` and have these `lengths`."""
         found = [text_of_group(group, starts, lengths) for group in groups]
         slots, are_valid = zip(*found, strict=True)
         masks = tuple(None if valid.all() else valid[:, None, None] for valid in are_valid)
@@ -133,7 +133,7 @@ def text_of_group(group: LengthGroup, starts: Sequence[int], lengths: Sequence[i
 
 
 def offsets(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Where each of several pieces begins that lie one after another."""
+    """Offsets of consecutive pieces of these lengths."""
     return tuple(accumulate(lengths, initial=0))[:-1]
 
 
@@ -264,7 +264,7 @@ class RowsByToken:
 
     row_S: Tensor
     starts_P: Tensor
-    """What `ConditionRows.starts_of_runs` says, and S as often as there is room."""
+    """`ConditionRows.starts_of_runs`, padded with S to a fixed length."""
 
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S]."""

@@ -26,16 +26,16 @@ from megadit.models.shared.setting import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerTraits:
-    """What is known of a sampler without running it; its function stands in `infer/samplers.py`."""
+    """Properties of a sampler that are known without running it; its function is in `infer/samplers.py`."""
 
     calls: int = 1
-    """Denoiser calls in a step (of two, the second is left out on a last step to 0)."""
+    """Function evaluations in a step (the second of two is left out on a last step to 0)."""
     adds_noise: bool = False
-    """Whether it can. A sampler that remembers earlier D cannot: noise added since makes them wrong."""
+    """Whether the sampler can add noise. A multistep sampler cannot: added noise invalidates its earlier D."""
     renews_noise: bool = False
-    """Whether every step takes new noise, in place of what is left of the first."""
+    """Whether every step draws new noise, in place of the remaining initial noise."""
     aliases: tuple[str, ...] = ()
-    """Names that other programs gave it."""
+    """Names of the sampler in other programs."""
 
 
 SAMPLERS: dict[str, SamplerTraits] = {
@@ -60,12 +60,12 @@ SCHEDULES = (
     *("ddpm", "stable_diffusion"),
 )
 AUTO_SHIFTS = ("auto", "auto_video")
-"""As `shift`: the one that suits the pixels of a frame, or those of all frames (see `fitting_shift`)."""
+"""Values of `shift` that fit it to the pixels of a frame, or to those of all frames (see `fitting_shift`)."""
 OF_TWO_CALLS: dict[str, Any] = {
     **{"negative_prompt": "", "second_prompt": "", "autoguidance": ""},
     **{"guidance_interval": (), "guidance_rescale": 0.0, "image_guidance": 1.0},
 }
-"""Settings of guidance by two answers of a network, and the values without."""
+"""Settings of guidance with two function evaluations, and the values that switch them off."""
 _ADDED_NOISE = {"churn": 0.0, "eta": 0.0}
 """Settings of the noise that a sampler adds, and the values that switch it off."""
 _OF_SCHEDULE = ("num_steps", "schedule", "sigma_min", "sigma_max", "rho")
@@ -107,7 +107,7 @@ class SamplingSettings:
     rho: float = setting(7.0, "exponent of the karras schedule", above=0)
     """arXiv 2206.00364, eq. 5."""
     negative_prompt: str = setting(
-        "", "what to steer away from; replaces the empty text of the unconditional half", metavar="TEXT", served=True
+        "", "text to steer away from; replaces the empty text of the unconditional pass", metavar="TEXT", served=True
     )
     schedule: str = setting("karras", "noise levels: " + ", ".join(SCHEDULES), metavar="NAME")
     sigmas: tuple[float, ...] = setting((), "the noise levels themselves, decreasing, in place of a schedule")
@@ -117,9 +117,7 @@ class SamplingSettings:
         above=0,
     )
     """More than 1 suits more pixels than were trained on (arXiv 2403.03206, section 5.3.2)."""
-    noise_scale: float = setting(
-        1.0, "multiplies the noise that a video begins with; less than 1: surer videos that differ less", above=0
-    )
+    noise_scale: float = setting(1.0, "scale of the initial noise; below 1 trades diversity for fidelity", above=0)
     """A temperature below 1 (arXiv 1807.03039), for a network of few calls and for an ODE's solver; what a sampler adds
     on its way stays as it is."""
     churn: float = setting(0.0, f"S_churn: noise added before steps ({', '.join(STOCHASTIC)})", low=0)
@@ -196,11 +194,11 @@ UNCHANGED = {
     for each in fields(SamplingSettings)
     if each.default is not MISSING
 }
-"""What JSON of earlier versions lacks, with values that leave things as they were."""
+"""Defaults of settings that JSON of earlier versions lacks."""
 SERVED = {name: about for name, about in settings_of(SamplingSettings).items() if about.served}
-"""What a request to a service may set."""
+"""Settings that a request to a service may contain."""
 OF_PROMPTS = tuple(name for name in SERVED if name != "image_guidance")
-"""Those that mean something where nothing but a prompt is given of a video."""
+"""Served settings that apply to videos conditioned on a prompt alone."""
 OF_ADAPTERS: dict[str, Setting] = {
     name: replace(settings_of(SamplingSettings)[name], words=(), **bounds)
     for name, bounds in {
@@ -213,8 +211,8 @@ OF_ADAPTERS: dict[str, Setting] = {
         "eta": {},
     }.items()
 }
-"""What an adapter may ask for in place of its base's defaults, and the bounds of that: whoever wrote it may be nobody
-that one trusts, and most settings let the machine work, or open, whatever they say."""
+"""Settings that an adapter may override, with bounds: adapters are untrusted, and most settings could make the machine
+work, or open files, without limit."""
 _MOST_SIGMAS = 1000
 _SWITCHED_OFF = {**OF_TWO_CALLS, **_ADDED_NOISE, "second_guidance": 0.0, "cache_budget": 0.0}
 """Settings that an adapter may switch off, which students do, and the values that do so."""
@@ -287,10 +285,10 @@ def check_together(settings: SamplingSettings) -> None:
 
 
 def check_asked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What an adapter asks for, as `resolve` takes it; `where` begins complaints.
+    """Check the settings that an adapter overrides and return them for `resolve`; `where` begins error messages.
 
     Raises:
-        UserError: for what is no setting, what adapters may not ask for, and values out of their bounds.
+        UserError: for unknown settings, those that adapters may not override, and values out of bounds.
     """
     others = {name: value for name, value in values.items() if name not in OF_ADAPTERS}
     for name, value in check_json(others, SamplingSettings, where=where).items():

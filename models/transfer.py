@@ -27,7 +27,7 @@ Copy = Callable[[Tensor, Tensor], None]
 
 
 def copy_in_turn(there: Tensor, here: Tensor) -> None:
-    """Of bytes, [n] -> [n]."""
+    """Copy bytes, [n] -> [n], on the current stream."""
     there.copy_(here, non_blocking=True)
 
 
@@ -79,7 +79,7 @@ def pinned(size: int, device: torch.device) -> Tensor:
 
 
 def sent_as_one(tree: Tree, device: torch.device | str, copy: Copy = copy_in_turn) -> Tree:
-    """What tuples, lists and dictionaries hold, with all of their tensors on another device: `sent_together`."""
+    """Copy all tensors in nested tuples, lists and dictionaries to another device, with `sent_together`."""
     leaves, form = tree_flatten(tree)
     sent = iter(sent_together([leaf for leaf in leaves if isinstance(leaf, Tensor)], device, copy))
     return tree_unflatten([next(sent) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
@@ -109,15 +109,15 @@ def levels_on(level_B: Tensor, device: torch.device) -> Tensor:
 
 
 class Keeper(Protocol):
-    """What keeps what is computed of it: a layout."""
+    """An object that caches the values computed from it: a layout."""
 
     sent: dict[tuple[torch.device, Hashable], Any]
-    """What is on other devices already."""
+    """Values that are on other devices already."""
 
     def memo(self, function: Callable[..., Any], *args: Hashable) -> Any: ...
 
     def keep(self, device: torch.device, key: Hashable, there: Any) -> None:
-        """Takes into `sent` what has come there."""
+        """Store a value that has arrived on `device` in `sent`."""
 
 
 class Need(NamedTuple):
@@ -128,7 +128,7 @@ class Need(NamedTuple):
     args: tuple[Hashable, ...] = ()
 
     def on(self, device: torch.device) -> Any:
-        """What is computed, on a device; it goes there once."""
+        """Return the computed value on a device; it is copied there once."""
         if device.type == "cpu":
             return self.layout.memo(self.compute, *self.args)
         if (device, self.key) not in self.layout.sent:

@@ -40,7 +40,7 @@ USUAL: dict[str, Any] = {
     "addition_time_embed_dim": None,
     "projection_class_embeddings_input_dim": None,
 }
-"""What Stable Diffusion's networks differ in, and diffusers' values (but for `sample_size`, which it has none of)."""
+"""Settings in which Stable Diffusion's networks differ, with diffusers' defaults (`sample_size` has none there)."""
 FIXED: dict[str, Any] = {
     "act_fn": "silu",
     "addition_embed_type_num_heads": 64,
@@ -68,12 +68,12 @@ FIXED: dict[str, Any] = {
     "time_embedding_type": "positional",
     "timestep_post_act": None,
 }
-"""What all of them have: other values make networks with other inputs, such as upscalers and distilled ones."""
+"""Settings that all of them share: other values belong to networks with other inputs (upscalers, distilled ones)."""
 _BLOCKS = ("CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
 _COUNTS = ("layers_per_block", "transformer_layers_per_block")
 _MOST_LEVELS, _MOST_LAYERS, _LARGEST = 8, 64, 1 << 16
 NUM_SIZES = 6
-"""Numbers that XL is told of a picture: height and width it had, where it was cut, height and width that it has."""
+"""Size conditions of XL: original height and width, top and left of the crop, target height and width."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +85,11 @@ class UNetConfig:
     """
 
     settings: Mapping[str, Any]
-    """Those of `USUAL`, each with its value."""
+    """Value of each setting in `USUAL`."""
     prediction: Prediction
-    """What it predicts: the noise (1.x, XL), or the velocity (2.x at 768 pixels)."""
+    """Target of the network: the noise (1.x, XL), or the velocity (2.x at 768 pixels)."""
     pixels_per_latent: int
-    """Along a side; XL is told sizes in pixels."""
+    """Pixels per latent along a side; XL is conditioned on sizes in pixels."""
 
     def __post_init__(self) -> None:
         choose_one(self.prediction, get_args(Prediction), f"model.prediction={self.prediction!r} is unknown")
@@ -253,7 +253,7 @@ class UNetConfig:
         return height * width
 
     def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """As `token_grid`."""
+        """Same as `token_grid`."""
         return self.token_grid(frames, height, width)
 
     def check_grid(self, grid: tuple[int, int, int]) -> None:
@@ -277,7 +277,7 @@ class UNetConfig:
 
 
 def _as_tuple(value: Any) -> Any:
-    """As JSON has it, lists as tuples."""
+    """Convert lists in a JSON value to tuples."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 

@@ -68,17 +68,17 @@ class Bundle:
 
     @property
     def kind(self) -> Kind:
-        """What it is for."""
+        """Kind of the bundle: video, clip or classifier."""
         return _kind_of(self.config)
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """What it was trained to be given of a video (`data.given`)."""
+        """Kinds of conditioning that the network was trained for (`data.given`)."""
         return tuple((self.manifest.get("training") or {}).get("given") or ())
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """A few that its training was validated with, to begin with."""
+        """A few prompts from validation, as examples."""
         found = (self.manifest.get("training") or {}).get("prompts")
         return tuple(prompt for prompt in found if isinstance(prompt, str)) if isinstance(found, list) else ()
 
@@ -95,7 +95,7 @@ class Bundle:
 
     @property
     def licence(self) -> Licence | None:
-        """That of the published weights it was made of, if it was."""
+        """License of the published weights that the bundle was made from; None: not made from any."""
         values = self.manifest.get("licence")
         return None if values is None else Licence.from_dict(values)
 
@@ -160,7 +160,7 @@ class Bundle:
         return load_text_encoder(self.path / "text_encoder")
 
     def load_image_encoder(self) -> ImageEncoder | None:
-        """What makes features of given images; None where the network reads none."""
+        """Load the encoder of conditioning images; None where the network reads none."""
         return ImageEncoder.load(self.path / "image_encoder") if self.config.image_size is not None else None
 
 
@@ -296,10 +296,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _defaults(path: Path, values: Mapping[str, Any]) -> SamplingSettings:
-    """Those of a bundle, which somebody else may have written: they open nothing beside it.
+    """Read the sampling defaults of a bundle, which is not trusted: they may open no other file.
 
     Raises:
-        UserError: for what is none, and for a path.
+        UserError: for invalid settings, and for a path.
     """
     defaults = SamplingSettings.from_dict(values)
     if defaults.autoguidance:

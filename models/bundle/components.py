@@ -31,7 +31,7 @@ def write_part(directory: str | os.PathLike, config: Mapping[str, Any], tensors:
 
 
 def part_folder(directory: str | os.PathLike, part: str) -> Path:
-    """Where a part (tokenizer, text_encoder) is saved: `directory` itself, or its folder in the bundle that this is.
+    """Find the folder of a component (tokenizer, text_encoder): `directory` itself, or its folder in a bundle.
 
     Raises:
         UserError: if it is neither.

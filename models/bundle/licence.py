@@ -18,7 +18,7 @@ _FAMILIES_WITH_GUARDRAIL = ("cosmos",)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Licence:
     name: str
-    """As the model card says; `unknown` without one."""
+    """Name of the license in the model card; `unknown` without one."""
     asks_for_guardrail: bool = False
     """Generating with a content filter is a condition of the licence."""
     files: tuple[Path, ...] = field(default=(), compare=False)
@@ -34,10 +34,10 @@ class Licence:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Licence":
-        """What `to_dict` gave.
+        """The inverse of `to_dict`.
 
         Raises:
-            UserError: for anything else: nobody knows then what the licence asks for.
+            UserError: for anything else, since the licence's conditions are unknown then.
         """
         name, asks_for_guardrail = values.get("name"), values.get("asks_for_guardrail")
         if not isinstance(name, str) or not isinstance(asks_for_guardrail, bool):

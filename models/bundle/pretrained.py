@@ -19,20 +19,20 @@ from megadit.models.shared.files import inner_path, read_json
 from megadit.models.weights import listed
 
 STEMS = ("model", "pytorch_model")
-"""What transformers calls files of weights."""
+"""Stems of transformers' weight files."""
 _OTHER_FILES = (".safetensors", ".pth", ".pt", ".bin")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """What is known of the encoders of one kind."""
+    """Tensor names of one kind of encoder."""
 
     marks: tuple[str, ...]
-    """Names of one tensor over time, by which what stands before all names is found."""
+    """Names that one tensor has had over time; the prefix of all names is found by it."""
     others: str = "$^"
-    """A pattern of tensors that such files have, or lack, and that no feature needs."""
+    """Pattern of tensors that no feature needs: files may have or lack them."""
     rename: Callable[[TensorSource], TensorSource] = lambda source: source
-    """Names of other publications to those of transformers."""
+    """Renames tensors of other publications to transformers' names."""
 
 
 def find_weights(place: Path, needs: str) -> list[Path]:
@@ -79,7 +79,7 @@ def load_encoder(network_class: type, place: Path, encoder: Encoder, needs: str,
 
 
 def check_encoder(network_class: type, place: Path, encoder: Encoder, needs: str, **options: Any) -> None:
-    """What `load_encoder` refuses, from names and shapes alone, where accelerate is installed."""
+    """Raise what `load_encoder` would, from names and shapes alone; needs accelerate, else does nothing."""
     if find_spec("accelerate") is None:
         return
     tensors = encoder_tensors(place, encoder, needs)
@@ -88,7 +88,7 @@ def check_encoder(network_class: type, place: Path, encoder: Encoder, needs: str
 
 
 def _plain_files(place: Path) -> list[Path]:
-    """What transformers itself takes of a folder."""
+    """Return the weight files of a folder that transformers itself would load."""
     found = weight_files(place, *STEMS)
     names = {f"{stem}.{kind}{index}" for stem, kind in zip(STEMS, ("safetensors", "bin"), strict=True)
              for index in ("", ".index.json")}  # fmt: skip
@@ -96,7 +96,7 @@ def _plain_files(place: Path) -> list[Path]:
 
 
 def _loaded(network_class: type, folder: Path | None, place: Path, encoder: Encoder, needs: str, **options: Any) -> Any:
-    """By transformers, from its own files in `folder` or from `state_dict`; `place` names either in messages."""
+    """Load with transformers, from files in `folder` or from `state_dict`; `place` names either in messages."""
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         if folder is None and "config" not in options:

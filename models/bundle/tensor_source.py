@@ -34,14 +34,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""As safetensors names them."""
+"""safetensors' dtype name -> torch dtype."""
 OPEN_FILES = 2
 """Shards that are mapped into memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor that is not read yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class TensorSource:
     """Named tensors, and how to read one."""
 
     label: str
-    """Names where they are, in messages."""
+    """Name of the source, for messages."""
     stored: Mapping[str, Stored]
     read: Callable[[str], Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class TensorSource:
 
 
 def load_pickled(file: Path | IO[bytes], where: str = "") -> Any:
-    """What `torch.save` wrote: tensors, numbers and texts, and lists and dictionaries of them, on the CPU.
+    """Load a file of `torch.save`: tensors, numbers and texts, and lists and dictionaries of them, on the CPU.
 
     The tensors of a file (not of bytes) are mapped into memory where torch can. `where` names it in messages.
 

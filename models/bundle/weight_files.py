@@ -1,4 +1,4 @@
-"""Which files of a folder hold the weights of a network: diffusers' and transformers' names, shards and variants.
+"""Finds the weight files of a network in a folder: diffusers' and transformers' names, shards and variants.
 
 STEM.safetensors               STEM.safetensors.index.json          and shards
 STEM.bin                       STEM.bin.index.json                  pickled: read as tensors alone

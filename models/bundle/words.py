@@ -16,15 +16,15 @@ from megadit.models.text_encoders.hashed_words import split_words
 WORDS_FILE = "words.json"
 MOST_WORDS = 50_000
 MOST_CAPTIONS = 100_000
-"""That are read for them, some ten seconds."""
+"""Maximum number of captions to collect words from; takes some ten seconds."""
 _MOST_BYTES = 4 << 20
-"""Of all words; their file has a few more."""
+"""Maximum bytes of all words together; their file has a few more."""
 _MOST_SAID = 8
 
 
 def words_of(captions: Iterable[str]) -> set[str] | None:
-    """All words of these; None if there are more than `MOST_WORDS`, or longer ones than a file of them has room for
-    (those of a script that puts no spaces between words are clauses)."""
+    """Return all words of the captions; None if there are more than `MOST_WORDS`, or more bytes than their file may
+    have (words of a script without spaces are whole clauses)."""
     found: set[str] = set()
     for caption in captions:
         found.update(split_words(caption))
@@ -38,7 +38,7 @@ def write_words(directory: Path, words: Iterable[str]) -> None:
 
 
 def read_words(directory: Path) -> frozenset[str] | None:
-    """Those of a bundle; None where it keeps none.
+    """Read the words of a bundle; None where it keeps none.
 
     Raises:
         UserError: if its file holds something else.

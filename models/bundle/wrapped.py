@@ -24,7 +24,7 @@ from megadit.models.bundle.tensor_source import (
 from megadit.models.shared.errors import UserError
 
 NESTED = ("generator_ema", "ema_model", "model_ema", "ema", "generator", "model", "module", "net", "state_dict")
-"""Where files of torch.save have a network's tensors, averages first."""
+"""Keys under which files of torch.save hold a network's tensors, EMA weights first."""
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _AVERAGE = re.compile(r"(^|[._])ema[._]")
 _OTHER_PARTS = re.compile(
@@ -33,7 +33,7 @@ _OTHER_PARTS = re.compile(
 """Beginnings of other tensors in a file in which the network's have a prefix."""
 _SCALES = (".scale_weight", ".weight_scale")
 _OF_INPUTS = re.compile(r"(^|\.)scaled_fp8$|\.(scale_input|input_scale)$")
-"""Of eight bits: what is for kernels that multiply in eight bits too."""
+"""Pattern of tensors that only matter to kernels that also multiply activations in 8 bits."""
 
 
 def open_tensor_file(path: Path) -> TensorSource:
@@ -73,7 +73,7 @@ def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
     """The tensors without what stands before the first of the names `marks` that is there; in eight bits, the numbers
     that they stand for.
 
-    Of a network and its average, the average.
+    Of a network and its EMA, the EMA weights.
 
     Raises:
         UserError: for several networks, and for scales that fit no tensor.
@@ -93,7 +93,7 @@ def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
 
 
 def _prefixes(names: Collection[str], marks: Collection[str]) -> list[str]:
-    """What stands before the first of the marks that any name ends with, if half of the names have it."""
+    """Prefixes before the first mark that any name ends with; one is dropped if another has over twice its names."""
     for mark in marks:
         found = [name.removesuffix(mark) for name in names if name == mark or name.endswith(f".{mark}")]
         counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in found}

@@ -64,7 +64,7 @@ def named_checkpoints(root: Path) -> list[Path]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself (`state.json`): `run` with its `iteration`, `ema_sigma_rels`, settings.
+    """Read the state of a checkpoint (`state.json`): `run` with its `iteration`, `ema_sigma_rels`, settings.
 
     Raises:
         UserError: if it cannot be read, or is something else.
@@ -143,7 +143,7 @@ def read_adapter(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
 
 
 def _read_trained(path: Path, ema: float | None) -> dict[str, Tensor]:
-    """What training changes of the network."""
+    """Read the trained tensors of the network: all of them, or an adapter's alone."""
     if not is_complete(path):
         raise UserError(f"{path} is not a complete checkpoint; give a directory such as checkpoints/iter_0000100")
     check_checkpoint(path)

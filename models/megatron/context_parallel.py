@@ -83,7 +83,7 @@ def attend_shared(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, groups: C
 
 
 def context_needs(layout: PackLayout, groups: ContextGroups) -> list[Need]:
-    """What `attend_shared` reads on a device."""
+    """Return the tensors that `attend_shared` reads on a device."""
     whole = [computed(layout.whole)] if groups.ring.size() == 1 else []
     return whole + ([_order_of(layout, groups)] if groups.heads.size() > 1 else [])
 
@@ -155,7 +155,7 @@ def _rows(x: Tensor, start: int, count: int, length: int) -> Tensor:
 
 
 def _pairs(layout: PackLayout, own: TokenMesh, theirs: TokenMesh) -> list[_Pair]:
-    """Which queries of one shard attend to which keys of another; padding is left out."""
+    """Pair queries of one shard with the keys of another that they attend to; padding is left out."""
     queries, keys = layout.shard(own), layout.shard(theirs)
     items = [
         ((num_queries, num_keys), index)
@@ -232,7 +232,7 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _pairs_with(source: int, layout: PackLayout, groups: ContextGroups) -> list[_Pair]:
-    """Which queries here attend to which keys of rank `source` of the ring."""
+    """Pair local queries with the keys of rank `source` of the ring that they attend to."""
     own, theirs = (groups.neighbours(layout.mesh, rank) for rank in (groups.ring.rank(), source))
     return layout.memo(_pairs, own, theirs)
 
@@ -259,7 +259,7 @@ class Shift:
         )
 
     def wait(self) -> Tensor:
-        """What the place before has sent, of any shape that is the same everywhere."""
+        """Wait for the tensor from the previous rank of the ring; its shape is the same on all ranks."""
         for request in self._requests:
             request.wait()
         return self._received

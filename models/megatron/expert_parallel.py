@@ -79,7 +79,7 @@ def all_tokens(x_S1E: Tensor, layout: PackLayout, context: ContextGroups | None,
 
 
 def choice_needs(layout: PackLayout) -> list[Need]:
-    """What the choice among tokens that context-parallel ranks share reads on a device."""
+    """Return the tensors that expert choice over all context-parallel ranks reads on a device."""
     return [Need(layout, _indices)]
 
 

@@ -40,7 +40,7 @@ OF_GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
 
 
 class Scale(NamedTuple):
-    """What numbers are multiplied by to become codes, and what a code of 1 stands for; float32, one number each."""
+    """Scale of an FP8 tensor: `factor` turns numbers into codes, `step` is its inverse; float32 [] each."""
 
     factor: Tensor
     step: Tensor

@@ -37,9 +37,9 @@ def multiply_into(sum_OI: Tensor, a_ON: Tensor, b_NI: Tensor, *, beta: int) -> N
 
 
 def leave_unzeroed(part: DistributedDataParallel) -> None:
-    """From now on `part.zero_grad_buffer` zeroes no sum that a product of ours overwrites.
+    """Make `part.zero_grad_buffer` skip gradient sums that our products overwrite.
 
-    Those to which a step gives nothing are zeroed before they are reduced.
+    Sums that no product wrote in a step are zeroed before they are reduced.
     """
     product = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
     if getattr(product, "wgrad_gemm_accum_fp32", None) is not add_weight_gradient:

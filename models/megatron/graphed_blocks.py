@@ -60,16 +60,16 @@ def _others_may_use_the_gpu() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class FixedLayout:
-    """What a block reads of a `PackLayout`, as tensors and sizes that are those of every pack."""
+    """Layout with the same sizes for every pack: the part of a `PackLayout` that a block reads, as tensors."""
 
     bounds: Tensor
     text_bounds: Tensor
     longest: int
-    """A segment may be as long as a pack."""
+    """Maximum length of a segment: that of the pack."""
     longest_text: int
     rows: RowsByToken
     is_causal: bool = False
-    """Texts, whose tokens see those before them alone, are not recorded."""
+    """Always False: causal text towers are not recorded."""
 
     def on(self, device: torch.device) -> "FixedLayout":
         return self
@@ -115,7 +115,7 @@ class GraphedBlocks(BlockStack):
 
 
 def _most_starts(num_tokens: int, num_segments: int) -> int:
-    """Of runs of tokens: two stretches for each segment, and each run of full length."""
+    """Maximum number of starts of runs of tokens: two stretches for each segment, and each run of full length."""
     return num_tokens // LONGEST_RUN + 2 * num_segments + 1
 
 

@@ -25,7 +25,7 @@ from megadit.models.ops.linear import linear
 
 LARGEST = 127
 STEPS_DTYPE = torch.bfloat16
-"""What steps are rounded to, so that a network's change of precision leaves them as they are."""
+"""Dtype that steps are rounded to, so that casting a network leaves them unchanged."""
 _ROUNDED_UP = 1 + torch.finfo(STEPS_DTYPE).eps
 """So that no code is beyond the largest where the rounding itself goes down."""
 
@@ -93,9 +93,9 @@ class _Product(torch.autograd.Function):
 
 
 def eight_bits(weights: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """What a base in eight bits has under each name, codes and steps among them, of the whole tensors of the network.
+    """Wrap `weights` (name -> whole tensor) to return tensors of an int8 base by name, codes and steps included.
 
-    Tensors have the shapes of their parameters; a matrix that is held in eight bits comes as its codes tell it.
+    Tensors have the shapes of their parameters; a matrix that is held in int8 is dequantised from its codes.
     """
 
     def value(name: str) -> Tensor:

@@ -46,7 +46,7 @@ _CLASSES = {
         for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     ),
 }
-"""What descriptions are made of, by module and name. None of these does anything but hold values."""
+"""(module, name) of the classes that checkpoint metadata may contain; all of them only hold values."""
 
 
 class DamagedCheckpointError(UserError):

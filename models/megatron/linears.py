@@ -42,7 +42,7 @@ class _AddsToSum(torch.autograd.Function):
 
 
 class _CanonicalLinear:
-    """What both of Megatron's layers are here: canonical state dicts, and sums of gradients where they are kept."""
+    """Mixin of both of Megatron's parallel linears: canonical state dicts, and gradient accumulation fusion."""
 
     # Megatron adds an empty extra state for TransformerEngine's sake; canonical state dicts have no such key
     get_extra_state = nn.Module.get_extra_state

@@ -39,11 +39,11 @@ class ParallelSizes:
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int = 1
-    """Parts of the network on each pipeline stage, taken in turn: more of them, smaller bubbles."""
+    """Model chunks on each pipeline stage (virtual pipeline): more chunks, smaller bubbles."""
     context: int = 1
     context_comm: ContextComm = "ulysses"
-    """What context-parallel ranks exchange for attention: heads (`ulysses`), keys and values (`ring`), or heads as far
-    as there are enough of them and keys and values beyond (`both`)."""
+    """Communication of context-parallel attention: heads (`ulysses`), keys and values (`ring`), or heads as far as
+    there are enough of them and keys and values beyond (`both`)."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
     """Parameters, gradients and optimizer state are divided among the data- and context-parallel ranks (FSDP)."""
@@ -267,7 +267,7 @@ _OF_EXPERTS: tuple[Rule[Division], ...] = (
     ),
 )
 RULES: tuple[Rule[Division], ...] = (*_OF_RANKS, *_OF_STAGES, *_OF_EXPERTS)
-"""What makes a layout legal; sampling on several ranks keeps them, too."""
+"""Rules of a legal parallel layout, for training and for sampling on several ranks."""
 
 
 def legal_layouts(model: DiTConfig, world_size: int, like: ParallelSizes | None = None) -> Iterator[ParallelSizes]:

@@ -47,7 +47,7 @@ from megadit.models.ops.ledger import recomputed
 Recompute = Literal["none", "selective", "full"]
 LinearKind = Literal["local", "fp8", "transformer_engine", "int8"]
 LINEARS = {"local": split_linear, "fp8": fp8_linear, "transformer_engine": te_linear, "int8": int8_linear}
-"""Whose linears stand for the plain ones."""
+"""Kind of linears -> function that replaces a plain linear."""
 
 
 def parallelize(

@@ -58,7 +58,7 @@ def te_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.Mod
 
 
 def fp8_arithmetic(config: TransformerConfig) -> Callable[[], AbstractContextManager]:
-    """What a block computes within: eight bits where a backward follows, if `config.fp8` asks for them.
+    """Return the context manager of a block's computation: FP8 where a backward follows, if `config.fp8` is set.
 
     Without a backward (validation, sampling) the network is that of a bundle. Entered anew where a block is computed
     again in backward: the recipes have no state that this could disturb.

@@ -1,4 +1,4 @@
-"""What Megatron is told about a DiT and its layout."""
+"""Megatron's configuration of a DiT and its parallel layout."""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,7 +16,7 @@ def transformer_config(
     fp8: str | None = None,
     fp8_recipe: str = "tensorwise",
 ) -> TransformerConfig:
-    """What Megatron wants to know about a DiT; `dtype` is that of the parameters, the rest as Megatron calls it."""
+    """Build Megatron's configuration of a DiT; `dtype` is that of the parameters, the rest has Megatron's names."""
     is_interleaved = layout.virtual_pipeline > 1
     config = TransformerConfig(
         num_layers=model.num_layers,

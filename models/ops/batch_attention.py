@@ -14,7 +14,7 @@ from megadit.models.ops.registry import Op
 from megadit.models.ops.tiled_attention import TiledAttention, suits_tiles
 
 QUERIES = 1024
-"""Whose scores the reference has in memory at once."""
+"""Number of queries whose scores the reference has in memory at once."""
 _matmul = torch.backends.mkldnn.matmul
 
 

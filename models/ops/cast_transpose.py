@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS = 128, 64
-"""Of the tile that one program turns."""
+"""Size of the tile that one program transposes."""
 CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 

@@ -1,4 +1,4 @@
-"""Which condition row each token of a pack has, by length group and token by token: what the modulation ops share.
+"""Lookup of each token's condition row in a pack, by length group or token by token, for the modulation ops.
 
 Shapes: S video tokens, B batch, D width, G condition rows, c pieces of a length group, s tokens of each.
 """
@@ -11,7 +11,7 @@ from megadit.models.ops.fusion import has_kernels, is_compiled
 from megadit.models.segments import ConditionRows, DenseRows, LengthGroup, Rows, RowsByToken
 
 FEWEST_NUMBERS = 1 << 15
-"""Of a length group, on average: with fewer, its calls take longer than copies of its rows would."""
+"""Minimum mean size of length groups, in numbers: smaller ones cost more in calls than copies of their rows."""
 Group = LengthGroup | Tensor
 """Tokens that are taken together: a length group, or all of a pack with the row of each, int64 [S]."""
 
@@ -32,12 +32,12 @@ def are_grouped(rows: Rows | None) -> bool:
 
 
 def are_in_shreds(x: Tensor, rows: Rows | None) -> bool:
-    """Whether given tokens cut what lies on a CPU, x [S, 1, D], into many small length groups."""
+    """Whether conditioning tokens cut x [S, 1, D], on a CPU, into many small length groups."""
     return are_grouped(rows) and x.is_cpu and rows.are_cut and x.numel() < FEWEST_NUMBERS * len(rows.groups)
 
 
 def are_dense(rows: Rows | None) -> bool:
-    """Whether they are those of a uniform batch, some of whose tokens are given."""
+    """Whether they are the rows of a uniform batch with conditioning tokens."""
     return isinstance(rows, DenseRows)
 
 
@@ -48,8 +48,8 @@ def of_each_token(x_GD: Tensor, rows: Rows) -> Tensor:
 
 
 def two_or_more(x_GD: Tensor) -> Tensor:
-    """The rows [G, D], and where they are compiled for one that no token has beside a single one: packs of one segment
-    would be a kind of input of their own."""
+    """The rows [G, D], where they are compiled with an unused second one after a single one: packs of one segment would
+    otherwise be compiled anew."""
     return F.pad(x_GD, (0, 0, 0, 1)) if len(x_GD) == 1 and is_compiled(x_GD) else x_GD
 
 

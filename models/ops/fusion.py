@@ -30,8 +30,8 @@ OPTIONS = {
     "realize_opcount_threshold": 1000,
     "triton.mix_order_reduction_non_strict_mode": True,
 }
-"""Of inductor. What is computed of few numbers and needed twice is computed twice, not written to memory and read; sums
-along rows and across them are one kernel for all sizes (docs/kernels.md)."""
+"""Options of inductor: cheap values that are needed twice are recomputed, not written to memory and read; sums along
+rows and across them are one kernel for all sizes (docs/kernels.md)."""
 
 
 def by_inductor(graph: GraphModule, inputs: list) -> Callable:
@@ -50,7 +50,7 @@ BACKEND: Callable = by_inductor
 MOST_VARIANTS = 64
 """Kinds of inputs that one chain is compiled for."""
 _NUM_KINDS: Counter[Callable] = Counter()
-"""Of inputs that each chain was compiled for."""
+"""Number of kinds of inputs that each chain was compiled for."""
 _AS_WRITTEN: set[Callable] = set()
 """Chains that the compiler failed with."""
 
@@ -167,7 +167,7 @@ class _Call:
 
     kernels: Callable[..., Any]
     declared: list[Any]
-    """What the compiler knows of each input: a tensor whose sides are symbols, or a symbol."""
+    """The compiler's description of each input: a tensor with symbolic sides, or a symbol."""
     given: tuple[Any, ...]
     gave: Sequence[Any]
 
@@ -192,8 +192,8 @@ class _Call:
         return call
 
     def _source(self, at: int, inputs: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
-        """What reads input `at` of the kernels from those of the function: one of them, or a side of one; other
-        numbers are part of the kind."""
+        """Return a function that finds input `at` of the kernels among the function's inputs: one of them, or a side
+        of one; other numbers are constants of the kind."""
         value, symbol = self.given[at], self.declared[at]
         if isinstance(value, Tensor) and (index := _index(value, inputs)) is not None:
             return itemgetter(index)
@@ -234,8 +234,8 @@ def _has_width(x: Tensor) -> bool:
 
 
 def _kind(x: Any) -> Hashable:
-    """What a compiled function is made for, and depends on: it holds for no other device, strides or sides of 0 or 1,
-    nor for more numbers than 32 bits count."""
+    """Key of the inputs that a compiled function is valid for: device, dtype, width, strides, which sides are 0 or 1,
+    and whether 32 bits can index it."""
     if not isinstance(x, Tensor):
         return type(x), x
     ones = tuple(min(side, 2) for side in x.shape)

@@ -47,7 +47,7 @@ class _Entry(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """What autograd saves in place of a value."""
+    """Placeholder that autograd saves instead of a value."""
 
     recipe: Recipe
     shape: torch.Size

@@ -16,11 +16,11 @@ from megadit.models.machine import processor
 from megadit.models.ops.registry import Op
 
 FEWEST_ROWS = 4
-"""With fewer tokens a product only reads its matrix, which MKL does as well."""
+"""Minimum number of tokens for oneDNN: with fewer, a product only reads its matrix, which MKL does as well."""
 FEWEST_MULTIPLICATIONS = 2**21
 """Smaller products take less time than it takes to ask oneDNN for them."""
 _BY_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
-"""What torch's own compiler calls on CPUs: (x, weight, bias, activation, its numbers, its form)."""
+"""The oneDNN op of torch's compiler on CPUs: (x, weight, bias, activation, its scalars, its algorithm)."""
 
 
 def _reference(

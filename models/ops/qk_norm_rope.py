@@ -51,7 +51,7 @@ def _fused_norm_rotate(x, weight, cos, sin, eps):
 
 
 def _rows(x: Tensor, cos: Tensor | None) -> Tensor:
-    """For a compiled kernel [rows, 1, N, K], where it rotates nothing [rows, 1, 1, K]: one form for any batch.
+    """Flatten x for a compiled kernel to [rows, 1, N, K], without rotation [rows, 1, 1, K]: one form for any batch.
 
     Elsewhere x as it is, [S, B, N, K]; a view but for grouped heads.
     """
@@ -63,7 +63,7 @@ def _shaped(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def _rows_of(table: Tensor | None, x: Tensor) -> Tensor | None:
-    """What each row of `_rows` turns by, from [S, 1 or B, 1, K]."""
+    """Rotary table of each row of `_rows`, from [S, 1 or B, 1, K]."""
     if table is None or not is_compiled(x):
         return table
     return table.expand(-1, x.shape[1], -1, -1).reshape(-1, 1, 1, table.shape[-1])

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 1024
-"""Of a row, how many one program takes where columns have nothing to do with one another."""
+"""Columns of a row that one program takes, where columns are independent."""
 RUNS_AT_ONCE = 16
 
 
@@ -63,7 +63,7 @@ def gate_backward(
 
 
 def num_warps(block: int) -> int:
-    """Of a program that keeps `block` numbers of five tensors in registers: 16 of each in a thread."""
+    """Warps of a program that keeps `block` numbers of five tensors in registers: 16 of each in a thread."""
     return min(max(block // 512, 1), 32)
 
 

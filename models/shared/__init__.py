@@ -1,1 +1,1 @@
-"""What every side needs: errors, files, progress, commands. Imports nothing of ours."""
+"""Shared basics: errors, files, progress, commands. Imports nothing else of this package."""

@@ -14,7 +14,7 @@ from megadit.models.shared.errors import UserError, choose_one
 CAPTION_COLUMNS = ("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations")
 FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path")
 ANSWERS = ("gpt", "assistant")
-"""Who describes, in conversations."""
+"""Speakers of conversations whose turns hold the caption."""
 MAX_CAPTION_BYTES = 1 << 20
 MARKS = {
     codecs.BOM_UTF8: "utf-8",
@@ -77,14 +77,14 @@ def decoded(content: bytes, encoding: str | None = None) -> str:
 
 @lru_cache(maxsize=4096)
 def caption_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of a row's columns that hold its caption: the first of the usual names, else one made of their words
+    """Return the caption column of a row (at most one): the first of the usual names, else one made of their words
     (`caption_long`, `video_description`), never `caption_score` or `negative_prompt`."""
     return _chosen(columns, CAPTION_COLUMNS, _SAYS_CAPTION, _QUALIFIES_CAPTION)[:1]
 
 
 @lru_cache(maxsize=4096)
 def file_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of a row's columns that may name its file, the likeliest first."""
+    """Return the columns that may hold the file name of a row, the likeliest first."""
     return _chosen(columns, FILE_COLUMNS, _SAYS_FILE, _QUALIFIES_FILE)
 
 

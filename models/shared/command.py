@@ -24,7 +24,7 @@ OF_PATHS = {
     **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or yourself the right to it"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or give another path"),
 }
-"""What a system may refuse where files are made -> what helps."""
+"""Error number of a failed file creation -> remedy."""
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -34,7 +34,7 @@ def ranks_that_gain() -> int:
 
 
 def threads_of_a_rank(ranks: int = 1) -> int:
-    """As the user asks, or the available cores divided among the ranks of this machine; at least 1."""
+    """Number of threads of a rank: the user's choice, or the available cores divided among this machine's ranks."""
     return asked_threads() or max(1, available_cores() // ranks)
 
 
@@ -47,7 +47,7 @@ def prepare_threads() -> None:
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
-    """What the environment of each of so many ranks is to say of its threads; nothing where the user does."""
+    """Environment variables that set the threads of each of `ranks` ranks; {} where the user has set them."""
     return {} if asked_threads() else dict.fromkeys((THREADS, SHARED_OUT), str(threads_of_a_rank(ranks)))
 
 

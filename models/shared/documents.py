@@ -16,9 +16,9 @@ import yaml
 from megadit.models.shared.errors import UserError
 
 MAX_BYTES = 1 << 24
-"""Of a document, unless its reader allows more or less; parsed, it takes up to thirty times as much memory."""
+"""Default maximum size of a document; parsed, it takes up to thirty times as much memory."""
 MAX_DEPTH = 100
-"""Of lists and objects within one another."""
+"""Maximum nesting of lists and objects."""
 
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)
 """Brackets, and strings, which may hold some; possessive, so that no text takes quadratic time."""

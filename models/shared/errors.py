@@ -64,7 +64,7 @@ def nearest_multiples(value: int, factor: int, *, plus: int = 0) -> str:
 
 @contextmanager
 def told_once() -> Iterator[None]:
-    """What every process that torchrun started finds wrong alike, the first of them tells: within `run_command`."""
+    """Let rank 0 alone print a UserError that every process of torchrun raises; used within `run_command`."""
     try:
         yield
     except UserError:

@@ -16,10 +16,10 @@ from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Of a disk that has no room, or gives this user no more."""
+"""Error numbers of a full disk or an exhausted quota."""
 LONGEST_NAME, LONGEST_PATH = 255, 1024
 RECORD_SUFFIX = ".json"
-"""Behind the whole name of a video."""
+"""Suffix of a record, after the whole file name of its video."""
 
 
 def _temporary_sibling(path: Path) -> Path:
@@ -153,7 +153,7 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
 
 
 def record_path(path: Path) -> Path:
-    """Where the record of a video lies: a.mp4 and a.gif have one each."""
+    """Return the path of a video's record; a.mp4 and a.gif have one each."""
     return path.with_name(f"{path.name}{RECORD_SUFFIX}")
 
 

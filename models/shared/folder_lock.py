@@ -182,7 +182,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _kernel() -> list[str]:
-    """What two processes share that know each other by their ids: the boot of a machine, and its container."""
+    """Identify the namespace of process ids: the boot of the machine, and the container."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -226,7 +226,7 @@ def _read(path: Path) -> dict | None:
 
 
 def _write(path: Path, record: dict, *, anew: bool = True) -> None:
-    """In one write of one length, on the disk when it returns."""
+    """Write `record` at a fixed length, in one write, and flush it to the disk."""
     descriptor = os.open(path, os.O_WRONLY | (os.O_CREAT if anew else 0), 0o644)
     try:
         os.pwrite(descriptor, json.dumps(record).ljust(1024).encode(), 0)

@@ -16,7 +16,7 @@ ANYWAY_HELP = "start although the memory that this is estimated to take is not t
 
 
 def memory_in_words(num_bytes: float) -> str:
-    """In two digits, and all of those before the point: "190 GiB", "2.5 GiB", "0.11 GiB", "64 MiB"."""
+    """Format a size to two significant digits: "190 GiB", "2.5 GiB", "0.11 GiB", "64 MiB"."""
     unit, name = (GIB, "GiB") if num_bytes >= GIB / 10 else (GIB / 1024, "MiB")
     value = float(f"{num_bytes / unit:.2g}")
     return f"{value:,.0f} {name}" if value >= 10 else f"{value:g} {name}"

@@ -117,7 +117,7 @@ def options(parser: Any, of: type, *, only: Iterable[str] | None = None, skip: C
 
 
 def given_options(of: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what a parser found, the settings of `of` that were given, checked. What was left out is not in it.
+    """Return the settings of `of` that a parser found, checked, without those that were left out.
 
     Raises:
         UserError: as `check_value`.
@@ -127,7 +127,7 @@ def given_options(of: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made_of(of: type[Options], values: Mapping[str, Any]) -> Options:
-    """The dataclass of what a parser found; what was left out has its default.
+    """Build the dataclass from what a parser found; settings that were left out have their defaults.
 
     Raises:
         UserError: as `check_value`.

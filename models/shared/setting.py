@@ -26,27 +26,27 @@ LONGEST_NAME = 230
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What is said of a field, and (from `settings_of`) what its name, default and annotation say."""
+    """Description of a settings field, completed by `settings_of` from its name, default and annotation."""
 
     help: str = ""
     low: float | None = None
-    """The least value."""
+    """Minimum value."""
     high: float | None = None
-    """The greatest value."""
+    """Maximum value."""
     above: float | None = None
-    """What the value must exceed."""
+    """Exclusive lower bound."""
     below: float | None = None
-    """What must exceed the value."""
+    """Exclusive upper bound."""
     choices: Collection[str] | None = None
     served: bool = False
     """Whether a request to a service may give it."""
 
     metavar: str | tuple[str, ...] | None = None
     names: tuple[str, ...] = ()
-    """Of the option; () is `--` and the field's name, or `--no_` and it for a switch that is on by default."""
+    """Names of the option; (): `--` and the field's name, or `--no_` and it for a switch that is on by default."""
     positional: bool = False
     nargs: int | str | None = None
-    """As argparse's; None is what the annotation says."""
+    """`nargs` of argparse; None: derived from the annotation."""
     repeated: bool = False
     """Whether the option may be given several times, each adding to the value."""
 
@@ -55,18 +55,18 @@ class Setting:
     required: bool = False
     """Whether there is no default."""
     type: Any = str
-    """bool, int, float, str or Path: of the value, or of each in a sequence."""
+    """Type of the value, or of each in a sequence: bool, int, float, str or Path."""
     optional: bool = False
     """Whether None is a value."""
     words: tuple[str, ...] = ()
-    """What a number may be instead, such as auto."""
+    """Words allowed in place of a number, such as auto."""
     count: int | None = None
     """None: one value; 0: a sequence; otherwise a sequence of so many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """What is said of a field that is a dataclass of settings."""
+    """Description of a field that is itself a dataclass of settings."""
 
     of: type
     title: str

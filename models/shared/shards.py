@@ -28,7 +28,7 @@ def describe_shards(folder: Path) -> None:
 
 
 def damaged_shards(folder: Path) -> list[str]:
-    """What is wrong with the sizes of shards and of their indices, a phrase for each."""
+    """Describe each shard, or index of one, whose size is wrong, in a phrase."""
     known, counts = _known(folder), _counts(folder)
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda name: _fault(folder, name, known.get(name), counts.get(name)), known | counts)
@@ -101,7 +101,7 @@ def _fault(folder: Path, name: str, known: dict | None, count: object) -> str | 
 
 
 def _end(index: Path) -> int:
-    """Where the last sample of an index ends."""
+    """Byte offset of the end of the last sample of an index."""
     with index.open("rb") as file:
         file.seek(max(0, index.stat().st_size // 8 * 8 - 8))
         content = file.read(8)

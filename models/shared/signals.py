@@ -13,7 +13,7 @@ from typing import Any
 from megadit.models.shared.errors import StoppedError
 
 WITH_PARENT = "MEGADIT_ENDS_WITH_PARENT"
-"""In the environment of a process that is to end when the one that started it does, however that comes about."""
+"""Environment variable that makes a process end when its parent does, however that ends."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -24,7 +24,7 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def exit_code(returncode: int) -> int:
-    """What a shell says of a process that ended as `subprocess` tells."""
+    """Convert the return code of `subprocess` to a shell's exit code."""
     return returncode if returncode >= 0 else 128 - returncode
 
 

@@ -138,7 +138,7 @@ def load(verb: str):
 
 
 def _help(prefix: str = "") -> str:
-    """What the verbs do that begin with `prefix`, in their groups."""
+    """Help of the verbs that begin with `prefix`, by group."""
     lines = []
     for title, names in GROUPS.items():
         verbs = [verb for verb in names if verb.startswith(prefix)]

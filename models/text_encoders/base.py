@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a text encoder.
+"""The protocols of text encoders.
 
 Shapes: B batch, L text tokens, E text feature width, P width of the one feature of a whole text.
 """
@@ -83,11 +83,11 @@ class PublishedTextEncoder(Protocol):
     """A text encoder whose network is not in the bundle."""
 
     dtype: str
-    """In which its weights are loaded."""
+    """Dtype in which its weights are loaded."""
 
     @property
     def directories(self) -> tuple[os.PathLike, ...]:
-        """Where the files of its networks are.
+        """Directories of its networks' files.
 
         Raises:
             UserError: if they are not on this machine; says what to download, and where to put it.
@@ -100,7 +100,7 @@ class NetworkTextEncoder(PublishedTextEncoder, Protocol):
 
     @property
     def token_inputs(self) -> tuple[TokenInput, ...]:
-        """What its network takes."""
+        """Inputs of its network."""
 
     def graph(self) -> nn.Module:
         """Its network as a module of tensors alone, in float32 on the CPU."""

@@ -23,7 +23,7 @@ class ClassLabels:
     """
 
     names: tuple[str, ...]
-    """Of each class, in order; several names of one class are separated by commas."""
+    """Names of each class, in order; several names of one class are separated by commas."""
 
     def __post_init__(self) -> None:
         if not self.names:

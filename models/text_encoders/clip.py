@@ -59,7 +59,7 @@ _ARCHITECTURE = {
     "hidden_act": "quick_gelu",
     "projection_dim": 512,
 }
-"""What decides a network, and the values that `transformers` leaves out of a file."""
+"""Settings that determine a network, with the defaults that `transformers` leaves out of a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,13 +74,13 @@ class CLIPTextEncoder:
     """A directory, or the name of a model on the hub that was downloaded before; of a pipeline, whose `text_encoder/`
     and, where there is one, `text_encoder_2/` these are."""
     layer: Layer = "last"
-    """Whose features: `last`, after its norm, or `penultimate`, before any (SDXL). The pooled one is of the last."""
+    """Layer of the features: `last`, after its norm, or `penultimate`, without norm (SDXL). Pooled: always the last."""
     text_padding: TextPadding = "none"
     """`tokens`: texts are filled with tokens of padding to the 77 places, and all of them count (Stable Diffusion)."""
     empty_text: EmptyText = "none"
-    """What stands for an empty text: nothing (length 0), the features of its tokens, or as many zeros."""
+    """Features of an empty text: none (length 0), those of its tokens, or as many zeros."""
     dtype: str = "float32"
-    """Of the weights and the features."""
+    """Dtype of the weights and the features."""
     placement: Placement = "auto"
     """`auto`: on the GPU where there is one."""
     feature_cache: str | None = None
@@ -208,7 +208,7 @@ class CLIPTextEncoder:
         ]
 
     def _network(self) -> Any:
-        """What is called with tokens [B, K, L], loaded when it is first asked for."""
+        """The network, called with tokens [B, K, L]; loaded at its first use."""
         if "network" not in self._loaded:
             self._loaded["network"] = self.load_network()
         return self._loaded["network"]
@@ -220,7 +220,7 @@ class CLIPTextEncoder:
 
     @property
     def _folders(self) -> tuple[tuple[Path, Path], ...]:
-        """Where the files of each network and of its words are."""
+        """(network, vocabulary) folders of each encoder."""
         root = _PUBLISHED.root(self.model)
         found = tuple((root / network, root / words) for network, words in FOLDERS if (root / network).is_dir())
         return found or ((root, root),)
@@ -246,7 +246,7 @@ class CLIPTextEncoder:
         return load_settings(cls, directory)
 
     def fingerprint(self) -> str:
-        """Of what decides the features: architectures, words, a sample of the weights, layer, padding, empty texts.
+        """Hash of all that determines the features: architectures, words, a sample of the weights, settings.
 
         As it was saved, where the encoder was loaded: its files may not be here.
         """

@@ -12,7 +12,7 @@ from torch import Tensor
 from megadit.models.shared.files import atomic_path
 
 TextTensors = Mapping[str, Tensor]
-"""Of one text: its `features`, and whatever else its encoder makes of it."""
+"""Tensors of one text: its `features`, and any others that its encoder returns."""
 
 
 class FeatureFiles:
@@ -22,7 +22,7 @@ class FeatureFiles:
         self._directory = Path(directory) / fingerprint
 
     def read(self, text: str) -> TextTensors | None:
-        """What is kept of this text, or None where nothing is; a damaged file counts as none."""
+        """Return the cached tensors of a text; None if there are none, or their file is damaged."""
         try:
             tensors = load_file(self._path(text))
             return tensors if "features" in tensors else None
@@ -41,7 +41,7 @@ class FeatureFiles:
 def kept_or_computed(
     texts: Iterable[str], compute: Callable[[Sequence[str]], Sequence[TextTensors]], files: FeatureFiles | None
 ) -> dict[str, TextTensors]:
-    """What an encoder makes of each text, computed at once for those that `files` does not keep, and kept there."""
+    """Return the tensors of each text; those not cached in `files` are computed in one call and stored there."""
     found = {text: files and files.read(text) for text in texts}
     missing = [text for text, tensors in found.items() if tensors is None]
     for text, tensors in zip(missing, compute(missing), strict=True):

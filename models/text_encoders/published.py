@@ -31,8 +31,8 @@ AnyEncoder = TypeVar("AnyEncoder")
 
 
 def loading_dtype(name: str, directory: Path) -> torch.dtype:
-    """In which the weights of a directory or a file are loaded: float32 where this processor does not multiply what
-    was asked for, as long as memory has room for the weights twice; else as asked, with a warning of its cost."""
+    """Dtype in which to load the weights of a directory or a file: float32 where this processor does not multiply the
+    dtype asked for and memory has room for the weights twice; else as asked, with a warning of its cost."""
     asked, place = DTYPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if computing_dtype(place, asked) == asked:
         return asked
@@ -55,7 +55,7 @@ class PublishedText:
     """How text encoders of one kind lie on disk."""
 
     what: str
-    """As messages call it."""
+    """Name of the encoder in messages."""
     vocabularies: tuple[str, ...]
     """Files that its words may come from, the first that is there."""
     encoder: Encoder = Encoder(marks=())
@@ -65,11 +65,11 @@ class PublishedText:
 
     @property
     def files(self) -> str:
-        """What its folder has to hold."""
+        """Files that its folder must contain."""
         return f"config.json, {self.vocabularies[0]} and model.safetensors (or pytorch_model.bin)"
 
     def root(self, model: str) -> Path:
-        """Where the files of a model are, which is a directory or the name of one on the hub.
+        """Find the directory of a model, given as a path or as a name on the hub.
 
         Raises:
             UserError: if they are not on this machine; says what to download, and where to put it.
@@ -77,7 +77,7 @@ class PublishedText:
         return hub.local_directory(model, "text encoder", self.files)
 
     def folders(self, model: str) -> tuple[Path, Path]:
-        """Where the files of its network are (a folder, or the only file), and those of its words: together, or in
+        """Find the weights (a folder, or the only file) and the vocabulary folder of a model: together, or in
         `text_encoder` and `tokenizer` (a pipeline), or as `released`.
 
         Raises:
@@ -99,7 +99,7 @@ class PublishedText:
         return next((place for place in near if any((place / name).is_file() for name in self.vocabularies)), folder)
 
     def tensors(self, place: Path) -> TensorSource:
-        """Those at `place`, one of `folders`, under transformers' names.
+        """Open the tensors at `place`, one of `folders`, under transformers' names.
 
         Raises:
             UserError: if they cannot be read.
@@ -128,12 +128,12 @@ class PublishedText:
         return load_encoder(network_class, directory, self.encoder, self.files, **options)
 
     def check_network(self, directory: Path, class_name: str, **options: Any) -> None:
-        """What `load_network` refuses, from names and shapes alone."""
+        """Raise what `load_network` would, from names and shapes alone."""
         network_class = getattr(transformers_library(self.what), class_name)
         check_encoder(network_class, directory, self.encoder, self.files, **options)
 
     def vocabulary_hash(self, directory: Path) -> str:
-        """Of the file that the words come from.
+        """Hash of the vocabulary file.
 
         Raises:
             UserError: if there is none.
@@ -160,8 +160,8 @@ class PublishedText:
 
 
 def settings_of(encoder: type) -> list[str]:
-    """What config.json holds of an encoder of this class: the fields that its repr shows, neither tensors nor what was
-    loaded."""
+    """Names of an encoder's settings in config.json: the fields that its repr shows, neither tensors nor loaded
+    networks."""
     return [field.name for field in fields(encoder) if field.repr]
 
 

@@ -35,7 +35,7 @@ from megadit.models.text_encoders.published import (
 
 MODEL_TYPE = "qwen2_5_vl"
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
-"""What Predict2.5 was trained to have said before each prompt."""
+"""System prompt that Predict2.5 was trained with."""
 _LAST_NORMS = ("language_model.model.norm.weight", "model.language_model.norm.weight", "model.norm.weight")
 """Names that `transformers` gave it over time."""
 _PUBLISHED = PublishedText(
@@ -60,7 +60,7 @@ class QwenVLTextEncoder:
     max_length: int = 512
     """Tokens, those of the system's sentence included; beyond this many they are cut off, with a warning."""
     dtype: str = "bfloat16"
-    """Of the weights; states are normalised and projected in float32."""
+    """Dtype of the weights; states are normalised and projected in float32."""
     feature_cache: str | None = None
     """A directory in which features are kept between runs."""
     projection: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -126,7 +126,7 @@ class QwenVLTextEncoder:
 
     @property
     def _folders(self) -> tuple[Path, Path]:
-        """Where the files of the network and of its words are."""
+        """(network, vocabulary) folders."""
         return _PUBLISHED.folders(self.model)
 
     def _load_tokenizer(self):
@@ -170,7 +170,7 @@ class QwenVLTextEncoder:
         return load_settings(cls, directory, projection=projection)
 
     def fingerprint(self) -> str:
-        """Of what decides the features: architecture, words, a sample of the weights, length and projection.
+        """Hash of all that determines the features: architecture, words, a sample of the weights, length, projection.
 
         As it was saved, where the encoder was loaded: its files may not be here.
         """

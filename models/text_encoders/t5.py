@@ -65,7 +65,7 @@ class T5TextEncoder:
     """`zeros`: features are filled with zeros to `max_length`, and all of them count, for networks that were trained
     to attend to padding (Cosmos, NeMo, DFM). An empty text has length 0 in any case."""
     dtype: str = "bfloat16"
-    """Of the weights and the features."""
+    """Dtype of the weights and the features."""
     placement: Placement = "auto"
     """`auto`: on the GPU where there is one; `8bit`: there, in 8-bit integers (bitsandbytes); `offload`: as much on
     the GPU as fits, the rest in memory (accelerate)."""
@@ -157,7 +157,7 @@ class T5TextEncoder:
 
     @property
     def _folders(self) -> tuple[Path, Path]:
-        """Where the files of the network and of its words are."""
+        """(network, vocabulary) folders."""
         return _PUBLISHED.folders(self.model)
 
     def _load_tokenizer(self):
@@ -194,7 +194,7 @@ class T5TextEncoder:
         return name, {"config": network_class.config_class(**values)}
 
     def _placing(self) -> dict[str, Any]:
-        """What `from_pretrained` is told of where the weights go."""
+        """Arguments of `from_pretrained` for the placement of the weights."""
         if self.placement == "offload":
             require("accelerate", "placement=offload")
             return {"device_map": "auto"}
@@ -222,7 +222,7 @@ class T5TextEncoder:
         return load_settings(cls, directory)
 
     def fingerprint(self) -> str:
-        """Of what decides the features: architecture, words, a sample of the weights, length and padding.
+        """Hash of all that determines the features: architecture, words, a sample of the weights, length and padding.
 
         As it was saved, where the encoder was loaded: its files may not be here.
         """

@@ -24,7 +24,7 @@ from megadit.models.text_tower_config import MOST_WORDS
 
 WORDS_FILE = "tokenizer.json"
 MOST_BYTES = 1 << 25
-"""Of that file: ten times CLIP's."""
+"""Maximum size of that file: ten times CLIP's."""
 START, END = "<|startoftext|>", "<|endoftext|>"
 _PUBLISHED = PublishedText("CLIP's words", vocabularies=(WORDS_FILE, "vocab.json"))
 

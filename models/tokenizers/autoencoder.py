@@ -31,8 +31,8 @@ class Autoencoder:
     network: Network
     sigma_data: float
     dtype: str = "auto"
-    """In which the network computes: float32, or bfloat16 where the device multiplies that; auto: on a GPU as it is
-    stored, else float32."""
+    """Dtype in which the network computes: float32, or bfloat16 where the device multiplies it; auto: the stored dtype
+    on a GPU, else float32."""
     tiles: Tiles = field(default_factory=Tiles)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Autoencoder:
 
     @property
     def _tiles(self) -> Tiles:
-        """In space alone where the network itself goes through time."""
+        """Tiles, in space alone where the network itself streams through time."""
         return replace(self.tiles, frames=2**30, context=1) if self.streams else self.tiles
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:

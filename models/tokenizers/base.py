@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a video tokenizer.
+"""The protocol of video tokenizers.
 
 Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
 """

@@ -75,7 +75,7 @@ class HaarTokenizer:
     nothing is normalised then."""
     pca: LinearBasis | None = None
     reconstruction_psnr: float | None = None
-    """Of the videos that the PCA was fitted to, in decibels; None without PCA, which loses nothing."""
+    """PSNR of the videos that the PCA was fitted to, in dB; None without PCA, which is lossless."""
 
     def __post_init__(self) -> None:
         for name, factors in (("temporal_compression", _TEMPORAL_FACTORS), ("spatial_compression", _SPATIAL_FACTORS)):
@@ -188,8 +188,8 @@ class HaarTokenizer:
     def fit_beside(
         cls, videos: Iterable[Tensor], channels: int, others: Iterable[int], whitening: float = 0.5, **sizes: int
     ) -> tuple["HaarTokenizer", dict[int, float]]:
-        """As `fit` (videos: float BCTHW), with no more channels than the videos have components; and the decibels that
-        other numbers of channels would give, of those that there are."""
+        """Like `fit` (videos: float BCTHW), with at most as many channels as the videos have components; also return
+        the PSNR in dB for each possible number of channels in `others`."""
         videos, lossless = list(videos), cls(**sizes)
         if not 1 <= channels <= lossless.raw_channels:
             raise UserError(f"channels={channels} must lie between 1 and {lossless.raw_channels}")
@@ -270,15 +270,15 @@ def psnr(tokenizer: HaarTokenizer, videos: Iterable[Tensor]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moments:
-    """Of the coefficients of all patches of some videos, in float64; `first` are those of first frames, each of which
-    fills its patch with copies of itself."""
+    """Moments of the coefficients of all patches of some videos, in float64; `first` are those of first frames, each of
+    which fills its patch with copies of itself."""
 
     mean_R: Tensor
     covariance_RR: Tensor
     first_RR: Tensor
-    """Of the first ones alone: the sum of (x - mean) (x - mean)^T."""
+    """Sum of (x - mean) (x - mean)^T over first frames alone."""
     eigenvalues: Tensor
-    """Of the covariance, ascending."""
+    """Eigenvalues of the covariance, ascending."""
     eigenvectors: Tensor
     count: int
     count_first: int
@@ -289,10 +289,10 @@ class _Moments:
         return int((self.eigenvalues > 1e-10 * self.eigenvalues[-1].clamp(min=1e-20)).sum())
 
     def psnr(self, channels: int) -> float:
-        """What `psnr` would find after fitting so many channels.
+        """Predict `psnr` after fitting `channels` channels.
 
-        The orthonormal transform keeps squared errors, so that those of a patch are the squares of the components left
-        out; but of a first frame's, the mean over the copies is what is seen.
+        The orthonormal transform keeps squared errors: a patch's error is the sum of squares of the components left
+        out; for a first frame, of their mean over the copies, which is what is seen.
         """
         left_out = self.eigenvectors[:, : len(self.mean_R) - channels]
         whole_error = (left_out.T @ (self.count * self.covariance_RR - self.first_RR) @ left_out).trace()
@@ -303,7 +303,7 @@ class _Moments:
 
 
 def _moments(batches: list[Tensor], copies: int) -> _Moments:
-    """Of batches of BTHWR."""
+    """Moments of batches of coefficients, BTHWR each."""
     rows, firsts = [batch.flatten(0, 3) for batch in batches], [batch[:, 0].flatten(0, 2) for batch in batches]
     count = sum(map(len, rows))
     if not count:

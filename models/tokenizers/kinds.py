@@ -1,4 +1,4 @@
-"""Where published autoencoders differ: one table, one row for each kind.
+"""Differences between published autoencoders: one table, one row for each kind.
 
 | kind             | published as                                          | network                                  |
 |------------------|-------------------------------------------------------|------------------------------------------|
@@ -26,13 +26,13 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """What differs from one kind to another."""
+    """The properties of one kind of autoencoder."""
 
     name: str
     class_name: str
-    """Of the network."""
+    """Class name of the network, in diffusers or here."""
     sigma_data: float
-    """Standard deviation that latents are scaled to: what networks trained on them were told."""
+    """Standard deviation that latents are scaled to, as diffusion networks trained on them expect."""
     temporal_compression: Callable[[Config], int]
     spatial_compression: Callable[[Config], int]
     encode: Callable[[nn.Module, Tensor], Tensor]
@@ -70,7 +70,7 @@ def _no_statistics(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _statistics_of_frames(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel and latent frame, [1, C, T, 1, 1]; frames beyond the last that has statistics take its.
+    """Mean and standard deviation of each channel and latent frame, [1, C, T, 1, 1]; later frames use the last ones.
 
     Checkpoints without (Cosmos 0.1) only scale, as NeMo and DFM did.
     """
@@ -85,7 +85,7 @@ def _statistics_of_frames(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, T
 
 
 def _shift_and_scale(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Of all latents, or of each channel, [1, C, 1, 1, 1], where a checkpoint has such."""
+    """Mean and standard deviation of all latents, or of each channel, [1, C, 1, 1, 1], where a checkpoint has them."""
     shift, scale = config.get("shift_factor") or 0.0, config.get("scaling_factor") or 1.0
     if config.get("latents_mean") is not None and config.get("latents_std") is not None:
         mean, std = _statistics_of_channels(config, like_BCTHW)
@@ -94,7 +94,7 @@ def _shift_and_scale(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor
 
 
 def _wan_compression(config: Config, name: str, found: int) -> int:
-    """What the layers compress by, which the setting of this name must be."""
+    """Return `found`, the compression of the layers, which the setting of this name must match."""
     if config.get(name, found) != found:
         raise UserError(f"config.json of an AutoencoderKLWan: {name}={config[name]!r:.40}, but its layers make {found}")
     return found
@@ -110,7 +110,7 @@ def _wan_spatial(config: Config) -> int:
 
 
 def _statistics_of_channels(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel, [1, C, 1, 1, 1]."""
+    """Mean and standard deviation of each channel, [1, C, 1, 1, 1]."""
     mean, std = (constant(tuple(config[name]), like_BCTHW.device) for name in ("latents_mean", "latents_std"))
     return mean.reshape(1, -1, 1, 1, 1), std.reshape(1, -1, 1, 1, 1)
 

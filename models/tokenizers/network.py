@@ -35,7 +35,7 @@ class Network:
     config: Mapping[str, Any]
     module: nn.Module = field(repr=False)
     stored: torch.dtype = torch.float32
-    """Of its weights, before they are cast to what it computes in."""
+    """Dtype of the stored weights, before they are cast for computing."""
 
     @classmethod
     def build(cls, class_name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> "Network":
@@ -126,7 +126,7 @@ def read_diffusers(directory: Path, known: Collection[str]) -> tuple[str, dict[s
 
 
 def _present_name(name: str) -> str:
-    """Of a tensor, also where a file was written before diffusers renamed linears of attention (Stable Diffusion 1)."""
+    """Current name of a tensor: older files have earlier names of attention linears (Stable Diffusion 1)."""
     owner, _, layer = name.rpartition(".attentions.")
     place, _, linear = layer.partition(".")
     before, _, kind = linear.rpartition(".")
@@ -143,7 +143,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def fingerprint(settings: Mapping[str, Any], network: Network) -> str:
-    """Of the settings and the network's tensors, as they were saved."""
+    """Hash of the settings and the network's tensors, as they were saved."""
     digest = hashlib.blake2b(json.dumps(dict(settings), sort_keys=True).encode(), digest_size=8)
     for name, tensor in sorted(network.tensors().items()):
         digest.update(f"\n{name} {tuple(tensor.shape)}\n".encode())

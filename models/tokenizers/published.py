@@ -24,8 +24,8 @@ def holds_tokenizer(path: Path) -> bool:
 
 
 def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> Autoencoder:
-    """From a directory of diffusers, a released `autoencoder.jit` or its directory, a file of Wan's VAE, or a model of
-    the hub's cache.
+    """Load a tokenizer from a directory of diffusers, a released `autoencoder.jit` or its directory, a file of Wan's
+    VAE, or a model in the hub's cache.
 
     Nothing of a `.jit` is executed. `compression` (as in 4x8x8) is only needed where nothing else tells it.
 

@@ -11,7 +11,7 @@ from megadit.models.shared.errors import UserError
 
 CLASS = "AutoencoderKLWan"
 FILES = "Wan2.*_VAE.pth"
-"""In the released folder."""
+"""Pattern of the VAE's file in a released folder."""
 SUFFIXES = (".pth", ".pt", ".safetensors")
 _MARK = "decoder.middle.0.residual.0.gamma"
 

@@ -32,7 +32,7 @@ class Tiles:
     side: int = 64
     """Height and width of a tile."""
     overlap: int = 16
-    """Of neighbouring tiles."""
+    """Overlap of neighbouring tiles."""
     frames: int = 16
     """Latent frames in a piece, context included."""
     context: int = 4
@@ -101,7 +101,7 @@ def _in_space(transform: Transform, x_BCTHW: Tensor, tiles: Tiles, scale: float,
 
 
 def _starts(size: int, side: int, overlap: int) -> list[int]:
-    """Where tiles begin; the last ends with the picture, and may overlap more."""
+    """Starts of tiles along an axis; the last tile ends with the picture, and may overlap more."""
     if size <= side:
         return [0]
     step = side - overlap
@@ -139,7 +139,7 @@ def reconstruct(tokenizer: VideoTokenizer, video_BCTHW: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class TilingError:
     psnr: float
-    """Of the tiled video against the whole one, in decibels, for values in [-1, 1]."""
+    """PSNR of the tiled video against the whole one, in dB, for values in [-1, 1]."""
     seams: float
     """Mean step across the edges of tiles over the mean step elsewhere, both of the difference; 1 shows no seam."""
 
