@@ -50,7 +50,7 @@ class ExportSettings:
     text_encoder: bool = setting(True, "leave the text encoder in torch")
     """Export it too, where it is a network that is on this machine."""
     calibration_prompts: tuple[str, ...] = ()
-    """What is sampled to learn the ranges of 8-bit numbers; empty: the prompt that is compared."""
+    """Prompts sampled to calibrate int8 and fp8 ranges; empty: the prompt of the comparison."""
     profiles: tuple[str, ...] = setting(
         (),
         "sizes to export for, of batch, frames, height, width (of the video) or text (tokens); repeat for each",
@@ -59,16 +59,16 @@ class ExportSettings:
         repeated=True,
     )
     adapter_rank: int | None = setting(
-        None, "room for adapters of a request, as inputs of the denoiser; the rank of all of them together", low=1
+        None, "maximum rank of a request's adapters together; they are inputs of the denoiser (default: none)", low=1
     )
     adapter_targets: tuple[str, ...] = setting(
         (),
-        "what these may change, as in train.adapter.targets (default: attention and MLPs)",
+        "targets of these adapters, as in train.adapter.targets (default: attention and MLPs)",
         nargs="+",
         metavar="NAME",
     )
     defaults: DefaultOptions = group(DefaultOptions)
-    video_steps: int = setting(10, "most steps of the video that is compared", low=1)
+    video_steps: int = setting(10, "maximum sampling steps of the comparison video", low=1)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -146,7 +146,7 @@ def _profiles(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSetting
 def _specs(
     bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings, profiles: contract.Profiles
 ) -> dict[str, NetworkSpec]:
-    """What is exported of a bundle."""
+    """Specifications of the networks to export."""
     text_encoder = bundle.load_text_encoder()
     if bundle.kind != "video":
         return contract.judge_specs(profiles, bundle, tokenizer)
@@ -157,7 +157,7 @@ def _specs(
 
 
 def _reason(error: OSError) -> str:
-    """What the system said; a copied tree gives (from, to, "[Errno 28] what: from -> to") of every file."""
+    """The system's message; for a copied tree, from the (from, to, "[Errno 28] what: from -> to") of its first file."""
     if isinstance(error, shutil.Error):
         return error.args[0][0][2].partition("] ")[2].partition(":")[0]
     return error.strerror or str(error)
@@ -190,7 +190,7 @@ def _check_place(bundle: Bundle, out: Path) -> None:
 
 
 def _not_copied(folder: str, names: list[str]) -> list[str]:
-    """Of a bundle: what is written anew."""
+    """Names in a bundle that are written anew, not copied."""
     return [name for name in names if name in (MANIFEST_FILE, *(runtime.folder for runtime in EXPORTED.values()))]
 
 

@@ -27,7 +27,7 @@ class ExportOptions:
     )
     refit: str | None = setting(
         None,
-        "with --format tensorrt, an earlier OUT of the same shapes: takes its engines, with the new weights",
+        "earlier OUT of the same shapes, whose engines are refitted with the new weights (--format tensorrt)",
         metavar="BUNDLE",
     )
     even_if_too_large: bool = setting(False, ANYWAY_HELP)

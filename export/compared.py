@@ -18,11 +18,11 @@ from megadit.models.shared.memory import check_room
 from megadit.models.tokenizers import VideoTokenizer
 
 MOST_PIXELS = 1 << 20
-"""Of all frames that an autoencoder takes or gives at once."""
+"""Maximum pixels of all frames that an autoencoder processes at once."""
 MOST_NUMBERS = 1 << 25
-"""Tokens times width, of all that one call of a denoiser takes."""
+"""Maximum tokens times width in one call of a denoiser."""
 _SHARES = [step / 32 for step in range(32, -1, -1)]
-"""Of the way from the smallest size of a profile, which is always compared, to the size that is wanted."""
+"""Interpolation factors between the smallest size of a profile (0, always compared) and the best one (1)."""
 
 
 def compared_defaults(bundle: Bundle, profiles: Profiles, tokenizer: VideoTokenizer) -> SamplingSettings:

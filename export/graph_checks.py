@@ -1,4 +1,4 @@
-"""What a graph shows without being run: sides that should be open, and the number types that it computes in."""
+"""Static checks of a graph: sides that should be dynamic, and the number types that it computes in."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -53,7 +53,7 @@ def check_products(path: Path, spec: NetworkSpec, precision: str, layers: Collec
 
 
 def _types_of_eight_bits(graph: onnx.GraphProto) -> Mapping[str, str]:
-    """Of every value that stands for one of 8 bits: which it stands for, as its zero point says."""
+    """Dequantised value -> its 8-bit type, as the zero point says."""
     kinds = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer}
     pairs = [node for node in graph.node if node.op_type == "DequantizeLinear"]
     return {node.output[0]: kinds[node.input[2]] if len(node.input) > 2 else "UINT8" for node in pairs}

@@ -1,4 +1,4 @@
-"""Which layer of a graph is the first to differ from torch.
+"""Finds the first layer of a graph that differs from torch.
 
 The value of every module of the torch network is laid beside the value of the same layer in the graph: nodes are
 named after their layers (`to_onnx.py`), so that the last node of a layer gives what the module returns.
@@ -58,7 +58,7 @@ def layer_of_failure(message: str) -> str:
 
 
 def weight_hashes(network: nn.Module) -> Weights:
-    """Of every tensor of a network, as it is and transposed."""
+    """Hashes of every tensor of a network, as it is and transposed, by shape."""
     hashes: dict[tuple[int, ...], set[bytes]] = {}
     for tensor in network.state_dict().values():
         for one in (tensor, tensor.T) if tensor.ndim == 2 else (tensor,):
@@ -100,7 +100,7 @@ def recorded_outputs(network: nn.Module, record: Callable[[str, Tensor], None]) 
 
 @torch.no_grad()
 def module_values(network: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What each module returns, in the order in which they finish."""
+    """Output of each module, in the order in which they finish."""
     values: dict[str, Tensor] = {}
     with recorded_outputs(network, lambda name, value: values.setdefault(name, value.float().cpu())):
         network(*inputs.values())

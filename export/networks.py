@@ -29,7 +29,7 @@ PRECISIONS = {
     "int8": torch.float16,
     "fp8": torch.float16,
 }
-"""Of the denoiser -> what it computes in; with 8 bits, the products of its blocks aside (`quantize.py`)."""
+"""Precision of the denoiser -> dtype it computes in; products of its blocks use 8 bits instead (`quantize.py`)."""
 
 
 class DenoiserGraph(nn.Module):

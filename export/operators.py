@@ -16,7 +16,7 @@ BASE_VERSION = (10, 1)
 
 @cache
 def known_operators() -> dict[str, Any]:
-    """What TensorRT reads, with the sources of this knowledge."""
+    """Operators that TensorRT supports, with sources."""
     return json.loads(resources.files("megadit.export").joinpath("tensorrt_operators.json").read_text())
 
 

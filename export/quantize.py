@@ -186,7 +186,7 @@ def _weight_steps(values: np.ndarray, form: EightBit, number: np.dtype) -> tuple
 
 
 def _scale(largest: np.ndarray, form: EightBit, number: np.dtype) -> np.ndarray:
-    """What one step stands for, in the number type of the product; more than nothing where all values are zero."""
+    """Quantisation step, in the number type of the product; positive even where all values are zero."""
     return np.maximum((largest / form.largest).astype(number), np.finfo(number).smallest_subnormal)
 
 

@@ -23,7 +23,7 @@ from megadit.models.conditioning import Conditioning
 SIGMAS = (0.002, 0.02, 0.2, 1.0, 5.0, 20.0, 80.0)
 SIGMA_OF_GIVEN = 5.0
 REAL = "sigma"
-"""What names of cases with a real prompt begin with."""
+"""Prefix of the names of cases with a real prompt."""
 F_LAYER = "denoiser.dit"
 """The module that returns F."""
 PROMPTS = {"class_labels": "0"}
@@ -32,13 +32,13 @@ USUAL_PROMPT = "a red seven moving left"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Inputs of a network, and what torch makes of them."""
+    """Inputs of a network, and torch's output for them."""
 
     name: str
     inputs: dict[str, Tensor]
     output: Tensor
     F: Tensor | None = None
-    """Of the denoiser: its raw prediction."""
+    """Raw prediction of a denoiser; None for other networks."""
 
 
 def reference_cases(
@@ -76,7 +76,7 @@ def _compared(spec: NetworkSpec, bundle: Bundle, sizes: dict[str, int]) -> dict[
 
 
 def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterSlots) -> list[Case]:
-    """Of adapters beside the network's linears, while its slots are empty as they are in the `usual` inputs."""
+    """Cases with adapters, whose reference outputs come from adapters attached to linears, not from the slots."""
     cases = []
     for name, scales in SCALES.items():
         inputs, adapters = adapter_inputs(slots, len(usual["x"]), scales)
@@ -120,7 +120,7 @@ def usual_prompt(bundle: Bundle) -> str:
 def reference(
     network: nn.Module, name: str, inputs: dict[str, Tensor], conditioning: Conditioning | None = None
 ) -> Case:
-    """What torch makes of these inputs; of a denoiser, with the `conditioning` that they stand for."""
+    """Run the torch network on these inputs; a denoiser with the `conditioning` that they stand for."""
     raw: dict[str, Tensor] = {}
 
     def keep(layer: str, value: Tensor) -> None:

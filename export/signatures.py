@@ -1,4 +1,4 @@
-"""What each exported network takes and gives, in one place: names, types, open sides, profiles, sample inputs.
+"""Signatures of the exported networks: names and types of inputs and outputs, dynamic sides, profiles, sample inputs.
 
 Users speak of videos (`--profile frames=1,49,121`); graphs speak of latents. `Profiles` is the former, a
 `NetworkSpec` the latter, and `specs` leads from one to the other.
@@ -23,7 +23,7 @@ from megadit.models.tokenizers import VideoTokenizer
 GUIDANCE_BATCH = 2
 """Halves of classifier-free guidance that share a call of the denoiser."""
 LONGEST_TEXT, USUAL_TEXT = 128, 16
-"""Of encoders that cut no text."""
+"""Maximum and best text length for encoders that do not truncate."""
 MOST_KEYFRAMES = 8
 """Frames given as images, beside a video of the largest size; smaller ones have room for more."""
 Range = tuple[int, int, int]

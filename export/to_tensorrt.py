@@ -14,7 +14,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, setting
 
 LOSES_BIASES = "11.3."
-"""Of TensorRT: engines of refittable kind may lack the bias of a product (its release notes), refitted or not."""
+"""TensorRT versions whose refittable engines may lack the bias of a product (release notes), refitted or not."""
 INSTALL = "pip install 'megadit[trt]' (an NVIDIA GPU and its driver are needed too)"
 GIGABYTE = 2**30
 
@@ -137,7 +137,7 @@ def _options(settings: EngineSettings, trt: ModuleType) -> dict[str, Any]:
 
 
 def engine_record(settings: EngineSettings, libraries: Libraries, gpu: tuple[str, tuple[int, int]]) -> dict[str, Any]:
-    """What an engine is bound to, for `plan/settings.json`."""
+    """Settings, TensorRT version and GPU that an engine is bound to, for `plan/settings.json`."""
     name, capability = gpu
     return {
         **asdict(settings),

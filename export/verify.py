@@ -52,7 +52,7 @@ rounded to the other one, a whole step away. `tests/export/test_tolerances.py` m
 of 2 to 28 layers, with random and real inputs, the arithmetic of both sides as different as it can be: at most 2.8e-3
 (fp16), 2.4e-2 (bf16), 4.0e-2 (int8) and 7.9e-2 (fp8). Tolerances leave a factor of 2 to 3.5."""
 GRAPH_TOLERANCES = TOLERANCES | {"bf16": TOLERANCES["fp32"]}
-"""For graphs: those of bfloat16 are compared in float32 (see `networks.comparable`)."""
+"""Tolerances of graphs; bfloat16 graphs are compared in float32 (see `networks.comparable`)."""
 ROUNDING_COSTS = {"int8": 2e-1, "fp8": 3e-1}
 """Relative error of F that 8 bits may bring, against no such roundings, while real prompts are sampled.
 
@@ -60,7 +60,7 @@ A product whose factors are rounded to steps of 1/127 of the largest value errs 
 leading one by 4 %; through the layers of the networks above this grew to at most 5.5e-2 (int8) and 1.4e-1 (fp8).
 Several times as much means ranges that cut off what is sampled."""
 LEAST_PSNR = {"fp32": 50.0, "fp16": 35.0, "bf16": 25.0, "int8": 25.0, "fp8": 20.0}
-"""In decibels, of every frame of a sampled video against torch's, of 8 bits against torch in float32.
+"""Minimum PSNR of each frame of a sampled video against torch's (8 bits: against float32), in dB.
 
 An error r of every F leaves r sigma_data in the latents: of a video in [-1, 1] with sigma_data = 0.5 that are
 20 log10(2 / 0.5 r) dB: 52, 34, 26 and 22 for what fp16, bf16, int8 and fp8 may bring. Solvers enlarge them."""

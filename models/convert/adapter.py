@@ -17,20 +17,20 @@ from megadit.models.shared.errors import UserError
 
 DOWN, UP, MAGNITUDE, BIAS = "down", "up", "magnitude", "bias"
 ALPHA, SCALE, UP_BIAS, DIFFERENCE = "alpha", "scale", "up_bias", "difference"
-"""What files hold of a linear, the last four in other words: `scale` is alpha / R, `up_bias` times it a bias, and a
-`difference` the whole change of the matrix."""
+"""Tensors of a linear in adapter files: alternative forms are `scale`, alpha / R; `up_bias`, which times the scale is a
+bias; and `difference`, the whole change of the matrix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """What an adapter adds to a linear: (alpha / R) up down, or DoRA's form of it."""
+    """An adapter's change of one linear: (alpha / R) up down, or DoRA's form of it."""
 
     down_RI: Tensor
     up_OR: Tensor
     alpha: float
     magnitude_O: Tensor | None = None
     bias_O: Tensor | None = None
-    """What it adds to the linear's bias."""
+    """Change of the linear's bias."""
 
     @property
     def rank(self) -> int:
@@ -42,16 +42,16 @@ class Adapter:
     """An adapter, whole, float32, as it stands in a file."""
 
     config: NetworkConfig
-    """Of the network that it belongs to."""
+    """Configuration of its base network."""
     kind: AdapterKind
     changes: Mapping[str, Change]
-    """By target, as `targets_of` lists them."""
+    """Target (as `targets_of` lists them) -> change."""
     base: str | None = None
-    """`fingerprint` of the weights that it was trained with; None: the file does not say."""
+    """`fingerprint` of the base weights that it was trained on; None: the file does not say."""
     training: Mapping[str, Any] = field(default_factory=dict)
-    """Where it comes from, such as recipe and step."""
+    """Provenance, such as recipe and step."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of sampling that it is made for, by name, in place of its base's; {}: these."""
+    """Sampling settings that it was made for, in place of its base's; {}: the base's."""
     reading: str = ""
     """How its file was read, for the user: its tensors that are used, and its scales."""
 
@@ -88,7 +88,7 @@ class Adapter:
         base: str | None = None,
         training: Mapping[str, Any] | None = None,
     ) -> "Adapter":
-        """Of an adapter state, as `adapter_state` gives it."""
+        """Build from an adapter state, as `adapter_state` returns it."""
         changes = {}
         for name in sorted({key.rpartition(".")[0] for key in state}):
             down_RI, up_OR = (state[f"{name}.{kind}"].detach().float().cpu() for kind in (DOWN, UP))

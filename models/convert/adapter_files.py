@@ -60,7 +60,7 @@ from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.weights import config_from_dict, config_to_dict, listed
 
 MOST_SCALES = 3
-"""That are said of a file."""
+"""Maximum number of scales in the report of a file."""
 
 
 def is_adapter(path: Path) -> bool:
@@ -99,14 +99,14 @@ class OpenedAdapter:
     source: TensorSource
     settings: LoraSettings
     config: NetworkConfig | None
-    """Of the network that it belongs to; None: it does not say."""
+    """Configuration of its base network; None: the file does not say."""
     base: str | None
     training: Mapping[str, Any]
     defaults: Mapping[str, Any]
 
 
 def open_adapter(path: str | Path) -> OpenedAdapter:
-    """What stands in the adapter at `path`, a folder or a file, beside the values of its tensors.
+    """Open the adapter at `path`, a folder or a file, without reading its tensors' values.
 
     Raises:
         UserError: if it is none, or has settings that would change what is computed.

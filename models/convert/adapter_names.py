@@ -44,9 +44,9 @@ PREFIXES = (
     "base_model.model.", "pipe.dit.", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.",
     "lora_unet_", "lora_transformer_", "lycoris_",
 )  # fmt: skip
-"""What stands before the name of a linear; removed in this order."""
+"""Prefixes of linears' names; removed in this order."""
 _WRAPPED = re.compile(r"(?<![^.])_orig_mod\.")
-"""What `torch.compile` puts into a name."""
+"""Infix that `torch.compile` puts into names."""
 ENDINGS = {
     DOWN: r"\.lora_A(?:\.\w+)?\.weight|\.lora_down\.weight|[._]lora\.down\.weight",
     UP: r"\.lora_B(?:\.\w+)?\.weight|\.lora_up\.weight|[._]lora\.up\.weight",
@@ -57,14 +57,14 @@ ENDINGS = {
     ALPHA: r"\.alpha",
     SCALE: r"\.alpha_scale|\.scale",
 }
-"""Which of the factors it is -> what stands behind the name, a pattern."""
+"""Factor -> pattern of its key's ending, after the name of the linear."""
 _KEY = re.compile(
     "(?P<linear>.*?)(?:" + "|".join(f"(?P<{factor}>{ending})" for factor, ending in ENDINGS.items()) + ")"
 )
 
 
 _ATTENTION = re.compile(r"\.(to_[qkv]|to_out)(\.0)?$")
-"""What the first LoRAs of diffusers had in an attention's `processor`."""
+"""Linears of an attention that the first LoRAs of diffusers named below its `processor`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ def diffusers_linears(config: NetworkConfig) -> Sequence[NamedRows]:
 
 @lru_cache(maxsize=16)
 def known_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
-    """By every name that a file may have for them, those with _ for each dot included."""
+    """Every name that a file may use for a linear (also with _ for each dot) -> the linear."""
     known: dict[str, NamedRows] = {}
     forms = diffusers_entries(config), original_entries(config), pipeline_entries(config)
     published = [entries for entries in forms if entries is not None]
@@ -164,7 +164,7 @@ def regroup(
 
 
 def _shared_rows(wanted_O: Tensor, given_O: Tensor) -> tuple[Tensor, Tensor]:
-    """Where rows that both have stand in each."""
+    """Indices of the common rows, in `wanted_O` and in `given_O`."""
     place = torch.full((1 + int(max(wanted_O.max(), given_O.max())),), -1)
     place[given_O] = torch.arange(len(given_O))
     (to,) = torch.where(place[wanted_O] >= 0)

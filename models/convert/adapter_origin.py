@@ -1,13 +1,13 @@
-"""What stands beside the tensors of an adapter: its settings and scale, and the network and weights it belongs to.
+"""Metadata of an adapter: settings and scale, and the network and weights it belongs to.
 
-| where                                         | what                                            |
+| place                                         | content                                         |
 |-----------------------------------------------|-------------------------------------------------|
 | `adapter_config.json`                         | PEFT's settings, of the tensors in its folder   |
 | `lora_adapter_metadata` of the file's header  | the same, as diffusers writes them              |
 | one of `HEADER_ALPHAS` of the file's header   | alpha alone (kohya's scripts, LightX2V)         |
 | `megadit.json`, or `megadit` of the header    | network, weights and training, which we write   |
 
-A file has the same beside it whether its folder or the file itself is named.
+It is found in the same way whether the folder or the file itself is named.
 """
 
 import math
@@ -24,7 +24,7 @@ from megadit.models.shared.files import read_json
 SETTINGS_FILE = "adapter_config.json"
 FOLDER_TENSORS = "adapter_model.safetensors"
 PIPELINE_TENSORS = "pytorch_lora_weights.safetensors"
-"""What diffusers calls the file in a folder of its own."""
+"""diffusers' file name of an adapter in its own folder."""
 HEADER_SETTINGS, HEADER_ORIGIN = "lora_adapter_metadata", "megadit"
 HEADER_ALPHAS = ("lora_alpha", "network_alpha", "ss_network_alpha", "alpha")
 """Names under which headers say an alpha of all linears, the first that is there."""
@@ -33,7 +33,7 @@ FORMAT_VERSION = 1
 
 
 def settings_of(file: Path, source: TensorSource) -> LoraSettings:
-    """What is said of ranks and alphas beside the tensors in `file`, as the program that wrote it reads it.
+    """Read the ranks and alphas that accompany the tensors in `file`, as the program that wrote it reads them.
 
     Raises:
         UserError: for settings that would change what is computed in a way that is not known.
@@ -70,7 +70,7 @@ def _alpha(file: Path, name: str, text: str) -> float:
 
 
 def origin_of(file: Path, source: TensorSource) -> dict[str, Any]:
-    """What only we write: network, weights and training.
+    """Read the metadata that only this package writes: network, weights and training.
 
     Raises:
         UserError: if it is in no known form, or files in a folder of ours are missing or have another size.

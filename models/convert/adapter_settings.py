@@ -24,7 +24,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSettings:
-    """What PEFT's settings say beside the tensors: ranks and alphas, which some linears have of their own."""
+    """Ranks and alphas from PEFT's settings, with exceptions for single linears."""
 
     rank: float | None = None
     alpha: float | None = None
@@ -33,11 +33,11 @@ class LoraSettings:
     is_rank_stabilised: bool = False
     """alpha / sqrt(rank) scales (arXiv 2312.03732)."""
     said_by: str = ""
-    """Where these stand, in messages."""
+    """Source of these settings, for messages."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], path: Path, said_by: str) -> "LoraSettings":
-        """Those of PEFT's `LoraConfig` of the adapter at `path`.
+        """Read PEFT's `LoraConfig` of the adapter at `path`.
 
         Raises:
             UserError: for settings that are no LoRA's, or that change what is computed in a way that is not known.

@@ -41,7 +41,7 @@ _KINDS = {"hada_w1": "a LoHa", "lokr_w1": "a LoKr", "oft_blocks": "an OFT", "lor
 
 
 def kind_of(source: TensorSource) -> str:
-    """What kind of adapter that is not read this is, and what helps; "" of others."""
+    """Describe an adapter of an unsupported kind, with a remedy, for messages; "" for others."""
     found = {kind for key in source.stored for part, kind in _KINDS.items() if part in key}
     if found:
         return f", for it is {' and '.join(sorted(found))}: only LoRA and DoRA are read; merge it elsewhere"
@@ -77,7 +77,7 @@ def problems_of(
     linears: Mapping[str, NamedRows],
     settings: LoraSettings,
 ) -> dict[str, list[str]]:
-    """What is wrong with the tensors of a file, seen from their names and shapes alone."""
+    """List the problems of a file's tensors, from their names and shapes alone."""
     known, shapes = {*unused, *(key for of in keys.values() for key in of.values())}, source.shapes
     problems: dict[str, list[str]] = {
         "unexpected": [f"{key} {list(shapes[key])}" for key in shapes if key not in known],
@@ -135,7 +135,7 @@ def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_change(source: TensorSource, name: str, of: Mapping[str, str], settings: LoraSettings) -> tuple[Change, str]:
-    """What is added to a linear, and what says how much of it."""
+    """Read the change of a linear, and the source of its scale, for messages."""
     values = {}
     for factor, key in of.items():
         value = source.read(key).float()
@@ -166,7 +166,7 @@ def _factors_of(matrix_OI: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _alpha_of(values: Mapping[str, torch.Tensor], name: str, settings: LoraSettings) -> tuple[float, str]:
-    """What a linear's own tensors say, or what stands beside them, else the rank."""
+    """(alpha, source of it): from the linear's own tensors, else from the settings, else the rank."""
     rank = len(values[DOWN])
     for factor, unit in ((SCALE, rank), (ALPHA, 1)):
         if factor in values:

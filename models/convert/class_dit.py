@@ -17,7 +17,7 @@ from megadit.models.convert.tensor_map import (
 from megadit.models.shared.errors import UserError
 
 DIFFUSERS_CLASS, LEGACY_CLASS = "DiTTransformer2DModel", "Transformer2DModel"
-"""In diffusers, and before it had a class for each network."""
+"""Class name in diffusers, and that in versions without a class for each network."""
 IGNORED = r"^pos_embed$"
 """The original checkpoints' table of fixed positions, which we compute."""
 
@@ -26,9 +26,9 @@ SETTINGS = {
     "norm_num_groups", "attention_bias", "sample_size", "patch_size", "activation_fn", "num_embeds_ada_norm",
     "upcast_attention", "norm_type", "norm_elementwise_affine", "norm_eps",
 }  # fmt: skip
-"""Those of diffusers' config.json; what newer ones add may be another network."""
+"""Known settings of diffusers' config.json; unknown ones of newer versions may mean another network."""
 WITHOUT_EFFECT = {"dropout", "norm_num_groups", "upcast_attention"}
-"""Those of training, of other inputs, and of precision."""
+"""Settings of training, of other inputs, and of precision."""
 
 _LEGACY = {
     "cross_attention_dim": None, "num_vector_embeds": None, "caption_channels": None, "interpolation_scale": None,

@@ -77,13 +77,12 @@ class ConvertOptions:
     source: str = setting(
         help="a published checkpoint: directory, file, or name of a model in the hub's cache", positional=True
     )
-    out: Path = setting(help="what to write; a bundle already there is replaced", positional=True)
+    out: Path = setting(help="folder or file to write; an existing bundle is replaced", positional=True)
     to: Literal["bundle", "diffusers", "transformers", "original"] = setting(
         "bundle",
-        "bundle (default); of a bundle: diffusers' form, transformers' (ViT, CLIP), or the names of the first "
-        "publication",
+        "output format; from a bundle: that of diffusers, of transformers (ViT, CLIP), or the original release",
     )
-    tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
+    tokenizer: str | None = setting(None, "video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
         None,
         "directory or name of a T5 or CLIP, for Predict2.5 of a Qwen2.5-VL; default: that of the pipeline, or "
@@ -92,14 +91,14 @@ class ConvertOptions:
     )
     image_encoder: str | None = setting(
         None,
-        "directory or name of the CLIP that a network reads given images by; default: that of the pipeline",
+        "directory or name of the CLIP that encodes conditioning images; default: that of the pipeline",
         metavar="PATH",
     )
-    dtype: str | None = setting(None, "of the network's weights; default: as they are", choices=tuple(PRECISIONS))
+    dtype: str | None = setting(None, "dtype of the network's weights; default: unchanged", choices=tuple(PRECISIONS))
     base: str | None = setting(
-        None, "of an adapter: a bundle of the weights that it is for; default: what it says itself", metavar="BUNDLE"
+        None, "bundle of an adapter's base weights; default: from the adapter's metadata", metavar="BUNDLE"
     )
-    compression: str = setting("", "of a .jit tokenizer that does not tell it", metavar="TxHxW")
+    compression: str = setting("", "compression of a .jit tokenizer whose folder name lacks it", metavar="TxHxW")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -195,7 +194,7 @@ def _import(source: Path, options: ConvertOptions) -> None:
 
 
 def _tell_sampling(published: Published, defaults: SamplingSettings) -> None:
-    """What its videos are sampled by unless a user says otherwise."""
+    """Print the default sampling settings."""
     how = f"sampler {defaults.sampler}, schedule {defaults.schedule}, shift {defaults.shift:g}"
     of = "its scheduler_config.json" if published.scheduler else "its publication: it has no scheduler_config.json"
     print(f"sampled by default with {how}, after {of}", flush=True)
@@ -226,8 +225,8 @@ def _choose_tokenizer(source: Path, given: str | None, compression: str) -> Vide
 
 
 def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
-    """For classes their names; else the network that was given, is the pipeline's own, or is what they were trained
-    with."""
+    """Choose the text encoder: class names for a class-conditioned network; else the one given, the pipeline's own, or
+    the one that the network was trained with."""
     if not published.config.has_text:
         numbers = range(published.config.num_classes or 0)
         names = published.class_names or tuple(f"class {i}" for i in numbers) or ("unlabelled",)
@@ -325,7 +324,7 @@ def _export(source: Path, out: Path, form: str) -> None:
 
 
 def _export_tokenizer(tokenizer: VideoTokenizer, directory: Path) -> None:
-    """In the form of diffusers, where it has such a network."""
+    """Write the tokenizer in diffusers' format, where diffusers has its network."""
     if isinstance(tokenizer, Autoencoder) and tokenizer.network.class_name not in OURS:
         network = tokenizer.network
         directory.mkdir()

@@ -22,11 +22,11 @@ MODEL_TYPE = "clip"
 IGNORED = r"\.position_ids$"
 """Numbers from 0 that older files hold."""
 MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of pixels in [0, 1]: those of OpenAI's data, which all published ones take."""
+"""Normalisation of pixels in [0, 1]: the statistics of OpenAI's data, which all published CLIPs use."""
 _OF_TEXT = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048}
 _OF_IMAGES = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _OF_BOTH = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
-"""What transformers leaves out of files where it is this."""
+"""Defaults that transformers leaves out of config.json: of the text tower, of the image tower, and of both."""
 
 
 def config_from_transformers(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
@@ -136,7 +136,7 @@ def pixels_of(directory: Path) -> HaarTokenizer:
 
 
 def write_beside(directory: Path, config: DiTConfig, tokenizer: HaarTokenizer, words: TextEncoder) -> None:
-    """What transformers' `CLIPProcessor` reads beside the weights: of pixels, and of words."""
+    """Write the files of transformers' `CLIPProcessor`: image processor and tokenizer."""
     side = config.learned_positions[1] * config.patch_spatial
     mean, deviation = torch.zeros(3), torch.ones(3)
     if tokenizer.pca is not None:

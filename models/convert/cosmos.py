@@ -29,7 +29,7 @@ SETTINGS = {
     "extra_pos_embed_type", "use_crossattn_projection", "crossattn_proj_in_channels", "encoder_hidden_states_channels",
     "controlnet_block_every_n", "img_context_dim_in", "img_context_num_tokens", "img_context_dim_out",
 }  # fmt: skip
-"""Those of diffusers' config.json; what newer ones add may be another network."""
+"""Known settings of diffusers' config.json; unknown ones of newer versions may mean another network."""
 WITHOUT_EFFECT = {
     *("img_context_num_tokens", "img_context_dim_out"),  # of images that Transfer reads
     *("crossattn_proj_in_channels", "encoder_hidden_states_channels"),  # sizes of tensors that are read
@@ -37,15 +37,15 @@ WITHOUT_EFFECT = {
 IGNORED = r"(logvar|pos_embedder|accum_)|_extra_state$|(^|\.)net\.(logvar|pos_embedder|accum_)"
 """Tensors of a released checkpoint that belong to its training."""
 GIVEN_SIGMA = {True: 0.001, False: 0.0001}
-"""Of what is given, by whether positions are learned: `augment_sigma` of 1.0; `sigma_conditioning` of Predict2, and of
-2.5 `conditional_frame_timestep`, the t of a sigma that is 1e-8 larger."""
+"""Whether positions are learned -> noise level of conditioning latents: `augment_sigma` in 1.0; `sigma_conditioning` in
+Predict2; in 2.5 `conditional_frame_timestep`, the t of a sigma that is 1e-8 larger."""
 TEXT_PROJECTION = {"weight": "crossattn_proj.0.weight", "bias": "crossattn_proj.0.bias"}
-"""Our names -> theirs, released and diffusers', of what Predict2.5 reads a Qwen2.5-VL's states by: part of our text
-encoder."""
+"""Our names -> released names (also diffusers') of Predict2.5's projection of Qwen2.5-VL's states, which is part of our
+text encoder."""
 PROJECTION = r"^crossattn_proj\."
-"""Those names, and of Predict2 none."""
+"""Pattern of the projection's names; Predict2 has none."""
 QK_EPSILON = 1e-5
-"""That of diffusers' attention, whatever its other norms have."""
+"""Epsilon of queries' and keys' norms in diffusers, whatever its other norms have."""
 
 
 def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
@@ -96,7 +96,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
 
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """Of Cosmos 1.0 as released: 7B and 14B differ in width, depth and how far their positions were stretched."""
+    """Derive the configuration of a released Cosmos 1.0: 7B and 14B differ in width, depth and scale of positions."""
     width = shapes["affline_norm.weight"][0]
     head_dim = shapes["blocks.block0.blocks.0.block.attn.to_q.1.weight"][0]
     rows = shapes["final_layer.linear.weight"][0]
@@ -123,7 +123,7 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
 
 
 def predict2_config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """Of Predict2 as released, text-to-image and video-to-world, and of Predict2.5: 2B and 14B."""
+    """Derive the configuration of a released Predict2 (text-to-image, video-to-world) or Predict2.5, 2B or 14B."""
     width, block = shapes["t_embedding_norm.weight"][0], "blocks.0"
     head_dim, rows = shapes[f"{block}.self_attn.q_norm.weight"][0], shapes["final_layer.linear.weight"][0]
     channels = shapes["x_embedder.proj.1.weight"][1] // 4 - 1

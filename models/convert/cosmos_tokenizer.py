@@ -75,7 +75,7 @@ def read_released(path: Path, compression: str = "") -> tuple[str, dict[str, Any
 
 
 def _image_settings(shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, Any]:
-    """Those of `CosmosImageNetwork`, which the shapes tell completely."""
+    """Derive all settings of `CosmosImageNetwork` from the shapes."""
 
     def numbered(pattern: str) -> list[str]:
         return [name for name in shapes if re.fullmatch(pattern, name)]
@@ -97,7 +97,7 @@ def _image_settings(shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[s
 
 
 def _settings(shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, Any]:
-    """What the shapes tell: widths of the levels, channels, patch."""
+    """Derive settings from the shapes: widths of the levels, channels, patch."""
     try:
         columns = shapes["encoder.conv_in.conv_s.weight"][1]
         first, last = shapes["encoder.conv_in.conv_s.weight"][0], shapes["decoder.conv_in.conv_s.weight"][0]
@@ -150,7 +150,7 @@ def _compression(names: Iterable[str], config: dict[str, Any], told: str, path: 
 
 
 def _named_compression(path: Path) -> str:
-    """As in Cosmos-0.1-Tokenizer-CV4x8x8."""
+    """Compression in a folder's name, such as Cosmos-0.1-Tokenizer-CV4x8x8; "" without one."""
     directory = path if path.is_dir() else path.parent
     match = re.search(r"CV(\d+x\d+x\d+)", directory.name)
     return match[1] if match else ""

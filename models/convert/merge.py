@@ -67,7 +67,7 @@ def _defaults(bundle: Bundle, read: Mapping[str, Adapter], scales: Mapping[str, 
 
 
 def _licence(bundle: Bundle) -> Licence | None:
-    """With its files, which travel along."""
+    """License of a bundle, with its files, which are copied to the merged one."""
     notices = bundle.path / NOTICES
     files = tuple(sorted(notices.iterdir())) if notices.is_dir() else ()
     return None if bundle.licence is None else replace(bundle.licence, files=files)

@@ -8,7 +8,7 @@ from megadit.models.convert.tensor_map import Entry, permute_axis, rename, renam
 from megadit.models.shared.errors import UserError
 
 IGNORED = r"_extra_state|^pos_embedder\.pos_embedding\.weight$|^decoder\.final_layernorm"
-"""What TransformerEngine adds, and the table of fixed positions, which we compute."""
+"""Pattern of ignored tensors: TransformerEngine's extra states, and fixed positions, which we compute."""
 IGNORED_BY_DFM = IGNORED + r"|^affline_norm\.weight$"
 """DFM makes this norm and never calls it."""
 EPSILON = 1e-5
@@ -69,7 +69,7 @@ def entries(config: DiTConfig) -> list[Entry]:
 
 
 def outer_entries(config: DiTConfig) -> list[Entry]:
-    """Of all that is not in blocks."""
+    """Map of all tensors outside the blocks."""
     found = [
         permute_axis(
             "x_embedder.weight",

@@ -8,9 +8,9 @@ from megadit.models.convert import nemo
 from megadit.models.convert.tensor_map import Entry, rename, reorder_heads
 
 IGNORED = r"_extra_state|^decoder\.final_layernorm"
-"""What TransformerEngine adds."""
+"""Pattern of ignored tensors: TransformerEngine's extra states."""
 NUM_QUERY_GROUPS = 8
-"""Of every configuration that there was; the tensors tell the width of groups and heads together, not their number."""
+"""Query groups of every published configuration; tensors only tell the width of all groups, not their number."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 

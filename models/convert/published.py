@@ -1,4 +1,4 @@
-"""What a published checkpoint is, found out from its files: our configuration of it, and our view of its tensors."""
+"""Recognises published checkpoints by their files: our configuration, and a view of their tensors by our names."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -37,21 +37,21 @@ class Published:
     """Side of a latent, where only one was trained."""
     class_names: tuple[str, ...] = ()
     low_noise: TensorSource | None = None
-    """Of two networks the one for low noise levels, those below `boundary`; the other is `tensors`."""
+    """The low-noise expert, for noise levels below `boundary`; the high-noise one is `tensors`. None: one network."""
     boundary: float | None = None
     """A level t = sigma / (1 + sigma)."""
     index: Mapping[str, Any] = field(default_factory=dict)
-    """What model_index.json says, where a pipeline has one."""
+    """Contents of model_index.json, where there is one."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    """What scheduler_config.json says, likewise."""
+    """Contents of scheduler_config.json, where there is one."""
     is_released: bool = False
     """Whether it has the names of its first publication, not those of diffusers."""
     text_projection: Mapping[str, Tensor] = field(default_factory=dict)
-    """What it reads a Qwen2.5-VL's states by (`QwenVLTextEncoder.projection`); {}: it reads a T5's features."""
+    """Projection of Qwen2.5-VL's states (`QwenVLTextEncoder.projection`); {}: the network reads T5 features."""
 
 
 def published_uses(published: Published) -> tuple[str, ...]:
-    """What a published network was trained to be given, as far as we can give it."""
+    """Return the kinds of conditioning that a published network was trained for, as far as they are supported."""
     config = published.config
     if config.given_sigma is None:
         return ()
@@ -119,14 +119,14 @@ FORMS = (
         lambda config: nemo_moviegen.IGNORED,
     ),
 )
-"""Those whose tensors tell their configuration, or most of it."""
+"""Forms whose tensors alone determine the configuration, or most of it."""
 
 PAIRS = (("transformer", "transformer_2"), ("high_noise_model", "low_noise_model"))
 """Folders of two networks, for high and for low noise: diffusers' and as released."""
 DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan, stable_diffusion)}
 """Class -> the module that knows its settings and tensors."""
 BESIDE = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
-"""Class -> what reads settings of it that stand in other folders of its pipeline."""
+"""Class -> function that reads further settings from other folders of its pipeline."""
 IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: cosmos.PROJECTION}
 """Class -> a pattern of tensors in its files that are no part of our network."""
 TRANSFORMERS = {known.MODEL_TYPE: known for known in (vit, clip)}
@@ -224,8 +224,8 @@ _OTHERS = (1, 2, 16, 1.0, [1, 2, 2], [128, 240, 240], None)
 
 
 def config_of(known: Any, values: Mapping[str, Any], path: Path) -> NetworkConfig:
-    """What `known.config_from_diffusers` makes of `values`, which lie at `path`; of any other mistake than its own it
-    names the setting."""
+    """Call `known.config_from_diffusers` on the `values` of `path`; unexpected errors become UserErrors that name the
+    setting."""
     try:
         return known.config_from_diffusers(values)
     except KeyError as missing:
@@ -249,7 +249,7 @@ def _is_at_fault(known: Any, values: Mapping[str, Any], name: str) -> bool:
 
 
 def transformers_type(path: Path) -> str | None:
-    """Which of `TRANSFORMERS` a directory holds, if any."""
+    """Return the type of the model in a directory, one of `TRANSFORMERS`, or None."""
     values = read_json(path / "config.json") if (path / "config.json").is_file() else None
     found = values.get("model_type") if isinstance(values, dict) else None
     return found if found in TRANSFORMERS else None

@@ -23,10 +23,10 @@ COSMOS_NEGATIVE = (
     "unconvincing visuals, poorly edited content, jump cuts, visual noise, and flickering. Overall, the video is of "
     "poor quality."
 )
-"""That of Cosmos 1.0, Predict2 and 2.5 alike, which diffusers' pipelines take where none is given."""
+"""Negative prompt of Cosmos 1.0, Predict2 and 2.5, the default of diffusers' pipelines."""
 WAN_SETTINGS = {
-    # channels, width, form of what is given, two networks: (frames, height, width, frames per second, steps, guidance,
-    # guidance by the second, shift)
+    # channels, width, form of conditioning, two experts: (frames, height, width, frames per second, steps, guidance,
+    # guidance of the second, shift)
     (16, 1536, "tokens", False): (81, 480, 832, 16.0, 50, 6.0, 0.0, 8.0),
     (16, 5120, "tokens", False): (81, 720, 1280, 16.0, 50, 5.0, 0.0, 5.0),
     (16, 5120, "channels", False): (81, 720, 1280, 16.0, 40, 5.0, 0.0, 5.0),
@@ -34,7 +34,7 @@ WAN_SETTINGS = {
     (16, 5120, "channels", True): (81, 720, 1280, 16.0, 40, 3.5, 3.5, 5.0),
     (48, 3072, "tokens", False): (121, 704, 1280, 24.0, 50, 5.0, 0.0, 5.0),
 }
-"""Of 2.1's 1.3B and 14B, its 14B of images, 2.2's pairs of 14B and its 5B: from README and configuration of each."""
+"""Sampling defaults of Wan 2.1 1.3B, 14B and 14B image-to-video, 2.2's 14B experts and 5B, from their publications."""
 
 
 def published_defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
@@ -70,7 +70,7 @@ def _usual(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
 
 
 def of_classifier(config: DiTConfig, tokenizer: VideoTokenizer) -> SamplingSettings:
-    """Of a network that samples nothing, the size of what it sees."""
+    """Settings of a network that samples nothing: the size of its input."""
     frames, height, width = config.learned_positions
     side = config.patch_spatial * tokenizer.spatial_compression
     return SamplingSettings(
@@ -99,7 +99,7 @@ def _of_classes(side: int) -> SamplingSettings:
 
 
 def _of_stable_diffusion(published: Published, side: int) -> SamplingSettings:
-    """Those of diffusers' pipelines; DDIM's steps, which need no memory of earlier ones."""
+    """Defaults of diffusers' pipelines, with DDIM's steps, which need no earlier ones."""
     return SamplingSettings(
         sampler="euler",
         schedule="stable_diffusion",

@@ -10,7 +10,7 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 
 FILE = "scheduler/scheduler_config.json"
-"""In a pipeline."""
+"""Path of the scheduler's configuration in a pipeline."""
 Values = Mapping[str, Any]
 _OTHER_LEVELS = dict.fromkeys(("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"), False)
 _OF_BETAS = {"beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"}
@@ -19,16 +19,16 @@ _OF_DYNAMIC_SHIFT = {"base_shift", "max_shift", "base_image_seq_len", "max_image
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduler:
-    """What each field of a scheduler's configuration means to us."""
+    """How each field of a scheduler's configuration is used."""
 
     used: Callable[[Values], dict[str, Any]]
     """Fields with diffusers' defaults -> settings."""
     defaults: Values
-    """Those that are used, or must be `only`, where diffusers' default is another."""
+    """diffusers' defaults of the fields that are used, or in `only` with another value."""
     only: Values
-    """Those that must have this value: others would sample otherwise than any setting of ours."""
+    """Fields with their only supported value: with others, none of our settings would sample alike."""
     without_effect: frozenset[str] = field(default_factory=frozenset)
-    """Those that other fields switch off, or that no sampling by a pipeline asks for."""
+    """Fields that other fields switch off, or that no pipeline's sampling uses."""
 
 
 _UNIPC = {
@@ -125,11 +125,11 @@ _KNOWN: dict[str, dict[str, Scheduler]] = {
         )
     },
 }
-"""What a network is -> classes of schedulers with which its pipelines are published."""
+"""Kind of network -> scheduler class of its published pipelines -> its fields."""
 
 
 _OF_STABLE_DIFFUSION = {"timestep_spacing": "leading", "steps_offset": 1, "set_alpha_to_one": True} | _OTHER_LEVELS
-"""What the schedule of that name stands for."""
+"""Scheduler fields that our schedule `stable_diffusion` stands for."""
 
 
 def read_scheduler(pipeline: Path) -> Values:

@@ -16,9 +16,9 @@ from megadit.models.unet_config import DIFFUSERS_CLASS, FIXED, USUAL, UNetConfig
 from megadit.models.weights import network_shapes
 
 FOLDER = "unet"
-"""Where a pipeline has it."""
+"""Folder of the network in a pipeline."""
 PREDICTIONS = {"epsilon": "noise", "v_prediction": "velocity"}
-"""As diffusers' schedulers call what a network predicts -> our word."""
+"""diffusers' name of the prediction target -> ours."""
 _OURS = "network."
 _OF_PIPELINE = ("prediction", "pixels_per_latent")
 _BLOCK = re.compile(r"(?P<side>down|up)_blocks\.(?P<level>\d+)\.(?P<kind>\w+)\.(?P<number>\d+)\.(?P<tail>.+)")
@@ -44,11 +44,11 @@ _ORIGINAL_OF_RESNET = {
 }
 """Layers as diffusers calls them -> as the first publication did; those of an attention have the same names."""
 SETTINGS = {*USUAL, *FIXED, *_OF_PIPELINE}
-"""Those of diffusers' config.json and of the pipeline; what newer ones add may be another network."""
+"""Known settings of diffusers' config.json and of the pipeline; unknown ones may mean another network."""
 
 
 def read_pipeline(path: Path) -> dict[str, Any]:
-    """What the folders beside a network tell of it: what it predicts, and how many pixels a latent has along a side.
+    """Read settings of a network from the folders beside it: prediction target, and pixels per latent along a side.
 
     Raises:
         UserError: if they are missing, or for a network that was trained at other noise levels.

@@ -79,7 +79,7 @@ def config_to_transformers(config: DiTConfig, classes: TextEncoder) -> dict[str,
 
 
 def read_preprocessor(path: Path) -> dict[str, Any]:
-    """What preprocessor_config.json says of pixels, {} where there is none.
+    """Read the pixel normalisation of preprocessor_config.json; {} where there is none.
 
     Raises:
         UserError: where pixels are not brought to [0, 1] and normalised.
@@ -108,7 +108,7 @@ def pixels_of(directory: Path) -> HaarTokenizer:
 
 
 def write_beside(directory: Path, config: DiTConfig, tokenizer: VideoTokenizer, classes: TextEncoder) -> None:
-    """What transformers' `ViTImageProcessor` reads beside the weights."""
+    """Write the configuration of transformers' `ViTImageProcessor`."""
     side = config.learned_positions[1] * config.patch_spatial
     values = {"image_processor_type": "ViTImageProcessor", "size": {"height": side, "width": side}}
     write_json(directory / PREPROCESSOR, {**values, "image_mean": _HALF, "image_std": _HALF})

@@ -29,26 +29,26 @@ SETTINGS = {
     "ffn_dim", "num_layers", "cross_attn_norm", "qk_norm", "eps", "image_dim", "added_kv_proj_dim", "rope_max_seq_len",
     "pos_embed_seq_len",
 }  # fmt: skip
-"""Those of diffusers' config.json; what newer ones add may be another network."""
+"""Known settings of diffusers' config.json; unknown ones of newer versions may mean another network."""
 WITHOUT_EFFECT = {"rope_max_seq_len", "pos_embed_seq_len"}
-"""Those that only limit sizes, and, in networks that read no image, the places of one."""
+"""Settings that only limit sizes, or, in networks that read no image, set the positions of one."""
 HEAD_DIM = 128
-"""Of all published sizes; tensors alone do not tell it, nor the epsilon."""
+"""Head dimension of all published sizes; like the epsilon, it does not follow from the tensors."""
 EPSILON = 1e-6
 MODEL_TYPES = ("t2v", "i2v", "flf2v", "ti2v")
-"""What the released config.json calls networks that we have."""
+"""Supported values of `model_type` in a released config.json."""
 _FIXED = {
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
     "freq_dim": 256,
 }
-"""What all published ones have of the settings that change the structure."""
+"""Structural settings, which all published networks share."""
 FRAMES_OF_LATENT = 4
-"""Each has a channel of its own that marks it as given, in image-to-video."""
+"""Pixel frames of a latent; each has its own mask channel in image-to-video."""
 CHANNELS_OF_2_2 = 48
-"""Of the latents of Wan 2.2's own autoencoder, whose only network takes a first frame as tokens."""
+"""Latent channels of Wan 2.2's own autoencoder, whose only network reads a first frame as tokens."""
 BOUNDARY = {"tokens": 0.875, "channels": 0.9}
-"""By the form of what is given, the level t from which the first of 2.2's two networks is asked."""
+"""Form of conditioning -> noise level t from which Wan 2.2 uses the high-noise expert."""
 IGNORED = r"\.norm_added_q\."
 """Tensors of diffusers' image-to-video files that no version of it reads."""
 
@@ -138,7 +138,7 @@ def diffusers_entries(config: DiTConfig) -> list[Entry]:
 
 
 def _image_entries(config: DiTConfig, theirs: str) -> list[Entry]:
-    """Of the features of a given image: their embedding, and the keys and values that every block makes of them."""
+    """Map of the tensors for image features: their embedding, and the keys and values of every block."""
     names = {
         "input_layernorm": "norm1",
         "linear_1": "ff.net.0.proj",
@@ -226,7 +226,7 @@ def released_entries(config: DiTConfig) -> list[Entry]:
 
 
 _RELEASED_FIXED = {"qk_norm": True, "cross_attn_norm": True, "window_size": [-1, -1], "text_len": 512, "freq_dim": 256}
-"""What all published ones have of the released settings; 512 places of text are attended."""
+"""Released settings, which all published networks share; 512 text tokens are attended."""
 
 
 def config_from_released(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:

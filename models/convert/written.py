@@ -21,7 +21,7 @@ _OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan, "stable_diffusion"
 
 
 def diffusers_folder(config: NetworkConfig, part: str) -> str:
-    """Where diffusers' pipelines have the network that a bundle has in its folder `part`."""
+    """Folder in diffusers' pipelines of the network that a bundle has in its folder `part`."""
     return FOLDERS.get(config.family, part)
 
 
