@@ -1,4 +1,4 @@
-"""Which samples share a pack: best-fit packing in two sizes, video tokens and text slots."""
+"""Assignment of samples to packs: best-fit packing in two sizes, video tokens and text slots."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence

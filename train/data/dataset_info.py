@@ -1,4 +1,4 @@
-"""What a data set says of itself: the contents of its `megadit.json`, alone or as part of a blend."""
+"""Properties of a data set: the contents of its `megadit.json`, alone or as part of a blend."""
 
 import random
 import re
@@ -31,7 +31,7 @@ FORMAT_VERSION = 1
 INFO_FILE = "megadit.json"
 REMEDY = "write it with `megadit prepare`"
 CAPTIONS_LOOKED_AT = 100
-"""For each one that is drawn: data sets of few captions repeat them."""
+"""Captions read for each one drawn: data sets of few captions repeat them."""
 SHAPES_LOOKED_AT = 500
 """Samples of the first shard."""
 Store = Literal["latents", "raw"]
@@ -40,7 +40,7 @@ STORES_BY_SUFFIX: dict[str, Store] = {"safetensors": "latents", "mp4": "raw", "p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetInfo:
-    """What a data set was made with: the contents of its `megadit.json`."""
+    """Properties of a data set and its encoders: the contents of its `megadit.json`."""
 
     root: "Path | EPath"
     tokenizer_fingerprint: str
@@ -131,11 +131,11 @@ _VALUES: dict[str, Callable[[Any], bool]] = {
     "text_width": _is_count,
     "num_samples": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
 }
-"""What `megadit.json` says, and what it may say."""
+"""Keys of `megadit.json`, each with the check of its value."""
 
 
 def _store_of(root: "Path | EPath") -> Store | None:
-    """What the first training sample holds."""
+    """Return what the first training sample holds, latents or pixels; None if that is unclear."""
     first = root / "train-000000.tar"
     if not first.is_file():
         return None
@@ -171,7 +171,7 @@ def _read_info(root: "Path | EPath") -> dict[str, Any]:
 
 
 def _read_blend(path: "Path | EPath") -> DatasetInfo:
-    """What the data sets of a blend have in common, and the sum of their samples; `root` is that of the first."""
+    """Merge the data sets of a blend: common properties, summed samples, and the `root` of the first one."""
     if not path.is_file():
         raise UserError(f"data.path={path} does not exist")
     check_blend(path)
@@ -208,7 +208,8 @@ def _leaves(path: "Path | EPath", split: str) -> list[tuple[DatasetInfo, str]]:
 
 
 def folders_of(path: "str | Path | EPath") -> list[Path]:
-    """Those of a data set, or of all that a blend mixes, on this machine; none in a store, whose files are whole."""
+    """Folders of a data set, or of all data sets of a blend, on this machine; none in a store, whose files are
+    whole."""
     root = place(path)
     is_blend = root.name.endswith((".yaml", ".yml"))
     leaves = [info.root for split in ("train", "val") for info, _ in _leaves(root, split)] if is_blend else [root]
@@ -216,7 +217,7 @@ def folders_of(path: "str | Path | EPath") -> list[Path]:
 
 
 def captions_of(path: "str | Path | EPath", split: str) -> Iterator[str]:
-    """Those of a split of a data set, or of all that a blend mixes in it."""
+    """Captions of a split of a data set, or of all that a blend mixes in it."""
     root = place(path)
     is_blend = root.name.endswith((".yaml", ".yml"))
     for info, part in _leaves(root, split) if is_blend else [(DatasetInfo.read(path), split)]:
@@ -224,7 +225,8 @@ def captions_of(path: "str | Path | EPath", split: str) -> Iterator[str]:
 
 
 def iter_descriptions(root: "Path | EPath", split: str) -> Iterator[Description]:
-    """What is known of each sample of a split, in the order of its shards; broken ones are left out, as in training."""
+    """Yield the description of each sample of a split, in the order of its shards; broken ones are skipped, as in
+    training."""
     for path in sorted(root.glob(f"{split}-*.tar")):
         yield from _descriptions_of(path)
 

@@ -1,4 +1,4 @@
-"""What is known of a sample beside its pixels or latents: the JSON in its shard, which anybody may have written."""
+"""Metadata of a sample beside its pixels or latents: the JSON in its shard, which anybody may have written."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +8,13 @@ from megadit.models.shared.errors import UserError
 
 MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 16
-"""Of a sample's safetensors: some hundred tensors."""
+"""Maximum size of the header of a sample's safetensors: some hundred tensors."""
 SLOWEST_FPS, FASTEST_FPS = 0.01, 10_000.0
-"""Of videos: the time between frames is divided by."""
+"""Frame rates accepted for videos: the time between frames is a divisor."""
 LARGEST_SIDE = 1 << 20
 MOST_CAPTIONS = 64
 MOST_FRAMES = 64
-"""Encoded as images, of one clip."""
+"""Maximum number of frames of one clip encoded as images."""
 
 
 class UnreadableSampleError(ValueError):
@@ -27,21 +27,21 @@ class Description:
     captions: tuple[str, ...]
     """All of them, where a sample has several; each pass over the data reads one."""
     num_frames: int
-    """0 where it is not said, like height and width."""
+    """Number of frames; 0 where unknown, like height and width."""
     height: int
     width: int
-    """In pixels, of the decoded video."""
+    """Size of the decoded video, in pixels."""
     fps: float
     """0 for images."""
     aesthetic_score: float | None
     is_prior: bool = False
     """Whether a model made it (`megadit prepare prior`)."""
     seed: int | None = None
-    """Of a video that a model made."""
+    """Seed of a generated video."""
     frame_times: tuple[float, ...] = ()
-    """When the frames are that were encoded as images, in latent frames."""
+    """Times of the frames that were encoded as images, in latent frames."""
     keyframes: tuple[int, ...] = ()
-    """Which frames of a clip in pixels are to be encoded as images."""
+    """Indices of a clip's frames that are to be encoded as images, where pixels are stored."""
 
 
 def read_description(content: bytes) -> Description:

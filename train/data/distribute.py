@@ -115,7 +115,7 @@ class TrainBatches(SharedBatches):
         return super().__next__()
 
     def save_state(self) -> Any:
-        """Where this data-parallel rank's reader stands (JSON values); None on ranks that do not read."""
+        """State of this data-parallel rank's reader (JSON values); None on ranks that do not read."""
         return None if self._loader is None else self._loader.save_state()
 
     def restore_state(self, saved: Sequence[Any]) -> str | None:

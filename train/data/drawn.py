@@ -38,7 +38,7 @@ class Chunk:
     captions: list[str]
     fps: float
     given_captions: list[str] | None = None
-    """For when a part of them is given that shows the rest."""
+    """Captions of samples whose conditioning frames already show the rest."""
 
 
 class Drawing(NamedTuple):
@@ -60,7 +60,7 @@ class Drawn:
     num_images: int
     num_val: int
     fps: float
-    """Of its clips."""
+    """Frame rate of the clips."""
     draw: Callable[[str, str, int, torch.Generator], Drawing]
     """So many samples of a split ("train", "val") and a kind ("clip", "image")."""
     channels: int

@@ -44,7 +44,7 @@ COLUMNS = {
     "after": ("after", "target", "edited_image", "output_image", "output"),
     "instruction": ("instruction", "edit", "edit_prompt", "edit_instruction"),
 }
-"""What a row must say -> the columns that may say it, the first that is there."""
+"""Field of a row -> columns that may hold it; the first that exists is read."""
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 
 

@@ -1,4 +1,4 @@
-"""What the files that Energon reads may say.
+"""Allowed contents of the files that Energon reads.
 
 Energon builds any object and runs any function that one of its files names, be it the configuration of a data set or of
 a blend, however deep in it. Data sets come from anywhere: before Energon reads a file, it is compared with what stands
@@ -29,11 +29,11 @@ DEFINITIONS = {
     ),
     CRUDE: f"__module__: {MODULE}\n__class__: CrudeWebdataset\n",
 }
-"""What the shards are to Energon: their captions, or crude samples. Its tools (info, lint, preview; 7.4) know no crude
-samples and look into dataset.yaml; loaders are told to take the other (`dataset_config="crude.yaml"`)."""
+"""Files that define the shards for Energon: as captions, or as crude samples. Its tools (info, lint, preview; 7.4) know
+no crude samples and read dataset.yaml; loaders are told to take the other (`dataset_config="crude.yaml"`)."""
 
 MOST_SAMPLES = 10**9
-"""Of a data set: readers list every hundredth."""
+"""Maximum number of samples of a data set: readers list every hundredth."""
 MOST_SHARDS = 10**6
 MOST_BLENDS = 1000
 """Within one another and beside one another."""

@@ -1,9 +1,9 @@
-"""Which part of a training sample is given, and not to be predicted.
+"""Conditioning of training samples: the part of a sample that is given, and not to be predicted.
 
-A use is drawn for each sample, and what exactly it gives, by the sample's key alone. Adding a use is one function and
-its row in `USES`; sampling builds the same from what a user gives (`infer/given.py`).
+A use is drawn for each sample, and its part of the sample, by the sample's key alone. Adding a use is one function and
+its row in `USES`; sampling builds the same from a user's input (`infer/given.py`).
 
-Shapes: C latent channels, T/H/W latent frames, height, width, E frames that are only given.
+Shapes: C latent channels, T/H/W latent frames, height, width, E extra latents beside them, all given.
 """
 
 import math
@@ -23,18 +23,18 @@ from megadit.train.data.training_sample import TrainingSample
 NUM_DRAWS = 10
 """Uniform numbers of one sample: its use, its dropout, seven that a use may spend, and which caption it has."""
 GIVEN_TEXT_SHARE = 0.75
-"""Of samples with a caption for what is given, those that are trained with it; the others keep the whole one."""
+"""Share of samples with a caption for conditioning that are trained with it; the others keep the full one."""
 
 
 class GivenPart(NamedTuple):
-    """What is given of one sample."""
+    """Conditioning of one sample."""
 
     is_given_THW: Tensor
-    """bool, of the video's latents and then of the frames that are only given."""
+    """bool, True where given: the positions of the video's latents, then those of `extra_CTHW`."""
     extra_CTHW: Tensor | None = None
-    """The latter."""
+    """Latents of frames encoded as images, or of the clip that is edited."""
     extra_times: tuple[float, ...] = ()
-    """When they are, in latent frames."""
+    """Times of the extra latents, in latent frames."""
 
     def segment(self, model: DiTConfig, text_length: int) -> Segment:
         """The sample's tokens; see `partly_given`."""
@@ -73,7 +73,7 @@ def prefix(sample: TrainingSample, draws: Draws, model: DiTConfig) -> GivenPart 
 
 
 def suffix(sample: TrainingSample, draws: Draws, model: DiTConfig) -> GivenPart | None:
-    """What leads up to it: one latent frame or more from the end."""
+    """Give one latent frame or more at the end; the network predicts what leads up to them."""
     part = _first(sample, _frames(sample, draws[0], model))
     return part and GivenPart(part.is_given_THW.flip(0))
 
@@ -93,7 +93,7 @@ def last_frame(sample: TrainingSample, draws: Draws, model: DiTConfig) -> GivenP
 
 
 def keyframes(sample: TrainingSample, draws: Draws, model: DiTConfig) -> GivenPart | None:
-    """Frames as images, each of those that the sample has in every other one, and the first."""
+    """Give frames encoded as images, each with probability 1/2, and in half of the samples the first latent frame."""
     if sample.frames is None:
         return None
     count = len(sample.frames.times)
@@ -113,7 +113,7 @@ def _with_frames(
 
 
 def inpaint(sample: TrainingSample, draws: Draws, model: DiTConfig) -> GivenPart | None:
-    """All but a box, a quarter to all of each side; in every other video for a part of the time alone."""
+    """Give all but a box, a quarter to all of each side; in every other video for a part of the time alone."""
     wanted = []
     patches = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
     for axis, (size, patch) in enumerate(zip(sample.latent_CTHW.shape[1:], patches, strict=True)):
@@ -127,7 +127,7 @@ def inpaint(sample: TrainingSample, draws: Draws, model: DiTConfig) -> GivenPart
 
 
 def edit(sample: TrainingSample, draws: Draws, model: DiTConfig) -> GivenPart | None:
-    """The clip that an instruction changes, frame for frame beside the wanted one (InstructPix2Pix, arXiv 2211.09800,
+    """Give the clip that an instruction changes, frame for frame beside the target (InstructPix2Pix, arXiv 2211.09800,
     with the source as tokens of its own rather than channels)."""
     if sample.reference_CTHW is None:
         return None
@@ -146,11 +146,11 @@ USES: dict[str, Callable[[TrainingSample, Draws, DiTConfig], GivenPart | None]] 
     "inpaint": inpaint,
     "edit": edit,
 }
-"""What a network can learn to be given; a use that a sample does not lend itself to gives nothing of it."""
+"""Conditioning modes; one that does not suit a sample gives nothing of it."""
 
 
 class Drawn(NamedTuple):
-    """What was drawn for one sample."""
+    """Conditioning and text drawn for one sample."""
 
     part: GivenPart | None
     text_LE: Tensor
@@ -165,7 +165,7 @@ def draw(
     dropout: tuple[float, float, float],
     model: DiTConfig,
 ) -> Drawn:
-    """What is given of a sample of this key.
+    """Draw the conditioning of a sample by its key.
 
     Args:
         shares: of samples that each use is for. Those with a clip to edit are for `edit`, and no others.

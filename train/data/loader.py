@@ -71,7 +71,7 @@ class TrainLoader:
             self._batches.close()
 
     def save_state(self) -> dict[str, Any]:
-        """Where this rank's reader stands, as plain JSON values."""
+        """State of this rank's reader, as plain JSON values."""
         from megadit.train.data.state import to_plain
 
         reader = to_plain(self._loader.save_state_rank())

@@ -19,12 +19,12 @@ from megadit.models.segments import Segment
 
 
 class Mixture(NamedTuple):
-    """What the samples of a pack are mixed with."""
+    """Mixup partners of the samples of a pack, and their shares."""
 
     share_G: Tensor
-    """float32: what is left of each; 1 for those that are alone of their size, or have no label, and for padding."""
+    """float32: share that is left of each sample; 1 for one alone of its size or without a label, and for padding."""
     partner_G: Tensor
-    """int64: how many segments behind it the other is."""
+    """int64: offset from a sample to its partner, in segments; 0 for none."""
 
     def of(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """The latents of the samples, CTHW each, mixed."""

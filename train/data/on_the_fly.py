@@ -25,7 +25,7 @@ from megadit.train.data.samples import OCCURRENCE, member, training_sample
 from megadit.train.data.training_sample import Frames, TrainingSample, drawn_caption, encode_frames, frame_times
 
 MAX_CLIP_PIXELS = 1 << 30
-"""Of all frames of a clip; a small file may hold any number of them."""
+"""Maximum number of pixels in all frames of a clip; a small file may hold any number of them."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class FrozenEncoders:
 
     @torch.inference_mode()
     def _latents(self, frames_THWC: np.ndarray, keyframes: tuple[int, ...]) -> tuple[Tensor, Frames | None]:
-        """Of a clip, and of those of its frames that are encoded as images."""
+        """Latents of a clip, and of those of its frames that are encoded as images."""
         video_BCTHW = torch.from_numpy(frames_THWC).permute(3, 0, 1, 2)[None].float().div(127.5).sub(1)
         tokenizer = self._model("tokenizer")
         try:

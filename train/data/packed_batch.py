@@ -73,7 +73,7 @@ class PackedBatch:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What `denoise_packed` takes beside the noisy tokens and their levels."""
+        """Arguments of `denoise_packed` besides the noisy tokens and their noise levels."""
         return {
             "text_L1E": self.text_L1E,
             "fps_G": self.fps_G,
@@ -152,7 +152,7 @@ class PackFormat:
     text_dropout: float
     """Share of samples whose text is dropped, 0..1."""
     prior_weight: float = 1.0
-    """What the loss of a prior sample counts."""
+    """Loss weight of a prior sample."""
     prior_text_dropout: float | None = None
     """Share of prior samples whose text is dropped; None is `text_dropout`."""
     needs_seed: bool = False

@@ -1,4 +1,4 @@
-"""Where data lie: a folder, or a store such as S3.
+"""Locations of data: a folder, or a store such as S3.
 
 Data sets are read through Energon's storage client, whose URLs are `msc://PROFILE/PATH` (profiles stand in its
 configuration file); `s3://BUCKET/PATH` and `gs://BUCKET/PATH` are its URLs without one, with the credentials of the

@@ -43,17 +43,17 @@ SHARD_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Purpose:
-    """What samples are made for, which decides how they are described."""
+    """Purpose of generated samples, which decides how they are described."""
 
     name: str
-    """Begins their keys."""
+    """Prefix of their keys."""
     description: str
     is_prior: bool
     next: str
 
     @property
     def request_file(self) -> str:
-        """What was asked for: shards of another request are never mixed in."""
+        """File with the request: shards of another request are never mixed in."""
         return f"{self.name}.json"
 
 
@@ -78,10 +78,10 @@ class PriorOptions:
     prompt: Sequence[str] = setting((), "names the class; several take turns", nargs="+", repeated=True, metavar="TEXT")
     prompt_file: str = setting("", "more prompts, one a line", metavar="PATH")
     count: int = setting(200, "samples to make (default: {default})", above=0)
-    seed: int = setting(0, "of the first sample; the others count on from it (default: {default})", low=0)
+    seed: int = setting(0, "seed of the first sample; the others count on from it (default: {default})", low=0)
     batch_size: int | None = setting(None, "videos made at once", above=0)
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
-    dtype: str = setting("float32", "of the network (default: {default})", metavar="NAME")
+    device: str = setting("auto", "device: auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
+    dtype: str = setting("float32", "precision of the network (default: {default})", metavar="NAME")
     overwrite: bool = setting(False, "replace a finished folder")
     settings: GivenSettings = group(
         GivenSettings, "settings of sampling (default: those of the checkpoint)", only=(*OF_PROMPTS, "churn")
@@ -100,7 +100,7 @@ class Prior:
     batch_size: int | None = None
 
     def request(self, bundle: Bundle) -> dict[str, Any]:
-        """What decides the bytes of the data set, as JSON has it."""
+        """Settings that decide the bytes of the data set, as JSON values."""
         settings = {
             name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.to_dict().items()
         }
@@ -114,7 +114,7 @@ class Prior:
 
 
 def _with_all_settings(request: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier version asked for, with the settings that have come since."""
+    """Complete the request of an earlier version with settings added since."""
     return {**request, "settings": UNCHANGED | request["settings"]}
 
 

@@ -16,12 +16,12 @@ RANK, RANKS, WORKERS = "data-parallel rank", "data-parallel size", "data.num_wor
 
 @dataclass(frozen=True, slots=True)
 class Redistributed:
-    """What one rank goes on with."""
+    """State from which one rank continues."""
 
     state: dict[str, Any]
     """A state of `TrainLoader`; its `reader` is None where a new pass begins."""
     said: str | None = None
-    """What is not as it would have been, for the user; None if everything is."""
+    """Note for the user on what differs from an uninterrupted run; None if nothing does."""
 
 
 def redistribute(
@@ -52,7 +52,7 @@ def redistribute(
 
 
 def _fields(state: dict[str, Any]) -> dict[str, Any]:
-    """Of Energon's SavableDataLoaderState in plain form."""
+    """Fields of Energon's SavableDataLoaderState in plain form."""
     return state["reader"]["fields"]
 
 

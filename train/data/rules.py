@@ -1,4 +1,4 @@
-"""What becomes of a sample between its shard and its pack: cropped, kept, or left out for a reason."""
+"""Steps of a sample between its shard and its pack: cropped, kept, or rejected for a reason."""
 
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -13,7 +13,7 @@ from megadit.train.data.packed_batch import PackFormat
 from megadit.train.data.training_sample import Frames, TrainingSample
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""That sums and differences are known for; the 8-bit ones have none."""
+"""Types with sums and differences, unlike the 8-bit ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,9 +17,9 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data.tar_files import checked
 
 BROKEN = "__broken__"
-"""Field of a crude sample that could not be read: why."""
+"""Field with the reason why a crude sample could not be read."""
 SUFFIXES = ("json", "safetensors", "mp4", "png")
-"""Of the members that training reads."""
+"""Suffixes of the members that training reads."""
 MAX_MEMBER_BYTES = 1 << 30
 LONGEST_KEY = 255
 

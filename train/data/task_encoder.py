@@ -1,4 +1,4 @@
-"""From crude samples to packed batches, through Energon: cook, check, choose packs, fill packs, batch.
+"""Energon's task encoder, from crude samples to packed batches: cook, check, choose packs, fill packs, batch.
 
 Every step is a pure function of the sample (but for the counts of refused samples, which travel with the batches), so
 that Energon can save its buffers as keys and rebuild them from disk.
@@ -26,7 +26,7 @@ from megadit.train.data.training_sample import TrainingSample
 
 MAX_REFUSED_IN_A_ROW = 1000
 LONGEST_DETAIL = 200
-"""Characters, in the log."""
+"""Maximum length of a detail in the log, in characters."""
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ def another(name: str, number: int) -> str:
 
 
 def drawn_caption(sample_id: str, occurrence: int, count: int) -> int:
-    """Which of a sample's captions this pass over the data reads: drawn by sample and pass alone."""
+    """Index of the caption that this pass over the data reads, drawn by sample and pass alone."""
     return sample_key(0, f"caption of {sample_id}", occurrence) % count
 
 
@@ -66,12 +66,12 @@ class TrainingSample:
     """Frames per second of the decoded video; 0 for images."""
     height: int = 0
     width: int = 0
-    """Of the decoded video, in pixels."""
+    """Size of the decoded video, in pixels."""
     aesthetic_score: float | None = None
     is_prior: bool = False
-    """Whether a model made it, to keep what it can do while it learns something else (`megadit prepare prior`)."""
+    """Whether a model made it to preserve its abilities while it learns something new (`megadit prepare prior`)."""
     seed: int | None = None
-    """Of a video that a model made: the seed that decided its initial noise."""
+    """Seed of a generated video's initial noise."""
     reference_CTHW: Tensor | None = None
     """The clip that its text, an instruction, changes into this one (`megadit prepare edits`)."""
     given_text_LE: Tensor | None = None

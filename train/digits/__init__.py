@@ -1,1 +1,1 @@
-"""What the demo adds to the handwritten digits: a judge of clips, the score and the figures."""
+"""Demo on handwritten digits: its judge of clips, scores and figures."""

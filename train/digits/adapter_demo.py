@@ -36,7 +36,7 @@ SUBJECT_CLIPS = 4
 GUIDANCE = {"right": 4.0, "strict": 2.0}
 """Score of the subject -> the guidance of its clips: at 4 its colours saturate, which the measure of likeness minds."""
 ADAPTERS = ("with prior", "without prior")
-"""What is trained; "before" is the model without an adapter."""
+"""Adapters that are trained; "before" is the model without one."""
 MODELS = ("before", *ADAPTERS)
 
 
@@ -67,7 +67,8 @@ class AdapterDemo:
 
     @cached_property
     def subject_attributes(self) -> list[Attributes]:
-        """What the subject's clips are asked to show: the ten pairs of its own clips first, each several times."""
+        """Attributes in the prompts of the subject's clips: the ten pairs of its own clips first, each several
+        times."""
         return [each for each in sum(subject.pairs(), []) for _ in range(SUBJECT_CLIPS)]
 
     @cached_property
@@ -214,10 +215,10 @@ STAGES = (
 class AdapterDemoOptions:
     out: Path = setting(Path("runs/demo-adapter"), "folder for everything ({default})")
     bundle: Path = setting(Path("runs/demo/bundle"), "the model to teach ({default})")
-    word: str = setting("zog", "what the subject is called ({default})")
+    word: str = setting("zog", "name of the subject ({default})")
     ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
     steps: int = setting(200, "steps of training ({default})", low=1)
-    seed: int = setting(1234, "of training ({default})", low=0)
+    seed: int = setting(1234, "seed of training ({default})", low=0)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,14 +30,14 @@ NUM_TIMED = 48
 NUM_REPEATS = 9
 
 Right = Callable[[Tensor, Sequence[Attributes]], dict[str, Tensor]]
-"""(clips uint8 BTHWC, what they show) -> of each of `PARTS` whether it is right, bool [B]."""
+"""(clips uint8 BTHWC, attributes in their captions) -> whether each of `PARTS` is right, bool [B]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    bundle: str = setting(help="of a ViT of clips, or the folder of its run", positional=True, metavar="BUNDLE")
-    num_clips: int = setting(judge.NUM_TRAINING_CLIPS, "that the demo's judge is trained on ({default})", low=1)
-    num_steps: int = setting(judge.NUM_TRAINING_STEPS, "of its training ({default})", low=1)
+    bundle: str = setting(help="bundle of a ViT of clips, or the folder of its run", positional=True, metavar="BUNDLE")
+    num_clips: int = setting(judge.NUM_TRAINING_CLIPS, "clips that the demo's judge is trained on ({default})", low=1)
+    num_steps: int = setting(judge.NUM_TRAINING_STEPS, "training steps of the demo's judge ({default})", low=1)
 
 
 def by_reader(reader: judge.DigitReader) -> Right:
@@ -69,7 +69,7 @@ def by_classifier(classifier: Classifier) -> Right:
 
 
 def shares(right: Right, video_BTHWC: Tensor, attributes: Sequence[Attributes]) -> dict[str, float]:
-    """Of the clips, 0..1: what is right of each of `PARTS`, and `all` of them."""
+    """Shares of the clips, 0..1, in which each of `PARTS` is right, and `all` of them."""
     found = right(video_BTHWC, attributes)
     found["all"] = torch.stack([found[name] for name in PARTS]).all(0)
     return {name: is_right_B.float().mean().item() for name, is_right_B in found.items()}

@@ -46,7 +46,7 @@ Split = Literal["train", "heldout"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attributes:
-    """What a caption says about a clip; an image has no direction and no speed."""
+    """Contents of a clip as its caption describes them; an image has no direction and no speed."""
 
     digit: int
     colour: str
@@ -157,7 +157,7 @@ def captions(attributes: Attributes, split: Split) -> tuple[str, ...]:
 
 
 def attributes_in(prompt: str) -> Attributes | None:
-    """What a prompt asks for, by its words; None where it names no digit or no colour."""
+    """Return the attributes that a prompt names; None if it names no digit or no colour."""
     words = re.findall(r"[a-z]+|[0-9]+", prompt.lower())
     digit = next((number for number, name in enumerate(DIGITS) if {name, str(number)} & set(words)), None)
     colour = next((colour for colour in COLOURS if colour in words), None)

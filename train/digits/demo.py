@@ -82,7 +82,7 @@ class Demo(TrainingDemo):
 
     @property
     def attributes(self) -> tuple[list[Attributes], list[Attributes]]:
-        """What the scored clips are asked to show: combinations that training saw, and ones that it did not."""
+        """Attributes in the captions of the scored clips: combinations in the training set, and ones that are not."""
         seen, unseen = score.scored_attributes()
         return seen[:: self.size.clip_stride], unseen[:: self.size.clip_stride]
 

@@ -35,19 +35,18 @@ from megadit.train.distill.check import spread, spread_within
 
 TEACHER = "teacher"
 TWENTY_EVALUATIONS = {"sampler": "euler", "num_steps": 10, "eta": 1.0}
-"""Of the teacher, with guidance, whatever its bundle's own way."""
+"""Sampler of the teacher, with guidance, whatever its bundle's defaults are."""
 PAIRS_OF_STEP = 8
-"""Where --steps asks for fewer, so that they are not most of the time."""
+"""Pairs per training step where --steps asks for few, so that making them is not most of the time."""
 TWICE = 3
-"""Of every so-manyth caption that is scored there are two clips, whose difference is the spread."""
+"""Stride of the scored captions with two clips each, whose difference is the diversity."""
 SHOWN = 6
-"""Prompts in the picture."""
+"""Number of prompts in the picture."""
 FOUR_SIGMAS = ("12", "4", "1.5", "0.5")
-"""Of the student that answers guidance in one call: from 80, where that is a mean, clips of a prompt come to be more
-alike."""
+"""Noise levels of the student with guidance in one call: when called from 80, where its output is a mean, clips of a
+prompt get more alike."""
 NOISE_SCALE = 0.8
-"""Of those that learn what an ODE makes of noise: from all of it, clips of a prompt come to differ by more than the
-teacher's."""
+"""Noise scale of students of the teacher's ODE: at full scale, clips of a prompt differ by more than the teacher's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class DistillDemo(FollowingDemo):
 
     @property
     def calls(self) -> tuple[int, ...]:
-        """Of the students."""
+        """Function evaluations of each student."""
         return (4,) if self.takes_first_frames else (4, 2, 1)
 
     @property
@@ -93,7 +92,7 @@ class DistillDemo(FollowingDemo):
 
 
 def name_of(calls: int) -> str:
-    """Of a student."""
+    """Name of a student."""
     return f"{calls} call{'s' * (calls > 1)}"
 
 
@@ -167,7 +166,7 @@ def _score(demo: DistillDemo) -> None:
 
 
 def _given_first(demo: DistillDemo, name: str, reader: judge.DigitReader) -> dict[str, Any]:
-    """What a model makes of first frames, where the teacher takes these."""
+    """Score a model on given first frames, where the teacher takes these."""
     if not demo.takes_first_frames:
         return {}
     pipeline, settings = TextToVideo.from_pretrained(demo.models[name], device="cpu"), demo.settings(name).to_dict()
@@ -214,7 +213,7 @@ STUDENTS: dict[int, Stage[DistillDemo]] = {
     2: _student_stage(2, "teach one whole clips in two calls, of what the teacher makes of noise", _two),
     1: _student_stage(1, "and in one", _one),
 }
-"""By their calls."""
+"""Stages of students, by their number of calls."""
 JUDGED: Sequence[Stage[DistillDemo]] = (
     Stage("generate", "make clips of held-out captions", _generate, lambda demo: [demo.clips(list(demo.models)[-1])]),
     Stage("score", "judge every frame, and how various the clips are", _score, lambda demo: [demo.out / "score.json"]),

@@ -39,7 +39,7 @@ def clip_set(label: str, video_BCTHW: Tensor, captions: Sequence[str]) -> VideoS
 
 
 def judged_by(folder: Path, judge_file: Path, real: VideoSet, metrics: Sequence[str] = ()) -> Evaluation:
-    """What digits are evaluated with: the judge's extractors, optical flow, and the judge itself."""
+    """Evaluation of digits: the judge's extractors, optical flow, and the judge itself."""
     extractors = open_extractors(judge_file, torch.device("cpu"))
     scorer = JudgeScorer(score.judge_of_prompts(judge_file), score.BETTER, extractors[0].fingerprint)
     store = FeatureStore(folder / "features", WINDOW)

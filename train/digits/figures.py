@@ -20,9 +20,9 @@ class SheetRow:
 
     caption: str
     video_CTHW: Tensor
-    """In [-1, 1]."""
+    """Clip in [-1, 1]."""
     is_right: dict[str, bool]
-    """What the judge says of the clip, in the order to be shown."""
+    """Verdicts of the judge on the clip, in the order of display."""
     note: str = ""
 
 

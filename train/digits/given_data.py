@@ -21,7 +21,7 @@ from megadit.train.digits.data import Attributes
 NUM_CLIPS, NUM_EDITS, NUM_VAL = 8000, 2000, 256
 CHUNK = 500
 FRAMES = keyframe_places(digits.NUM_FRAMES, 2)
-"""Of a clip, that are encoded as images besides: what `last_frame` and `keyframes` give."""
+"""Frames of a clip that are encoded as images besides, for `last_frame` and `keyframes`."""
 NEUTRAL_WORDINGS = (
     "a digit moving {pace} {way}",
     "something moving {way} {pace}",
@@ -30,13 +30,13 @@ NEUTRAL_WORDINGS = (
     "it drifts {pace} {way}",
     "a video of a digit drifting {way} {pace}",
 )
-"""Of clips: neither which digit, nor its colour."""
+"""Captions of clips without the digit and its colour."""
 INSTRUCTIONS = {
     "colour": ("make it {value}", "change the colour to {value}", "paint it {value}"),
     "digit": ("turn it into a {value}", "change the digit to {value}", "make it the number {value}"),
     "direction": ("let it move {value}", "change the direction to {value}", "make it go {value}"),
 }
-"""What an instruction changes -> its wordings; all that it does not name stays."""
+"""Changed attribute -> wordings of the instruction; all others stay."""
 
 
 def neutral_caption(attributes: Attributes, generator: torch.Generator) -> str:

@@ -29,7 +29,7 @@ from megadit.train.digits.stages import (
 )
 
 GRID_SCALES = (1.0, 1.5, 2.0, 3.0)
-"""Of guidance by text and by the clip, in the picture and the figures of edits."""
+"""Guidance scales of the text and of the clip, in the picture and the results of edits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def _settings(demo: GivenDemo) -> list[str]:
 
 
 def _score(demo: GivenDemo) -> None:
-    """What the network makes of given parts; beside it the base, which is held to a first frame while sampling."""
+    """Score the network on each conditioning mode, and the base, which is held to a first frame while sampling."""
     attributes, pipeline = demo.attributes, TextToVideo.from_pretrained(demo.bundle, device="cpu")
     base, clips = TextToVideo.from_pretrained(demo.base, device="cpu"), score.real_clips(demo.attributes)
     reader = judge.load_reader(judge.judge_file(demo.base, demo.out, pipeline.tokenizer))

@@ -1,4 +1,4 @@
-"""What a network makes of given parts of digits: how often it keeps them, goes on from them, obeys instructions.
+"""Scores of conditional generation of digits: how often it keeps what is given, continues it, obeys instructions.
 
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """
@@ -22,7 +22,7 @@ from megadit.train.digits.score import frames_and_clips_right, heldout_captions,
 
 BATCH = 108
 GUIDANCE = 2.0
-"""Where something is given: less than for text alone, which has everything to say."""
+"""Guidance scale with conditioning: less than for text alone, which has everything to say."""
 LONG, BACK = 65, {"left": "right", "right": "left", "up": "down", "down": "up"}
 """Frames of a continuation, and where a digit goes in the next window, so that it stays in view."""
 HALF = digits.FRAME_SIZE // 2
@@ -83,7 +83,7 @@ def after_first(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[A
 def first_frame(
     pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], clips: Tensor, **settings
 ) -> dict:
-    """From the first frame of real clips, BCTHW, and captions that name neither digit nor colour."""
+    """Score clips from the first frame of real clips, BCTHW, and captions that name neither digit nor colour."""
     return after_first(reader, make_from_first(pipeline, attributes, clips, **settings), attributes)
 
 
@@ -161,7 +161,7 @@ def inpainting(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[
 
 
 class Edited(NamedTuple):
-    """What became of clips that were edited."""
+    """Scores of edited clips."""
 
     obeyed_B: Tensor
     """bool: the clip shows what its instruction names."""
@@ -170,7 +170,7 @@ class Edited(NamedTuple):
     distance_B: Tensor
     """Mean difference of pixels in [-1, 1] from the clip before."""
     named: list[str]
-    """What each instruction names, one of `INSTRUCTIONS`."""
+    """Attribute that each instruction names, one of `INSTRUCTIONS`."""
 
 
 def edited(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], **settings) -> Edited:
@@ -216,7 +216,7 @@ def half_interval(value_B: Tensor) -> float:
 def edit_scales(
     pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], scales: Sequence[float]
 ) -> dict[str, float | bool]:
-    """By the scale of guidance by text, the share `obeyed`; by that of guidance by the clip, the `distance` from it.
+    """Measure `obeyed` at each guidance scale of the text, and `distance` from the clip at each one of the clip.
 
     The other scale is 2 for text and 1.5 for the clip. Half of a 95 % interval stands beside each; `is_monotone`:
     larger scales of text are nearer to the instructions, those of the clip nearer to the clips.
@@ -245,7 +245,7 @@ def rises(value_SB: Tensor) -> bool:
 
 
 def draw_edits(attributes: Sequence[Attributes], seed: int = 0) -> tuple[list[Attributes], list[str], Tensor]:
-    """What clips are to show after an edit, instructions, and real clips before, BCTHW."""
+    """Return the attributes of clips after an edit, the instructions, and real clips before it, BCTHW."""
     generator = torch.Generator().manual_seed(seed)
     changes = [
         change(each, list(INSTRUCTIONS)[place % len(INSTRUCTIONS)], generator) for place, each in enumerate(attributes)

@@ -43,7 +43,7 @@ SHORTEST_TRAVEL = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What clips show: indices into DIGITS, COLOURS and DIRECTIONS, or NONE."""
+    """Contents of clips as judged: indices into DIGITS, COLOURS and DIRECTIONS, or NONE."""
 
     digit_BT: Tensor
     colour_BT: Tensor
@@ -164,7 +164,7 @@ def load_reader(path: Path) -> DigitReader:
 
 
 def judge(reader: DigitReader, video_BCTHW: Tensor) -> Verdicts:
-    """What each clip (BCTHW in [-1, 1]) shows."""
+    """Judge what each clip (BCTHW in [-1, 1]) shows."""
     stroke_BTHW = strokes(video_BCTHW)
     return Verdicts(
         digit_BT=_read_digits(reader, stroke_BTHW),

@@ -51,7 +51,7 @@ def _pixels() -> HaarTokenizer:
 
 
 def _latents() -> HaarTokenizer:
-    """As the demo's clips have them, fitted to images of 32 x 32: the same for all sizes."""
+    """Tokenizer like that of the demo's clips, fitted to images of 32 x 32: the same for all sizes."""
     generator = torch.Generator().manual_seed(0)
     attributes = digits.random_attributes(NUM_FITTING, images=True, generator=generator)
     images_BCTHW = digits.draw_images(attributes, "train", generator)
@@ -124,7 +124,8 @@ def clip_label(attributes: digits.Attributes) -> str:
 
 
 def _all_shown() -> list[digits.Attributes]:
-    """What clips may show, in the order of classes: a judge has to know also what the demo's training never says."""
+    """All contents of clips, in the order of classes: a judge must also know those that the demo's training leaves
+    out."""
     return [
         digits.Attributes(digit=digit, colour=colour, direction=direction)
         for colour, digit, direction in product(digits.COLOURS, range(10), digits.DIRECTIONS)
@@ -153,7 +154,7 @@ def _chunk(split: str, first: int, video_BCTHW: Tensor, captions: list[str], fps
 
 
 def _words() -> TokenIds:
-    """Of all captions of training, as `clip_digits` reads them."""
+    """Tokenizer of the words of all training captions, as `clip_digits` reads them."""
     every = (digits.Attributes(digit=digit, colour=colour) for digit, colour in product(range(10), digits.COLOURS))
     texts = [caption for attributes in every for caption in digits.captions(attributes, "train")]
     tower = NAMED_CONFIGS["clip_digits"].text_tower

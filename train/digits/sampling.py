@@ -39,7 +39,7 @@ SOLVERS: dict[str, dict[str, Any]] = {name: {"sampler": name, "eta": 0.0} for na
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is measured with."""
+    """Pipeline, judge and prompts of a measurement."""
 
     pipeline: TextToVideo
     reader: judge.DigitReader
@@ -172,7 +172,7 @@ def load_bench(demo: Path, count: int) -> Bench:
 class SamplingOptions:
     demo: Path = setting(help="the folder that `make demo` left", positional=True)
     out: Path = setting(help="folder for sampling.json and score_against_calls.png", positional=True)
-    clips: int = setting(96, "of each measurement (default: {default})", low=1)
+    clips: int = setting(96, "clips of each measurement (default: {default})", low=1)
     weaker: str | None = setting(None, "bundle of a weaker checkpoint, for autoguidance")
 
 

@@ -31,7 +31,7 @@ CAPTIONS_PER_UNSEEN = 2
 
 
 def scored_attributes() -> tuple[list[Attributes], list[Attributes]]:
-    """What is generated for the score: every combination training saw (432 clips) and every one it did not (96)."""
+    """Attributes of scored clips: all combinations in the training set (432 clips), and all that are not (96)."""
     seen = [with_speed(attributes, speed) for attributes, speed in product(seen_combinations(), SPEEDS)]
     unseen = [with_speed(attributes, speed) for attributes, speed in product(unseen_combinations(), SPEEDS)]
     return seen, unseen * CAPTIONS_PER_UNSEEN
@@ -48,9 +48,11 @@ def real_clips(attributes: Sequence[Attributes], seed: int = 0) -> Tensor:
 
 
 def frames_and_clips_right(verdicts: Verdicts, attributes: Sequence[Attributes]) -> dict[str, Tensor]:
-    """What is right: `digit` and `colour` bool [B, T] for each frame, `direction` and `all` bool [B] for each clip.
+    """Compare verdicts with attributes: `digit` and `colour` bool [B, T] for each frame, `direction` and `all` bool
+    [B].
 
-    `all`: digit and colour in more than half of the frames, and the direction. Without one, a clip is to go nowhere.
+    `all`: digit and colour in more than half of the frames, and the direction. Without a direction, the clip must not
+    move.
     """
     colours, directions = list(COLOURS), list(DIRECTIONS)
     wanted_digit_B = torch.tensor([a.digit for a in attributes])
@@ -64,7 +66,8 @@ def frames_and_clips_right(verdicts: Verdicts, attributes: Sequence[Attributes])
 
 
 def right_in_every_frame(right: dict[str, Tensor]) -> Tensor:
-    """Of what `frames_and_clips_right` gives: digit and colour in every single frame, and the direction, bool [B]."""
+    """Whether digit and colour are right in every single frame, and the direction, bool [B]; `right` as of
+    `frames_and_clips_right`."""
     return (right["digit"] & right["colour"]).all(1) & right["direction"]
 
 

@@ -24,7 +24,7 @@ from megadit.train.plan.pace import step_seconds
 
 
 class HasFolder(Protocol):
-    """What the stages of a demo are told."""
+    """Argument of a demo's stages."""
 
     @property
     def out(self) -> Path: ...
@@ -65,7 +65,7 @@ class FollowingDemo(TrainingDemo):
     base: Path
     """The model's bundle; what its demo left beside it is there too."""
     steps: int | None = None
-    """Of training; None: those of the recipe."""
+    """Training steps; None: those of the recipe."""
     stride: int = 1
     """The score takes every so-manyth of the demo's 432 combinations."""
     seed: int = 1234
@@ -80,8 +80,8 @@ class FollowingOptions:
     bundle: Path = setting(Path("runs/demo/bundle"), "the model to start from ({default})")
     ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
     steps: int | None = setting(None, "steps of training (default: those of the recipe)", low=1)
-    stride: int = setting(1, "score every so-manyth of 432 clips ({default})", low=1)
-    seed: int = setting(1234, "of training ({default})", low=0)
+    stride: int = setting(1, "score every N-th of 432 clips ({default})", low=1)
+    seed: int = setting(1234, "seed of training ({default})", low=0)
 
 
 def following_demo(kind: type[Following], argv: list[str], *, name: str, description: str) -> Following:
@@ -111,11 +111,11 @@ class Stage(Generic[Demo]):
     results: Callable[[Demo], Sequence[Path]]
     """Complete once they exist: each is written under a temporary name and renamed."""
     seconds: Callable[[Demo, Gpu], float] | None = None
-    """What it will take on this machine, a rank of which has such a core; None where nobody knows."""
+    """Expected seconds on this machine, whose ranks have such a core; None if unknown."""
 
 
 def takes(seconds: float, of: Callable[[Demo], int] = lambda demo: 1) -> Callable[[Demo, Gpu], float]:
-    """What a stage takes that takes so many seconds, for each `of` its samples, where `small_speed` is 1."""
+    """Time of a stage from `seconds` for each of its samples, counted by `of`, on a core with `small_speed` 1."""
     return lambda demo, core: seconds * of(demo) / core.small_speed
 
 
@@ -172,7 +172,7 @@ def run_stages(demo: Demo, stages: Sequence[Stage[Demo]]) -> dict[str, float]:
 
 
 class TimePlan:
-    """What the stages that are not done yet will take: as this machine was measured, then as those before them took."""
+    """Expected time of the stages that are not done: by this machine's measured speed, corrected by those done."""
 
     def __init__(self, demo: Demo, stages: Sequence[Stage[Demo]]) -> None:
         known = [stage for stage in stages if stage.seconds is not None]
@@ -189,7 +189,7 @@ class TimePlan:
         return [f"about {duration(sum(self._left.values()))} on this machine, as measured: {parts}", ""]
 
     def after(self, name: str, seconds: float) -> str:
-        """What is left after a stage that took so many seconds, in words to follow those."""
+        """Describe the time left after a stage that took `seconds`, as an addition to a sentence."""
         self._expected += self._left.pop(name, 0.0)
         self._taken += seconds
         left = sum(self._left.values())

@@ -26,7 +26,7 @@ from megadit.train.digits.judge import DigitReader, Verdicts, centred_crops, jud
 from megadit.train.digits.score import frames_and_clips_right
 
 SUBJECT = len(DIGITS)
-"""What stands for it where digits are numbers."""
+"""Number of the subject among the digits."""
 NUM_CLIPS = 10
 LIKENESS = 0.85
 """Correlation of a frame's crop with the subject's from which on it is strictly the subject."""

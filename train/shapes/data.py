@@ -38,7 +38,7 @@ SHAPES = {
 }
 """Name -> its glyph: of bold outlines, no two alike at any angle."""
 SUBJECT = {"pawn": "\u265f"}
-"""What the data set never shows, for an adapter to learn."""
+"""Shapes outside the data set, for an adapter to learn."""
 GLYPHS = SHAPES | SUBJECT
 BACKGROUNDS = {
     "at night": ((0.02, 0.02, 0.10), (0.08, 0.08, 0.30)),
@@ -46,22 +46,22 @@ BACKGROUNDS = {
     "in a desert": ((0.12, 0.07, 0.03), (0.34, 0.22, 0.10)),
     "in a cave": ((0.06, 0.06, 0.06), (0.22, 0.22, 0.22)),
 }
-"""As captions say it -> RGB at the top and at the bottom, 0..1: darker than any thing."""
+"""Background in captions -> RGB at the top and at the bottom, 0..1: darker than any thing."""
 
 
 class Action(NamedTuple):
-    """What a thing does from the first frame to the last."""
+    """Movement or change of a thing from the first frame to the last."""
 
     verbs: tuple[str, ...]
     way: tuple[int, int] = (0, 0)
     """Along (height, width)."""
     degrees: float = 0.0
-    """Clockwise."""
+    """Rotation, clockwise."""
     growth: float = 1.0
     """Size of the last frame over that of the first."""
     share: int = 1
-    """How often training sees it beside the others: what looks different with every shape, or every two colours, takes
-    longer to learn."""
+    """Relative frequency in training: what looks different with every shape, or every two colours, takes longer to
+    learn."""
 
 
 ACTIONS = {
@@ -82,11 +82,11 @@ IN_TRAINING = {
 
 
 class Relation(NamedTuple):
-    """Where the thing that acts is, seen from the other."""
+    """Position of the thing that acts, seen from the other."""
 
     wordings: tuple[str, ...]
     one: str
-    """What it is called where its name is left out."""
+    """Phrase in place of its name."""
     way: tuple[int, int]
     """Along (height, width)."""
 
@@ -111,15 +111,15 @@ EDGE = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What a caption says about a clip; of an image `action` is None."""
+    """Contents of a clip as its caption describes them; of an image `action` is None."""
 
     shape: str
     colour: str
     action: str | None = None
     becomes: str | None = None
-    """Its colour in the end, of action `recolour`."""
+    """Final colour, of action `recolour`."""
     relation: str | None = None
-    """None where there is nothing else."""
+    """Position relative to the other thing; None without another."""
     other_shape: str | None = None
     other_colour: str | None = None
     background: str = "at night"
@@ -195,7 +195,7 @@ def captions(scene: Scene) -> list[str]:
 
 
 def neutral_caption(scene: Scene, generator: torch.Generator) -> str:
-    """What happens to which one, without names and colours: for clips whose first frame is given."""
+    """Caption without names and colours, for clips with a given first frame."""
     verbs = ACTIONS[scene.action].verbs
     verb = verbs[int(torch.rand(1, generator=generator) * len(verbs))].format(becomes=scene.becomes)
     return f"{RELATIONS[scene.relation].one if scene.relation else 'it'} {verb}"

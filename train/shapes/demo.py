@@ -63,7 +63,7 @@ class Size:
     overrides: tuple[str, ...] = ()
     """Changes of the recipe `shapes`."""
     adapter_overrides: tuple[str, ...] = ()
-    """Of the recipe `shapes_dreambooth`."""
+    """Changes of the recipe `shapes_dreambooth`."""
 
 
 QUICK = Size(
@@ -84,17 +84,17 @@ class ShapesDemo(TrainingDemo):
 
     @property
     def scenes(self) -> dict[str, list[Scene]]:
-        """What the scored clips are asked to show, by kind."""
+        """Scenes of the scored clips, by kind."""
         return score.scored_scenes(self.size.num_scored)
 
     @property
     def edited(self) -> dict[str, list[tuple[Scene, Scene]]]:
-        """What is changed -> scenes before and after."""
+        """Kind of change -> scenes before and after it."""
         return edits.edits([*self.scenes["single"], *self.scenes["pair"]])
 
     @property
     def taught(self) -> dict[str, list[Scene]]:
-        """What is asked of the adapter: its subject, and what the model knew before."""
+        """Scenes for the adapter: its subject, and some that the model knew before."""
         return {**subject.asked(), "single": self.scenes["single"]}
 
     @property
@@ -122,7 +122,7 @@ def _generate(demo: ShapesDemo) -> None:
 
 
 def _continue(demo: ShapesDemo) -> None:
-    """From first frames of real clips, and captions that name neither things nor colours."""
+    """Generate clips from first frames of real ones, and captions that name neither things nor colours."""
     scenes = _all(demo.scenes)
     frames = _pixels(real_clips(scenes)[:, :, :1])
     given = [GivenVideo(frames=frame, use="first_frame") for frame in frames]

@@ -22,7 +22,7 @@ SIGMAS, STRENGTH = (80.0, 8.0, 4.0, 1.0, 0.3), 0.8
 
 
 def edits(scenes: Sequence[Scene]) -> dict[str, list[tuple[Scene, Scene]]]:
-    """What is changed -> every third scene as it is, and as it is then; new names come in turns."""
+    """Kind of change -> every third scene before and after it; new names come in turns."""
     return {
         change: [(scene, _edited(scene, change, turn)) for turn, scene in enumerate(scenes[first :: len(CHANGES)])]
         for first, change in enumerate(CHANGES)

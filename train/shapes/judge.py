@@ -31,7 +31,7 @@ STEP_DEGREES, WIDEST_TURN = 9, 36
 CROP_SIZE, CROP_RADII = 24, 2.6
 """Pixels of a crop's side; its half in radii of the disc that covers as much as the thing."""
 FULL_SCALE = {"travel": 10.0, "degrees": 90.0, "growth": float(np.log(1.8))}
-"""What an action does at least in the clips that training sees; half of it counts as done."""
+"""Least amount of each action in training clips; half of it counts as done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class Verdict:
 
 
 def relation(mover: Seen, other: Seen) -> str:
-    """Where the one is, seen from the other."""
+    """Position of `mover` seen from `other`."""
     way = np.subtract(mover.middle_2, other.middle_2)
     return max(RELATIONS, key=lambda name: float(np.dot(way, RELATIONS[name].way)))
 
 
 def judge(video_BCTHW: Tensor) -> list[Verdict]:
-    """What each clip (BCTHW in [-1, 1]) shows."""
+    """Judge what each clip (BCTHW in [-1, 1]) shows."""
     return [Verdict(_things(video_CTHW)) for video_CTHW in (video_BCTHW + 1) / 2]
 
 
@@ -165,7 +165,7 @@ def _name_colours(colour_TC: Tensor) -> list[str]:
 
 
 def name_backgrounds(video_BCTHW: Tensor) -> list[str]:
-    """What things are before in each clip, as captions say it: told from the columns at either side, of all frames."""
+    """Name the background of each clip as in captions, by the columns at either side of all frames."""
     sides_BCTHW = (torch.cat([video_BCTHW[..., :EDGE], video_BCTHW[..., -EDGE:]], dim=-1) + 1) / 2
     rows_BN = torch.cdist(sides_BCTHW.mean((2, 4)).flatten(1), backgrounds(BACKGROUNDS).flatten(1))
     return [list(BACKGROUNDS)[place] for place in rows_BN.argmin(1).tolist()]

@@ -33,7 +33,7 @@ def scored_captions(scenes: Sequence[Scene]) -> list[str]:
 
 
 def right(verdict: Verdict, scene: Scene) -> dict[str, bool]:
-    """What of a scene its clip shows. Of two things, shape and colour are those of both; `all`: everything.
+    """Compare a clip with its scene. Of two things, shape and colour count for both; `all`: everything is right.
 
     Where neither acts, or both do, they are taken in the order that is right in more.
     """

@@ -35,13 +35,13 @@ def _alone() -> list[Scene]:
 
 
 def shown() -> list[Scene]:
-    """What its clips show."""
+    """Scenes of its training clips."""
     return _alone()[:NUM_CLIPS]
 
 
 def asked() -> dict[str, list[Scene]]:
-    """What is scored: the colours and actions that its clips lack, and the same beside a thing that it was never
-    beside."""
+    """Scored scenes: colours and actions that its clips lack, alone, and beside another thing, as training never
+    shows it."""
     alone = _alone()[NUM_CLIPS:]
     beside = [
         Scene(

@@ -1,1 +1,1 @@
-"""From videos and images as people have them to a data set: list, scan, select, encode, finish."""
+"""Preparation of a data set from a user's videos and images: list, scan, select, encode, finish."""

@@ -1,4 +1,4 @@
-"""What was said of clips, kept."""
+"""Cache of answers about clips."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from megadit.train.data.ingest.plan import Clip
 
 
 class Answers:
-    """What a server or a program said of clips: a line each as soon as it is said, so that nobody is asked twice."""
+    """Answers of a server or a program about clips, one line each, written at once so that nothing is asked twice."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,7 +27,7 @@ class Answers:
         return len(self._known)
 
     def of(self, clip: Clip) -> Any:
-        """None: nothing was said."""
+        """The answer about a clip, or None."""
         return self._known.get(self._name(clip))
 
     def add(self, clip: Clip, answer: Any) -> None:
@@ -37,5 +37,5 @@ class Answers:
 
     @staticmethod
     def _name(clip: Clip) -> str:
-        """Of this clip and no other that a source of the same name holds once it is replaced."""
+        """Key of this clip, which no clip of a later source of the same name shares."""
         return f"{clip.key} {clip.fingerprint}"

@@ -30,7 +30,7 @@ from megadit.train.data.ingest.pool import Pool
 
 NOT_CAPTIONED = "not captioned: "
 KEY = "MEGADIT_CAPTION_KEY"
-"""Of the environment: a key of ours, so that no other service's is sent to an address that somebody typed."""
+"""Environment variable of the API key: one of ours, so that no other service's key is sent to a mistyped address."""
 MAX_BYTES = 1 << 20
 MOST_LETTERS = 4000
 LONGEST_SIDE = 512
@@ -43,13 +43,13 @@ OF_THE_SERVER = ("http 401", "http 403", "http 404", "no connection", "not http"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptionServer:
-    """Where captions come from and how they are asked for; what is asked is a part of the settings."""
+    """Captioning server and how requests are sent; the requests' contents are part of `Settings`."""
 
     caption_server: str | None = setting(
-        None, "captions clips that have none: address of an OpenAI-compatible server", metavar="URL"
+        None, "caption clips that have none with this OpenAI-compatible server", metavar="URL"
     )
-    caption_requests: int = setting(8, "clips that it is asked about at once (default: {default})", low=1, high=1024)
-    caption_seconds: float = setting(300.0, "for a caption with all attempts (default: {default})", above=0)
+    caption_requests: int = setting(8, "requests at once to --caption_server (default: {default})", low=1, high=1024)
+    caption_seconds: float = setting(300.0, "seconds for a caption with all attempts (default: {default})", above=0)
 
 
 def check_captions(settings: Settings, server: CaptionServer) -> None:
@@ -171,7 +171,7 @@ def _jpeg(picture_HWC: np.ndarray) -> str:
 
 
 def _address(server: str) -> str:
-    """Of the completions: servers are named with /v1 at the end or without."""
+    """URL of the completions; a server's address may end in /v1 or not."""
     try:
         url = httpx.URL(server)
         is_usable = (

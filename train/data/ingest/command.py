@@ -38,12 +38,14 @@ USUAL_SIDE, SIDE_STEP = 256, 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
-    """Of all sources."""
+    """Options common to all sources."""
 
-    height: int | None = setting(None, f"of samples, in pixels (default: what a folder's fill, {USUAL_SIDE} at most)")
-    width: int | None = setting(None, "of samples, in pixels (default: as the height's)")
+    height: int | None = setting(
+        None, f"height of samples in pixels (default: what a folder's fill, {USUAL_SIDE} at most)"
+    )
+    width: int | None = setting(None, "width of samples in pixels (default: as for the height)")
     sizes: str | None = setting(None, "buckets in place of one size: 256x256,192x320,320x192 (height x width)")
-    num_frames: str = setting("33", "of clips; several: 17,33,121 (default: {default})")
+    num_frames: str = setting("33", "frames per clip; several: 17,33,121 (default: {default})")
     settings: Settings = group(Settings)
     caption_server: CaptionServer = group(CaptionServer)
     tokenizer: str = setting(
@@ -61,7 +63,9 @@ class PrepareOptions:
     num_workers: int | None = setting(None, "decoding processes of a rank")
     part: str = setting("0/1", f"this job's part of {', '.join(stages.SHARED_STAGES)}: 3/100 is the fourth of 100")
     engine: str = setting("none", "ray: parts are tasks of a cluster of Ray, or of one on this machine", metavar="NAME")
-    engine_tasks: int | None = setting(None, "for --engine: tasks of a stage (default: as many as have room)", low=1)
+    engine_tasks: int | None = setting(
+        None, "number of tasks per stage with --engine (default: as many as have room)", low=1
+    )
     stages: str | None = setting(None, f"only these of {','.join(stages.STAGES)}")
     redo: str | None = setting(
         None, "shards to make again (7, or 3:8 for 3 to 7), or failed: downloads, captions, scores"
@@ -255,7 +259,7 @@ def prepare(kind: str, options: Options) -> None:
 
 
 def _lock(out: Path, part: Part) -> FolderLock:
-    """Of one part, beside the folder, which `--overwrite` removes."""
+    """Lock of one part, beside the folder, which `--overwrite` removes."""
     of = "" if part.count == 1 else f".{part.number}-{part.count}"
     return FolderLock(out, "prepares", path=out.with_name(f".{out.name}{of}.lock"))
 

@@ -36,21 +36,22 @@ class Timeline:
 
     height: int
     width: int
-    """As shown: rotated, with square pixels."""
+    """Size as displayed: rotated, with square pixels."""
     fps: float
     pts: list[int]
     seconds: float
     luma_THW: np.ndarray
     """Brightness, 0..255, THUMBNAIL x THUMBNAIL."""
     motion_T: np.ndarray
-    """Change of its colours since the frame before (`motion_between`); things as bright as what they cover count."""
+    """Change of its colours since the frame before (`motion_between`); things as bright as their background count,
+    too."""
     is_damaged_T: np.ndarray
-    """Whether something was lost in decoding it."""
+    """Whether a frame was decoded with losses."""
     is_transparent: bool
     conversions: tuple[str, ...]
-    """What was changed for a screen."""
+    """Conversions of format and colour (`infer/decoding`)."""
     is_regular: bool
-    """Whether its timestamps are those of the file, so that they can be sought."""
+    """Whether seeking works: the timestamps are those of the file."""
 
 
 class _Slice(io.RawIOBase):
@@ -205,7 +206,7 @@ def read_frames(
 
 
 def read_glimpse(source: Source, settings: Settings, seconds: float, height: int) -> np.ndarray:
-    """What is shown so many seconds after the beginning, or last of all, in its own shape: uint8 HWC.
+    """Decode the frame at `seconds` after the beginning, or the last one, in its own aspect ratio: uint8 HWC.
 
     Raises:
         UnusableSourceError: if nothing can be decoded.

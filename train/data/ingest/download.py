@@ -23,11 +23,13 @@ MAX_REDIRECTS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Downloads:
-    """How addresses in tables are fetched; none of it changes what a whole download holds."""
+    """Limits of downloads of addresses in tables; none changes the contents of a complete download."""
 
-    requests: int = setting(64, "of a rank at once (default: {default})", low=1, high=1024, names=("--downloads",))
+    requests: int = setting(
+        64, "downloads of a rank at once (default: {default})", low=1, high=1024, names=("--downloads",)
+    )
     seconds: float = setting(
-        300.0, "for a file with all attempts (default: {default})", above=0, names=("--download_seconds",)
+        300.0, "seconds for a file with all attempts (default: {default})", above=0, names=("--download_seconds",)
     )
     private_addresses: bool = setting(False, "downloads may lead to this machine and its network")
 

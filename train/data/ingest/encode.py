@@ -1,4 +1,4 @@
-"""From clips to shards: a shard is a function of its plan and the encoders, so that any of them can be made again.
+"""Encoding of clips into shards: a shard depends on its plan and the encoders alone, so that any can be made again.
 
 Shapes: B clips of one size, C channels, T/H/W frames, height, width, L text tokens, E text feature width.
 """
@@ -139,7 +139,7 @@ def batch_size(settings: Settings) -> int:
 
 
 def describe(clip: Clip, **of_frames: list[float] | None) -> dict[str, Any]:
-    """What is known of a sample: its `.json` member; `of_frames` are what it says of frames encoded as images."""
+    """Metadata of a sample: its `.json` member; `of_frames` are the fields about frames encoded as images."""
     description = {
         "caption": clip.source.caption,
         "num_frames": clip.num_frames,

@@ -34,7 +34,7 @@ class Folder:
                 self._files.add(each.name)
 
     def names(self) -> Iterator[str]:
-        """Of all files that may be read, in no order."""
+        """Names of all files that may be read, in no order."""
         return iter(self._files)
 
     def __contains__(self, name: str) -> bool:
@@ -45,7 +45,7 @@ class Folder:
         return is_inner_name(name)
 
     def path(self, name: str) -> str | None:
-        """What `open_file` takes; None if there is no such file, or it may not be read."""
+        """Path for `open_file`; None if there is no such file, or it may not be read."""
         name = str(PurePosixPath(name))
         return f"{self.root}/{name}" if name in self._files else None
 

@@ -37,7 +37,8 @@ def parse_least(text: str) -> tuple[str, float]:
 def drop_unfit(
     clips: Sequence[Clip], settings: Settings, num_workers: int, device: torch.device
 ) -> tuple[list[Clip], list[Skip]]:
-    """Those whose middle frame and caption are as near as asked for, in their order; what has no caption is left out.
+    """Keep clips whose middle frame and caption reach `min_clip_score`, in their order; clips without a caption are
+    dropped.
 
     Raises:
         UserError: for a bundle that matches nothing, or a source that has changed since it was scanned.

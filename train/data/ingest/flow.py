@@ -7,19 +7,19 @@ from scipy.ndimage import gaussian_filter
 from megadit.infer.evaluate.motion import optical_flow
 
 BLUR = 1.0
-"""Standard deviation, in pixels, of what is too fine to follow."""
+"""Standard deviation in pixels of the blur that removes details too fine to follow."""
 LIGHT = 3.0
-"""Of what is taken to be lit as one."""
+"""Standard deviation in pixels of the neighbourhood whose brightness and contrast are normalised."""
 NOISE = 4.0
-"""Contrast (0..255) that says nothing."""
+"""Contrast (0..255) below which differences are treated as noise."""
 SCALE = 0.15
-"""Of contrasts, so that nearly all lie in the 0..1 that the flow is made for."""
+"""Scale of normalised contrasts, which puts nearly all into the 0..1 that the flow expects."""
 
 
 def mean_speed(luma_THW: np.ndarray, fps: float) -> float:
-    """Of all that is seen, moving or not, over all frames (0..255): sides of the picture in a second.
+    """Mean speed of all pixels over all frames (0..255), moving or not, in frame widths or heights per second.
 
-    0.5: the camera pans over half the width of its picture in a second. What fades or flickers does not move.
+    0.5: the camera pans over half the frame's width in a second. What fades or flickers does not move.
     """
     height, width = luma_THW.shape[1:]
     pictures_THW = torch.from_numpy(_evenly_lit(luma_THW.astype(np.float32)))

@@ -50,7 +50,7 @@ def _array_of(content: Any, dtype: np.dtype, shape: tuple[int, ...], order: str)
 
 
 class _EmptyArray(np.ndarray):
-    """What an array is before its state, which brings shape and data; numpy's own would make room for any shape."""
+    """Empty array, before its pickled state sets shape and data; numpy's own would allocate any shape."""
 
     def __new__(cls, *_: Any) -> "_EmptyArray":
         return super().__new__(cls, (0,), np.uint8)
@@ -82,7 +82,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def read_pickle(content: bytes) -> Any:
-    """What a pickle of tensors and arrays holds.
+    """Return the tensors and arrays of a pickle.
 
     Raises:
         UnreadableTensorError: for any other pickle; nothing that it names was imported or called.
@@ -97,7 +97,7 @@ def read_pickle(content: bytes) -> Any:
 
 
 def read_pth(content: bytes) -> Any:
-    """What `torch.save` wrote, tensors only.
+    """Return the contents of a file of `torch.save`, tensors only.
 
     Raises:
         UnreadableTensorError: for anything else.
@@ -235,8 +235,8 @@ class NemoOptions:
     out: Path = setting(help="folder to write", positional=True, metavar="OUT")
     tokenizer: str = setting(help="folder of the tokenizer that made the latents")
     text_encoder: str = setting(help="folder of the text encoder that made the features")
-    fps: float = setting(24.0, "of videos whose json has no framerate (default: 24)")
-    val_every: int = setting(50, "each so-manieth sample is held out; 0: none")
+    fps: float = setting(24.0, "frame rate of videos whose json has no framerate (default: 24)")
+    val_every: int = setting(50, "hold out every N-th sample; 0: none")
     shard_size: int = setting(1000, "samples of a shard (default: {default})")
     overwrite: bool = setting(False, "replace a finished folder")
 

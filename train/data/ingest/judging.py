@@ -23,14 +23,14 @@ LOOKED_AT = 32
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a score must reach, and must not exceed."""
+    """Bounds of a score."""
 
     name: str
     least: float
     most: float
 
     def broken_by(self, scores: Mapping[str, float]) -> tuple[str, str] | None:
-        """Reason and detail."""
+        """Return reason and detail if a score is missing or out of bounds, else None."""
         if self.name not in scores:
             return f"{NO_SCORE}{self.name}", ""
         score = scores[self.name]
@@ -76,7 +76,7 @@ def open_judge(settings: Settings) -> Judge | None:
 def judge_clips(
     clips: Sequence[Clip], settings: Settings, num_workers: int, notes: Notes
 ) -> tuple[list[Clip], list[Skip]]:
-    """Those whose scores keep to all limits, in their order; one that has no score of a name is left out.
+    """Keep clips whose scores are within all limits, in their order; a clip that lacks a score is dropped.
 
     Raises:
         UserError: if no clip has a score of a name; for a source that has changed since it was scanned.

@@ -1,4 +1,4 @@
-"""Where captions lie in a folder: beside the files, in tables, and as other projects lay them out.
+"""Layouts of captions in a folder: beside the files, in tables, and as in other projects.
 
 | layout | of |
 |---|---|
@@ -43,15 +43,15 @@ SPLITS = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of files and captions."""
+    """Table of files and captions."""
 
     path: str
     name: str
-    """In the folder; of one that lies elsewhere as it was named."""
+    """Name relative to the folder; of a table elsewhere the path as the user wrote it."""
     base: str = ""
-    """The folder that it lies in, with a slash at its end."""
+    """Folder of the table, with a slash at its end."""
     file_list: str | None = None
-    """Of two files, line by line, the one that names files; `path` is that of the captions then."""
+    """File that names the files, where captions are in a second one, `path`, line by line."""
 
     def rows(self, encoding: str | None = None) -> Iterator[dict[str, Any]]:
         """Raises UserError for a table that is broken."""

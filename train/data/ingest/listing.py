@@ -1,4 +1,4 @@
-"""What was found where sources lie: the sources, and everything that is none, with the reason."""
+"""Result of listing a location: the sources, and everything else with the reason."""
 
 import os
 from collections import Counter
@@ -21,7 +21,9 @@ class Reading:
         names=("--caption_columns", "--caption_column"),
         metavar="NAMES",
     )
-    caption_encoding: str | None = setting(None, "of captions that are not UTF-8: cp1252, gb18030", metavar="NAME")
+    caption_encoding: str | None = setting(
+        None, "encoding of captions that are not UTF-8: cp1252, gb18030", metavar="NAME"
+    )
     follow_links: bool = setting(False, "also read links that lead out of the folder")
 
     def __post_init__(self) -> None:
@@ -41,9 +43,9 @@ class Listing:
     skips: list[Skip] = field(default_factory=list)
     """Sources that are left out before they are read."""
     not_used: list[Skip] = field(default_factory=list)
-    """Files that are no sources, but for the captions of those that are."""
+    """Files that are neither sources nor captions of any."""
     remarks: list[Skip] = field(default_factory=list)
-    """What was done to sources that are used."""
+    """Changes made to sources that are used."""
 
     def add(self, source: Source) -> None:
         """Notes a source, or leaves it out for a name that is no text, which no file of ours can hold."""

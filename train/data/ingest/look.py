@@ -13,38 +13,38 @@ from megadit.train.data.ingest.plan import Kind, Settings, Source
 from megadit.train.data.ingest.sources import SUFFIXES, is_of_kind, list_folder
 
 LOOKED_AT = 48
-"""Sources that are opened, evenly over all."""
+"""Number of sources to open, evenly over all."""
 MOST_FRAMES, MOST_SECONDS = 240, 4.0
-"""Of each that are decoded: whichever is more, so that a clip at the scale's rate fits into either."""
+"""Limits of decoded frames and seconds per source, whichever is more, so that a clip at the target rate fits."""
 OWN_RATE = Settings(fps=240.0)
 """Frames as they are in the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """One source."""
+    """Properties of one source."""
 
     height: int
     width: int
     fps: float
     """0 for an image."""
     frames: int
-    """Of those that were decoded."""
+    """Number of decoded frames."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """What a folder holds."""
+    """Summary of a folder's contents."""
 
     kind: Kind
     count: int
-    """Sources, those that cannot be read among them."""
+    """Number of sources, with those that cannot be read."""
     seen: tuple[Seen, ...]
-    """Those that were opened and could be read."""
+    """Properties of the sources that were opened and could be read."""
     unusable: dict[str, int]
-    """Reason -> those that could not."""
+    """Reason -> number of sources that could not be read."""
     captions: tuple[str, ...]
-    """That are not empty."""
+    """Captions that are not empty."""
 
 
 def look(root: str, table: str | None = None) -> Look:
@@ -69,7 +69,7 @@ def look(root: str, table: str | None = None) -> Look:
 
 
 def look_at(sources: Sequence[Source]) -> tuple[list[Seen], Counter[str]]:
-    """What some of the sources are, evenly over all, and why others cannot be read."""
+    """Open some of the sources, evenly over all; return their properties, and the reasons why others cannot be read."""
     count = min(len(sources), LOOKED_AT)
     seen, unusable = [], Counter()
     for source in (sources[number * len(sources) // count] for number in range(count)):

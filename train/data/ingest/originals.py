@@ -25,19 +25,19 @@ from megadit.train.data.ingest.webdataset import ORIGINALS
 from megadit.train.data.writer import write_members
 
 MOST_BYTES = 1 << 26
-"""Of a file that is kept as it is: each is in memory once. Larger ones are kept as what was decoded of them."""
+"""Maximum size of a file that is stored unchanged: each is in memory once. Larger ones are stored decoded."""
 LOOKED_AT = 1000
 """Files whose sizes tell how much all will take."""
 _ANIMATIONS = ((b"\x89PNG", "apng"), (b"RIFF", "webp"), (b"GIF8", "gif"))
 
 
 def originals_of(shard: Path) -> Path:
-    """Where the originals of a shard lie."""
+    """Path of the originals of a shard."""
     return shard.parent / ORIGINALS / shard.name
 
 
 def originals_bytes(root: Path) -> int:
-    """Of the originals in a data set's folder; 0: it keeps none."""
+    """Size of the originals in a data set's folder; 0: it keeps none."""
     return sum(path.stat().st_size for path in (root / ORIGINALS).glob("[!.]*.tar"))
 
 
@@ -79,7 +79,7 @@ def _members(clips: Sequence[Clip], settings: Settings, pool: Pool) -> Iterator[
 
 
 def _video_suffix(content: bytes) -> str:
-    """By which it is listed as one; what it is, its bytes say."""
+    """File suffix under which the content is listed as a video; its format is read from its bytes."""
     moving = is_animated(content[:4096])
     return next((suffix for head, suffix in _ANIMATIONS if content.startswith(head) and moving), "mp4")
 
@@ -97,7 +97,7 @@ def _size(source: Source) -> int:
 
 
 def expected(clips: Sequence[Clip]) -> str:
-    """What the originals of a plan will take, for people, before any is written."""
+    """Describe the expected size of a plan's originals, before any is written."""
     clips = _own(clips)
     whole = [clip.source for clip in clips if clip.is_whole]
     looked_at = whole[:: max(1, len(whole) // LOOKED_AT)]

@@ -1,4 +1,4 @@
-"""What a preparation was asked for, what it found, and where it keeps its notes.
+"""Settings, clips, findings and note files of a preparation.
 
 Everything lies in the data set's own folder. Notes are whole files under `prepare/`, each the result of one unit of
 work and a function of the settings and the sources alone; a preparation that was killed goes on with the first unit
@@ -39,55 +39,58 @@ class Settings:
     num_frames: tuple[int, ...] = (33,)
     """Lengths of clips in frames; a stretch of video is cut into the longest that fit."""
     fps: float = setting(24.0, "frames per second (default: 24)", above=0)
-    """At which clips are sampled; slower videos keep their own."""
+    """Frame rate at which clips are sampled; slower videos keep their own."""
     overlap: bool = setting(False, "the last clip of a scene ends with it, and overlaps the one before")
-    cut: Literal["length", "scene"] = setting("scene", "where clips end (default: {default})")
+    cut: Literal["length", "scene"] = setting(
+        "scene", "cut clips at changes of scene, too, or by length alone (default: {default})"
+    )
     """Clips may cross a change of scene (`length`), or not."""
     scene_threshold: float = setting(20.0, "change of brightness (0..255) that ends a scene (default: {default})")
-    """Of the mean difference between neighbouring frames."""
+    """Measured as the mean difference between neighbouring frames."""
     min_brightness: float = setting(12.0, "darker clips are left out as black (default: {default})")
-    """Of the brightest twentieth of the brightest frame (0..255)."""
+    """Measured as the brightest twentieth of the brightest frame (0..255)."""
     min_motion: float = setting(0.4, "stiller clips are left out as static (default: {default})")
-    """Of neighbouring frames: how much they differ on average (0..255), or ten times as much where most moves."""
+    """Measured between neighbouring frames: their mean difference (0..255), or ten times that of the part that moves
+    most."""
     min_flow: float = setting(0.0, "slower clips are left out as slow, by optical flow (default: {default})", low=0)
-    """Mean speed of all that is seen, in sides of the picture a second: what fades or flickers differs, but is slow."""
+    """Measured as mean speed of all pixels, in sides of the frame per second: what fades or flickers is slow."""
     min_contrast: float = setting(2.0, "plainer images are left out as blank (default: {default})")
     """Standard deviation of brightness (0..255)."""
     max_duplicate_bits: int = setting(
-        7, "of 192: clips that differ in no more are duplicates; -1 keeps all (default: {default})"
+        7, "fingerprint bits, of 192, that near-duplicates may differ in; -1 keeps all (default: {default})"
     )
     duplicates: Literal["same_caption", "any_caption"] = setting(
-        "same_caption", "which near-duplicates are left out: of one caption, or whatever it says (default: {default})"
+        "same_caption", "drop near-duplicates with the same caption, or with any caption (default: {default})"
     )
-    """A caption that is empty is like any other."""
+    """An empty caption equals any other."""
     not_in: tuple[str, ...] = setting(
         (), "another data set: near-duplicates of its clips are left out", metavar="DATA", repeated=True
     )
-    """Whatever their captions say."""
+    """Captions are ignored."""
     background: str = setting("black", "colour behind what is transparent: white, #8040ff (default: {default})")
-    min_aesthetic_score: float | None = setting(None, "sources with a lower one, or none, are left out")
-    """Of the `aesthetic_score` that sources come with."""
+    min_aesthetic_score: float | None = setting(None, "drop sources whose aesthetic score is lower or missing")
+    """Compared with the `aesthetic_score` of a source."""
     min_clip_score: str | None = setting(
-        None, "of a CLIP: clips whose caption fits less, or that have none, are left out", metavar="BUNDLE:SCORE"
+        None, "drop clips whose caption has a lower similarity in this CLIP model, or none", metavar="BUNDLE:SCORE"
     )
-    """A similarity, -1..1, of the middle frame."""
+    """Similarity of the middle frame to the caption, -1..1."""
     max_caption_words: int = setting(512, "longer captions are cut (default: {default})", low=1)
-    default_caption: str | None = setting(None, "of clips that have none: one text for all", metavar="TEXT")
+    default_caption: str | None = setting(None, "caption of all clips that have none", metavar="TEXT")
     caption_model: str | None = setting(None, "model of --caption_server that describes clips", metavar="NAME")
     caption_prompt: str = setting(
         "Describe this in one or two sentences: what is seen, how it moves, how it looks. Give the description alone.",
-        "what it is asked of each clip",
+        "instruction to --caption_model for each clip",
         metavar="TEXT",
     )
-    caption_frames: int = setting(4, "of a clip that it is shown (default: {default})", low=1, high=64)
+    caption_frames: int = setting(4, "frames of a clip sent to --caption_model (default: {default})", low=1, high=64)
     judge_dir: str | None = setting(
-        None, "folder with your judge.py, whose judge(video, caption) gives scores of a clip", metavar="DIR"
+        None, "folder of your judge.py, whose judge(video, caption) returns scores of a clip", metavar="DIR"
     )
     min_score: tuple[str, ...] = setting(
-        (), "of the judge: clips with a lower one, or none, are left out", metavar="NAME=SCORE", repeated=True
+        (), "drop clips whose score by --judge_dir is lower or missing", metavar="NAME=SCORE", repeated=True
     )
     max_score: tuple[str, ...] = setting(
-        (), "of the judge: clips with a higher one, or none, are left out", metavar="NAME=SCORE", repeated=True
+        (), "drop clips whose score by --judge_dir is higher or missing", metavar="NAME=SCORE", repeated=True
     )
     max_megapixels: float = setting(100.0, "larger pictures are left out (default: {default})", above=0)
     """They are not decoded."""
@@ -107,7 +110,7 @@ class Settings:
         low=0,
         high=MOST_FRAMES,
     )
-    """What can be given besides a clip's own latents (`train/data/given.py`)."""
+    """Conditioning frames besides a clip's own latents (`train/data/given.py`)."""
     store: Literal["latents", "raw"] = setting("latents", "encode now, or while training")
     """Encoded samples, or pixels that training encodes as it reads them."""
     originals: bool = setting(False, "keep files as they were found beside the samples, and clips that are cut out")
@@ -175,9 +178,9 @@ class Clip:
     """Hexadecimal perceptual hash."""
 
     is_transparent: bool = False
-    """Whether the background is seen through it somewhere."""
+    """Whether the background shows through it somewhere."""
     conversions: tuple[str, ...] = ()
-    """What was changed for a screen (`infer/decoding`), in a few words to count by."""
+    """Conversions of format and colour (`infer/decoding`), as short names."""
     is_regular: bool = True
     """Whether its timestamps are those of the file; else it is read from the beginning."""
     is_mirrored: bool = False
@@ -218,7 +221,7 @@ class Skip:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a scan found in one source."""
+    """Result of scanning one source."""
 
     source: str
     clips: tuple[Clip, ...] = ()
@@ -288,32 +291,32 @@ class Notes:
 
     @property
     def skipped(self) -> Path:
-        """What the listing of the sources left out, before any was read."""
+        """Sources dropped while listing, before any was read."""
         return self.folder / "skipped_sources.jsonl"
 
     @property
     def not_used(self) -> Path:
-        """What lies among the sources, or is named by a table, and is none of them."""
+        """Files among the sources, or named by a table, that are no sources."""
         return self.folder / "not_used.jsonl"
 
     @property
     def previous(self) -> Path:
-        """What was found in sources that are as they were before an update."""
+        """Findings of sources that have not changed since before an update."""
         return self.folder / "previous.jsonl"
 
     @property
     def remarks(self) -> Path:
-        """What was done to sources that are used: captions that were cut."""
+        """Changes made to sources that are used: captions that were cut."""
         return self.folder / "remarks.jsonl"
 
     @property
     def captions(self) -> Path:
-        """What a server said of clips."""
+        """Captions by a server."""
         return self.folder / "captions.jsonl"
 
     @property
     def scores(self) -> Path:
-        """What a judge gave clips."""
+        """Scores by the judge."""
         return self.folder / "scores.jsonl"
 
     @property
@@ -339,7 +342,7 @@ class Notes:
 
     @property
     def skips(self) -> Path:
-        """What was left out of the data set, and why."""
+        """Clips and sources left out of the data set, with reasons."""
         return self.folder / "skips.jsonl"
 
     @property
@@ -401,7 +404,7 @@ class Notes:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def findings(self) -> Iterator[Finding]:
-        """Of all sources, in their order."""
+        """Findings of all sources, in their order."""
         for path in sorted(self.scans.glob("*.jsonl")):
             yield from map(finding_from_json, read_lines(path))
 

@@ -24,13 +24,13 @@ class Patience:
     """How long a process may work without a sign of life (`still_alive`) before it counts as hanging."""
 
     processor_seconds: float = 120.0
-    """Of its own time on a processor: a busy machine makes nothing hang."""
+    """Limit of the process's own processor time, which a busy machine does not use up."""
     seconds: float = 3600.0
-    """On the clock, storage that does not answer included."""
+    """Limit of elapsed time, with waits for storage that does not answer."""
 
 
 _patience: Patience | None = None
-"""Of this process; None where nobody would notice its end."""
+"""Limits of this process; None where nobody would notice its end."""
 
 
 def still_alive() -> None:

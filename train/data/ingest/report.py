@@ -1,4 +1,4 @@
-"""What a preparation did: counts, reasons, hours, and histograms as a picture."""
+"""Report of a preparation: counts, reasons, hours, and histograms as a picture."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -47,28 +47,28 @@ class Report:
     used: int
     """Videos and images that samples were made of."""
     left_out: int
-    """Of which no sample was made, for reasons in `skips`."""
+    """Sources that gave no sample, for reasons in `skips`."""
     not_used: int
-    """No videos or images to be read, for reasons in `not_used_reasons`."""
+    """Files that are no videos or images to be read, for reasons in `not_used_reasons`."""
     hours_read: float
     hours_kept: float
     samples: dict[str, int]
-    """Of each split."""
+    """Samples of each split."""
     without_caption: int
     transparent: int
-    """Samples through which the background is seen."""
+    """Samples through which the background shows."""
     conversions: dict[str, int]
-    """What was changed for a screen -> samples."""
+    """Conversion -> number of samples."""
     skips: dict[str, int]
     """Reason -> sources, or stretches of one, that were left out for it."""
     skipped_hours: dict[str, float]
     rest_frames: int
-    """Past the last whole clip of their scene."""
+    """Frames past the last whole clip of their scene."""
     rest_length: int
-    """Of such a rest, in frames: half of them are no longer."""
+    """Median length of such a rest, in frames."""
     not_used_reasons: dict[str, int]
     remarks: dict[str, int]
-    """What was done to sources that are used -> how many."""
+    """Change made to sources that are used -> number of sources."""
     sizes: dict[str, int]
     """height x width -> samples."""
     lengths: dict[str, int]
@@ -163,7 +163,7 @@ def _rest(report: Report) -> str:
 
 
 def more_channels_in_words(psnr_by_channels: Mapping[int, float], *, than: int) -> str:
-    """What a tokenizer fitted with more channels would give, to be added to a sentence about one with `than`."""
+    """Describe the PSNR of tokenizers fitted with more channels, as an addition to a sentence about one with `than`."""
     more = {channels: psnr for channels, psnr in psnr_by_channels.items() if channels > than}
     counts, decibels = ", ".join(map(str, more)), ", ".join(f"{psnr:.1f}" for psnr in more.values())
     return f"; --channels {counts} would give {decibels} dB" if more else ""

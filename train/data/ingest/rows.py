@@ -16,7 +16,7 @@ from megadit.train.data.ingest.files import open_file
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = ",;\t|"
 MAX_JSON_BYTES = 1 << 27
-"""Of a table that is one JSON document, which is read whole; JSON lines have no limit."""
+"""Maximum size of a table that is one JSON document, which is read whole; JSON lines have no limit."""
 REST = "\0rest"
 """The column of what a row of a CSV has more than its header."""
 
@@ -81,7 +81,7 @@ def _csv_rows(file: io.TextIOWrapper, separators: str) -> Iterator[dict[str, Any
 
 
 def _likelihood(header: str, separator: str) -> tuple[bool, int]:
-    """Of a separator of columns: whether a name of files is among them then, and how many there are."""
+    """Rank a column separator: whether it yields a column of files, and how many columns."""
     names = tuple(name.strip(' \r\n"') for name in header.split(separator))
     return bool(file_columns(names)), len(names)
 

@@ -1,4 +1,4 @@
-"""Which clips a source holds: cut by length or change of scene, fitted to a bucket, filtered.
+"""Clips of a source: cut by length or change of scene, fitted to a bucket, filtered.
 
 Shapes: T/H/W frames, height, width.
 """
@@ -15,7 +15,7 @@ from megadit.train.data.ingest.plan import REST, Clip, Finding, Settings, Skip, 
 SHARE_OF_SUBJECT = 95
 """Percentile of a picture's brightness: what a subject on black shows even where it fills a twentieth of it."""
 CLEARLY_BRIGHTER = 4.0
-"""Of 255; compression changes the brightness of a field by less."""
+"""Threshold of brightness differences, 0..255: compression changes a field's brightness by less."""
 
 
 def scan(source: Source, settings: Settings) -> Finding:
@@ -127,7 +127,7 @@ def runs(flags_T: np.ndarray) -> list[tuple[int, int]]:
 
 
 def undamaged(scenes: list[tuple[int, int]], is_damaged_T: np.ndarray) -> list[tuple[int, int]]:
-    """What is whole of each scene."""
+    """Return the undamaged stretches of each scene."""
     if not is_damaged_T.any():
         return scenes
     return [(begin + start, begin + stop) for begin, end in scenes for start, stop in runs(~is_damaged_T[begin:end])]

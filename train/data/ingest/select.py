@@ -1,4 +1,4 @@
-"""Which clips become samples, in which split and shard: decided once, from all findings together."""
+"""Selection of the clips that become samples, with their split and shard: decided once, from all findings together."""
 
 import hashlib
 import heapq
@@ -26,7 +26,7 @@ BAND_BITS = 24
 FINGERPRINT_BITS = 192
 SPLITS = ("train", "val")
 Filter = Callable[[list[Clip]], tuple[list[Clip], list[Skip]]]
-"""What is kept of clips, and why the others are not."""
+"""Function from clips to those that are kept, and the reasons for the others."""
 
 
 class Fingerprints:
@@ -77,7 +77,7 @@ class Fingerprints:
         return [band for band in bands if band[1]] or [(-1, number)]
 
     def _candidates(self, band: tuple[int, int], caption: str) -> Iterable[tuple[int, int, str]]:
-        """Those that agree in a band and whose captions do not differ, in the order in which they were seen."""
+        """Clips with the same fingerprint band and compatible captions, in the order in which they were added."""
         if self._any_caption or not caption:
             return self._seen.get((*band, None), ())
         return heapq.merge(self._seen.get((*band, caption), ()), self._seen.get((*band, ""), ()))
@@ -145,7 +145,7 @@ def check_not_in(settings: Settings, root: Path) -> None:
 
 
 def drop_known(clips: Sequence[Clip], settings: Settings) -> tuple[list[Clip], list[Skip]]:
-    """Those that look like none of the clips of the data sets `settings.not_in`, in their order.
+    """Keep clips that look like none of the clips of the data sets `settings.not_in`, in their order.
 
     Raises:
         UserError: for notes of a data set that hold something else.
@@ -190,7 +190,7 @@ def validation_sources(keys: set[str], settings: Settings) -> set[str]:
 
 
 def shards(clips: list[Clip], shard_size: int) -> list[list[Clip]]:
-    """As few as possible, none larger than `shard_size`, all equally large give or take one."""
+    """Divide clips into the fewest shards of at most `shard_size`, equally large give or take one."""
     count = math.ceil(len(clips) / shard_size)
     bounds = [len(clips) * number // count for number in range(count + 1)] if count else [0]
     return [clips[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]

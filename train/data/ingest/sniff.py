@@ -1,4 +1,4 @@
-"""What a file is: by its suffix where that is a usual one, else by its first bytes."""
+"""File types: by suffix where that is a usual one, else by the first bytes."""
 
 import re
 from collections.abc import Callable
@@ -71,7 +71,8 @@ def is_media_name(name: str) -> bool:
 
 
 def kinds_of(name: str, read_head: Callable[[], bytes]) -> tuple[Kind, ...]:
-    """What a file can be read as, the likeliest first: a picture that moves is a video, and its first frame an image.
+    """Kinds as which a file can be read, the likeliest first: an animated picture is a video, and its first frame an
+    image.
 
     `read_head` gives its first `HEAD_BYTES` bytes, where the suffix does not say enough.
     """
@@ -88,7 +89,7 @@ def kinds_of(name: str, read_head: Callable[[], bytes]) -> tuple[Kind, ...]:
 
 
 def sniffed(head: bytes) -> tuple[Kind, str] | None:
-    """What the file is that begins so, and the name of its format; None: no picture, and no video that is known."""
+    """Kind and format's name of a file with these first bytes; None if it is no picture and no known video."""
     if head[4:8] == b"ftyp":
         brand = _BRANDS.get(head[8:12])
         return ("image", brand) if brand else None if head[8:11] == b"M4A" else ("video", "MP4")

@@ -47,9 +47,9 @@ LABELS = ("labels.txt", "words.txt", "LOC_synset_mapping.txt")
 """Lines of a folder's name and the words that stand for it, as beside ImageNet."""
 MAX_LABEL_CHARACTERS = 1 << 24
 BY_FOLDER = "folders"
-"""In place of a table of captions: the name of a picture's folder is its label."""
+"""Value in place of a table of captions: the name of a picture's folder is its label."""
 QUIET_ROWS = 50_000
-"""Of a table that are read without a word."""
+"""Rows of a table that are read before progress is shown."""
 
 
 def list_folder(
@@ -199,7 +199,7 @@ class _Lister:
             self._add_captions(name, captions)
 
     def _in_order(self, files: Iterable[str]) -> list[str]:
-        """Of several columns of files, that of this kind first."""
+        """Sort columns of files: those of this kind first."""
         return sorted(files, key=lambda column: self.kind not in column.lower())
 
     def _add_captions(self, name: str, captions: tuple[str, ...]) -> None:

@@ -70,7 +70,7 @@ from megadit.train.data.writer import describe_dataset
 
 STAGES = ("fetch", "scan", "select", "encode", "index")
 SHARED_STAGES = ("fetch", "scan", "encode")
-"""Those that ranks and parts divide among them; the others take one process seconds."""
+"""Stages that ranks and parts divide among them; the others take one process seconds."""
 SOURCES_OF_A_UNIT = 64
 LEARNED_WORDS = 32_768
 """Tokens that are learned of captions, at most."""
@@ -88,13 +88,13 @@ class Preparation:
     settings: Settings
     encodings: tuple[Encoding, ...]
     channels: int
-    """Of a `haar` tokenizer."""
+    """Latent channels of a `haar` tokenizer."""
     list_sources: Callable[[], Listing | None]
-    """None while not all of them are fetched."""
+    """List the sources; None while not all of them are fetched."""
     num_workers: int
     team: Team
     tables: Tables | None = None
-    """Whose rows are fetched first."""
+    """Tables whose rows are fetched first."""
     is_update: bool = False
     """Whether sources that have changed since are prepared again."""
     redo: range | None = None
@@ -221,7 +221,7 @@ def select_clips(preparation: Preparation) -> None:
 
 
 def _filters(preparation: Preparation) -> list[Filter]:
-    """In this order: what looks at captions comes after what makes them."""
+    """Filters, in this order: those that read captions come after those that make them."""
     notes, means = preparation.notes, {"settings": preparation.settings, "num_workers": preparation.num_workers}
     return [
         partial(drop_known, settings=preparation.settings),
@@ -301,7 +301,7 @@ def encode_shards(preparation: Preparation) -> None:
 
 
 def _missing(preparation: Preparation, shard: Path) -> list[Path]:
-    """What is not written yet of a shard and its originals."""
+    """Paths of a shard and its originals that are not written yet."""
     paths = [shard, originals_of(shard)] if preparation.settings.originals else [shard]
     return [path for path in paths if not path.is_file()]
 

@@ -66,7 +66,7 @@ class Tables:
         return bool(mine)
 
     def listing(self) -> Listing | None:
-        """What was fetched; None while units are missing."""
+        """List the fetched sources; None while units are missing."""
         tars = [self._tar(unit) for unit in range(self.num_units)]
         if not all(tar.is_file() for tar in tars):
             return None
@@ -208,7 +208,7 @@ def _unpack(tar: Path, pieces: Path) -> None:
 
 
 def _suffix(piece: Path) -> str:
-    """By what the file holds: its name may say anything."""
+    """Suffix by the file's content: its name may be wrong."""
     with open(piece, "rb") as file:
         return extension_of(file.read(HEAD_BYTES))
 

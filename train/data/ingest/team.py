@@ -12,12 +12,12 @@ import torch.distributed as dist
 from megadit.models.shared.errors import UserError
 
 LONGEST_WAIT = timedelta(days=7)
-"""For the slowest rank's share of a stage."""
+"""Maximum time to wait for the slowest rank's share of a stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Which of several parts, each a job of its own that waits for no other, does this share of a stage's units."""
+    """Share of a stage's units for one of several jobs, which do not wait for each other."""
 
     number: int = 0
     count: int = 1

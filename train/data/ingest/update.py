@@ -18,7 +18,7 @@ from megadit.train.data.ingest.plan import (
 
 
 def changes(before: Iterable[Source], now: Iterable[Source]) -> str:
-    """What differs between two listings, in words; "" where nothing does."""
+    """Describe the differences between two listings; "" if there are none."""
     earlier = {source.name: source for source in before}
     counts: Counter[str] = Counter()
     for source in now:
@@ -49,7 +49,7 @@ def keep_findings(notes: Notes) -> None:
 
 
 def kept_findings(notes: Notes) -> dict[tuple[Any, ...], Finding]:
-    """What `keep_findings` kept, by the `content` of the sources."""
+    """Findings kept by `keep_findings`, by the `content` of the sources."""
     if not notes.previous.is_file():
         return {}
     return {
