@@ -23,7 +23,7 @@ from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
+from megadit.models.bundle.bundle import Bundle, check_transformer
 from megadit.models.bundle.manifest import MANIFEST_FILE, check_replaceable, write_manifest
 from megadit.models.machine import free_memory
 from megadit.models.network_config import NetworkConfig
@@ -175,8 +175,6 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
 
 
 def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
-    if settings.adapter_rank is not None:
-        check_single(bundle)
     if settings.precision in FORMATS:
         check_transformer(bundle, f"{settings.precision} is for products of blocks; take fp16")
     if bundle.kind != "video" and (settings.precision != "fp32" or settings.adapter_rank is not None):

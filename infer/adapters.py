@@ -5,14 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser
 from megadit.infer.runtimes.load import TORCH, adapter_slots
-from megadit.infer.runtimes.pair import PairDenoiser
+from megadit.infer.runtimes.pair import PairDenoiser, parts_of
 from megadit.infer.runtimes.ranked import RankedDenoiser
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapter_slots import AdapterSlots
@@ -105,7 +104,7 @@ class AdapterShelf:
         """(which of two networks, path, time of its last change) -> name beside it; those asked for last come last."""
         self._num_bytes: dict[str, int] = {}
         self._num_users: Counter[str] = Counter()
-        self._numbers = count()
+        self._next_number = 0
 
     @contextmanager
     def held(self, paths: Sequence[str]) -> Iterator[dict[str, str]]:
@@ -125,14 +124,17 @@ class AdapterShelf:
 
     def check_together(self, names: Iterable[str]) -> None:
         """Raises UserError for more adapters of one video, by their names, than its denoiser takes."""
-        if self._slots is not None:
-            self._slots.check_together([self._denoiser.adapters[name].ranks for name in names])
+        if self._slots is None:
+            return
+        names = list(names)
+        for network in parts_of(self._denoiser):
+            self._slots.check_together([network.adapters[name].ranks for name in names if name in network.adapters])
 
     def _loaded(self, path: str) -> str:
         expert, place = split_expert(path)
         key = expert, str(Path(place).resolve()), tensor_file(Path(place)).stat().st_mtime_ns
         if key not in self._names:
-            name = f"adapter_{next(self._numbers)}"
+            name, self._next_number = f"adapter_{self._next_number}", self._next_number + 1
             state, adapter = read_adapter_of(path, self._bundle).to_state()
             of_one = {} if expert is None else {"expert": expert}
             self._denoiser.load_adapter(name, state, adapter, **of_one)
@@ -165,8 +167,8 @@ def adapter_shelf(
         UserError: if it was not exported for `runtime`.
     """
     if runtime == TORCH:
-        is_pair = isinstance(denoiser, PairDenoiser) and denoiser.takes_adapters
-        takes = has_plain_blocks and (is_pair or isinstance(denoiser, (AdaptableDenoiser, RankedDenoiser)))
+        parts = parts_of(denoiser)
+        takes = has_plain_blocks and all(isinstance(part, (AdaptableDenoiser, RankedDenoiser)) for part in parts)
         return AdapterShelf(denoiser, bundle, kept_bytes) if takes else None
     slots = None if is_ranked else adapter_slots(bundle, runtime)
     return None if slots is None else AdapterShelf(denoiser, bundle, kept_bytes, slots)

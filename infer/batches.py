@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megadit.infer.adapters import Scales
-from megadit.infer.given import Media
+from megadit.infer.given import Media, Target, num_extra_frames, structure_of
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import plain
 
@@ -87,6 +88,14 @@ def read_prompts(prompts: Sequence[str] | None) -> list[str]:
         if not isinstance(prompt, str):
             raise UserError(f"prompts must be texts; got {prompt!r:.60}")
     return prompts
+
+
+def cuts_of(all_media: Sequence[Media], target: Target, config: NetworkConfig, asked: int | None) -> list[slice]:
+    """Slices of videos to sample together: neighbours given in the same places, as many as are `asked` for."""
+    _, frames, *size = target.shape
+    most = frames + max(num_extra_frames(media, target) for media in all_media)
+    num_tokens = config.num_tokens(most, *size)
+    return cut_batches([structure_of(media, target) for media in all_media], batch_size(asked, num_tokens))
 
 
 def cut_batches(structures: Sequence[Hashable], size: int) -> list[slice]:

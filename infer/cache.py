@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from megadit.infer.adapters import Scales
+from megadit.infer.given import Media, Target, places_of
 from megadit.infer.samplers import Denoise
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import UNCHANGED, SamplingSettings
@@ -88,6 +90,24 @@ def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings, given: Seq
             f"--cache_budget {settings.cache_budget} --checkpoint_path ... --prompt_file ..., with the same options"
         )
     return max(fitting, key=lambda plan: len(plan.skipped))
+
+
+def spared_calls(
+    plans: Iterable[CachePlan],
+    settings: SamplingSettings,
+    adapters: Sequence[Scales],
+    given: Sequence[Media],
+    target: Target,
+) -> list[Sequence[int]]:
+    """The denoiser calls of each video that are predicted: the same of all that can share a batch.
+
+    Raises:
+        UserError: as `find_plan`, and for a video with adapters.
+    """
+    if settings.cache_budget and any(adapters):
+        raise UserError(f"cache_budget={settings.cache_budget} was calibrated without adapters: leave one of them out")
+    of = {media: find_plan(plans, settings, places_of(media, target)) for media in set(given)}
+    return [() if plan is None else plan.skipped for plan in map(of.get, given)]
 
 
 def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoise:

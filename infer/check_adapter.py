@@ -32,7 +32,8 @@ def problem_of(
 ) -> str | None:
     """Why this is no adapter of the network of this configuration and these weights; None: it is one.
 
-    An adapter that does not say to which weights it belongs is one of any. `slots` are the room that the network was
+    An adapter that does not say to which weights it belongs is one of any. `base` has the fingerprints of one network
+    or of two. `slots` are the room that the network was
     exported with (`AdapterSlots`), `max_rank` the highest rank that the service takes.
     """
     try:
@@ -41,7 +42,7 @@ def problem_of(
             return f"the file has {len(opened.source.stored):,} tensors; {_MOST_TENSORS:,} is the most"
         if max_rank is not None and (rank := adapter_size(path)[0]) > max_rank:
             return f"the adapter has rank {rank}; this service takes up to {max_rank}"
-        if opened.base not in (None, base):
+        if opened.base is not None and opened.base not in base.split():
             return f"the adapter was trained with other weights ({opened.base}) than this service's ({base})"
         if sigmas := check_asked(opened.defaults, "the file asks for settings: ").get("sigmas"):
             given_sigmas(sigmas)

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from megadit.infer.guidance import Denoiser
 from megadit.models.bundle.bundle import Bundle, check_kind
 from megadit.models.bundle.hub import cached_model
 from megadit.models.bundle.manifest import MANIFEST_FILE
@@ -77,6 +80,21 @@ def weaker_bundle(path: str, bundle: Bundle) -> Bundle:
                 f"autoguidance={path} has another {name} than {bundle.path}: take a checkpoint with the same"
             )
     return weaker
+
+
+@dataclass
+class WeakerDenoisers:
+    """The denoisers of weaker checkpoints than a bundle, of which the last one is kept."""
+
+    bundle: Bundle
+    load: Callable[[Bundle], Denoiser]
+    _kept: dict[str, Denoiser] = field(default_factory=dict)
+
+    def __call__(self, path: str) -> Denoiser:
+        """Raises UserError: as `weaker_bundle`."""
+        if path not in self._kept:
+            self._kept = {path: self.load(weaker_bundle(path, self.bundle))}
+        return self._kept[path]
 
 
 def check_part(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -> None:

@@ -7,11 +7,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from megadit.infer.batches import Batch
-from megadit.infer.flow_levels import noise_of_start
+from megadit.infer.cache import cached
+from megadit.infer.flow_levels import noise_of_start, with_whole_steps
 from megadit.infer.given_latents import Known
-from megadit.infer.guidance import Denoiser, Evaluate, guided_by_settings, within
+from megadit.infer.guidance import Denoiser, Evaluate, guided_by_settings, told_guidance, within
 from megadit.infer.samplers import SAMPLERS, Denoise, settings_randomness
 from megadit.models.conditioning import Conditioning
+from megadit.models.network_config import NetworkConfig
 from megadit.models.noise import latent_noise
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
@@ -47,6 +49,31 @@ def denoise_by_settings(
     if not (settings.adapter_interval and batch.adapter_scale_B):
         return adapted
     return within(settings.adapter_interval, adapted, of_each_network({}))
+
+
+def sample(
+    batch: Batch,
+    settings: SamplingSettings,
+    sigmas: Tensor,
+    key_B: Tensor,
+    shape: Sequence[int],
+    known: Known | None,
+    condition: Callable[[list[str]], Conditioning],
+    skipped: Sequence[int],
+    around: Callable[[Denoise, range], Denoise],
+    *,
+    denoiser: Denoiser,
+    config: NetworkConfig,
+    weaker: Denoiser | None,
+    evaluate: Evaluate,
+) -> Tensor:
+    """Latents BCTHW, float32, of one batch: what `solve` makes by the denoiser that `denoise_by_settings` gives, of
+    which calls number `skipped` are predicted; `around` tells of each call."""
+    settings, condition = told_guidance(settings, config, condition)
+    denoise = denoise_by_settings(settings, batch, denoiser, condition, weaker=weaker, evaluate=evaluate)
+    denoise = cached(with_whole_steps(denoise, settings, config), skipped, config.sigma_data)
+    denoise = denoise if known is None else known.replaces(denoise)
+    return solve(around(denoise, batch.places), settings, sigmas, key_B, shape, known)
 
 
 def solve(

@@ -24,43 +24,25 @@ from megadit.infer.adapters import (
     hold_adapters,
 )
 from megadit.infer.background import one_behind
-from megadit.infer.batches import Batch, Videos, batch_size, cut_batches, read_prompts
-from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
+from megadit.infer.batches import Batch, Videos, cuts_of, read_prompts
+from megadit.infer.cache import CachePlan, Measure, bundle_plans, spared_calls
 from megadit.infer.callbacks import DECODE, DENOISE, Around, StepCallback, StepTeller, nothing_around
-from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
-from megadit.infer.flow_levels import with_whole_steps
-from megadit.infer.given import (
-    AnyGiven,
-    Media,
-    Target,
-    check_given,
-    common_strength,
-    media_of,
-    num_extra_frames,
-    places_of,
-    remaining_sigmas,
-    structure_of,
-)
+from megadit.infer.checkpoints import WeakerDenoisers, check_part, open_bundle
+from megadit.infer.given import AnyGiven, Media, Target, check_given, common_strength, media_of, remaining_sigmas
 from megadit.infer.given_latents import Known, encode_batch, encode_given
 from megadit.infer.guardrail import Guardrail, load_guardrail
-from megadit.infer.guidance import (
-    Denoiser,
-    Evaluate,
-    GuidanceConvention,
-    guidance_scale,
-    in_one_batch,
-    in_turn,
-    told_guidance,
-)
-from megadit.infer.one_batch import denoise_by_settings, solve
+from megadit.infer.guidance import Denoiser, Evaluate, GuidanceConvention, guidance_scale, in_one_batch, in_turn
+from megadit.infer.one_batch import sample
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype
 from megadit.infer.runtimes.load import (
+    TORCH,
     check_runtime,
     load_denoiser,
+    load_text_encoder,
     taken,
     with_exported_networks,
     with_exported_text_network,
@@ -113,13 +95,15 @@ class TextToVideo:
         cache_plans: Sequence[CachePlan] = (),
         overlap_decoding: bool = False,
         origin: Mapping[str, Any] = MappingProxyType({}),
+        reopen: Callable[[], "TextToVideo"] | None = None,
     ) -> None:
         """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
         autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `adapters` holds
         those of the denoiser, where it takes any; `takes` are the uses of given videos that it was trained for
         (`Bundle.takes`), `image_encoder` gives the features of given images to networks that read them;
         `cache_plans` are those that `cache_budget` chooses from; with `overlap_decoding` a batch is decoded while the
-        next is sampled; `origin` is kept in the record of each video (`results.origin_of`)."""
+        next is sampled; `origin` is kept in the record of each video (`results.origin_of`); `reopen` opens the same
+        pipeline again, in place of a copy of what can have none (sessions, processes, threads)."""
         self.denoiser = denoiser
         self.tokenizer = tokenizer
         self.text_encoder = TextFeaturesCache(text_encoder, reload_text_encoder)
@@ -133,9 +117,9 @@ class TextToVideo:
         self._adapters = adapters
         self._cache_plans = cache_plans
         self._overlap_decoding = overlap_decoding
-        self._origin = origin
+        self._origin = dict(origin)
+        self._reopen = reopen
         self._load_weaker = load_weaker
-        self._weaker: dict[str, Denoiser] = {}
         self._preview: LinearPreview | None = None
 
     @classmethod
@@ -183,6 +167,7 @@ class TextToVideo:
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
+        asked = {name: value for name, value in locals().items() if name != "cls"}
         place = find_device(device)
         num_ranks = tensor_parallel * context_parallel if ranks is None else ranks.per_share
         of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
@@ -201,14 +186,12 @@ class TextToVideo:
         shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel, "ranks": ranks}
         load = partial(load_denoiser, runtime=runtime, device=place, dtype=number_type, **of_torch, **shared)
 
-        def reload_text_encoder() -> TextEncoder:
-            return with_exported_text_network(bundle.load_text_encoder(), bundle, runtime, place)
-
         evaluate = in_one_batch if batch_guidance else in_turn
         if split_guidance is not None:
             evaluate = split_over_ranks(split_guidance)
         denoiser = load(bundle)
         has_plain_blocks = not (compile or resident_blocks)
+        is_plain = runtime == TORCH and not (resident_blocks or cuda_graphs or ranks)
         return cls(
             denoiser=denoiser,
             adapters=adapter_shelf(
@@ -220,8 +203,9 @@ class TextToVideo:
             defaults=bundle.defaults,
             device=place,
             evaluate=evaluate,
-            load_weaker=(lambda path: load(weaker_bundle(path, bundle))) if opens_paths else None,
-            reload_text_encoder=reload_text_encoder if offload_text_encoder else None,
+            load_weaker=WeakerDenoisers(bundle, load) if opens_paths else None,
+            reload_text_encoder=partial(load_text_encoder, bundle, runtime, place) if offload_text_encoder else None,
+            reopen=None if is_plain else partial(cls.from_pretrained, **asked),
             guardrail=guardrail,
             takes=taken(bundle, runtime),
             image_encoder=on_device(bundle.load_image_encoder(), place),
@@ -229,6 +213,10 @@ class TextToVideo:
             overlap_decoding=overlap_decoding,
             origin=origin_of(bundle, dtype=dtype, runtime=runtime, cache_measure=cache_measure),
         )
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Pickles and copies have the weights of a network in torch; another is opened again where they arrive."""
+        return super().__reduce_ex__(protocol) if self._reopen is None else (_reopened, (self._reopen, self.defaults))
 
     def __repr__(self) -> str:
         default = self.defaults
@@ -269,6 +257,7 @@ class TextToVideo:
         per_video = {"seeds": seeds, "adapters": adapters, "given": given}
         return GeneratedVideos(self.stream(prompts, resolved, **per_video, batch_size=batch_size, on_step=on_step))
 
+    @each_in_float32
     def stream(
         self,
         prompts: Sequence[str],
@@ -287,22 +276,6 @@ class TextToVideo:
         None means those of a call that asks for nothing; see `resolve_settings`. `skipped` are denoiser calls to
         predict instead, in place of those that `cache_budget` chooses. `around` is entered around parts of the work.
         """
-        options = {"seeds": seeds, "batch_size": batch_size, "given": given, "adapters": adapters, "on_step": on_step}
-        return each_in_float32(self._stream(prompts, settings, **options, skipped=skipped, around=around))
-
-    def _stream(
-        self,
-        prompts: Sequence[str],
-        settings: SamplingSettings | None,
-        *,
-        seeds: int | Sequence[int],
-        batch_size: int | None,
-        given: AnyGiven,
-        adapters: Scales | Sequence[Scales],
-        on_step: StepCallback | None,
-        skipped: Sequence[int] | None,
-        around: Around,
-    ) -> Iterator[GeneratedVideo]:
         settings = resolve_settings(adapted_defaults(self.defaults, adapters) if settings is None else settings)
         prompts = read_prompts(prompts)
         videos = Videos.read(prompts, seeds, adapters, media_of(given, len(prompts)))
@@ -313,9 +286,11 @@ class TextToVideo:
         target = Target.of(settings, self.config, self.tokenizer)
         for media in dict.fromkeys(videos.given):
             check_given(media, self.takes, target)
-        sigmas = self._sigmas(settings, videos.given)
-        spared = [skipped] * len(prompts) if skipped is not None else self._spared(settings, videos, target)
-        cuts = self._cuts(videos.given, target, batch_size)
+        sigmas = remaining_sigmas(settings_sigmas(settings), common_strength(videos.given))
+        spared = [skipped] * len(prompts)
+        if skipped is None:
+            spared = spared_calls(self._cache_plans, settings, videos.adapters, videos.given, target)
+        cuts = cuts_of(videos.given, target, self.config, batch_size)
         self.text_encoder.prepare([*videos.prompts, settings.negative_prompt, settings.second_prompt])
         num_calls = num_denoiser_calls(settings.sampler, sigmas)
         teller = StepTeller(on_step, len(cuts) * num_calls, self.preview)
@@ -345,7 +320,7 @@ class TextToVideo:
                     settings=settings,
                     latents_CTHW=latents_CTHW.cpu(),
                     num_denoiser_calls=num_calls - len(spared[place]),
-                    origin=dict(self._origin),
+                    origin=self._origin.copy(),
                     adapters=dict(videos.adapters[place]),
                     given=[part.use for part in videos.given[place]],
                 )
@@ -372,33 +347,14 @@ class TextToVideo:
     ) -> int:
         """Denoiser calls that `num_videos` take: what `on_step` is told as `num_steps`, and counts if spared too."""
         media, target = media_of(given, num_videos), Target.of(settings, self.config, self.tokenizer)
-        num_calls = num_denoiser_calls(settings.sampler, self._sigmas(settings, media))
-        return len(self._cuts(media, target, batch_size)) * num_calls
+        sigmas = remaining_sigmas(settings_sigmas(settings), common_strength(media))
+        return len(cuts_of(media, target, self.config, batch_size)) * num_denoiser_calls(settings.sampler, sigmas)
 
     def preview(self, latents_BCTHW: Tensor) -> np.ndarray:
         """Approximate frames of latents without decoding them: see `LinearPreview`, which the first call fits."""
         if self._preview is None:
             self._preview = fit_preview(self.tokenizer, self.device)
         return self._preview(latents_BCTHW)
-
-    def _cuts(self, all_media: Sequence[Media], target: Target, asked: int | None) -> list[slice]:
-        """Return slices of videos to sample together: neighbours with conditioning media in the same places."""
-        _, frames, *size = target.shape
-        most = frames + max(num_extra_frames(media, target) for media in all_media)
-        num_tokens = self.config.num_tokens(most, *size)
-        return cut_batches([structure_of(media, target) for media in all_media], batch_size(asked, num_tokens))
-
-    def _sigmas(self, settings: SamplingSettings, all_media: Sequence[Media]) -> Tensor:
-        return remaining_sigmas(settings_sigmas(settings), common_strength(all_media))
-
-    def _spared(self, settings: SamplingSettings, videos: Videos, target: Target) -> list[Sequence[int]]:
-        """The denoiser calls of each video that are predicted: the same of all that can share a batch."""
-        if settings.cache_budget and any(videos.adapters):
-            raise UserError(
-                f"cache_budget={settings.cache_budget} was calibrated without adapters: leave one of them out"
-            )
-        of = {media: find_plan(self._cache_plans, settings, places_of(media, target)) for media in set(videos.given)}
-        return [() if plan is None else plan.skipped for plan in map(of.get, videos.given)]
 
     def _sample(
         self,
@@ -418,19 +374,12 @@ class TextToVideo:
         def condition(texts: list[str]) -> Conditioning:
             return replace(self.text_encoder.conditioning(texts, fps).to(self.device), **seen)
 
-        settings, condition = told_guidance(settings, self.config, condition)
-        weaker = self._weaker_denoiser(settings.autoguidance) if settings.autoguidance else None
-        denoise = denoise_by_settings(settings, batch, self.denoiser, condition, weaker=weaker, evaluate=self.evaluate)
-        denoise = cached(with_whole_steps(denoise, settings, self.config), skipped, self.config.sigma_data)
-        denoise = denoise if known is None else known.replaces(denoise)
-        return solve(teller.around(denoise, batch.places), settings, sigmas, key_B, shape, known)
-
-    def _weaker_denoiser(self, path: str) -> Denoiser:
-        if path not in self._weaker:
+        network = {"denoiser": self.denoiser, "config": self.config, "weaker": None, "evaluate": self.evaluate}
+        if settings.autoguidance:
             if self._load_weaker is None:
-                raise UserError(f"autoguidance={path}: this pipeline cannot load a second checkpoint")
-            self._weaker = {path: self._load_weaker(path)}  # the last one alone is kept
-        return self._weaker[path]
+                raise UserError(f"autoguidance={settings.autoguidance}: this pipeline cannot load a second checkpoint")
+            network["weaker"] = self._load_weaker(settings.autoguidance)
+        return sample(batch, settings, sigmas, key_B, shape, known, condition, skipped, teller.around, **network)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
         """One video at a time: a decoder's memory grows with the batch, and no result depends on it."""
@@ -438,3 +387,9 @@ class TextToVideo:
         frames_THWC = rearrange(video_1CTHW, "1 C T H W -> T H W C")[:num_frames]
         video_THWC = ((frames_THWC.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
         return video_THWC if self.guardrail is None else self.guardrail.screen(video_THWC)
+
+
+def _reopened(reopen: Callable[[], TextToVideo], defaults: SamplingSettings) -> TextToVideo:
+    pipeline = reopen()
+    pipeline.defaults = defaults
+    return pipeline

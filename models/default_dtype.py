@@ -1,9 +1,10 @@
 """float32 where a tensor is made without a dtype, whatever torch's default is (`torch.set_default_dtype`)."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,8 +30,18 @@ def float32_by_default() -> Iterator[None]:
                 torch.set_default_dtype(before)
 
 
-def each_in_float32(items: Iterator[Item]) -> Iterator[Item]:
-    """The items, each made within `float32_by_default`; who takes them finds the default as it was."""
+def each_in_float32(generator: Callable[..., Iterator[Item]]) -> Callable[..., Iterator[Item]]:
+    """Marks a function whose items are each made within `float32_by_default`; who takes them finds the default as it
+    was."""
+
+    @wraps(generator)
+    def made(*args: Any, **named: Any) -> Iterator[Item]:
+        return _each(generator(*args, **named))
+
+    return made
+
+
+def _each(items: Iterator[Item]) -> Iterator[Item]:
     try:
         while True:
             with float32_by_default():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -41,3 +42,13 @@ class Kept:
             self._room -= size
             self._values[key] = value
         return value
+
+
+class KeptWith(WeakKeyDictionary):
+    """What was computed for an object, for as long as that lives; a copy or a pickle begins empty."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), ()
+
+    def __deepcopy__(self, memo: dict) -> "KeptWith":
+        return type(self)()

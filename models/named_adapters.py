@@ -62,6 +62,11 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, float]:
     return scales
 
 
+def of_expert(expert: str | None, path: str) -> str:
+    """What `split_expert` splits."""
+    return path if expert is None else f"{expert}={path}"
+
+
 def check_name(name: str) -> None:
     """Raises:
     UserError: for what can be no adapter's name.

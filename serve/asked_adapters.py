@@ -9,7 +9,7 @@ import torch
 from megadit.infer.adapters import Scales, adapted_defaults
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.convert.adapter_files import adapter_size
-from megadit.models.named_adapters import SUFFIX, find_adapter
+from megadit.models.named_adapters import SUFFIX, find_adapter, of_expert, split_expert
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
@@ -21,8 +21,11 @@ def asked_adapters(request: VideoRequest, info: ServiceInfo, folder: Path | None
     Raises:
         UserError: for more than a request may have, those that are not there, and those that cannot be.
     """
-    scales = info.check_adapters(request)
-    return {str(find_adapter(folder, name, info.limits.max_adapter_bytes)): scale for name, scale in scales.items()}
+    scales = {split_expert(name): scale for name, scale in info.check_adapters(request).items()}
+    return {
+        of_expert(expert, str(find_adapter(folder, name, info.limits.max_adapter_bytes))): scale
+        for (expert, name), scale in scales.items()
+    }
 
 
 def defaults_with(defaults: SamplingSettings, adapters: Scales) -> SamplingSettings:
@@ -44,7 +47,7 @@ def share_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> floa
     held = 0
     for path in adapters:
         with _by_name([path]):
-            rank, size = adapter_size(path)
+            rank, size = adapter_size(split_expert(path)[1])
             limits.check_adapter(rank, size * torch.float32.itemsize)
             held += size
     return held / num_parameters
@@ -68,7 +71,8 @@ def _by_name(paths: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        names = {path: Path(path).name.removesuffix(SUFFIX) for path in paths}
+        places = [split_expert(path)[1] for path in paths]
+        names = {path: Path(path).name.removesuffix(SUFFIX) for path in places}
         told = str(error)
         for path, name in names.items():
             told = told.replace(path, name)

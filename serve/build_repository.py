@@ -190,7 +190,7 @@ def _adapter_info(bundle: Bundle, folder: Path, runtime: str, max_rank: int) -> 
     slots = None if runtime == TORCH else adapter_slots(bundle, runtime)
     return AdapterInfo(
         names=names,
-        base=bundle_fingerprint(bundle),
+        base=" ".join(bundle_fingerprint(bundle, network) for network in bundle.networks),
         network=config_to_dict(bundle.config),
         slots=None if slots is None else slots.to_dict(),
         max_rank=max_rank,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from megadit.models.given_settings import GIVEN, MEDIA, MediaLimits, check_given_together, plain_bytes, split_keyframe
-from megadit.models.named_adapters import check_name, parse_adapters, shown_name
+from megadit.models.named_adapters import EXPERTS, check_name, of_expert, parse_adapters, shown_name, split_expert
 from megadit.models.settings import SERVED, ServedSettings, check_told, switched_off
 from megadit.models.shared.errors import UserError, did_you_mean
 from megadit.models.shared.setting import check_value, other_names, setting, settings_of, under_own_names
@@ -72,7 +72,8 @@ class VideoRequest(_GivenSettings):
     evaluate: bool = setting(False, "a judge's scores beside each video, of a service that has one")
     adapters: tuple[str, ...] | None = setting(
         None,
-        "an adapter of the service, and how much of it (default: 1); repeat for several",
+        "an adapter of the service, and how much of it (default: 1); repeat for several; of two networks for one with "
+        "high=NAME or low=NAME",
         names=("--adapter",),
         repeated=True,
         metavar="NAME:SCALE",
@@ -124,19 +125,20 @@ class VideoRequest(_GivenSettings):
         return {name: None if value in (None, _nothing(name), ()) else value for name, value in values.items()}
 
     def adapter_scales(self) -> dict[str, float]:
-        """Name -> scale of the adapters.
+        """Name -> scale of the adapters; `high=NAME` or `low=NAME` is one for one of two networks.
 
         Raises:
             UserError: for a name that can be none, a scale that is not finite, and an adapter that is given twice.
         """
         scales = parse_adapters(list(filter(None, self.adapters or ())))
         for name in scales:
-            check_name(name)
+            check_name(split_expert(name)[1])
         return scales
 
     def shown_adapters(self) -> dict[str, Any]:
         """`adapters` as results tell of them; {} where there are none."""
-        uses = [{"name": shown_name(name), "scale": scale} for name, scale in self.adapter_scales().items()]
+        scales = {split_expert(name): scale for name, scale in self.adapter_scales().items()}
+        uses = [{"name": of_expert(of, shown_name(name)), "scale": scale} for (of, name), scale in scales.items()]
         return {"adapters": uses} if uses else {}
 
     def without_media(self) -> "VideoRequest":
@@ -314,7 +316,8 @@ class AdapterInfo:
     names: tuple[str, ...]
     """Names of those that were there when the service was made; others may have come since."""
     base: str
-    """Fingerprint of the weights that an adapter must belong to, if it says to which."""
+    """Fingerprint of the weights that an adapter must belong to, if it says to which; of two networks both, with a
+    space between them."""
     network: dict[str, Any]
     """The network's configuration, which an adapter must fit."""
     slots: dict[str, Any] | None = None
@@ -323,6 +326,11 @@ class AdapterInfo:
     """Highest rank of an adapter; None: whatever the network takes."""
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name -> settings of sampling that an adapter is made for, of those that are: students."""
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """What may stand before a name: which of two networks it is for."""
+        return ("", *(of_expert(expert, "") for expert in EXPERTS)) if " " in self.base else ("",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,7 +365,8 @@ class ServiceInfo:
     def filled(self, request: VideoRequest) -> VideoRequest:
         """The request with nothing left out: what its adapters are made for, then the service's defaults."""
         known = {} if self.adapters is None else self.adapters.defaults
-        asked = [known[name] for name, scale in request.adapter_scales().items() if scale and name in known]
+        scales = {split_expert(name)[1]: scale for name, scale in request.adapter_scales().items() if scale}
+        asked = [known[name] for name in scales if name in known]
         return request.filled(self.defaults | (asked[0] if asked else {}), self.eta_samplers)
 
     def check_evaluate(self, request: VideoRequest) -> None:
@@ -379,6 +388,9 @@ class ServiceInfo:
         scales = request.adapter_scales()
         if scales and self.adapters is None:
             raise UserError("this service takes no adapters: it was built without --adapters")
+        if of_one := [name for name in scales if split_expert(name)[0] and len(self.adapters.forms) == 1]:
+            name = split_expert(of_one[0])[1]
+            raise UserError(f"adapter {of_one[0]}: this service has one network, for all noise levels: ask for {name}")
         self.limits.check_adapters(scales)
         return scales
 

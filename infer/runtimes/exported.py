@@ -71,7 +71,8 @@ class ExportedDenoiser:
         if self._slots is None:
             return {}
         if conditioning not in self._filled:
-            used = [(self.adapters[name], scale_B) for name, scale_B in conditioning.adapter_scale_B.items()]
+            scales = conditioning.adapter_scale_B.items()
+            used = [(self.adapters[name], scale_B) for name, scale_B in scales if name in self.adapters]  # of a pair's
             self._filled[conditioning] = self._slots.filled(len(conditioning), used, self.device)
         return self._filled[conditioning]
 

@@ -206,5 +206,10 @@ def with_exported_text_network(
     return with_exported_network(text_encoder, lambda: _open(bundle, runtime, device), device)
 
 
+def load_text_encoder(bundle: Bundle, runtime: str, device: torch.device) -> TextEncoder:
+    """A bundle's text encoder, as `with_exported_text_network` places it."""
+    return with_exported_text_network(bundle.load_text_encoder(), bundle, runtime, device)
+
+
 def _open(bundle: Bundle, runtime: str, device: torch.device) -> Networks:
     return EXPORTED[runtime].open(open_exported(bundle, runtime), device)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megadit.infer.guidance import Denoiser
-from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.conditioning import Conditioning
 
@@ -19,19 +18,19 @@ def as_one(denoisers: Sequence[Denoiser], boundary: float | None) -> Denoiser:
     return denoisers[0] if boundary is None else PairDenoiser(*denoisers, boundary)
 
 
+def parts_of(denoiser: Denoiser) -> tuple[Denoiser, ...]:
+    """The denoisers of its networks: of a pair two."""
+    return (denoiser.high, denoiser.low) if isinstance(denoiser, PairDenoiser) else (denoiser,)
+
+
 class PairDenoiser:
     """D(x; sigma) by the network that a noise level is for; all videos of a batch are at one."""
 
     def __init__(self, high: Denoiser, low: Denoiser, boundary: float) -> None:
         """`boundary` is the lowest sigma of `high`."""
         self.high, self.low, self.boundary = high, low, boundary
-        self._beside: dict[str, tuple[AdaptableDenoiser, ...]] = {}
+        self._beside: dict[str, tuple[Denoiser, ...]] = {}
         """Adapters by their names -> the denoisers whose networks have them."""
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether both networks are this process's own, in torch."""
-        return isinstance(self.high, AdaptableDenoiser) and isinstance(self.low, AdaptableDenoiser)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,6 +44,10 @@ class PairDenoiser:
         Raises:
             UserError: for one that does not fit the networks.
         """
+        if self.high is self.low:  # ranks have both, and choose between them as this does
+            self._beside[name] = (self.high,)
+            self.high.load_adapter(name, state, adapter, expert=expert)
+            return
         self._beside[name] = {"high": (self.high,), "low": (self.low,)}.get(expert, (self.high, self.low))
         for denoiser in self._beside[name]:
             denoiser.load_adapter(name, state, adapter)

@@ -62,8 +62,9 @@ class Rank:
         x0_BCTHW = self.denoiser(x_BCTHW, sigma_B, self.conditions[number])
         return x0_BCTHW.cpu() if self.tells else None
 
-    def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
-        self.denoiser.load_adapter(name, state, adapter)
+    def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, expert: str | None) -> None:
+        of_one = {} if expert is None else {"expert": expert}
+        self.denoiser.load_adapter(name, state, adapter, **of_one)
 
     def remove_adapter(self, name: str) -> None:
         self.denoiser.remove_adapter(name)

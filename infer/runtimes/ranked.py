@@ -98,7 +98,7 @@ class RankedDenoiser:
         """
         self.device, self.dtype = device, dtype
         self._bundle, self._placement, self._options = bundle, placement, options
-        self._adapters: dict[str, tuple[Mapping[str, Tensor], AdapterConfig]] = {}
+        self._adapters: dict[str, tuple[Mapping[str, Tensor], AdapterConfig, str | None]] = {}
         """Adapters by name: ranks that are started again need them."""
         self._numbers: weakref.WeakKeyDictionary[Conditioning, int] = weakref.WeakKeyDictionary()
         self._next_number = count()
@@ -127,14 +127,17 @@ class RankedDenoiser:
         answers = self._ask(questions)
         return torch.cat([x0 for x0 in answers if x0 is not None]).to(self.device)
 
-    def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
-        """Puts an adapter beside the network of every rank; conditions say how much of it each video gets.
+    def load_adapter(
+        self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, *, expert: str | None = None
+    ) -> None:
+        """Puts an adapter beside the network of every rank, of a pair beside `expert` ("high" or "low") or both;
+        conditions say how much of it each video gets.
 
         Raises:
             UserError: for one that does not fit the network.
         """
-        self._ask_all("load_adapter", name, state, adapter)
-        self._adapters[name] = state, adapter
+        self._ask_all("load_adapter", name, state, adapter, expert)
+        self._adapters[name] = state, adapter, expert
 
     def remove_adapter(self, name: str) -> None:
         """Takes an adapter away."""

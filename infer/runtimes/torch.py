@@ -1,8 +1,7 @@
 """The denoiser in torch, on the CPU or a GPU."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from megadit.models.adapters import load_adapter, remove, set_scale
 from megadit.models.conditioning import Conditioning
 from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dense_layout import DenseLayout
-from megadit.models.kept import Kept
+from megadit.models.kept import Kept, KeptWith
 from megadit.models.networks import SavedNetwork
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.transfer import levels_on
@@ -91,8 +90,14 @@ class TorchDenoiser(AdaptableDenoiser):
         self.dtype = dtype
         self._denoiser = EDMDenoiser(dit).to(self.device, dtype).eval()
         self._is_compiled = compile
-        self._seen: WeakKeyDictionary[Conditioning, dict[torch.Size, Prepared]] = WeakKeyDictionary()
+        self._seen: KeptWith[Conditioning, dict[torch.Size, Prepared]] = KeptWith()
         if compile:
+            self._denoiser.compile(dynamic=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is compiled anew."""
+        self.__dict__.update(state)
+        if self._is_compiled:
             self._denoiser.compile(dynamic=True)
 
     @torch.no_grad()  # not inference_mode: what the network caches for a layout must stay usable in training

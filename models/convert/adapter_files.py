@@ -304,6 +304,12 @@ def _origin_of(adapter: Adapter) -> dict[str, Any]:
     }
 
 
-def with_base(adapter: Adapter, bundle: Bundle) -> Adapter:
-    """The same adapter, as one of a bundle's weights; of a pair's, which of the two networks it is for is not said."""
-    return replace(adapter, base=None if bundle.boundary is not None else bundle_fingerprint(bundle))
+def with_base(adapter: Adapter, bundle: Bundle, path: str) -> Adapter:
+    """The same adapter, as one of a bundle's weights: of a pair's, of the network that `path` names (`high=PATH`), else
+    of neither alone.
+
+    Raises:
+        UserError: as `networks_of`.
+    """
+    networks = networks_of(path, bundle)
+    return replace(adapter, base=bundle_fingerprint(bundle, *networks) if len(networks) == 1 else None)

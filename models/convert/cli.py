@@ -8,6 +8,7 @@
     megadit convert bundle out --to diffusers
     megadit convert google/vit-base-patch16-224 vit                         # and back: --to transformers; CLIP too
     megadit convert lora.safetensors adapter --base bundle                  # an adapter as a folder of PEFT's
+    megadit convert high=lora.safetensors adapter --base pair               # for one of two networks: high= or low=
     megadit convert adapter lora.safetensors                                # and as one file with diffusers' keys
 
 Tensors are read, changed and written one at a time.
@@ -40,6 +41,7 @@ from megadit.models.convert.published_defaults import kind_of, published_default
 from megadit.models.convert.schedulers import departures
 from megadit.models.convert.written import diffusers_folder, write_diffusers, write_original, write_transformers
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.named_adapters import split_expert
 from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
@@ -108,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     options = read_options(ConvertOptions, argv, prog="megadit convert", description="Published weights in and out.")
-    if is_adapter(Path(options.source)):
+    if is_adapter(Path(split_expert(options.source)[1])):
         _convert_adapter(options)
     elif options.base is not None:
         raise UserError(f"--base is for an adapter, which {options.source} is not")
@@ -136,8 +138,12 @@ def _convert_adapter(options: ConvertOptions) -> None:
             "leave out all options but --base and --dtype"
         )
     bundle = None if options.base is None else Bundle.open(options.base)
-    adapter = read_adapter(options.source, None if bundle is None else bundle.config)
-    write_adapter(options.out, adapter if bundle is None else with_base(adapter, bundle), PRECISIONS.get(options.dtype))
+    expert, path = split_expert(options.source)
+    if expert is not None and bundle is None:
+        raise UserError(f"{options.source}: say of which two networks with --base BUNDLE, or leave {expert}= out")
+    adapter = read_adapter(path, None if bundle is None else bundle.config)
+    based = adapter if bundle is None else with_base(adapter, bundle, options.source)
+    write_adapter(options.out, based, PRECISIONS.get(options.dtype))
     print(f"{options.source}: {adapter.reading}")
     print(f"{options.out}: a {adapter.kind} of {len(adapter.changes)} linears, {adapter.num_parameters:,} numbers")
 

@@ -12,7 +12,7 @@ save one, it saves a recipe: the function and its inputs.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -127,15 +127,14 @@ def note(value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
 
 def cheap(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Marks a function whose results cost less to compute again than to keep."""
+    return partial(_noted, function)  # which can be pickled with a network
 
-    @wraps(function)
-    def noted(*inputs) -> Tensor:
-        value = function(*inputs)
-        if not torch.compiler.is_compiling():
-            note(value, function, inputs)
-        return value
 
-    return noted
+def _noted(function: Callable[..., Tensor], *inputs) -> Tensor:
+    value = function(*inputs)
+    if not torch.compiler.is_compiling():
+        note(value, function, inputs)
+    return value
 
 
 def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:

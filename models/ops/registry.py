@@ -51,12 +51,17 @@ class Op:
             cheap: whether its value is computed again in backward rather than kept (`ledger.py`).
         """
         self.name, self.cheap = name, cheap
+        self.__module__ = reference.__module__
         self.reference = self.traceable = Variant("reference", reference, lambda *_: True)
         self.variants: dict[str, Variant] = {}
         """All but the reference, the most specific first."""
         self.calls: Counter[str] = Counter()
         """How often each variant ran in this process."""
         OPS[name] = self
+
+    def __reduce__(self) -> str:
+        """In copies and pickles of a network it is the one of its module."""
+        return self.name
 
     def variant(
         self, name: str, *, suits: Callable[..., bool], traceable: bool = False

@@ -21,7 +21,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from megadit.models.named_adapters import OF_A_KEY, SUFFIX, adapters_in, check_name, shown_name
+from megadit.models.named_adapters import (
+    OF_A_KEY,
+    SUFFIX,
+    adapters_in,
+    check_name,
+    of_expert,
+    shown_name,
+    split_expert,
+)
 from megadit.models.shared.errors import UserError
 from megadit.serve.answers import AdapterNotFoundError
 from megadit.serve.contract import AdapterInfo, VideoRequest
@@ -82,10 +90,13 @@ class Adapters:
         if not scales:
             return request
         known = {each.name: each.stored for each in self.all(key, info)}
-        for name in scales:
+        resolved = []
+        for asked, scale in scales.items():
+            expert, name = split_expert(asked)
             if name not in known:
                 raise AdapterNotFoundError(f"there is no adapter {name!r}; `GET /v1/adapters` lists them")
-        return replace(request, adapters=tuple(f"{known[name]}:{scale!r}" for name, scale in scales.items()))
+            resolved.append(f"{of_expert(expert, known[name])}:{scale!r}")
+        return replace(request, adapters=tuple(resolved))
 
     def put(self, key: Key, name: str, file: IO[bytes], info: AdapterInfo) -> StoredAdapter:
         """Keeps an uploaded file, once it has been found to be an adapter of this service's network.

@@ -42,7 +42,10 @@ class AdapterUse(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    name: str = Field(max_length=150, description="One of `GET /v1/adapters`")
+    name: str = Field(
+        max_length=155,
+        description="One of `GET /v1/adapters`; of two networks for one alone: high=NAME, for high noise, or low=NAME",
+    )
     scale: float = Field(1.0, ge=-1e6, le=1e6, description="1 as it was trained, 0 nothing")
 
 

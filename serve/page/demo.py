@@ -179,8 +179,9 @@ class Studio:
         return way if self.has_ways else ""
 
     def adapters(self) -> list[str]:
-        """Names of those that a request may give now."""
-        return self.client.adapters() if self.info.adapters else []
+        """Names of those that a request may give now; of two networks for both, or for one."""
+        about = self.info.adapters
+        return [f"{form}{name}" for name in self.client.adapters() for form in about.forms] if about else []
 
     @property
     def first_way(self) -> str:

@@ -1,12 +1,12 @@
 """Two networks split by noise level (Wan 2.2): each has a graph of its own, which passes the gate and is asked where it
 should be."""
 
+import pickle
 import shutil
 
 import pytest
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.export.command import main
 from megadit.export.layers import changed_weight, weight_hashes
 from megadit.export.networks import build_network
 from megadit.export.quantize import calibrate
@@ -16,8 +16,10 @@ from megadit.infer.runtimes.network_spec import DENOISERS
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.shared.errors import UserError
 from tests.bundles import write_pair_bundle
+from tests.infer.conftest import make_adapter
 
-SETTINGS = ExportSettings(profiles=("batch=1,1,2", "text=1,4,9"))
+TARGETS = ("blocks.*", "final_layer.*")
+SETTINGS = ExportSettings(profiles=("batch=1,1,2", "text=1,4,9"), adapter_rank=4, adapter_targets=TARGETS)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,8 @@ def test_graphs_are_asked_by_noise_level(exported_pair, tmp_path):
     for change in ({"guidance": 1.0}, {"low_guidance": 1.0}):
         assert distance(latents(exported_pair, "onnx", **change), latents(exported_pair, **change)) <= 1e-4
         assert distance(latents(exported_pair, **change), expected) > 1e-2, "each network has a guidance of its own"
+    copied = pickle.loads(pickle.dumps(TextToVideo.from_pretrained(exported_pair, device="cpu", runtime="onnx")))
+    assert distance(copied(["a red seven"], seeds=3)[0].latents_CTHW, expected) <= 1e-4
     shutil.copytree(exported_pair.path, tmp_path / "swapped")
     swapped = Bundle.open(tmp_path / "swapped")
     for name, other in zip(DENOISERS, reversed(DENOISERS), strict=True):
@@ -97,7 +101,16 @@ def test_ranges_of_8_bits_are_those_that_a_network_meets(pair):
     assert low == (pair.defaults.sigma_min, pair.boundary) and high == (pair.boundary, pair.defaults.sigma_max)
 
 
-def test_adapters_take_one_network(pair, tmp_path, capsys):
-    assert main([str(pair.path), str(tmp_path / "out"), "--adapter_rank", "4"]) == 2
-    told = capsys.readouterr().err
-    assert "has two networks" in told and told.count("\n") == 1 and not (tmp_path / "out").exists()
+@pytest.mark.slow
+def test_each_graph_has_its_adapters(exported_pair, tmp_path):
+    """One for each network, or one for both: as in torch; the room of each network is its own."""
+    one, two = (make_adapter(tmp_path / f"{seed}", exported_pair.path, seed, base=False, rank=3) for seed in (1, 2))
+    cases = ({f"high={one}": 0.5, f"low={two}": 0.7}, {one: 0.6}, {f"low={one}": 0.5}, {})
+    found = [latents(exported_pair, "onnx", adapters=scales) for scales in cases]
+    assert (
+        max(distance(ours, latents(exported_pair, adapters=asked)) for ours, asked in zip(found, cases, strict=True))
+        < 1e-4
+    )
+    assert min(distance(ours, found[-1]) for ours in found[:-1]) > 1e-2, "negative control"
+    with pytest.raises(UserError, match="rank 6 together, of which exported networks take 4"):
+        latents(exported_pair, "onnx", adapters={f"high={one}": 1.0, two: 1.0})

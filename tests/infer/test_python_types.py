@@ -1,6 +1,10 @@
-"""What notebooks hand over: numpy's and torch's numbers, other names, another default dtype."""
+"""What notebooks do: numpy's and torch's numbers, other names, another default dtype, copies."""
 
+import copy
+import dataclasses
 import json
+import multiprocessing
+import pickle
 
 import numpy as np
 import pytest
@@ -12,6 +16,8 @@ from megadit.models.default_dtype import float32_by_default
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.transports import _in_json
+
+from .conftest import make_adapter
 
 SIZE = {"num_frames": 1, "height": 16, "width": 16}
 
@@ -86,3 +92,25 @@ def test_another_default_dtype(bundle_dir, pipeline, dtype):
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"resident_blocks": 1}, {"offload_text_encoder": True}], ids=str)
+def test_a_copy_makes_the_same_video(bundle_dir, tmp_path, options):
+    """Pickled or copied, after a generation with an adapter and with a weight changed by hand, which it keeps."""
+    adapters = {make_adapter(tmp_path / "one", bundle_dir, 1): 1.0}
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu", **options)
+    pipeline.defaults = dataclasses.replace(pipeline.defaults, num_steps=2)
+    asked = {} if "resident_blocks" in options else {"adapters": adapters}
+    if not options:
+        next(pipeline.denoiser.dit.parameters()).data.mul_(1.5)
+    expected = latents(pipeline, **asked)
+    for copied in (pickle.loads(pickle.dumps(pipeline)), copy.copy(pipeline), copy.deepcopy(pipeline)):
+        assert torch.equal(latents(copied, **asked), expected) and copied.defaults == pipeline.defaults
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_sent_to_another_process(bundle_dir):
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        (found,) = pool.map(latents, [pipeline])
+    assert torch.equal(found, latents(pipeline))

@@ -1,6 +1,7 @@
 """Ranks of a pipeline's own make the videos that one process makes, and come back when they are lost."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning, Given
 from megadit.models.convert.adapter_files import read_adapter_of
 from megadit.models.shared.errors import UserError
+from tests.bundles import write_pair_bundle
 
 from .conftest import make_adapter
 
@@ -72,6 +74,20 @@ def test_a_lost_rank_is_started_again_with_its_adapters(ranked, bundle_dir, tmp_
     assert steps == list(range(1, 7)), "no step was made twice"
     assert len(before) == 2 and len(children()) == 2 and not before.keys() & children().keys()
     assert "rank 1 of 2 ended; starting the ranks again" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_of_two_networks_have_adapters_of_each(bundle_dir, tmp_path):
+    write_pair_bundle(bundle_dir, tmp_path / "pair")
+    one, two = (make_adapter(tmp_path / f"{seed}", tmp_path / "pair", seed, base=False) for seed in (1, 2))
+    options = {"device": "cpu"}, {"device": "cpu", "ranks": Placement(devices=("cpu", "cpu"))}
+    alone, ranked = (TextToVideo.from_pretrained(tmp_path / "pair", **more) for more in options)
+    base = alone(PROMPTS[:1])
+    for scales in ({f"high={one}": 0.5, f"low={two}": 1.0}, {one: 0.5}):
+        expected = alone(PROMPTS[:1], adapters=scales)
+        assert difference(ranked(PROMPTS[:1], adapters=scales), expected) <= 1
+        assert difference(base, expected) > 10, "negative control"
+    assert difference(pickle.loads(pickle.dumps(ranked))(PROMPTS[:1]), base) <= 1, "of ranks of its own"
 
 
 def test_a_failure_ends_the_ranks_and_a_mistake_does_not(ranked, pipeline):

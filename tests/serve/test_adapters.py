@@ -23,7 +23,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import encode_mp4
 from megadit.models.adapters import adapter_names
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.adapter_files import read_adapter, write_adapter
+from megadit.models.convert.adapter_files import read_adapter, with_base, write_adapter
 from megadit.models.named_adapters import adapters_in, find_adapter
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
@@ -34,6 +34,7 @@ from megadit.serve.contract import VideoRequest
 from megadit.serve.engine import Engine
 from megadit.serve.local_server import LocalServer
 from megadit.serve.model_config import Scheduling
+from tests.bundles import write_pair_bundle
 from tests.infer.conftest import make_adapter
 
 from .test_engine import Asker, run
@@ -106,6 +107,36 @@ def test_a_student_beside_its_teacher_is_called_as_it_says(engine, frames, bundl
         assert np.abs(array(each) - expected.video.reshape(-1)).max() <= 1
     assert [len(each.steps) for each in askers] == [2, 2, 3]
     assert engine.info.filled(replace(REQUEST, adapters=("learnt:0",))).num_steps == bundle.defaults.num_steps
+
+
+def test_of_two_networks_each_has_its_own(frames, bundle_dir, tmp_path):
+    """By name; an adapter that says for which of them it was trained is that one's alone."""
+    write_pair_bundle(bundle_dir, tmp_path / "pair")
+    folder, pair = tmp_path / "adapters", Bundle.open(tmp_path / "pair")
+    for seed in (1, 2):
+        make_adapter(folder / f"{seed}.safetensors", pair.path, seed, base=False)
+    own = with_base(read_adapter(folder / "2.safetensors"), pair, "low=2")
+    write_adapter(folder / "own", own)
+    info = service_info(pair, pair.defaults, None, adapters=folder)
+    assert info.adapters.forms == ("", "high=", "low=") and own.base in info.adapters.base
+    assert problem_of(folder / "own", info.adapters.network, info.adapters.base) is None
+    engine = Engine(TextToVideo.from_pretrained(pair, device="cpu"), info, adapters=folder)
+    cases = {
+        ("high=1:0.5", "low=2"): {f"high={folder / '1.safetensors'}": 0.5, f"low={folder / '2.safetensors'}": 1.0},
+        ("1:0.5", "low=own"): {str(folder / "1.safetensors"): 0.5, f"low={folder / 'own'}": 1.0},
+    }
+    for asked, scales in cases.items():
+        run(engine, each := Asker(replace(REQUEST, adapters=asked)))
+        expected = engine.pipeline(["a red seven"], seeds=5, adapters=scales)[0].video
+        assert np.array_equal(array(each), expected.reshape(-1)), asked
+        assert each.videos[0].settings["adapters"][1] == {"name": asked[1], "scale": 1.0}
+    run(engine, wrong := Asker(replace(REQUEST, adapters=("own",))))
+    assert "was trained with one of the two networks" in str(wrong.endings) and "low=own" in str(wrong.endings)
+    one = service_info(Bundle.open(bundle_dir), pair.defaults, None, adapters=folder)
+    with pytest.raises(
+        UserError, match="adapter high=1: this service has one network, for all noise levels: ask for 1"
+    ):
+        one.check_adapters(replace(REQUEST, adapters=("high=1",)))
 
 
 @pytest.mark.parametrize("asked", [{"autoguidance": "run"}, {"autoguidance": "/etc/shadow"}, {"noise_scale": 1e38}])

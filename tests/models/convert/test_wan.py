@@ -6,14 +6,17 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.tensor_source import from_state_dict, open_safetensors, write_safetensors
 from megadit.models.conditioning import Conditioning
 from megadit.models.convert import cosmos, wan
+from megadit.models.convert.adapter_files import read_adapter, read_adapter_of
 from megadit.models.convert.cli import main
 from megadit.models.convert.converted import to_theirs
+from megadit.models.convert.merge import merge_bundle
 from megadit.models.convert.published import open_published
 from megadit.models.dit import DiT
 from megadit.models.named_configs import NAMED_CONFIGS
@@ -313,6 +316,9 @@ def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypat
         assert distance(other.latents_CTHW[None], latents) > 1e-3, "negative control: each guidance must matter"
     if kept:
         return
+    assert_adapters_equal(
+        pipeline, arguments, bundle, t5, dict(seeds=3, guidance=5.0, low_guidance=2.0, **settings), tmp_path
+    )
     pipeline.register_modules(transformer_2=pipeline.transformer)
     assert distance(pipeline(**arguments).frames, latents) > 1e-3, "negative control: the second network must matter"
     with pytest.raises(UserError, match="two networks, for high and for low noise"):
@@ -325,6 +331,62 @@ def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypat
         )
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert main([str(tmp_path / "bundle"), str(tmp_path / "original"), "--to", "original"]) == 2
+
+
+def assert_adapters_equal(pipeline, arguments, bundle, text_encoder, settings, path):
+    """A file for each network as diffusers loads it, and one for both; merged, and as `megadit convert` writes it."""
+    files = {}
+    for expert, part in (("high", "transformer"), ("low", "transformer_2")):
+        linears = [
+            name for name, module in getattr(pipeline, part).named_modules() if name.endswith(("to_q", "to_v", "net.2"))
+        ]
+        sizes = {name: getattr(pipeline, part).get_submodule(name).weight.shape for name in linears}
+        tensors = {
+            f"transformer.{name}.lora_{side}.weight": 0.3 * torch.randn(shape)
+            for name, (rows, columns) in sizes.items()
+            for side, shape in (("A", (3, columns)), ("B", (rows, 3)))
+        }
+        (path / expert).mkdir()
+        save_file(tensors, files.setdefault(expert, path / expert / "lora.safetensors"))
+
+    def theirs(high, low):
+        pipeline.load_lora_weights(str(high.parent), weight_name=high.name, adapter_name="high")
+        pipeline.load_lora_weights(
+            str(low.parent), weight_name=low.name, adapter_name="low", load_into_transformer_2=True
+        )
+        latents = pipeline(**arguments).frames
+        pipeline.unload_lora_weights()
+        pipeline.transformer_2.unload_lora()
+        return latents
+
+    apart, both = theirs(files["high"], files["low"]), theirs(files["high"], files["high"])
+    for expert, file in files.items():
+        assert main([f"{expert}={file}", str(path / f"{expert}_ours"), "--base", str(bundle.path)]) == 0
+        assert main([str(path / f"{expert}_ours"), str(path / f"{expert}_back.safetensors")]) == 0
+        back = read_adapter(path / f"{expert}_back.safetensors", bundle.config)
+        assert back.base == read_adapter_of(f"{expert}={path / f'{expert}_ours'}", bundle).base is not None
+        assert all(
+            torch.equal(value, back.to_state()[0][name])
+            for name, value in read_adapter(file, bundle.config).to_state()[0].items()
+        )
+    assert main([f"high={files['high']}", str(path / "unsaid")]) == 2
+    assert main([str(files["high"]), str(path / "of_both"), "--base", str(bundle.path)]) == 0
+    ours = TextToVideo.from_pretrained(bundle, device="cpu", text_encoder=text_encoder)
+    cases = {
+        (f"high={files['high']}", f"low={files['low']}"): apart,
+        (f"high={path / 'high_ours'}", f"low={path / 'low_back.safetensors'}"): apart,
+        (str(files["high"]),): both,
+        (str(path / "of_both"),): both,
+    }
+    for asked, latents in cases.items():
+        scales = dict.fromkeys(asked, 1.0)
+        (video,) = ours([PROMPT], adapters=scales, **settings)
+        assert distance(video.latents_CTHW[None], latents) <= 1e-5, asked
+    merge_bundle(bundle, scales := dict.fromkeys(next(iter(cases)), 1.0), path / "merged")
+    merged = TextToVideo.from_pretrained(path / "merged", device="cpu", text_encoder=text_encoder)
+    (video,) = merged([PROMPT], **settings)
+    assert distance(video.latents_CTHW[None], apart) <= 1e-5, scales
+    assert distance(both, apart) > 1e-3, "negative control: each has its own"
 
 
 def test_a_pair_must_be_alike(tmp_path):

@@ -118,6 +118,20 @@ class Evil:
         return os.system, ("touch ran",)
 
 
+def test_a_keys_own_is_for_one_of_two_networks(keep, gateway, visit, files, folder):
+    """Where it says of which weights it is, it may be of either's."""
+    known = gateway.servers.all[0].infos
+    about = known["text_to_video"].adapters
+    known["text_to_video"] = replace(known["text_to_video"], adapters=replace(about, base=f"{'0' * 16} {about.base}"))
+    client = visit()
+    assert put(client, "zog", files[2]).status_code == 200
+    uses = [{"name": "low=zog", "scale": 0.5}, {"name": "high=house"}]
+    video = client.post("/v1/videos", json=VIDEO | {"adapters": uses}).json()
+    assert [use["name"] for use in video["settings"]["adapters"]] == ["low=zog", "high=house"]
+    low, high = Runner._request(gateway.runner, gateway.store.claim(MODELS)).adapter_scales()
+    assert high == "high=house" and (folder / f"{low.removeprefix('low=')}.safetensors").read_bytes() == files[2]
+
+
 def test_a_keys_own_adapter_is_not_called_as_a_student_of_its_name(keep, gateway, visit, files):
     known = gateway.servers.all[0].infos
     info = known["text_to_video"]
