@@ -1,4 +1,4 @@
-"""Adapters while sampling: read when a prompt first asks for them, and dropped when others are wanted."""
+"""Adapters while sampling: loaded when a prompt first names them, and dropped when others need the room."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
 
 Scales = Mapping[str, float]
-"""Path of an adapter -> how much of it is added: 1 as it was trained, 0 nothing."""
+"""Path of an adapter -> its scale: 1 as it was trained, 0 without effect."""
 NO_ADAPTERS: Scales = MappingProxyType({})
 KEPT, KEPT_BYTES = 8, 2 << 30
-"""Adapters that stay in memory while no generation asks for them: so many, of so many bytes together."""
+"""Limits of the adapters that stay in memory while no generation uses them: their number, and their bytes together."""
 MERGE_FIRST = "merge it into its base first: megadit bundle BASE OUT --merge ADAPTER"
 NO_ROOM = f"exported without inputs for adapters: export again with --adapter_rank N, or {MERGE_FIRST}"
 """Error of an exported network without inputs for adapters."""
@@ -35,7 +35,7 @@ NO_ROOM = f"exported without inputs for adapters: export again with --adapter_ra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterUse:
-    """An adapter, and how much of it a video gets."""
+    """Adapter, and its scale for a video."""
 
     path: str
     scale: float
@@ -59,8 +59,8 @@ def adapter_uses(scales: Scales) -> tuple[AdapterUse, ...]:
 
 
 def adapted_defaults(defaults: SamplingSettings, adapters: Scales | Sequence[Scales]) -> SamplingSettings:
-    """A bundle's defaults, with what its adapters ask for in their place: students say how they are called. Of several
-    videos, what the adapters of all ask for alike.
+    """Return a bundle's defaults with those of its adapters in their place, such as the few steps of students. For
+    several videos, only what the adapters of all agree on.
 
     Raises:
         UserError: as `asked_defaults`.
@@ -86,7 +86,7 @@ def _read_checksum(file: Path, *written: int) -> str:
 
 
 class AdapterShelf:
-    """The adapters beside a denoiser's network."""
+    """Adapters attached to a denoiser's network."""
 
     def __init__(
         self,
@@ -95,20 +95,20 @@ class AdapterShelf:
         kept_bytes: int = KEPT_BYTES,
         slots: AdapterSlots | None = None,
     ) -> None:
-        """`slots`: the room that an exported denoiser has for those of one video."""
+        """`slots`: inputs that an exported denoiser has for the adapters of one video."""
         self._denoiser = denoiser
         self._bundle = bundle
         self._kept_bytes = kept_bytes
         self._slots = slots
         self._names: OrderedDict[tuple[str | None, str, int], str] = OrderedDict()
-        """(which of two networks, path, time of its last change) -> name beside it; those asked for last come last."""
+        """(which of two networks, path, time of its last change) -> name at the network; the latest used come last."""
         self._num_bytes: dict[str, int] = {}
         self._num_users: Counter[str] = Counter()
         self._next_number = 0
 
     @contextmanager
     def held(self, paths: Sequence[str]) -> Iterator[dict[str, str]]:
-        """Within the block these adapters are beside the network: the name of each there.
+        """Context in which these adapters are attached to the network; gives the name of each there.
 
         Raises:
             UserError: for one that cannot be read, or does not fit the bundle.

@@ -26,7 +26,7 @@ class Batch:
     prompts: list[str]
     seeds: list[int]
     adapter_scale_B: Mapping[str, Tensor]
-    """How much each gets of each adapter, float32, by the adapter's name beside the network."""
+    """Scale of each adapter for each video, float32, by the adapter's name at the network."""
     given: Sequence[Media]
     """Conditioning media of each video, in the same places in all."""
 
@@ -48,7 +48,9 @@ class Videos:
         adapters: Scales | Sequence[Scales],
         given: list[Media],
     ) -> "Videos":
-        """Seeds and adapters come once for all prompts, or as a list with an entry for each; `given` as the latter.
+        """Check the inputs of a generation, and give each video its own.
+
+        Seeds and adapters come once for all prompts, or as a list with an entry for each, as `given` does.
 
         Raises:
             UserError: for prompts that are none, and a list of another length.

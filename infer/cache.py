@@ -1,7 +1,7 @@
-"""Step caching: some denoiser calls are replaced by what the calls before them foretell.
+"""Step caching: some denoiser calls are replaced by predictions from the calls before them.
 
-D changes smoothly along a trajectory, and at high noise hardly matters. Which calls can be spared is measured once for
-a checkpoint, its settings and the places of a video that are given (`megadit calibrate-cache`), and is the same for
+D changes smoothly along a trajectory, and at high noise hardly matters. Which calls can be skipped is measured once for
+a checkpoint, its settings and the places of its conditioning media (`megadit calibrate-cache`), and is the same for
 every such video: none depends on what else is in its batch.
 """
 
@@ -27,7 +27,7 @@ _IRRELEVANT = ("negative_prompt", "fps", "cache_budget", "adapter_interval")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachePlan:
-    """The calls that are spared under certain settings."""
+    """Denoiser calls that are skipped under certain settings."""
 
     budget: float
     """Highest error that the calibration allowed."""
@@ -73,8 +73,8 @@ def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan
 
 
 def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings, given: Sequence[Any] = ()) -> CachePlan | None:
-    """The most sparing plan within the settings' budget, for videos of which `given` is given; None where the settings
-    ask for no cache.
+    """Return the plan that skips most within the settings' budget, for conditioning media at the places `given`; None
+    where the settings ask for no cache.
 
     Raises:
         UserError: if there is none for these settings; says how to make one.
@@ -111,11 +111,11 @@ def spared_calls(
 
 
 def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoise:
-    """The same denoiser, for one trajectory, whose calls number `skipped` are predicted from those before.
+    """Wrap a denoiser for one trajectory: its calls number `skipped` are predicted from those before.
 
     D_next = D + r (D - D_previous),  r = min((t_next - t) / (t - t_previous), 1),  t = atan(sigma / sigma_data):
-    a straight line over the angle t (D settles towards both ends of the noise, where t does too), that never goes on
-    for longer than it was seen: predictions in a row would only amplify what the network's answers differ by.
+    a straight line over the angle t (D settles towards both ends of the noise, where t does too), that reaches no
+    further than the last two calls lie apart: predictions in a row would only amplify their difference.
     """
     skipped = frozenset(skipped)
     if not skipped:

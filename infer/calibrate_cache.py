@@ -26,27 +26,27 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.progress import Progress
 
 NUM_RANKED = 8
-"""Videos from which the calls are ranked by what sparing each of them costs."""
+"""Videos by which the calls are ranked: the error of skipping each."""
 NUM_ROUNDS = 3
 MARGIN = 0.85
-"""Share of the budget within which every video of the calibration stays, for the sake of those to come."""
+"""Share of the budget that the videos of the calibration may use, which leaves a margin for later ones."""
 FEWEST_VIDEOS = 16
 _OF_GENERATING = (
     *("runtime", "sequential_guidance", "offload_text_encoder", "cuda_graphs", "resident_blocks", "overlap_decoding"),
     *("dry_run", "device_memory", "even_if_too_large"),
     *("tokenizer_model", "t5_cache_dir", "tp_size", "cp_size", "cfg_parallel", "guardrail_dir"),
 )
-"""Options that would have other parts, or other processes, make the videos that are measured."""
+"""Options that would make the measured videos with other components, or in other processes."""
 
 Sample = Callable[[int, Sequence[int]], Tensor]
-"""(number of videos, calls to spare) -> the latents, or the frames, of the first so many."""
+"""(number of videos, calls to skip) -> the latents, or the frames, of the first so many."""
 Errors = Callable[[Tensor, Tensor], Tensor]
-"""(what was sampled, all that it should be) -> the error of each video."""
+"""(sampled, exact) -> the error of each video."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Videos of the same settings, which can be made with any calls spared."""
+    """Videos of the same settings, which can be made with any calls skipped."""
 
     options: GenerateOptions
     bundle: Bundle
@@ -135,7 +135,10 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
     for name in _OF_GENERATING:
         is_given = getattr(options, name) != getattr(GenerateOptions(), name)
         refuse(is_given, f"--{name} is for `megadit generate`: the bundle's own parts are measured; leave it out")
-    refuse(options.signing != SigningOptions(), "nothing is written that --c2pa_certificate could sign: leave it out")
+    refuse(
+        options.signing != SigningOptions(),
+        "--c2pa_certificate signs files, and this command writes none: leave it out",
+    )
     for name in ("repeat", "total_frames", "story", "keep_first"):
         refuse(getattr(options, name), f"--{name} is for `megadit generate`: leave it out")
     bundle = open_bundle(options.checkpoint_path)
@@ -190,7 +193,7 @@ def _given(
     for each in dict.fromkeys(given):
         check_given(each, bundle.takes, target)
     places, *others = dict.fromkeys(places_of(each, target) for each in given)
-    refuse(others, "a plan is made for the same given places of all videos: give each the same kind of files")
+    refuse(others, "a plan needs conditioning in the same places for all videos: give each the same kind of files")
     return given, places
 
 

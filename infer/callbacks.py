@@ -23,7 +23,7 @@ class Step:
     num_steps: int
     """Denoiser calls that the generation makes in all."""
     sigma: float
-    """The noise level it was asked at."""
+    """Noise level of the call."""
     videos: range
     """Indices of the prompts that this batch makes."""
     preview: Callable[[], np.ndarray]
@@ -36,8 +36,8 @@ StepCallback = Callable[[Step], bool | None]
 
 DENOISE, DECODE = "denoise", "decode"
 Around = Callable[[str, range], AbstractContextManager[None]]
-"""Called with a part of a generation (`DENOISE` of a batch, `DECODE` of a video) and which of the prompts (by place) it
-is for; what it gives is entered while that is done, in the thread that does it."""
+"""Called with a stage of a generation (`DENOISE` of a batch, `DECODE` of a video) and the indices of its prompts; the
+context that it returns is entered around that stage, in its thread."""
 
 
 def nothing_around(part: str, videos: range) -> AbstractContextManager[None]:
@@ -45,13 +45,13 @@ def nothing_around(part: str, videos: range) -> AbstractContextManager[None]:
 
 
 class StepTeller:
-    """Tells a callback, where there is one, of every denoiser call of a generation of several batches."""
+    """Reports every denoiser call of a generation of several batches to a callback, where there is one."""
 
     def __init__(self, on_step: StepCallback | None, num_steps: int, preview: Callable[[Tensor], np.ndarray]) -> None:
         self._on_step, self._done, self._num_steps, self._preview = on_step, 0, num_steps, preview
 
     def around(self, denoise: Denoise, videos: range) -> Denoise:
-        """The same function of (x, sigma_B), for the batch that makes these videos.
+        """Wrap the function of (x, sigma_B) of the batch that makes these videos.
 
         It raises `Cancelled` where the callback returns False.
         """

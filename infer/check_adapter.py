@@ -1,4 +1,4 @@
-"""Whether a file that somebody sent is an adapter of a network, told by a process of its own.
+"""Check, in a process of its own, of whether a file that somebody sent is an adapter of a network.
 
     python -m megadit.infer.check_adapter FILE < what.json       {"network": ..., "base": FINGERPRINT, ...}
 
@@ -30,7 +30,7 @@ _MOST_TENSORS = 20_000
 def problem_of(
     path: Path, network: dict[str, Any], base: str, slots: dict[str, Any] | None = None, max_rank: int | None = None
 ) -> str | None:
-    """Why this is no adapter of the network of this configuration and these weights; None: it is one.
+    """Return why this is no adapter of the network of this configuration and these weights; None: it is one.
 
     An adapter that does not say to which weights it belongs is one of any. `base` has the fingerprints of one network
     or of two. `slots` are the room that the network was

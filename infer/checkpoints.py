@@ -1,4 +1,4 @@
-"""A bundle from whatever a user calls a checkpoint, and whether what is used beside it fits."""
+"""Opening of a bundle from whatever a user calls a checkpoint, and checks of what is used beside it."""
 
 import os
 import subprocess
@@ -98,7 +98,7 @@ class WeakerDenoisers:
 
 
 def check_part(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -> None:
-    """Any tokenizer or text encoder but the one trained with would give noise without an error.
+    """Check a tokenizer or text encoder: any but the one trained with would give noise without an error.
 
     Raises:
         UserError: if `given` is another than the bundle's `part`.
@@ -132,7 +132,7 @@ def _is_older(bundle: Path, training_directory: Path) -> bool:
 
 
 def _last_change(training_directory: Path) -> int:
-    """Checkpoints are renamed into their directory once they are complete, which changes its time."""
+    """Time of the last change of checkpoints, which are renamed into their directory once they are complete."""
     return (training_directory / "checkpoints").stat().st_mtime_ns
 
 

@@ -1,8 +1,8 @@
-"""`megadit classify`: names what pictures show, by the bundle of a classifier.
+"""`megadit classify`: classifies pictures by the bundle of a classifier (ViT) or of a CLIP model.
 
     megadit classify vit cat.png dog.jpg
-    megadit classify vit pictures/ --labelled --out labels.json    # pictures/CLASS/*.png: also the share that is right
-    megadit classify clip cat.png --labels "a cat" "a dog"         # of a network that matches texts: any labels
+    megadit classify vit pictures/ --labelled --out labels.json    # pictures/CLASS/*.png: also the accuracy
+    megadit classify clip cat.png --labels "a cat" "a dog"         # CLIP: any labels
 
 Pictures are cropped to the middle in the network's shape and resized; of a video its middle frames are seen.
 
@@ -37,15 +37,17 @@ from megadit.models.shared.setting import setting
 class ClassifyOptions:
     bundle: str = setting(help="bundle of a classifier, or the folder of its run", positional=True, metavar="BUNDLE")
     pictures: Sequence[Path] = setting(help="pictures, videos, and folders of them", positional=True, metavar="PICTURE")
-    top: int = setting(3, "classes named of each (default: {default})", low=1)
+    top: int = setting(3, "classes to list for each picture (default: {default})", low=1)
     labels: Sequence[str] | None = setting(
         None, "candidate labels, for a bundle that matches texts (CLIP)", metavar="LABEL"
     )
     prompts: Sequence[str] = setting(
-        USUAL_PROMPTS, "texts around a label, which stands for {{}}, averaged (default: {default})", metavar="PROMPT"
+        USUAL_PROMPTS,
+        "templates of texts, in which {{}} is the label; features are averaged (default: {default})",
+        metavar="PROMPT",
     )
-    labelled: bool = setting(False, "the folder of a picture is its class: also tell the share that is right")
-    out: Path | None = setting(None, "write all of it here, too", metavar="FILE.json")
+    labelled: bool = setting(False, "take the folder of a picture for its class, and also report the accuracy")
+    out: Path | None = setting(None, "also write all results to this file", metavar="FILE.json")
     batch_size: int = setting(32, "pictures at once (default: {default})", low=1)
     runtime: str = setting(TORCH, "runtime of the network (default: {default})", choices=(TORCH, *EXPORTED))
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
@@ -95,7 +97,7 @@ class Classifier:
         return self._logits(clips).float().softmax(-1).cpu()
 
     def _of_labels(self, matcher: Matcher, labels: Sequence[str] | None, prompts: Sequence[str]) -> None:
-        """Classes that texts name: the nearest is the likeliest."""
+        """Classify by labels, which are texts: the nearest is the likeliest."""
         if not labels:
             raise UserError("a network that matches texts has no classes of its own: give --labels")
         if not all("{}" in prompt for prompt in prompts):
@@ -152,7 +154,7 @@ def accuracy(probability_NK: Tensor, class_N: Tensor, top: int) -> dict[str, tup
 
 
 def _label(path: Path, names: Sequence[str]) -> int:
-    """The class that a picture's folder is called after.
+    """Class of a picture, by the name of its folder.
 
     Raises:
         UserError: if the network knows no such class.

@@ -73,7 +73,7 @@ def _corner(place: int, num_columns: int, cell: tuple[int, int]) -> tuple[int, i
 
 
 def _wrapped(caption: str, width: int, num_lines: int) -> list[str]:
-    """Its lines, each broken where it is wider; at most `num_lines`."""
+    """Lines of a text, each broken where it is wider; at most `num_lines`."""
     if not num_lines:
         return []
     letters = max(4, int(width / _font().getlength("n")))

@@ -1,4 +1,4 @@
-"""Noise levels of flow models as the programs of their publishers step through them, to their roundings.
+"""Noise levels of flow models as the programs of their publishers step through them, with their rounding.
 
 A level is t = sigma / (1 + sigma), from 1 (noise) to 0, in float64 and then in float32 as theirs is.
 """
@@ -16,11 +16,11 @@ from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 
 STEPS = 1000
-"""A network is told STEPS t."""
+"""Factor of t in the network's input."""
 _NOISE = 1 - 1e-8
 """t of noise alone: float32 takes it for 1, and sigma stays finite."""
 _LEAST = 1e-4
-"""The lowest t that a network is told, where rounding leaves 0."""
+"""Lowest t of the network's input, where rounding leaves 0."""
 
 
 def wan(num_steps: int, shift: float) -> np.ndarray:
@@ -47,12 +47,12 @@ def flow_match_euler(num_steps: int, shift: float) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class FlowLevels:
-    """Levels of one program."""
+    """Levels of one published program."""
 
     levels: Callable[[int, float], np.ndarray]
     """(num_steps, shift) -> t."""
     tells_whole_steps: bool
-    """Whether a network is told STEPS t without its fraction."""
+    """Whether the network's input, STEPS t, is cut to a whole number."""
 
 
 FLOW_LEVELS = {
@@ -89,9 +89,9 @@ def noise_of_start(settings: SamplingSettings, sigmas: Tensor) -> float:
 
 
 def with_whole_steps(denoise: Denoise, settings: SamplingSettings, config: NetworkConfig) -> Denoise:
-    """The denoiser, where its network is of a flow told each noise level as the schedule's program tells it.
+    """Wrap a denoiser whose network is of a flow: its noise level is rounded as the schedule's program does.
 
-    Of D(x'; sigma') at the rounded level, with x' such that the network sees the same, the velocity is
+    With D(x'; sigma') at the rounded level, and x' such that the network sees the same, the velocity is
     (state - D) / t', and the estimate at the level itself is state - t velocity.
     """
     known = FLOW_LEVELS.get(settings.schedule)

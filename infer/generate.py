@@ -136,7 +136,7 @@ def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
 def _check_videos(
     specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
 ) -> dict[GivenFile, GivenVideo]:
-    """Refuses what cannot be made before the network is loaded; returns what the files hold that are given."""
+    """Refuse what cannot be made before the network is loaded; return the conditioning media by their files."""
     for settings in dict.fromkeys(spec.settings for spec in specs):
         latent_size(settings, bundle.config, tokenizer)
         warning = far_from_training(settings, bundle.defaults, bundle.config, tokenizer)
@@ -189,7 +189,7 @@ def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle
 
 
 def _dtype(options: GenerateOptions, bundle: Bundle) -> str:
-    """The dtype that the options ask for, or else choose for this bundle; the first rank says which."""
+    """Return the dtype that the options name, or else choose one for this bundle; the first rank prints it."""
     tell = tell_dtype if is_first() else chosen_dtype
     runtime = options.runtime or DEFAULT_RUNTIME
     return tell(options.dtype or DEFAULT_DTYPE, bundle, device_name(options.device), runtime)

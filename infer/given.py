@@ -21,12 +21,12 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.tokenizers import VideoTokenizer
 
 REMAKE = "remake"
-"""Video-to-video: the whole of a video with noise added, from which the last steps are done again."""
+"""Video-to-video: noise is added to a whole video, from which the last steps are done again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GivenVideo:
-    """A video or image, and what it is of the generated one; resized where the size differs.
+    """Conditioning medium: a video or image, and its use in the generated one; resized where the size differs.
 
     Raises:
         UserError: for frames of another kind, an unknown use, or a use that lacks what it needs.
@@ -39,8 +39,8 @@ class GivenVideo:
     strength: float | None = None
     """Strength of video-to-video: the share of the steps that is done again, from this video with that much noise."""
     keep_frames: int | None = None
-    """The given video's last so many frames become the first ones (`prefix`), its first ones the last (`suffix`);
-    rounded down to what the tokenizer can encode."""
+    """Number of frames that are kept: this video's last ones become the first (`prefix`), its first ones the last
+    (`suffix`); rounded down to what the tokenizer can encode."""
     frame: int | None = None
     """Index of the frame that a `keyframe` is."""
     mask: np.ndarray | None = None
@@ -51,12 +51,12 @@ class GivenVideo:
             raise UserError(f"frames must be uint8 [T, H, W, 3], got {self.frames.dtype} {list(self.frames.shape)}")
         if not self.use:
             if (self.strength is None) == (self.keep_frames is None):
-                raise UserError("say what to do with the given video: strength, or keep_frames")
+                raise UserError("a conditioning video without a use needs one of strength and keep_frames")
             object.__setattr__(self, "use", "prefix" if self.strength is None else REMAKE)
-        choose_one(self.use, USES, f"{self.use!r} is no use of a given video")
+        choose_one(self.use, USES, f"conditioning {self.use!r} is unknown")
         for use, name in ((REMAKE, "strength"), ("keyframe", "frame"), ("inpaint", "mask")):
             if (self.use == use) != (getattr(self, name) is not None):
-                raise UserError(f"{name} goes with use={use}, and with no other: got use={self.use}")
+                raise UserError(f"{name} goes with use={use} alone, got use={self.use}")
         if self.strength is not None and not 0 < self.strength <= 1:
             raise UserError(f"strength={self.strength} must be greater than 0 and at most 1")
         if self.keep_frames is not None and self.keep_frames < 1:
@@ -86,7 +86,7 @@ def common_strength(all_media: Iterable[Sequence[GivenVideo]]) -> float | None:
     """
     strengths = {strength_of(media) for media in all_media}
     if len(strengths) > 1:
-        raise UserError(f"videos that are made together need one strength, got {', '.join(map(str, strengths))}")
+        raise UserError(f"videos of one batch need the same strength, got {', '.join(map(str, strengths))}")
     return next(iter(strengths), None)
 
 
@@ -94,8 +94,7 @@ def common_strength(all_media: Iterable[Sequence[GivenVideo]]) -> float | None:
 
 
 FRAMES_BESIDE = {"first_frame": "--image", "last_frame": "--last_image"}
-"""Uses of networks that read what is given beside their latents, without which they make no video (Wan's) -> flags of
-`megadit generate`."""
+"""Conditionings in extra channels, without which such networks (Wan's) make no video -> flags of `megadit generate`."""
 
 
 class Target(NamedTuple):
@@ -108,7 +107,7 @@ class Target(NamedTuple):
     """Shape of its latents, (C, T, H, W)."""
     tokenizer: VideoTokenizer
     form: GivenForm
-    """How the network sees what is given."""
+    """Mode in which the network is conditioned."""
 
     @classmethod
     def of(cls, settings: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer) -> "Target":
@@ -124,7 +123,7 @@ class Target(NamedTuple):
         return self.shape[1]
 
     def time_of(self, frame: int) -> float:
-        """When a frame is, in latent frames: a causal tokenizer's latent t ends with frame t * compression."""
+        """Time of a frame, in latent frames: a causal tokenizer's latent t ends with frame t * compression."""
         return frame / self.tokenizer.temporal_compression
 
 
@@ -133,10 +132,10 @@ class Source(NamedTuple):
 
     frames_THWC: np.ndarray
     first: int | None
-    """The latent frame of the video at which they begin; None: they are given besides it, at `times`."""
+    """Latent frame of the video at which they begin; None: extra conditioning frames, at `times`."""
     times: tuple[float, ...] = ()
     skipped: int = 0
-    """Latent frames that are left out at their beginning."""
+    """Latent frames that are dropped at their beginning."""
 
 
 def _first_frame(medium: GivenVideo, target: Target) -> Source:
@@ -153,12 +152,12 @@ def _prefix(medium: GivenVideo, target: Target) -> Source:
 
 
 def _suffix(medium: GivenVideo, target: Target) -> Source:
-    """Its latents depend on frames before it, which are not known: its first one stands for them."""
+    """Place a video's end, whose latents depend on unknown frames before it: its first one stands for them."""
     asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
     compression = target.tokenizer.temporal_compression
     count = min(asked, len(medium.frames)) // compression
     if not count:
-        raise UserError(f"the end of a video must be given by at least {compression} frames, got {len(medium.frames)}")
+        raise UserError(f"conditioning on a video's end takes at least {compression} frames, got {len(medium.frames)}")
     if count >= target.latent_frames:
         raise UserError(f"keep_frames={asked} leaves nothing to make of {target.num_frames} frames")
     frames = medium.frames[: count * compression]
@@ -202,7 +201,7 @@ USES: dict[str, Callable[[GivenVideo, Target], Source]] = {
 
 
 Media = tuple[GivenVideo, ...]
-"""All that is given of one video."""
+"""All conditioning media of one video."""
 
 
 AnyGiven = GivenVideo | Media | list[GivenVideo | Media | None] | None
@@ -217,12 +216,12 @@ def media_of(given: AnyGiven, count: int) -> list[Media]:
     """
     entries = given if isinstance(given, list) else [given] * count
     if len(entries) != count:
-        raise UserError(f"got what is given of {len(entries)} of {count} videos; give it once, or for each prompt")
+        raise UserError(f"{len(entries)} conditioning inputs for {count} prompts; give one, or one for each prompt")
     return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
 
 
 def structure_of(media: Media, target: Target) -> tuple[Any, ...]:
-    """Equal for videos of which the same places are given: these can share a batch."""
+    """Key that is equal for videos with conditioning in the same places: these can share a batch."""
     masks = (None if medium.mask is None else (medium.mask.shape, medium.mask.tobytes()) for medium in media)
     return *places_of(media, target), *masks
 
@@ -237,12 +236,12 @@ def places_of(media: Media, target: Target) -> tuple[Any, ...]:
 
 
 def num_extra_frames(media: Media, target: Target) -> int:
-    """Latent frames that are given of a video besides its own."""
+    """Number of extra conditioning frames beside the video's own, in latent frames."""
     return sum(len(USES[medium.use](medium, target).times) for medium in media)
 
 
 def trained_as(use: str, frame: int | None) -> str:
-    """The use of training (`train/data/given.py`) that a use here is."""
+    """Return the conditioning of training (`train/data/given.py`) that belongs to a use here."""
     if use == "keyframe":
         return "keyframes" if frame else "first_frame"
     return use
@@ -263,34 +262,37 @@ def lengthened(video: np.ndarray, wanted: int, frames: int) -> np.ndarray:
         UserError: if there are fewer than `wanted`.
     """
     if len(video) < wanted:
-        raise UserError(f"the given video has {len(video)} frames, {wanted} are wanted: set num_frames to at most that")
+        raise UserError(
+            f"the conditioning video has {len(video)} frames, {wanted} are needed: set num_frames to at most "
+            f"{len(video)}"
+        )
     return np.concatenate([video[:wanted], np.repeat(video[wanted - 1 : wanted], frames - wanted, axis=0)])
 
 
 def check_given(media: Sequence[GivenVideo], takes: Collection[str], target: Target) -> None:
     """Check media as far as it can be done before anything is encoded.
 
-    `takes` are the uses that the network was trained for.
+    `takes` are the conditionings that the network was trained with.
 
     Raises:
         UserError: for media that do not fit the video or each other, and uses that the network cannot take.
     """
     if len(media) > 1 and strength_of(media) is not None:
-        raise UserError("strength makes a whole video anew: give nothing else beside it")
+        raise UserError("strength is for video-to-video alone: leave out all other conditioning")
     sources = [USES[medium.use](medium, target) for medium in media]
     needs_training = not target.form.is_among or any(source.first is None for source in sources)
     uses = [trained_as(medium.use, medium.frame) for medium in media]
     asked = [use for use in FRAMES_BESIDE if use == "first_frame" or use in takes]
     if not target.form.is_among and not set(asked) <= set(uses):
         named, flags = " and a ".join(use.replace("_", " ") for use in asked), map(FRAMES_BESIDE.get, asked)
-        raise UserError(f"this network makes videos of a {named}: give it {' and '.join(flags)}")
+        raise UserError(f"this network needs a {named}: give {' and '.join(flags)}")
     for medium, use in zip(media, uses, strict=True):
         if needs_training and use not in takes:
-            known = f"; it takes {', '.join(sorted(takes))}" if takes else "; it takes nothing"
-            raise UserError(f"this checkpoint was not trained to be given {use} (data.given){known}")
+            known = ", ".join(sorted(takes)) or "none"
+            raise UserError(f"this checkpoint has no {use} conditioning (supported: {known})")
         if medium.mask is not None and len(medium.mask) not in (1, len(medium.frames)):
             raise UserError(
-                f"the mask has {len(medium.mask)} frames, the video {len(medium.frames)}; give 1 or as many"
+                f"the mask has {len(medium.mask)} frames, the video {len(medium.frames)}; give 1 mask frame or as many"
             )
         if medium.mask is not None and not medium.mask.any():
-            raise UserError("the mask marks nothing to make anew: white is what is made, black is what stays")
+            raise UserError("the mask is black everywhere: white marks what is generated, black what stays")

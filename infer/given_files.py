@@ -1,4 +1,4 @@
-"""The files that a generation is given: options to files with a use, and back from a record."""
+"""Conditioning files of a generation: from options to files with a use, and back from a record."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,14 +15,14 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
 
 MEDIA = {name: use for name, use in USES.items() if name != "keyframe"}
-"""Options that name one file, and its use; a `video` with a `mask` is for inpaint. `keyframe` names several."""
+"""Options that name one file -> its use; a `video` with a `mask` is for inpaint. `keyframe` names several."""
 OPTIONS = (*MEDIA, "keyframe", "mask", "strength", "keep_frames")
-"""All options of given files, and the keys of a .jsonl prompt file's lines."""
+"""All options of conditioning files, and the keys of a .jsonl prompt file's lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenFile:
-    """A file that is given; see `GivenVideo`."""
+    """Conditioning file; see `GivenVideo`."""
 
     path: str
     sha256: str
@@ -34,7 +34,7 @@ class GivenFile:
     mask_sha256: str = ""
 
     def load(self) -> GivenVideo:
-        """Decodes it."""
+        """Decode the file."""
         frames, _ = read_video(self.path)
         mask_THW = white_of(read_video(self.mask)[0]) if self.mask else None
         return GivenVideo(
@@ -78,7 +78,7 @@ def as_record(files: Sequence[GivenFile]) -> list[dict[str, Any]]:
 
 
 def options_of(recorded: Any) -> dict[str, Any]:
-    """The options that give what a record says.
+    """Return the options that name the conditioning files of a record.
 
     Raises:
         UserError: if one of the files was changed since, and for what was given from Python, in no file.

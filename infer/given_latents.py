@@ -31,16 +31,16 @@ class Known:
     """Conditioning of the videos of a batch, in the same places in all."""
 
     latents_BCTHW: Tensor
-    """float32, of the videos; zeros where nothing is known."""
+    """Clean latents, float32; zeros where nothing is known."""
     is_kept_THW: Tensor
-    """bool: the latents that stay as they are."""
+    """Mask of the latents that stay as they are, bool."""
     given: Given | None = None
     """Conditioning that the network sees; None if it was not trained with it."""
     image_BIE: Tensor | None = None
-    """Features of a given image, where the network reads them."""
+    """Features of the conditioning images, where the network reads them."""
 
     def initial_state(self, sigma: float, noise_BCTHW: Tensor, noise_scale: float = 1.0) -> Tensor:
-        """x = known latents + sigma noise, float64 BCTHW; of noise to which the scale applies where nothing is kept."""
+        """Initial state x = known latents + sigma noise, float64 BCTHW; the scale applies where nothing is kept."""
         noise_BCTHW = torch.where(self.is_kept_THW, noise_BCTHW, noise_scale * noise_BCTHW)
         return self.latents_BCTHW.double() + sigma * noise_BCTHW.double()
 
@@ -54,7 +54,7 @@ class Known:
         return {"given": given, "image_BIE": self.image_BIE}
 
     def replaces(self, denoise: Denoise) -> Denoise:
-        """The same denoiser, which however knows what is kept.
+        """Wrap a denoiser: where latents are kept, it returns these.
 
         With D = x0 there, every solver keeps it on x = x0 + sigma noise: what training saw of such videos.
         """

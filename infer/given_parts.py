@@ -16,7 +16,7 @@ DARKEST_WHITE = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Medium:
-    """A file that is given; see `GivenVideo`."""
+    """Conditioning file of a request or a command; see `GivenVideo`."""
 
     source: Any
     """A path, or the bytes of a file."""
@@ -29,7 +29,7 @@ class Medium:
 
 
 def given_parts(values: Mapping[str, Any], num_frames: int) -> list[Medium]:
-    """The parts that the values of `GivenOptions` give of a video of `num_frames`.
+    """Return the conditioning files that the values of `GivenOptions` name for a video of `num_frames`.
 
     Raises:
         UserError: for options that exclude each other, and a malformed keyframe.

@@ -32,7 +32,7 @@ GIVEN, OTHERS = "given", ("text_length_B", "fps_B", "image_BIE", "pooled_BP", "g
 
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], tuple[Tensor, Callable[[], None]]]
-"""Takes a function of tensors that stay in place; gives its result's place and what computes it there again."""
+"""Records a function of tensors that stay in place: gives the place of its result, and what computes it there again."""
 
 
 def record_cuda_graph(compute: Compute) -> tuple[Tensor, Callable[[], None]]:
@@ -74,8 +74,8 @@ class _Recording:
 
 
 class RecordedDenoiser:
-    """The same denoiser; the first call of each size of batch, video and text is recorded, and of each choice of places
-    where something is given.
+    """Denoiser whose calls are recorded: the first of each size of batch, video and text, and of each set of places
+    with conditioning.
 
     Calls with adapters are not: these come and go, and with them the memory that a recording would read.
     """

@@ -34,7 +34,7 @@ class Denoiser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One of the answers that guidance combines."""
+    """One of the terms that guidance combines: a denoiser and its conditions."""
 
     denoiser: Denoiser
     conditioning: Conditioning
@@ -59,8 +59,8 @@ def guidance_scale(guidance: float, convention: GuidanceConvention = "standard")
 
 
 def in_one_batch(branches: Sequence[Branch]) -> Ask:
-    """Branches of one denoiser share a call of several times the batch; different denoisers take turns, and those to
-    which something of the video is given and those to which nothing is."""
+    """Evaluate branches of one denoiser in one call of several times the batch; different denoisers take turns, and so
+    do branches with and without conditioning media."""
     calls: list[tuple[Denoiser, list[int], Conditioning]] = []
     together: dict[tuple[int, bool], list[int]] = {}
     for place, branch in enumerate(branches):
@@ -80,7 +80,7 @@ def in_one_batch(branches: Sequence[Branch]) -> Ask:
 
 
 def in_turn(branches: Sequence[Branch]) -> Ask:
-    """One call for each branch: half the memory of a shared one."""
+    """Evaluate each branch in a call of its own: half the memory of a shared one."""
     return lambda x, sigma_B: [branch.denoiser(x, sigma_B, branch.conditioning) for branch in branches]
 
 
@@ -131,9 +131,9 @@ def guided_by_settings(
     weaker: Denoiser | None = None,
     evaluate: Evaluate = in_one_batch,
 ) -> Denoise:
-    """The denoiser of some prompts under the guidance that the settings ask for.
+    """Return the denoiser of some prompts under the guidance of the settings.
 
-    `condition` gives the conditions of texts, with all that is given of the videos; `weaker` is the network of
+    `condition` gives the conditions of texts, with the videos' conditioning media; `weaker` is the network of
     autoguidance, which has no adapters.
     """
 
@@ -166,7 +166,7 @@ def guided_by_settings(
 def told_guidance(
     settings: SamplingSettings, config: NetworkConfig, condition: Callable[[list[str]], Conditioning]
 ) -> tuple[SamplingSettings, Callable[[list[str]], Conditioning]]:
-    """Settings and conditions as a network is asked: one that is told the scale of guidance once, without any.
+    """Return settings and conditions for the network: a guidance-distilled one gets the scale as an input.
 
     (Meng et al., arXiv 2210.03142, section 3.2.)
     """
@@ -181,7 +181,7 @@ def told_guidance(
 
 
 def within(interval: tuple[float, float], inside: Denoise, outside: Denoise) -> Denoise:
-    """The first at the noise levels of `interval`, the second at all others."""
+    """Use the first function at the noise levels of `interval`, the second at all others."""
     low, high = interval
     return lambda x, sigma_B: (inside if low <= sigma_B[0].item() <= high else outside)(x, sigma_B)
 
@@ -189,10 +189,10 @@ def within(interval: tuple[float, float], inside: Denoise, outside: Denoise) -> 
 def classifier_free_guidance(
     denoiser: Denoiser, conditioning: Conditioning, *, scale: float, negative: Conditioning | None = None, **options
 ) -> Denoise:
-    """D(x; sigma) = D_uncond + scale (D_cond - D_uncond), both halves in one call of twice the batch.
+    """D(x; sigma) = D_uncond + scale (D_cond - D_uncond), both passes in one call of twice the batch.
 
-    (arXiv 2207.12598, eq. 6 with w = scale - 1.) `negative` stands in for the null text of the unconditional half.
-    A scale of 1 is D_cond, and asks for that half alone. `options` are those of `guided`.
+    (arXiv 2207.12598, eq. 6 with w = scale - 1.) `negative` stands in for the null text of the unconditional pass.
+    A scale of 1 is D_cond, and takes that pass alone. `options` are those of `guided`.
     """
     uncond = conditioning.null() if negative is None else negative
     return guided([Branch(denoiser, conditioning)], [scale], Branch(denoiser, uncond), **options)

@@ -1,14 +1,14 @@
-"""A hook for a judge of videos, `--judge_dir DIRECTORY`: of `build-repository`, for requests that ask to be evaluated,
-of `evaluate` and `tune-sampler`, whose figures its scores are, and of `prepare`.
+"""Hook for a scorer of videos, `--judge_dir DIRECTORY`: of `build-repository` for requests that ask for scores, of
+`evaluate` and `tune-sampler`, which take its scores for metrics, and of `prepare`.
 
 The directory holds `judge.py`, the user's own program, which is run as such, with what it needs beside it. It defines:
 
     def judge(video: numpy.ndarray, prompt: str) -> dict[str, float]:
         "Scores of a video (uint8 THWC) that was made of this prompt, by their names."
 
-    BETTER = {"beauty": "higher", "overlay": "lower"}    # the scores that are figures, and what is better
+    BETTER = {"beauty": "higher", "overlay": "lower"}    # the scores that are metrics, and their better direction
 
-One that fails costs nobody a video: it has no scores then. Figures are of all videos, and end where one has none.
+A failure costs no video, which then has no scores; metrics need the scores of all videos, and end in an error.
 """
 
 import math
@@ -36,7 +36,7 @@ class Judge:
 
     @classmethod
     def load(cls, directory: str | Path) -> "Judge":
-        """Runs the directory's judge.py.
+        """Run the directory's judge.py.
 
         Raises:
             UserError: if there is none, it fails, or defines no judge.
@@ -45,7 +45,7 @@ class Judge:
         program = run_program(path)
         judge = getattr(program, "judge", None)
         if not callable(judge):
-            raise UserError(f"{path} defines no judge")
+            raise UserError(f"{path} defines no function judge(video, prompt)")
         return cls(judge, getattr(program, "BETTER", None))
 
     def scores(self, video_THWC: np.ndarray, prompt: str) -> dict[str, float]:

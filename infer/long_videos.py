@@ -21,23 +21,23 @@ from megadit.models.shared.progress import Progress
 def stories(grid: Grid, options: GenerateOptions, takes: Collection[str]) -> Grid:
     """The videos to be made: one for each prompt, or with --story one of all prompts.
 
-    `takes` are the uses of given videos that the network was trained for.
+    `takes` are the conditionings that the network was trained with.
 
     Raises:
         UserError: for options that a video in windows cannot have.
     """
-    refuse(options.format not in (None, "mp4"), "--total_frames makes an mp4: leave out --format")
+    refuse(options.format not in (None, "mp4"), f"--total_frames makes an mp4: leave out --format={options.format}")
     refuse(options.contact_sheet, "--total_frames makes no contact sheet: leave out --contact_sheet")
     suffix = Path(options.video_save_path).suffix.lower()
     refuse(suffix not in ("", ".mp4"), f"--video_save_path={options.video_save_path}: --total_frames makes an mp4")
-    refuse(options.keep_first and "edit" not in takes, "--keep_first needs a model that was trained for edit")
+    refuse(options.keep_first and "edit" not in takes, "--keep_first needs a model with edit conditioning")
     for spec in grid.specs:
         num_windows(options.total_frames, spec.settings.num_frames, options.keep_frames or 1)
     if not options.story:
         return grid
     first, *others = grid.specs
     alike = all((spec.settings, spec.given, spec.seed) == (first.settings, first.given, first.seed) for spec in others)
-    refuse(not alike, "--story tells one video: its prompts need the same seed, settings and given files")
+    refuse(not alike, "--story makes one video: its prompts need the same seed, settings and conditioning files")
     return Grid(specs=[first], num_columns=1)
 
 
@@ -50,7 +50,7 @@ def write_long_videos(
     bundle: Bundle,
     mark: Marker | None = None,
 ) -> None:
-    """Makes them one after another; prints the path of each."""
+    """Make the videos one after another, and print the path of each."""
     keep_frames = options.keep_frames or 1
     per_window = [pipeline.num_denoiser_calls(1, spec.settings) for spec in specs]
     windows = [num_windows(options.total_frames, spec.settings.num_frames, keep_frames) for spec in specs]

@@ -1,4 +1,4 @@
-"""How well texts fit pictures, by the bundle of a network that matches them; called alike under every runtime.
+"""Similarity of texts and pictures, by the bundle of a CLIP model; called alike under every runtime.
 
 Shapes: N pictures, J texts, K labels, L tokens, E width of embeddings.
 """
@@ -15,7 +15,7 @@ from megadit.infer.runtimes.load import EXPORTED, TORCH, open_exported
 from megadit.models.bundle.bundle import Bundle
 
 USUAL_PROMPTS = ("{}", "a picture of {}")
-"""Around a label, where none are given."""
+"""Templates around a label, where none are given."""
 
 
 class Matcher:

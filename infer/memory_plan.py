@@ -66,12 +66,12 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """Bytes on the device; of blocks that are fetched for their turn, in the host's memory."""
+    """Bytes on the device, and in the host's memory for offloaded blocks."""
 
     network: int
     autoencoder: int
     text_encoder: int | None
-    """None: its files are not on this machine."""
+    """Weights; None: its files are not on this machine."""
     keeps_text_encoder: bool
     sampling: int
     """Activations."""
@@ -157,7 +157,7 @@ def describe_plan(plan: MemoryPlan, room: int, fits: Choices | None) -> str:
 
 
 def num_blocks(config: NetworkConfig) -> int:
-    """Parts of a network that may take turns in memory."""
+    """Number of blocks that can be offloaded."""
     return config.num_layers if isinstance(config, DiTConfig) else 0
 
 
@@ -173,8 +173,8 @@ def _network_bytes(config: NetworkConfig, choices: Choices) -> tuple[int, int]:
 
 
 def _rows(settings: SamplingSettings, config: NetworkConfig) -> int:
-    """Conditions of a video for which one call of the network asks: those wanted, and the one that guidance leads away
-    from, unless it is another network's (`guidance.in_one_batch`), or the network is told the scale."""
+    """Rows of a video in one call of the network: the wanted conditions, and the one that guidance leads away from,
+    unless it is another network's (`guidance.in_one_batch`), or the network is guidance-distilled."""
     if config.guidance_range is not None:
         return 1
     wanted, total = 1 + bool(settings.second_prompt), settings.guidance + settings.second_guidance

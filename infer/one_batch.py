@@ -67,8 +67,8 @@ def sample(
     weaker: Denoiser | None,
     evaluate: Evaluate,
 ) -> Tensor:
-    """Latents BCTHW, float32, of one batch: what `solve` makes by the denoiser that `denoise_by_settings` gives, of
-    which calls number `skipped` are predicted; `around` tells of each call."""
+    """Return the latents BCTHW, float32, of one batch: `solve` over `sigmas` [num_steps + 1] by the denoiser of
+    `denoise_by_settings`, whose calls number `skipped` are predicted; `around` wraps the denoiser."""
     settings, condition = told_guidance(settings, config, condition)
     denoise = denoise_by_settings(settings, batch, denoiser, condition, weaker=weaker, evaluate=evaluate)
     denoise = cached(with_whole_steps(denoise, settings, config), skipped, config.sigma_data)
@@ -84,8 +84,8 @@ def solve(
     shape: Sequence[int],
     known: Known | None,
 ) -> Tensor:
-    """Latents BCTHW, float32: from the noise of `key_B` at the first of `sigmas` [num_steps + 1], or from what is
-    `known`, to the last. The noise is multiplied by `settings.noise_scale` where nothing is kept.
+    """Return the latents BCTHW, float32, solved from the noise of `key_B` at the first of `sigmas` [num_steps + 1], or
+    from what is `known`, to the last. `settings.noise_scale` scales the noise where nothing is kept.
 
     Raises:
         UserError: if they are not finite.

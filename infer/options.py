@@ -62,10 +62,10 @@ class GenerateOptions(GivenOptions):
         metavar="TEXT",
     )
     seed: int | None = setting(
-        None, "decides the initial noise, alone: the same seed gives the same video in any batch (default: 0)"
+        None, "seed of the initial noise: the same seed gives the same video in any batch (default: 0)"
     )
     seeds: Sequence[int] = setting((), "several seeds: one video for each prompt and seed")
-    guidances: Sequence[float] = setting((), "several scales: one video for each prompt, scale and seed")
+    guidances: Sequence[float] = setting((), "several guidance scales: one video for each prompt, scale and seed")
     guidance_convention: GuidanceConvention = setting(
         "standard", "scale of --guidance: uncond + scale (cond - uncond), or NeMo's cond + g (cond - uncond)"
     )
@@ -125,23 +125,28 @@ class GenerateOptions(GivenOptions):
     runtime: str | None = setting(
         None, "torch; onnx, onnx_tensorrt or tensorrt for a bundle of `megadit export` (default: torch)", metavar="NAME"
     )
-    sequential_guidance: bool = setting(False, "ask for the halves of guidance in turn: less memory, a little slower")
-    offload_text_encoder: bool = setting(False, "free the text encoder's memory while sampling")
-    compile: bool = setting(False, "compile the network (torch.compile), with sizes left open")
-    cuda_graphs: bool = setting(
-        False, "record the network's kernels once for each size and launch them all at once (GPU)"
+    sequential_guidance: bool = setting(
+        False, "run the conditional and unconditional pass in turn: less memory, a little slower"
     )
+    offload_text_encoder: bool = setting(False, "free the text encoder's memory while sampling")
+    compile: bool = setting(False, "compile the network (torch.compile) for any sizes")
+    cuda_graphs: bool = setting(False, "record the network's kernels as a CUDA graph, once for each size (GPU)")
     resident_blocks: int | None = setting(
         None,
-        "keep so many blocks of the network and one more in memory, and fetch the others for their turn: much less "
-        "memory, slower (default: all stay)",
+        "offload blocks of the network: keep so many and one more on the device, and copy each other one in before "
+        "use: much less memory, slower (default: keep all)",
         above=0,
     )
     dry_run: bool = setting(
-        False, "say what memory it will take and what fits, load and make nothing", names=("--dry_run", "--dry-run")
+        False,
+        "print the memory that the videos need and what fits; load and make nothing",
+        names=("--dry_run", "--dry-run"),
     )
     device_memory: float | None = setting(
-        None, "GiB of the device that may be taken (default: what is free on --device)", above=0, metavar="GIB"
+        None,
+        "memory of the device that may be used, in GiB (default: what is free on --device)",
+        above=0,
+        metavar="GIB",
     )
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
     overlap_decoding: bool = setting(False, "decode a batch while the next one is sampled")
@@ -152,14 +157,12 @@ class GenerateOptions(GivenOptions):
     t5_cache_dir: str = _path(
         "directory of the text encoder to load instead of the checkpoint's copy; must be the same one"
     )
-    num_devices: int | None = setting(
-        None, "processes that torchrun starts, which decides: any other number is refused"
-    )
+    num_devices: int | None = setting(None, "processes that torchrun has started; any other number is refused")
     tp_size: int = setting(1, "processes that share the network's matrices (tensor parallelism)")
     cp_size: int = setting(1, "processes that share the tokens of a video (context parallelism)")
     cfg_parallel: bool = setting(
         False,
-        "split the halves of guidance over two processes; what torchrun starts beyond --tp_size and this shares the "
+        "run the conditional and unconditional pass on two processes; processes beyond --tp_size and this share the "
         "prompts",
     )
     guardrail_dir: str = _path("directory with guardrail.py, a content filter for prompts and videos")

@@ -166,7 +166,7 @@ def save_long(
 
 
 def make_record(result: GeneratedVideo, spec: VideoSpec) -> dict[str, Any]:
-    """All that made a video; `--repeat` reads it."""
+    """Everything that made a video; `--repeat` reads it."""
     return {**result.record(), **_files_of(spec)}
 
 
@@ -199,7 +199,7 @@ def read_record(path: str) -> dict[str, Any]:
 
 
 def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[GenerateOptions, SamplingSettings]:
-    """The options as if all that the record says had been given, where it was not given otherwise; and its settings.
+    """Return the options with the record's values where none were given, and the record's settings.
 
     Raises:
         UserError: if the record is incomplete, or a file it started from was changed.

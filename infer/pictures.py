@@ -1,4 +1,4 @@
-"""Pictures as networks see them that judge: files, what is cut of them, and their latents.
+"""Pictures as classifiers and CLIP models read them: files, crops, and their latents.
 
 Shapes: N pictures, T/H/W frames, height, width, C colours.
 """
@@ -21,7 +21,7 @@ SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 
 
 def picture_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """All files, those of folders in the order of their names.
+    """Return all files, those of folders in the order of their names.
 
     Raises:
         UserError: for a path without any.

@@ -97,10 +97,10 @@ class TextToVideo:
         origin: Mapping[str, Any] = MappingProxyType({}),
         reopen: Callable[[], "TextToVideo"] | None = None,
     ) -> None:
-        """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
+        """`evaluate` runs the passes of guidance; `load_weaker` gives the denoiser of a checkpoint for
         autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `adapters` holds
-        those of the denoiser, where it takes any; `takes` are the uses of given videos that it was trained for
-        (`Bundle.takes`), `image_encoder` gives the features of given images to networks that read them;
+        those of the denoiser, where it takes any; `takes` are the conditionings that it was trained with
+        (`Bundle.takes`), `image_encoder` gives features of conditioning images to networks that read them;
         `cache_plans` are those that `cache_budget` chooses from; with `overlap_decoding` a batch is decoded while the
         next is sampled; `origin` is kept in the record of each video (`results.origin_of`); `reopen` opens the same
         pipeline again, in place of a copy of what can have none (sessions, processes, threads)."""
@@ -152,16 +152,16 @@ class TextToVideo:
 
         A `tokenizer` or `text_encoder` given here spares loading the bundle's copy, and must be the same. `dtype` is
         that of the network (auto: `runtimes/chosen_dtype.py`); preconditioning is float32 and the sampler's state
-        float64 in any case. Without `batch_guidance` the network is asked twice instead of for two halves of a batch;
+        float64 in any case. Without `batch_guidance` the conditional and unconditional pass are two calls, not one;
         `offload_text_encoder` frees its memory while sampling; `compile` compiles the network (torch.compile), with
         sizes left open; `cuda_graphs` records its kernels for each size (on a GPU); with `resident_blocks` K at most K
         + 1 blocks are in memory (`runtimes/streamed.py`); `overlap_decoding` decodes a batch, maybe in tiles
-        (`tokenizers/tiling.py`), while the next one is sampled; `cache_measure` says what `cache_budget` is a share of
+        (`tokenizers/tiling.py`), while the next one is sampled; `cache_measure` is the error that `cache_budget` bounds
         (`cache.py`); `guardrail_dir` names a content filter (`megadit.infer.guardrail`); adapters that nobody asks for
         stay in memory up to `adapter_bytes`; without `opens_paths` no setting opens another checkpoint; `runtime` is
         torch, or onnx or tensorrt for a bundle that `megadit export` made.
         Processes of torchrun can share the network's matrices (`tensor_parallel` of them), the tokens of a video
-        (`context_parallel`) and, in groups, the halves of guidance; all of them then generate the same prompts. Without
+        (`context_parallel`) and, in groups, the passes of guidance; all of them then generate the same prompts. Without
         torchrun, `ranks` are processes that this one starts to share all these (`runtimes/ranked.py`).
 
         Raises:
@@ -242,10 +242,10 @@ class TextToVideo:
         left out, or None, comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
         `num_frames` may be any number: more are generated where the tokenizer needs them, and the tail is cut. One
         frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
-        `given` is what is known of the videos (frames, a clip, a mask): one `GivenVideo`, a tuple of several, or a list
+        `given` are conditioning media (frames, a clip, a mask): one `GivenVideo`, a tuple of several, or a list
         with either, or None, for each prompt. `adapters` gives the paths of adapters with their scales, {path: scale},
-        or a list of these, one for each prompt; what is left out, those of students say. `on_step` is told of every
-        denoiser call, may look at a preview, and cancels by returning False.
+        or a list of these, one for each prompt; settings left out may come from students. `on_step` is called after
+        every denoiser call, may look at a preview, and cancels by returning False.
 
         Raises:
             UserError: for anything that cannot be generated, before the network is asked.
@@ -273,7 +273,7 @@ class TextToVideo:
     ) -> Iterator[GeneratedVideo]:
         """Like a call, but gives each video as soon as its batch is done, and takes all settings in one.
 
-        None means those of a call that asks for nothing; see `resolve_settings`. `skipped` are denoiser calls to
+        None means the bundle's defaults; see `resolve_settings`. `skipped` are denoiser calls to
         predict instead, in place of those that `cache_budget` chooses. `around` is entered around parts of the work.
         """
         settings = resolve_settings(adapted_defaults(self.defaults, adapters) if settings is None else settings)
@@ -330,7 +330,7 @@ class TextToVideo:
             yield from results
 
     def admit_adapters(self, scales: Scales) -> None:
-        """Reads adapters, so that those which cannot be used are told before anything is generated.
+        """Read adapters, so that unusable ones are reported before anything is generated.
 
         Raises:
             UserError: as a call.
@@ -345,7 +345,7 @@ class TextToVideo:
         batch_size: int | None = None,
         given: AnyGiven = None,
     ) -> int:
-        """Denoiser calls that `num_videos` take: what `on_step` is told as `num_steps`, and counts if spared too."""
+        """Denoiser calls that `num_videos` take: `num_steps` of the calls of `on_step`; cached ones count, too."""
         media, target = media_of(given, num_videos), Target.of(settings, self.config, self.tokenizer)
         sigmas = remaining_sigmas(settings_sigmas(settings), common_strength(media))
         return len(cuts_of(media, target, self.config, batch_size)) * num_denoiser_calls(settings.sampler, sigmas)
@@ -382,7 +382,7 @@ class TextToVideo:
         return sample(batch, settings, sigmas, key_B, shape, known, condition, skipped, teller.around, **network)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
-        """One video at a time: a decoder's memory grows with the batch, and no result depends on it."""
+        """Decode one video at a time: a decoder's memory grows with the batch, and no result depends on it."""
         video_1CTHW = self.tokenizer.decode(latents_CTHW[None])
         frames_THWC = rearrange(video_1CTHW, "1 C T H W -> T H W C")[:num_frames]
         video_THWC = ((frames_THWC.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Sampling on several ranks: prompts dealt to replicas; halves of guidance, tokens and matrices split.
+"""Sampling on several ranks: prompts dealt to replicas; the passes of guidance, tokens and matrices split.
 
 world = replicas x halves of guidance x context-parallel x tensor-parallel ranks, the last of them next to each other
 """
@@ -25,13 +25,13 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the process that tells of mistakes and progress."""
+    """Whether this process prints errors and progress."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that were started together."""
+    """Place of this process among those that were started together."""
 
     replica: int
     """Index of its share of the jobs."""
@@ -108,7 +108,7 @@ def _halves(rank: int, shared: int, world: int) -> ProcessGroup:
 
 
 def split_over_ranks(group: ProcessGroup) -> Evaluate:
-    """Each rank of `group` asks for its share of the branches; all get every answer.
+    """Evaluate branches on the ranks of `group`, each its share; all get every answer.
 
     A single branch is asked for by all: it costs no time, and spares the exchange.
     """
@@ -132,7 +132,7 @@ def split_over_ranks(group: ProcessGroup) -> Evaluate:
 
 
 def device_name(name: str) -> str:
-    """The device that a process of several takes where it was not told: the GPU of its number on its machine."""
+    """Device of a process among several that names none: the GPU of its number on its machine."""
     if name == "auto" and world_size() > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return name

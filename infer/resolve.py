@@ -16,7 +16,7 @@ from megadit.models.tokenizers import VideoTokenizer
 MOST_TOKENS = 1 << 24
 """Most tokens of one video: a limit against slips of the pen, far above what fits any machine."""
 _FAR = 2.0
-"""Times more or fewer tokens than the defaults' from which on a shape is called far from training."""
+"""Ratio of tokens to the defaults', either way, from which on a shape is called far from training."""
 
 
 def resolve_settings(

@@ -208,7 +208,7 @@ def unipc_bh2(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
 
 @sampler
 def restart(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
-    """Begins anew from what the denoiser sees at each level: x_next = D(x; sigma) + sigma_next noise, one call a step.
+    """Multistep consistency sampling: x_next = D(x; sigma) + sigma_next noise, one call a step.
 
     For few levels, and for networks that were distilled to them (arXiv 2303.01469, algorithm 1). Without randomness the
     noise is that which x has, (x - D) / sigma, and the step is Euler's.

@@ -91,7 +91,7 @@ SCHEDULES = {
 
 
 def given_sigmas(levels: Sequence[float]) -> Tensor:
-    """The levels themselves, float64 [steps + 1], with a 0 at the end where there is none.
+    """Explicit noise levels, float64 [steps + 1], with a 0 at the end where there is none.
 
     Raises:
         UserError: unless they are positive, finite and decrease.
@@ -105,7 +105,7 @@ def given_sigmas(levels: Sequence[float]) -> Tensor:
 
 
 def settings_sigmas(settings: SamplingSettings) -> Tensor:
-    """The noise levels of a generation, [steps + 1]: given ones, or those of its schedule; multiplied by its shift.
+    """The noise levels of a generation, [steps + 1]: explicit ones, or those of its schedule; multiplied by its shift.
 
     With t = sigma / (1 + sigma), s sigma is what flow models call a shift: t -> s t / (1 + (s - 1) t).
     """
@@ -119,8 +119,8 @@ def settings_sigmas(settings: SamplingSettings) -> Tensor:
 
 
 def highest_sigma(settings: SamplingSettings) -> float:
-    """The noise level that a generation begins at; where its schedule begins with noise alone, that of t = .999,
-    shifted, from which on a network has been asked about noise and something else."""
+    """Noise level that a generation begins at; where its schedule begins with noise alone, that of t = .999, shifted,
+    the highest at which the network's input holds more than noise."""
     highest = settings_sigmas(settings)[0].item()
     return min(highest, 999.0 * settings.shift) if settings.schedule in FLOW_LEVELS else highest
 

@@ -1,4 +1,4 @@
-"""`megadit similarity`: how well texts fit pictures, by the bundle of a network that matches them.
+"""`megadit similarity`: scores image-text similarity with the bundle of a CLIP model.
 
     megadit similarity clip cat.png "a cat" "a dog"           # the similarity of each text
     megadit similarity clip pictures/ "a cat"                 # of all pictures in a folder
@@ -36,12 +36,12 @@ MOST_TEXT = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimilarityOptions:
-    bundle: str = setting(
-        help="bundle of a network that matches, or the folder of its run", positional=True, metavar="BUNDLE"
-    )
+    bundle: str = setting(help="bundle of a CLIP model, or the folder of its run", positional=True, metavar="BUNDLE")
     picture: Path = setting(help="a picture, a video, or a folder of them", positional=True, metavar="PICTURE")
-    texts: Sequence[str] = setting((), "texts; none: those beside the pictures", positional=True, metavar="TEXT")
-    out: Path | None = setting(None, "write all of it here, too", metavar="FILE.json")
+    texts: Sequence[str] = setting(
+        (), "texts to score (default: those beside the pictures)", positional=True, metavar="TEXT"
+    )
+    out: Path | None = setting(None, "also write all results to this file", metavar="FILE.json")
     batch_size: int = setting(32, "pictures at once (default: {default})", low=1)
     runtime: str = setting(TORCH, "runtime of the network (default: {default})", choices=(TORCH, *EXPORTED))
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")

@@ -1,4 +1,4 @@
-"""The videos that `megadit generate` is asked for: one for each prompt, guidance scale and seed, with its settings."""
+"""The videos of a `megadit generate` command: one for each prompt, guidance scale and seed, with its settings."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,8 +44,8 @@ class Grid:
 
 
 def video_grid(options: GenerateOptions, defaults: SamplingSettings, recorded: SamplingSettings | None = None) -> Grid:
-    """All videos that the options ask for, given a checkpoint's defaults; those `recorded` come before what it, and its
-    adapters, would have.
+    """All videos of the options with a checkpoint's defaults; settings in `recorded` come before defaults of the
+    checkpoint and its adapters.
 
     Raises:
         UserError: for a prompt file that cannot be read, and for settings that no video can have.

@@ -1,10 +1,11 @@
-"""`megadit tune-sampler`: the fewest evaluations of the network that make videos as good as a model's best ones.
+"""`megadit tune-sampler`: the fewest function evaluations that make videos as good as a model's best ones.
 
     megadit tune-sampler BUNDLE --real data/clips --extractors judge.safetensors --out runs/tuned
 
-Solvers, short lists of noise levels and scales of guidance (with --noise_scale, of the noise too) are tried on a part
-of the prompts; the best of each number of evaluations are compared on all of them, with the same prompts and seeds. The
-cheapest that is as good as the best becomes the bundle's default, which generate, export, Triton and the page obey.
+Solvers, short lists of noise levels and guidance scales (with --noise_scale also scales of the initial noise) are tried
+on a part of the prompts; the best of each number of evaluations are compared on all of them, with the same prompts and
+seeds. The cheapest that is as good as the best becomes the bundle's default, which generate, export, Triton and the
+page obey.
 """
 
 import math
@@ -51,7 +52,7 @@ SOLVERS: tuple[dict[str, Any], ...] = (
 LOWEST_SIGMAS = (0.02, 0.3, 0.7, 1.5)
 """The last level before 0, of data with unit standard deviation."""
 SECOND_SIGMA = 6.0
-"""The level after the highest, in lists beside Karras schedules: of what lies between little can be seen."""
+"""Level after the highest, in lists beside Karras schedules: levels between them change little."""
 SCALES = (0.5, 0.75, 1.0, 1.5)
 """Guidance scales to try, as factors of the model's own."""
 TRIAL_SHARE = 4
@@ -71,33 +72,37 @@ class TuneOptions:
     prompts: str = setting(
         "", "a text file, one prompt a line, or .jsonl (default: the captions of --real)", metavar="PATH"
     )
-    out: Path = setting(help="folder for tuned.json, and for videos and features, with which a second run goes on")
-    extractors: Sequence[Path] = setting((), "networks that videos are seen through, as of `megadit evaluate`")
+    out: Path = setting(help="folder for tuned.json, and for videos and features, with which a second run continues")
+    extractors: Sequence[Path] = setting((), "feature extractors, as for `megadit evaluate`")
     metrics: Sequence[str] = setting(
-        (), f"what must not get worse as extractors see it (default: {' '.join(METRICS_OF_TUNING)})", metavar="NAME"
+        (), f"metrics that must not get worse (default: {' '.join(METRICS_OF_TUNING)})", metavar="NAME"
     )
     judge_dir: Path | None = setting(
-        None, "folder with a judge.py of yours, none of whose scores may get worse", metavar="DIR"
+        None, "folder of a scorer of yours (judge.py), none of whose scores may get worse", metavar="DIR"
     )
     evaluations: Sequence[int] = setting(
-        (4, 6, 8), "how often the network may be asked for a video; guidance asks twice (default: {default})"
+        (4, 6, 8),
+        "numbers of network calls for a video, to try each; guidance takes two calls a step (default: {default})",
     )
     guidance: Sequence[float] = setting(
-        (), "scales to try (default: none, and 0.5 to 1.5 times the model's own)", low=1, metavar="NUMBER"
+        (), "guidance scales to try (default: none, and 0.5 to 1.5 times the model's own)", low=1, metavar="NUMBER"
     )
     noise_scale: Sequence[float] = setting(
         (),
-        "scales of the noise that videos begin with, to try by solvers that keep it (default: the model's own)",
+        "scales of the initial noise to try, with solvers that add none (default: the model's own)",
         above=0,
         metavar="NUMBER",
     )
     budget: float = setting(
-        0.02, "share of the best figure that may be lost, where its interval would show it (default: {default})", low=0
+        0.02,
+        "relative loss of the best metric value that is accepted; losses within the noise always are "
+        "(default: {default})",
+        low=0,
     )
     count: int | None = setting(None, "videos of each candidate (default: one for each prompt)", above=1)
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
     dtype: str = setting(DEFAULT_DTYPE, "dtype of the network (default: {default})", metavar="NAME")
-    dry_run: bool = setting(False, "say what is best and leave the bundle as it is")
+    dry_run: bool = setting(False, "print the best settings and leave the bundle as it is")
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -135,7 +140,7 @@ class Tuner:
     prompts: Sequence[str]
 
     def measured(self, ways: Sequence[Way], prompts: Sequence[str], *, told: bool = True) -> list[Way]:
-        """The same ways with the figures of their videos of `prompts`."""
+        """Return the ways with the metrics of their videos of `prompts`."""
         candidates = []
         for number, way in enumerate(ways, 1):
             if told:
@@ -198,13 +203,13 @@ def ways_to_sample(
 
 
 def _scales(own: float, told: tuple[float, float] | None) -> list[float]:
-    """None, and some around the model's own; of a network that is told its scale, within those that it knows."""
+    """Guidance scales to try: none, and some around the model's own; a guidance-distilled network has a range."""
     low, high = told or (1.0, math.inf)
     return sorted({low, *(min(max(low, own * scale), high) for scale in SCALES)})
 
 
 def _solvers(num_steps: int, noise_scales: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Solvers, with each of these scales of the noise where that is not soon replaced."""
+    """Yield solvers, with each of these initial noise scales where that noise is not soon replaced."""
     for solver in SOLVERS if num_steps > 1 else SOLVERS[:1]:  # one step is the same in all of them
         is_renewed = num_steps > 2 and (solver.get("eta") or TRAITS[solver["sampler"]].renews_noise)
         tried = [] if is_renewed else sorted(set(noise_scales))
@@ -224,14 +229,14 @@ def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ..
 
 
 def num_evaluations(settings: SamplingSettings, config: NetworkConfig) -> int:
-    """How often a network is asked for a video: guidance asks twice, but one that is told the scale."""
+    """Function evaluations of a video: guidance takes two a step, or one if the network is guidance-distilled."""
     is_guided = settings.guidance != 1 and config.guidance_range is None
     halves = 1 + is_guided + bool(settings.second_prompt)
     return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * halves
 
 
 def names_of(ways: Sequence[Way]) -> list[tuple[str, str]]:
-    """(metric, extractor) of the figures that all ways have."""
+    """(metric, extractor) of the metrics that all ways have."""
     return [(figure.metric, figure.of) for figure in ways[0].figures]
 
 
@@ -240,25 +245,25 @@ def figure_of(way: Way, name: tuple[str, str]) -> Figure:
 
 
 def best_of(ways: Sequence[Way], name: tuple[str, str]) -> Figure:
-    """The best figure of this name among all."""
+    """Best value of this metric among all ways."""
     figures = [figure_of(way, name) for way in ways]
     return min(figures, key=lambda figure: _lost(figure, figure.estimate.value, 0.0))
 
 
 def _lost(figure: Figure, value: float, best: float) -> float:
-    """How much worse a value of this figure is than another."""
+    """How much worse a value of this metric is than another."""
     return best - value if figure.better == "higher" else value - best
 
 
 def is_good_enough(way: Way, best: Figure, name: tuple[str, str], budget: float) -> bool:
-    """Whether it loses no more than the share `budget` of the best figure, or nothing that its interval would show."""
+    """Whether it loses no more than the share `budget` of the best value, or nothing that its interval would show."""
     figure = figure_of(way, name)
     lost = _lost(figure, figure.estimate.value, best.estimate.value)
     return lost <= budget * abs(best.estimate.value) or lost <= (figure.estimate - best.estimate).error
 
 
 def shortfall(way: Way, among: Sequence[Way]) -> float:
-    """How far it falls behind the best of all in the figure in which it is worst, in standard errors."""
+    """How far it falls behind the best of all in its worst metric, in standard errors."""
     behind = []
     for name in names_of(among):
         figure, best = figure_of(way, name), best_of(among, name)
@@ -292,7 +297,7 @@ def report(final: Sequence[Way], chosen: Way) -> dict[str, Any]:
 
 
 def table(final: Sequence[Way], chosen: Way) -> str:
-    """The figures of all ways that were compared, the chosen one marked."""
+    """Metrics of all ways that were compared as a table, the chosen one marked."""
     lines = []
     for way in final:
         values = "  ".join(f"{figure.metric} {figure.estimate.value:.4g}" for figure in way.figures)
@@ -354,9 +359,12 @@ def _tuner(options: TuneOptions) -> Tuner:
         choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")
     refuse(
         not options.extractors and (options.metrics or options.judge_dir is None),
-        "nothing would say which videos are better: give --extractors, or --judge_dir and no --metrics, or both",
+        "no metric compares the videos: give --extractors, or --judge_dir and no --metrics, or both",
     )
-    refuse(any(cost < 1 for cost in options.evaluations), "--evaluations are 1 or more")
+    refuse(
+        any(cost < 1 for cost in options.evaluations),
+        f"--evaluations {' '.join(map(str, options.evaluations))}: each must be 1 or more",
+    )
     for scale in options.guidance:
         check_guidance(replace(bundle.defaults, guidance=scale), bundle.config.guidance_range)
     device = find_device(options.device)

@@ -29,7 +29,7 @@ VIDEO_SUFFIXES = (".mp4", *ANIMATION_SUFFIXES)
 _X264_OPTIONS = {"x264-params": "mbtree=0"}
 """Macroblock-tree rate control reads beyond its rows in small frames: the same frames would give different files."""
 _HIGH_DEFINITION = 720
-"""Lines from which on players take colours for BT.709 where a file tells nothing."""
+"""Lines from which on players take colours for BT.709 where a file does not say."""
 _BT709, _SMPTE170M = 1, 6
 """Numbers in ITU-T H.273; the second is BT.601's, of 525 lines."""
 _LOWEST_FPS = 0.01

@@ -11,7 +11,7 @@ from typing import Any
 EVENT, DATA = "event", "data"
 """The two outputs of every response: JSON that says what it is, and the bytes of a preview, video or image."""
 DEADLINE_MARK, ADAPTER_MARK, GUARDRAIL_MARK = "deadline exceeded", "adapter not found", "held back"
-"""Begin the messages of errors for which Triton's backends have no codes of their own; see `MARKS`."""
+"""Beginnings of the messages of errors for which Triton's backends have no codes of their own; see `MARKS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,14 +34,14 @@ class AskOptions:
         "grpc://HOST:PORT, http://HOST:PORT, or a host: gRPC where it answers, else HTTP (default: localhost)",
     )
     key_file: Path | None = setting(
-        None, f"ask a gateway (--url, default: {GATEWAY}) with the key in this file, not Triton"
+        None, f"file with the key of a gateway, which is asked (--url, default: {GATEWAY}) in place of Triton"
     )
     model: str = setting(MODEL, f"{MODEL} or {IMAGE_MODEL} (default: {MODEL})")
     timeout: float | None = setting(None, "give up after so many seconds", metavar="S")
     patience: float = setting(
-        300.0, "a service that goes away is asked again for so many seconds (default: {default})", low=0, metavar="S"
+        300.0, "retry a service that goes away for so many seconds (default: {default})", low=0, metavar="S"
     )
-    priority: int = setting(0, "1 is served first, then 2 and 3", metavar="N")
+    priority: int = setting(0, "priority of the request: 1 is served first, then 2 and 3", metavar="N")
     request: VideoRequest = group(VideoRequest)
     given: GivenOptions = group(GivenOptions, "what is given of the video")
 
@@ -97,10 +97,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _videos(options: AskOptions, request: VideoRequest) -> list[VideoResult]:
-    """A gateway's, or Triton's, which keeps no jobs: where it goes away, it is asked anew."""
+    """Stream the videos of a gateway, or of Triton, which keeps no jobs: where it goes away, it is asked anew."""
     if options.key_file is not None:
         if options.timeout is not None or options.priority:
-            raise UserError("--timeout and --priority are of requests to Triton; leave them out beside --key_file")
+            raise UserError("--timeout and --priority are for requests to Triton; leave them out with --key_file")
         key = read_key(options.key_file)
         gateway = GatewayClient(options.url or GATEWAY, key, model=options.model, patience=options.patience)
         return _watch(gateway.stream(request))

@@ -54,7 +54,7 @@ def share_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> floa
 
 
 def admit(pipeline: TextToVideo, adapters: Scales) -> None:
-    """Reads adapters once, so that those which cannot be used are told before anything is generated.
+    """Read adapters once, so that unusable ones are reported before anything is generated.
 
     Raises:
         UserError: for those that cannot be read, or do not fit the network, or one another.

@@ -7,7 +7,7 @@ text_to_image/                the same for single images, where asked for
 text_to_video_4_calls/        a student of it, where one is given
 denoiser/, video_decoder/     exported networks by themselves, where asked for
 
-Of a network that judges, in place of these `image_to_features`, `text_to_features` or `image_to_classes`.
+A CLIP model or a classifier becomes `image_to_features`, `text_to_features` or `image_to_classes` instead.
 """
 
 import os
@@ -134,9 +134,9 @@ def _students(paths: Sequence[str | os.PathLike], runtime: str) -> dict[str, Bun
         student = open_bundle(path)
         is_told = student.config.guidance_range is not None
         if (calls := calls_of(student.defaults.to_dict(), is_told=is_told)) is None:
-            raise UserError(f"--student {path} is called with guidance, or at no levels of its own: it is no student")
+            raise UserError(f"--student {path} is no student: its defaults have guidance, or no sigmas of their own")
         if (name := f"{MODEL}_{calls_in_words(calls).replace(' ', '_')}") in found:
-            raise UserError(f"--student {path} is called as often as {found[name].path}: serve one of them")
+            raise UserError(f"--student {path} takes as many calls as {found[name].path}: serve one of them")
         if runtime != TORCH:
             open_exported(student, runtime)
         found[name] = student
@@ -146,7 +146,10 @@ def _students(paths: Sequence[str | os.PathLike], runtime: str) -> dict[str, Bun
 def _adapter_folder(path: str | os.PathLike, bundle: Bundle, runtime: str, scheduling: Scheduling) -> Path:
     folder = Path(path).absolute()
     if scheduling.ranks > 1 and runtime != TORCH:
-        raise UserError("--adapters: ranks take them with the torch runtime alone: leave out --ranks, or --runtime")
+        raise UserError(
+            f"--adapters with --ranks={scheduling.ranks} needs the torch runtime: leave out --ranks or "
+            f"--runtime={runtime}"
+        )
     if runtime != TORCH and adapter_slots(bundle, runtime) is None:
         raise UserError(f"--adapters: {bundle.path} was {NO_ROOM}")
     if not folder.is_dir():
@@ -208,7 +211,7 @@ def _defaults_of(folder: Path, name: str) -> dict[str, Any]:
 
 GivenLimits = given_class("GivenLimits", Limits)
 _OF_FEATURES = ("networks", "runtime", *settings_of(Scheduling), *LIMITS)
-"""Options that networks that judge have, too."""
+"""Options that apply to embedding and classification models, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +244,9 @@ class RepositoryOptions:
         metavar="BUNDLE",
     )
     judge_dir: Path | None = setting(
-        None, "folder of a judge, which scores videos whose requests ask for it; run there, not copied", metavar="DIR"
+        None,
+        "folder of a scorer (judge.py) for videos whose requests ask for scores; run there, not copied",
+        metavar="DIR",
     )
     runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
     defaults: DefaultOptions = group(DefaultOptions)
@@ -306,11 +311,11 @@ def _of_videos(options: RepositoryOptions) -> Path:
 
 
 def _of_features(bundle: Bundle, options: RepositoryOptions) -> Path:
-    """Raises UserError where an option is given that is of videos alone."""
+    """Build the repository of a CLIP model or a classifier; raises UserError for an option of videos alone."""
     given = _by_name(options)
     plain = _by_name(RepositoryOptions(checkpoint=options.checkpoint, repository=options.repository))
     if wrong := [name for name in given if given[name] != plain[name] and name not in _OF_FEATURES]:
-        raise UserError(f"--{wrong[0]} is of videos, and {bundle.path} {USED_BY[bundle.kind]}: leave it out")
+        raise UserError(f"--{wrong[0]} is for models of videos, and {bundle.path} {USED_BY[bundle.kind]}: leave it out")
     return build_feature_repository(
         bundle,
         options.repository,

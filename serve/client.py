@@ -81,7 +81,7 @@ class VideoClient:
         return VideoClient(self.url, model=model)
 
     def adapters(self) -> list[str]:
-        """Names of adapters that a request may give, as far as the service told when it was made."""
+        """Names of adapters that a request may give, as they were when the service was made."""
         info = self.info().adapters
         return [] if info is None else list(info.names)
 
@@ -126,7 +126,7 @@ class VideoClient:
         timeout: float | None = None,
         priority: int = 0,
     ) -> list[VideoResult]:
-        """The videos of a request, in order; `on_progress` is told of every step.
+        """The videos of a request, in order; `on_progress` is called for every step.
 
         Raises:
             ServiceError: or the subclass that says more.

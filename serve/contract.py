@@ -69,11 +69,11 @@ class VideoRequest(_GivenSettings):
     num_videos: int | None = setting(None, "how many videos to make of the prompt (default: 1)")
     preview_every: int | None = None
     """A preview with the first step and every so many after it; None or 0 is never."""
-    evaluate: bool = setting(False, "a judge's scores beside each video, of a service that has one")
+    evaluate: bool = setting(False, "also return scores of each video (needs a service with a scorer, --judge_dir)")
     adapters: tuple[str, ...] | None = setting(
         None,
-        "an adapter of the service, and how much of it (default: 1); repeat for several; of two networks for one with "
-        "high=NAME or low=NAME",
+        "an adapter of the service and its scale (default: 1); repeat for several; high=NAME or low=NAME: for one of "
+        "two networks alone",
         names=("--adapter",),
         repeated=True,
         metavar="NAME:SCALE",
@@ -136,7 +136,7 @@ class VideoRequest(_GivenSettings):
         return scales
 
     def shown_adapters(self) -> dict[str, Any]:
-        """`adapters` as results tell of them; {} where there are none."""
+        """`adapters` as results show them; {} where there are none."""
         scales = {split_expert(name): scale for name, scale in self.adapter_scales().items()}
         uses = [{"name": of_expert(of, shown_name(name)), "scale": scale} for (of, name), scale in scales.items()]
         return {"adapters": uses} if uses else {}
@@ -183,7 +183,7 @@ _DATA_TYPES = {str: "TYPE_STRING", int: "TYPE_INT32", float: "TYPE_FP32", bool: 
 
 
 def _inputs() -> tuple[Input, ...]:
-    """One for each field of a request, and one for each second name of these."""
+    """Inputs of the model: one for each field of a request, and one for each second name of these."""
     types = {"prompt": "TYPE_STRING"}
     types |= {name: _DATA_TYPES[about.type] for name, about in settings_of(VideoRequest).items()}
     types |= {"preview_every": "TYPE_INT32", "seed": "TYPE_INT64"}
@@ -272,7 +272,7 @@ class Limits(MediaLimits):
         num_steps: int,
         adapter_share: float = 0.0,
     ) -> None:
-        """`adapter_share`: numbers in the request's adapters for each of the network's; a few are free.
+        """`adapter_share`: parameters of the request's adapters for each of the network's; a few are free.
 
         Raises:
             UserError: if this is more than a request may ask for.
@@ -299,8 +299,8 @@ class Limits(MediaLimits):
 
 
 def calls_of(defaults: Mapping[str, Any], *, is_told: bool) -> int | None:
-    """How often a student is called for a video, by its sampling defaults: at levels of its own, without guidance, or
-    told its scale; None of what is no student."""
+    """Network calls that a student takes for a video, by its sampling defaults: at sigmas of its own, without guidance
+    or guidance-distilled; None of what is no student."""
     return defaults["num_steps"] if defaults["sigmas"] and (is_told or defaults["guidance"] == 1) else None
 
 
@@ -325,11 +325,11 @@ class AdapterInfo:
     max_rank: int | None = None
     """Highest rank of an adapter; None: whatever the network takes."""
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> settings of sampling that an adapter is made for, of those that are: students."""
+    """Name -> settings of sampling that an adapter (a student) is made for; others have none."""
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """What may stand before a name: which of two networks it is for."""
+        """Prefixes of a name: which of two networks the adapter is for."""
         return ("", *(of_expert(expert, "") for expert in EXPERTS)) if " " in self.base else ("",)
 
 
@@ -348,11 +348,11 @@ class ServiceInfo:
     eta_samplers: tuple[str, ...] = ()
     """Samplers, under all of their names, that can add noise on the way."""
     takes: tuple[str, ...] = ()
-    """Uses of given videos that the network was trained for; to some others it can be held while sampling."""
+    """Conditionings that the network was trained with; some others can be imposed while sampling."""
     adapters: AdapterInfo | None = None
-    """None: it takes none."""
+    """Adapters of the service; None: it takes none."""
     has_judge: bool = False
-    """Whether requests may ask to be evaluated."""
+    """Whether requests may ask for scores."""
     students: tuple[str, ...] = ()
     """Models of the same server that make this one's videos in fewer calls."""
     guidance_range: tuple[float, ...] = ()

@@ -81,7 +81,7 @@ class OpenRequest:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Row:
-    """One video to make."""
+    """A video to make."""
 
     owner: OpenRequest
     index: int
@@ -94,7 +94,7 @@ class _Row:
 
 @dataclass(kw_only=True, slots=True)
 class _Clock:
-    """When a group's work began, and when the present run of the sampler did."""
+    """Times at which a group's work, and the present run of the sampler, began."""
 
     began: float = field(default_factory=time.monotonic)
     run_began: float = field(default_factory=time.monotonic)

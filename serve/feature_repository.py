@@ -1,6 +1,6 @@
-"""A bundle whose network judges, as a Triton model repository: the models of `features.py`.
+"""Triton model repository of a CLIP model or a classifier: the models of `features.py`.
 
-image_to_features/, text_to_features/   of a network that matches images and texts
+image_to_features/, text_to_features/   of a CLIP model
 image_to_classes/                       of a classifier; labels.txt names its classes, as Triton's clients ask for them
 image_tower/, text_tower/, classifier/  exported networks by themselves, where asked for
 """
@@ -47,7 +47,7 @@ def build_feature_repository(
     check_runtime(runtime)
     scheduling, path, models = scheduling or Scheduling(), Path(repository), MODELS[bundle.kind]
     if scheduling.ranks > 1:
-        raise UserError("--ranks share the network of videos: leave it out")
+        raise UserError(f"--ranks={scheduling.ranks} is for models of videos: leave it out")
     if any(model.width(bundle.config) is None for model in models.values()):
         raise UserError(f"the network of {bundle.path} was trained without classes: fine-tune it first")
     if runtime != TORCH:

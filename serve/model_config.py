@@ -37,16 +37,15 @@ class Scheduling:
         1, "ranks that share the tokens of a video (context parallelism; default: {default})", above=0
     )
     """Further ranks share the videos of a batch, and the conditional and unconditional pass."""
-    max_batch_size: int = setting(8, "requests taken together (default: {default})", above=0, metavar="N")
+    max_batch_size: int = setting(8, "requests in one batch (default: {default})", above=0, metavar="N")
     """Requests of equal settings are then made in one batch."""
     max_queue_size: int = setting(64, "requests that may wait (default: {default})", above=0, metavar="N")
     """At each priority; one more is answered UNAVAILABLE."""
-    queue_seconds: float = setting(300.0, "how long they may wait (default: 300)", above=0, metavar="S")
+    queue_seconds: float = setting(300.0, "seconds that a request may wait (default: 300)", above=0, metavar="S")
     """A request that waited longer is answered UNAVAILABLE; requests may set a shorter time of their own."""
     batching_seconds: float = setting(
-        0.02, "how long a request waits for company (default: {default})", low=0, metavar="S"
+        0.02, "seconds that a request waits for others to join its batch (default: {default})", low=0, metavar="S"
     )
-    """The first of a batch."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -65,7 +64,7 @@ class Scheduling:
 
     @property
     def gpus(self) -> list[str]:
-        """The numbers of those that are named."""
+        """Numbers of the named GPUs."""
         return self.device.split(",") if self.device not in ("auto", "cpu") else []
 
     def parameters(self) -> dict[str, str]:
@@ -126,7 +125,7 @@ def features_config(
     parameters: Mapping[str, str],
 ) -> str:
     """config.pbtxt of the model `name`, which answers each `input` with a row of `width` numbers; the lines of the file
-    `labels` say what each of them is of."""
+    `labels` name each of them."""
     named = f' label_filename: "{labels}"' if labels else ""
     return "\n".join(
         [

@@ -23,16 +23,18 @@ IMAGE = "megadit-serve"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    repository: str = setting(help="written by `megadit serve build-repository`", positional=True, metavar="REPOSITORY")
+    repository: str = setting(
+        help="model repository of `megadit serve build-repository`", positional=True, metavar="REPOSITORY"
+    )
     models: tuple[str, ...] = setting(
         (), "load this model alone; may be repeated", names=("--model",), metavar="NAME", repeated=True
     )
     host: str = setting("127.0.0.1", "address to listen on (default: {default}; 0.0.0.0: all)")
-    http_port: int = setting(8000, "(default: {default})", metavar="PORT")
-    grpc_port: int = setting(8001, "(default: {default})", metavar="PORT")
-    metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
+    http_port: int = setting(8000, "HTTP port of Triton (default: {default})", metavar="PORT")
+    grpc_port: int = setting(8001, "gRPC port of Triton (default: {default})", metavar="PORT")
+    metrics_port: int = setting(8002, "port of Triton's metrics (default: {default})", metavar="PORT")
     control_secret: Path | None = setting(
-        None, "models may be replaced at run time with the secret in this file, which is made (default: never)"
+        None, "allow models to be replaced at run time with the secret in this file, which is made (default: never)"
     )
     even_if_others_see_it: bool = setting(False, OTHERS_HELP)
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
@@ -54,7 +56,9 @@ def _run(argv: list[str]) -> int:
     models = options.models or ("*",)
     if options.docker:
         if options.control_secret is not None:
-            raise UserError("--control_secret is of a server on this machine; add it to the container's own command")
+            raise UserError(
+                "--control_secret is for a server on this machine; with --docker add it to the container's own command"
+            )
         command = docker_command(
             options.repository, ports, host=options.host, models=models, image=options.image, gpus=options.gpus
         )

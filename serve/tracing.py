@@ -34,7 +34,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 
 class Span:
-    """A piece of work, told of once it has ended. `NOTHING` is the one that records nothing, and has such children."""
+    """A piece of work, recorded once it has ended. `NOTHING` is the one that records nothing, and has such children."""
 
     def __init__(self, tracing: "Tracing | None" = None, span: Any = None) -> None:
         """`span` is OpenTelemetry's."""

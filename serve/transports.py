@@ -340,7 +340,7 @@ def _http_error(status: int, text: str) -> ServiceError:
 
 
 def _told_by_text(message: str) -> type[ServiceError] | None:
-    """The kind of those errors whose code gets lost on the way."""
+    """Return the kind of an error whose code gets lost on the way, by its message."""
     for mark, kind in MARKS.items():
         if mark in message:
             return kind

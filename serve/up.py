@@ -35,21 +35,25 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpOptions:
-    repository: str = setting(help="written by `megadit serve build-repository`", positional=True, metavar="REPOSITORY")
+    repository: str = setting(
+        help="model repository of `megadit serve build-repository`", positional=True, metavar="REPOSITORY"
+    )
     models: tuple[str, ...] = setting(
         (), "load this model alone; may be repeated", names=("--model",), metavar="NAME", repeated=True
     )
     host: str = setting("127.0.0.1", "address of the gateway (default: {default}; 0.0.0.0: all)")
     port: int = setting(8080, "port of the gateway (default: {default})", metavar="PORT")
-    drain_seconds: float = setting(30.0, "to finish jobs (default: 30)", metavar="S")
+    drain_seconds: float = setting(30.0, "seconds for running jobs to finish at the end (default: 30)", metavar="S")
     hang_seconds: float = setting(
-        HANG_SECONDS, f"without an answer, until either is killed (default: {HANG_SECONDS:g})", metavar="S"
+        HANG_SECONDS,
+        f"seconds of silence until Triton or the gateway is killed (default: {HANG_SECONDS:g})",
+        metavar="S",
     )
     http_port: int | None = setting(
-        None, "Triton's (default: none, a socket that this user alone reaches)", metavar="PORT"
+        None, "HTTP port of Triton (default: none, a socket that this user alone reaches)", metavar="PORT"
     )
-    grpc_port: int | None = setting(None, "the same over gRPC (default: none)", metavar="PORT")
-    triton_metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
+    grpc_port: int | None = setting(None, "gRPC port of Triton (default: none)", metavar="PORT")
+    triton_metrics_port: int = setting(8002, "port of Triton's metrics (default: {default})", metavar="PORT")
     control_secret: Path | None = setting(
         None, "file with the secret that lets models be replaced, as of `megadit serve run`"
     )

@@ -217,18 +217,20 @@ class BenchmarkGenerateOptions:
         help="bundle to time; onnx and tensorrt need one that `megadit export` made", positional=True, metavar="BUNDLE"
     )
     runtime: tuple[str, ...] = setting(
-        ("eager",), f"{', '.join(RUNTIMES)}; ratios are to the first (default: eager)", metavar="NAME"
+        ("eager",),
+        f"runtimes to compare with the first of them: {', '.join(RUNTIMES)} (default: eager)",
+        metavar="NAME",
     )
-    rounds: int = setting(5, "after one not counted (default: {default})")
+    rounds: int = setting(5, "timed rounds, after one that is not counted (default: {default})")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
     dtype: str = setting("float32", "dtype of the torch network (default: {default})", metavar="NAME")
     prompt: str = setting(PROMPT, metavar="TEXT")
-    num_steps: int | None = setting(None, "default: the bundle's")
-    num_frames: int | None = setting(None, "default: the bundle's")
-    height: int | None = setting(None, "default: the bundle's")
-    width: int | None = setting(None, "default: the bundle's")
+    num_steps: int | None = setting(None, "sampling steps (default: the bundle's)")
+    num_frames: int | None = setting(None, "frames of the video (default: the bundle's)")
+    height: int | None = setting(None, "height in pixels (default: the bundle's)")
+    width: int | None = setting(None, "width in pixels (default: the bundle's)")
     trace: str | None = setting(None, "also write a Chrome trace of a video under the first runtime", metavar="FILE")
-    json: str = setting("", "also write the figures here", metavar="PATH")
+    json: str = setting("", "also write the timings to this JSON file", metavar="PATH")
 
 
 def _run(argv: list[str]) -> None:

@@ -33,7 +33,7 @@ def _shape(frame: Frame) -> tuple[int, int, str]:
 
 
 class _Bwdif:
-    """One frame for each; the last comes with the next."""
+    """Filter that gives one frame for each; the last comes with the next."""
 
     def __init__(self, first: Frame, before: Frame | None) -> None:
         self._shape = _shape(first)

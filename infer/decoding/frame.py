@@ -35,7 +35,7 @@ class Frame:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width as a player shows them."""
+        """Height and width as players show them."""
         width = round(self.pixels.width * self.aspect)
         return (width, self.pixels.height) if self._turn[0] else (self.pixels.height, width)
 
@@ -50,7 +50,7 @@ class Frame:
         return tuple(filter(None, ("interlaced" if self.is_deinterlaced else "", self._conversion)))
 
     def fitted(self, height: int, width: int) -> np.ndarray:
-        """Scaled until it covers height x width, the middle cut out: uint8 HWC."""
+        """Frame scaled until it covers height x width, the middle cut out: uint8 HWC."""
         is_transposed, flips_columns, flips_rows = self._turn
         if is_transposed:
             height, width = width, height
@@ -67,7 +67,7 @@ class Frame:
         return np.ascontiguousarray(picture[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1])
 
     def thumbnail(self, side: int) -> tuple[np.ndarray, np.ndarray]:
-        """Its brightness and its colours, side x side, as it is stored: neither upright nor in its shape."""
+        """Brightness and colours, side x side, as they are stored: neither upright nor in the frame's shape."""
         colours = self._on_screen(self._scaled(side, side, self._rgb))
         if self._conversion:
             return np.asarray(Image.fromarray(colours).convert("L")), colours
@@ -95,7 +95,7 @@ class Frame:
 
     @cached_property
     def _opaque(self) -> av.VideoFrame:
-        """Its pixels, or what is seen of them in front of the background."""
+        """Pixels of the frame, or what is seen of them in front of the background."""
         kind = self.pixels.format
         if self.alpha_HW is None and not (kind.has_palette or any(part.is_alpha for part in kind.components)):
             return self.pixels
@@ -107,7 +107,7 @@ class Frame:
 
     @cached_property
     def _turn(self) -> tuple[bool, bool, bool]:
-        """How its display matrix turns it: whether rows become columns, then columns, then rows are reversed."""
+        """Rotation by its display matrix: whether rows become columns, then columns, then rows are reversed."""
         matrix = self.pixels.side_data.get("DISPLAYMATRIX")
         if matrix is None:
             return False, False, False

@@ -185,5 +185,5 @@ class _AlphaStream:
 
 
 def _is_picture(stream: av.VideoStream) -> bool:
-    """Whether it is the cover of something else."""
+    """Whether a stream is the cover picture of something else."""
     return bool(stream.disposition & (av.stream.Disposition.attached_pic | av.stream.Disposition.still_image))

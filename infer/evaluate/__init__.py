@@ -1,1 +1,1 @@
-"""How good videos are: figures with intervals, under a protocol that is written down."""
+"""Quality of videos: metrics with intervals, under a protocol that is written down."""

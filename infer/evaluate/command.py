@@ -1,4 +1,4 @@
-"""`megadit evaluate`: how good the videos of a model are, as figures with intervals, and a page to look at.
+"""`megadit evaluate`: the quality of a model's videos, as metrics with intervals, and a page to look at.
 
     megadit evaluate BUNDLE --real data/clips --extractors inception.safetensors i3d.safetensors clip/ --out runs/eval
     megadit evaluate BUNDLE --against OTHER --guidances 1 2 4 6 ...     # two models, the same prompts and seeds
@@ -53,7 +53,7 @@ class EvaluateOptions:
     model: str = setting(
         "", "a bundle, a training directory, or http://HOST:PORT of a service", positional=True, metavar="MODEL"
     )
-    videos: Path | None = setting(None, "a folder of videos that are there already, in place of a model")
+    videos: Path | None = setting(None, "a folder of finished videos, in place of a model")
     against: str = setting(
         "", "a second model, which gets the same prompts and seeds, or a second folder of videos", metavar="MODEL"
     )
@@ -61,31 +61,33 @@ class EvaluateOptions:
     prompts: str = setting(
         "", "a text file, one prompt a line, or .jsonl (default: the captions of --real)", metavar="PATH"
     )
-    out: Path = setting(help="folder for report.json, report.html, and what is kept for the next time")
+    out: Path = setting(help="folder for report.json, report.html, and the cache for later evaluations")
     extractors: Sequence[Path] = setting(
         (),
-        "networks that videos are seen through: files of `megadit evaluate convert`, folders of CLIP and VideoMAE as "
+        "feature extractors: files of `megadit evaluate convert`, folders of CLIP and VideoMAE as "
         "transformers saves them, bundles of CLIP and ViT, judge.safetensors of `megadit demo`",
         metavar="PATH",
     )
     judge_dir: Path | None = setting(
-        None, "folder with a judge.py of yours, whose scores of each video are figures too", metavar="DIR"
+        None, "folder of a scorer of yours (judge.py), whose scores of each video count as metrics too", metavar="DIR"
     )
     metrics: Sequence[str] = setting(
-        (), f"some of {', '.join((*METRICS, ADHERENCE, LOSS))} (default: all that the extractors allow)", metavar="NAME"
+        (),
+        f"metrics to compute, of {', '.join((*METRICS, ADHERENCE, LOSS))} (default: all that the extractors allow)",
+        metavar="NAME",
     )
-    guidances: Sequence[float] = setting((), "several scales: the curve of quality against following prompts")
+    guidances: Sequence[float] = setting((), "several guidance scales, for a curve of quality against prompt adherence")
     count: int | None = setting(
-        None, "videos of each model, prompt after prompt (default: one for each prompt), and real ones at most", above=1
+        None, "videos of each model, by the prompts in turn (default: one for each), and most real videos used", above=1
     )
     seed: int = setting(0, "seed of the first video; further ones count up from it (default: {default})", low=0)
     frames: int | None = setting(None, "frames from the middle of each video (default: 16, or all)", above=0)
     size: tuple[int, int] | None = setting(None, "crop and resize all videos to this height and width")
     features: Path | None = setting(
-        None, "folder in which features are kept, for several evaluations (default: in out)"
+        None, "cache of features that several evaluations may share (default: a folder in --out)"
     )
     export_for: str | None = setting(
-        None, "also write the videos as another program reads them: OUT/exported", choices=tuple(EXPORTS)
+        None, "also export the videos for this program, to OUT/exported", choices=tuple(EXPORTS)
     )
     key_file: Path | None = setting(None, "file with the API key of a service, as `megadit serve keys add` shows it")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
@@ -111,7 +113,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A model and what is asked of it, at each guidance."""
+    """A model and the videos that are requested of it, at each guidance."""
 
     label: str
     maker: Maker
@@ -204,8 +206,11 @@ def _check(options: EvaluateOptions) -> None:
     refuse(bool(options.model) == bool(options.videos), "give a model, or --videos FOLDER: one of them")
     for name in options.metrics:
         choose_one(name, (*METRICS, ADHERENCE, LOSS), f"--metrics {name} is unknown")
-    refuse(options.key_file and not _has_service(options), "--key_file is of a service: give its http://HOST:PORT")
-    refuse(options.guidances and options.videos, "--guidances are those of a model: leave them out with --videos")
+    refuse(
+        options.key_file and not _has_service(options),
+        "--key_file is for a service: give its http://HOST:PORT as the model",
+    )
+    refuse(options.guidances and options.videos, "--guidances are for a model: leave them out with --videos")
     refuse(options.guidances and options.settings.guidance, "give --guidance or --guidances, not both")
     has_weights = options.model and not _is_service(options.model)
     refuse(LOSS in options.metrics and not (options.real and has_weights), f"{LOSS} needs a bundle and --real")
@@ -228,7 +233,7 @@ def _extractors(paths: Sequence[Path], device: torch.device, window: Window) -> 
 
 
 def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int | None) -> list[str]:
-    """One for each of `count` videos of a model: those of a file, or the captions of the real videos of `source`."""
+    """Return a prompt for each of `count` videos of a model, from a file or the captions of real videos (`source`)."""
     prompts = [line["prompt"] for line in prompt_lines(path)]
     if not path:
         prompts = real.prompts
@@ -240,7 +245,7 @@ def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int
 def _subjects(
     options: EvaluateOptions, prompts: Sequence[str], device: torch.device
 ) -> tuple[list[Model], list[Candidate]]:
-    """The models, and the folders of videos, that are evaluated."""
+    """Return the models, and the folders of videos, to evaluate."""
     models, folders = [], []
     paths = [str(path) for path in (options.model or options.videos, options.against) if path]
     labels = [Path(path).resolve().name for path in paths]
@@ -274,7 +279,7 @@ def _service(url: str, key_file: Path | None) -> Maker:
     try:
         from megadit.infer.evaluate.service import open_service
     except ImportError as error:
-        raise UserError(f"{url} is asked by httpx: pip install 'megadit[evaluate]'") from error
+        raise UserError(f"{url} needs httpx: pip install 'megadit[evaluate]'") from error
     return open_service(url, key_file)
 
 
@@ -298,7 +303,7 @@ def _requests(options: EvaluateOptions, maker: Maker, prompts: Sequence[str]) ->
 
 
 def _first_clip(real: VideoSet | None, folders: Sequence[Candidate], models: Sequence[Model]) -> Clip:
-    """The first video, which says how many frames of which size are looked at."""
+    """Return the first video, which sets the number and the size of frames."""
     for videos in [each for each in (real, *(folder.videos for folder in folders)) if each is not None]:
         return videos.parts[0].read()[0]
     made = models[0].requests[0].settings
@@ -316,7 +321,7 @@ def _window(
 
 
 def _rate(folders: Sequence[Candidate], models: Sequence[Model]) -> float:
-    """Frames a second of what is evaluated, to which faster real videos are thinned out; 0 where it is not known."""
+    """Frame rate of the evaluation, to which faster real videos are thinned out; 0 where it is not known."""
     rates = [float(request.settings.fps) for model in models for request in model.requests]
     rates += [folder.videos.parts[0].read()[0].fps for folder in folders]
     return min(rates, default=0.0)
@@ -330,7 +335,7 @@ def _tell_unread(sets: Sequence[VideoSet]) -> None:
 
 
 def _check_window(model: Model, window: Window, options: EvaluateOptions) -> None:
-    """Refuses, before anything is made, what could not be compared."""
+    """Refuse, before anything is made, videos that could not be compared."""
     for request in model.requests:
         made = request.settings
         model.maker.check(made)
@@ -353,11 +358,11 @@ def _check_window(model: Model, window: Window, options: EvaluateOptions) -> Non
 
 
 def _check_counts(counts: Sequence[tuple[str, int]]) -> None:
-    """Refuses what would not be put side by side in the end."""
+    """Refuse different numbers of videos, whose metrics cannot be compared."""
     told, least = ", ".join(f"{label} has {count}" for label, count in counts), min(count for _, count in counts)
     refuse(
         any(count > least for _, count in counts),
-        f"figures of different numbers of videos cannot be compared ({told}): give --count {least}",
+        f"metrics of different numbers of videos cannot be compared ({told}): give --count {least}",
     )
 
 

@@ -1,4 +1,4 @@
-"""`megadit evaluate compare`: the figures of several evaluations in one table, if they were measured alike."""
+"""`megadit evaluate compare`: metrics of several evaluations in one table, if they were measured alike."""
 
 import sys
 from collections.abc import Sequence

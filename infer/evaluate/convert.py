@@ -33,9 +33,9 @@ COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions:
-    kind: str = setting(help="the network", positional=True, choices=tuple(CONVERTED))
-    source: Path = setting(help="the public file", positional=True, metavar="FILE")
-    out: Path = setting(help="the .safetensors file to write", positional=True, metavar="OUT")
+    kind: str = setting(help="network of the weights", positional=True, choices=tuple(CONVERTED))
+    source: Path = setting(help="published file of weights", positional=True, metavar="FILE")
+    out: Path = setting(help=".safetensors file to write", positional=True, metavar="OUT")
 
 
 def main(argv: list[str] | None = None) -> int:

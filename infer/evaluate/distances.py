@@ -20,7 +20,7 @@ BLOCK = 2048
 """Videos that a kernel distance compares all with all; of more, the mean over blocks is taken."""
 NUM_NEIGHBOURS = 5
 _CHUNK = 1 << 24
-"""Numbers that are held at once."""
+"""Most numbers that are held at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _kernel(a: Features, b: Features) -> Tensor:
 
 
 def _discrepancy(aa_NN: Tensor, bb_MM: Tensor, ab_NM: Tensor, a_RN: Tensor, b_RM: Tensor) -> Tensor:
-    """[R]: a video that is drawn twice is not compared with itself."""
+    """Discrepancy of each resampling, [R]: a video that is drawn twice is not compared with itself."""
     within = [_within(kernel, weight) for kernel, weight in ((aa_NN, a_RN), (bb_MM, b_RM))]
     between = ((a_RN @ ab_NM) * b_RM).sum(1) / (a_RN.sum(1) * b_RM.sum(1))
     return within[0] + within[1] - 2 * between
@@ -184,7 +184,7 @@ class Neighbours:
     precision_N: Tensor
     """Whether a generated video lies nearer to some real one than that one's k-th real neighbour."""
     density_N: Tensor
-    """To how many it does, over k."""
+    """Number of real videos to which it lies so near, over k."""
     recall_M: Tensor
     """Whether a real video lies nearer to some generated one than that one's k-th generated neighbour."""
     coverage_M: Tensor

@@ -1,4 +1,4 @@
-"""All figures of an evaluation, from features that are on disk.
+"""All metrics of an evaluation, from features that are on disk.
 
 Shapes: N videos, F features of each, D width, R resamplings.
 """
@@ -46,18 +46,18 @@ class Figure:
     metric: str
     title: str
     of: str
-    """The extractor."""
+    """Name of the extractor."""
     better: Better
     estimate: Estimate
     floor: Estimate | None
-    """The figure of one half of the real videos against the other."""
+    """Real-against-real baseline: one half of the real videos against the other."""
     protocol: str
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A figure of the first candidate less that of the second, under the same prompts and seeds."""
+    """Metric of the first candidate less that of the second, under the same prompts and seeds."""
 
     first: Figure
     second: Figure
@@ -65,7 +65,7 @@ class Difference:
 
     @property
     def winner(self) -> str:
-        """The label of the better one, or "" where the interval does not say."""
+        """Label of the better candidate, or "" where the interval does not say."""
         low, high = self.estimate.interval
         if low <= 0 <= high:
             return ""
@@ -90,12 +90,12 @@ class Evaluation:
         wanted = self._wanted()
         for side, count in (("generated", num_made), ("real", FEWEST if self.real is None else self.real.count)):
             if count < FEWEST:
-                raise UserError(f"{count} {side} videos are too few for figures with intervals: give {FEWEST} or more")
+                raise UserError(f"{count} {side} videos are too few for metrics with intervals: give {FEWEST} or more")
         for name, extractor in wanted:
             self._check_rank(name, extractor, num_made)
 
     def possible(self, num_made: int) -> tuple[str, ...]:
-        """The metrics that can be computed of so many videos."""
+        """Metrics that can be computed of so many videos."""
         found = []
         for name, extractor in self._wanted():
             with suppress(UserError):
@@ -109,7 +109,7 @@ class Evaluation:
             check_enough(num_made, self.real.count, each, extractor.width)
 
     def look(self, candidates: Sequence[Candidate], ranks: Ranks, *, told: bool = True) -> None:
-        """Keeps what all of them see in the videos, extractors in the real ones too, where it is not kept yet.
+        """Compute and store the features of all candidates' videos, and of the real ones for extractors.
 
         Raises:
             UserError: for videos that cannot be looked at so.
@@ -119,7 +119,7 @@ class Evaluation:
             self.store.fill([self.real], self.extractors, ranks, told)
 
     def figures(self, candidates: Sequence[Candidate], *, told: bool = True) -> list[Figure]:
-        """All figures of all candidates.
+        """Metrics of all candidates.
 
         Raises:
             UserError: for what cannot be computed from these videos.
@@ -137,8 +137,8 @@ class Evaluation:
         return found
 
     def quality(self, candidate: Candidate) -> tuple[Tensor, str] | None:
-        """A number for each video [N], higher for better ones, and what it is, to show the best and the worst; None
-        where nothing judges single videos."""
+        """Score of each video [N], higher for better ones, and its name, to show the best and the worst; None without a
+        scorer of single videos."""
         for scorer in self.scorers:
             features_NFS, _ = self.store.load(candidate.videos, scorer)
             sign_S = torch.tensor([1.0 if scorer.better[column] == "higher" else -1.0 for column in scorer.columns])
@@ -157,8 +157,7 @@ class Evaluation:
         return None
 
     def _wanted(self) -> list[tuple[str, Extractor]]:
-        """Metrics with the extractors that they are computed with; a metric that was asked for and has none is an
-        error."""
+        """Return metrics with their extractors; one that was asked for and has none is an error."""
         found = []
         for name in self.metrics or (*METRICS, ADHERENCE):
             able = [each for each in self.extractors if _suits(name, each)]
@@ -215,7 +214,7 @@ class Evaluation:
         return Features(features_NFD, resamplings(_groups(prompts), "real"))
 
     def _floor(self, name: str, metric: Metric, extractor: Extractor, real: Features) -> Estimate | None:
-        """Real against real, computed once for all candidates; None where half of them are too few."""
+        """Real-against-real baseline, computed once for all candidates; None where half of the videos are too few."""
         key = name, extractor.name
         if key not in self._floors:
             order = torch.randperm(len(real.features_NFD), generator=torch.Generator().manual_seed(0))
@@ -230,7 +229,7 @@ class Evaluation:
         return self._floors[key]
 
     def _protocol(self, name: str, of: Extractor | Scorer, candidate: Candidate, with_real: bool = True) -> str:
-        """All that decides a figure but the model: figures of different protocols cannot be compared."""
+        """Protocol: all that decides a metric but the model; metrics of different protocols cannot be compared."""
         real = f", {self.real.count} real videos {self.real.key}" if with_real and self.real else ""
         return (
             f"megadit {VERSION}: {name} by {of.name} {of.fingerprint} ({of.protocol}); {self.store.window.text}; "
@@ -258,9 +257,9 @@ def differences(figures: Sequence[Figure]) -> list[Difference]:
 
 
 def check_same_protocol(first: str, second: str) -> None:
-    """Raises UserError for figures that cannot stand side by side."""
+    """Raises UserError for metrics of different protocols."""
     if first != second:
-        raise UserError(f"figures of different protocols cannot be compared: {first} | {second}")
+        raise UserError(f"metrics of different protocols cannot be compared: {first} | {second}")
 
 
 _NEEDS = {
@@ -280,7 +279,7 @@ def _suits(name: str, extractor: Extractor) -> bool:
 
 
 def _groups(prompts: Sequence[str]) -> Sequence:
-    """Videos of one prompt belong together; those without stand alone."""
+    """Group of each video by its prompt; videos without one stand alone."""
     return [prompt or number for number, prompt in enumerate(prompts)]
 
 

@@ -76,7 +76,7 @@ class FeatureStore:
                 bar.advance(len(prompts))
 
     def load(self, videos: VideoSet, extractor: Extractor | Scorer) -> tuple[Tensor, list[str]]:
-        """Features [N, F, D] of all videos of a set, and their prompts."""
+        """Load the features [N, F, D] of all videos of a set, and their prompts."""
         found, prompts = [], []
         for part in videos.parts:
             with safe_open(self._file(part, extractor), framework="pt") as stored:
@@ -97,7 +97,7 @@ class FeatureStore:
 
 
 def _features(extractor: Extractor | Scorer, video_NTHWC: Tensor, prompts: Sequence[str]) -> Tensor:
-    """[N, F, D]: F is 1 but for pictures, where it is the number of frames."""
+    """Features [N, F, D]: F is 1 but for pictures, where it is the number of frames."""
     if extractor.sees == "scores":
         return extractor(video_NTHWC, prompts)[:, None]
     if extractor.sees != "pictures":

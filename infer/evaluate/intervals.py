@@ -24,19 +24,19 @@ _SEEDS: dict[Side, int] = {"made": 0, "real": 1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A figure, and how it varies."""
+    """Value of a metric, and how it varies."""
 
     value: float
     resampled_R: Tensor
-    """The figure of each resampling, float64; about some other value where resampling adds a bias."""
+    """Value of each resampling, float64; about some other value where resampling adds a bias."""
     count: int
-    """Videos behind it."""
+    """Number of videos behind it."""
     noise: float = 0.0
-    """Standard error of what was estimated by drawing, beside the choice of videos."""
+    """Standard error of random draws in the estimate, beside the choice of videos."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """Lowest and highest value of the metric."""
     low_high: tuple[float, float] | None = None
-    """An interval that is known otherwise."""
+    """Interval that is computed otherwise."""
     beside: dict[str, Any] = field(default_factory=dict)
     """Values reported with it, such as the plain one of as many videos."""
 
@@ -80,7 +80,7 @@ def resamplings(groups: Sequence[Hashable], side: Side, count: int = NUM_RESAMPL
 
 
 def mean_estimate(value_N: Tensor, weight_RN: Tensor, bounds: tuple[float, float] = (-math.inf, math.inf)) -> Estimate:
-    """The mean of a figure that each video has.
+    """Mean of a number that each video has.
 
     Of shares (values 0 and 1) the interval is Wilson's (1927), which does not shrink to a point where all are right.
     """

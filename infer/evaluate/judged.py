@@ -1,4 +1,4 @@
-"""The scores of a judge of the user's own (`infer/judge.py`) as figures: `megadit evaluate --judge_dir DIR`."""
+"""Scores by a user's program (`infer/judge.py`) as metrics: `megadit evaluate --judge_dir DIR`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ class JudgeScorer:
 
     @classmethod
     def open(cls, directory: str | Path) -> "JudgeScorer":
-        """The judge in a folder.
+        """Open the program in a folder.
 
         Raises:
             UserError: if there is none, it fails, or does not say which of its scores are better.
@@ -41,8 +41,8 @@ class JudgeScorer:
         path, judge = find_judge(directory), Judge.load(directory)
         if not _says_what_is_better(judge.better):
             raise UserError(
-                f"{path} has to say which of its scores are figures, and what is better of each, 'higher' or 'lower': "
-                "write such as BETTER = {'beauty': 'higher'}"
+                f"{path} has to say which of its scores are metrics, and which direction of each is better: write "
+                "such as BETTER = {'beauty': 'higher'} (or 'lower')"
             )
         return cls(judge.scores, judge.better, _fingerprint(path.parent))
 
@@ -51,7 +51,7 @@ class JudgeScorer:
         for video_THWC, prompt in zip(video_BTHWC.cpu().numpy(), prompts, strict=True):
             scores = self._scores(video_THWC, prompt)
             if missing := [name for name in self.columns if name not in scores]:
-                raise UserError(f"the judge gives no {', '.join(missing)} of a video of {prompt!r:.200}")
+                raise UserError(f"the judge returns no {', '.join(missing)} for a video of {prompt!r:.200}")
             rows.append([scores[name] for name in self.columns])
         return torch.tensor(rows, dtype=torch.float32)
 

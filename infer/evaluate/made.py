@@ -42,7 +42,7 @@ class Maker(Protocol):
         """Raises UserError for videos that it cannot make."""
 
     def videos(self, prompts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings) -> Iterator[np.ndarray]:
-        """One for each prompt, uint8 THWC."""
+        """Make a video for each prompt, uint8 THWC."""
 
 
 class BundleMaker:
@@ -101,7 +101,7 @@ class Request:
 
     maker: Maker
     prompts: Sequence[str]
-    """One for each video."""
+    """Prompt of each video."""
     settings: SamplingSettings
     seed: int = 0
     """Seed of the first video; further ones count up from it."""

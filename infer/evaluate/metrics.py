@@ -1,4 +1,4 @@
-"""The figures: one table. A row is a function of what an extractor says of generated and of real videos.
+"""Table of the metrics: a row is a function of an extractor's features of generated and of real videos.
 
 Shapes: N videos, F features of each, D width, R resamplings.
 """
@@ -21,14 +21,14 @@ Better = Literal["lower", "higher"]
 class Metric:
     title: str
     sees: str
-    """Extractors of which kind it is computed with."""
+    """Kind of extractors that it is computed with."""
     better: Better
     estimate: Callable[[Features, Features], Estimate]
-    """(generated, real) -> the figure."""
+    """(generated, real) -> the metric."""
 
 
 def _of_videos(value: Callable[[Tensor], Tensor], scale: float = 1.0) -> Callable[[Features, Features], Estimate]:
-    """How far the distribution of a number that each video has lies from that of real videos: Wasserstein's distance.
+    """Metric that compares the distribution of a number per video with that of real videos: Wasserstein's distance.
 
     The number alone would praise a still picture, in which nothing is inconsistent.
     """

@@ -47,8 +47,8 @@ def paired_grid(candidates: Sequence[Candidate], window: Window) -> np.ndarray:
 
 
 def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, str] | None:
-    """The best videos of a candidate above its worst, THWC, and what they are judged by; None where nothing judges
-    them one by one."""
+    """The best videos of a candidate above its worst, THWC, and the score that ranks them; None without a scorer of
+    single videos."""
     if (judged := evaluation.quality(candidate)) is None:
         return None
     quality_N, name = judged
@@ -91,7 +91,7 @@ def clips_at(videos: VideoSet, places: Sequence[int]) -> list[Clip]:
 
 
 def has_curve(figures: Sequence[Figure]) -> bool:
-    """Whether some model was evaluated at several guidances."""
+    """Whether a model was evaluated at several guidances."""
     return len({figure.candidate.guidance for figure in figures} - {None}) > 1
 
 

@@ -61,7 +61,7 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 
 def interval_of(figure: Figure) -> dict[str, float]:
-    """{"value", "low", "high"} of a figure."""
+    """{"value", "low", "high"} of a metric."""
     return _estimate(figure.estimate)
 
 
@@ -71,7 +71,7 @@ def _estimate(estimate: Estimate) -> dict[str, float]:
 
 
 def _rounded(value: float) -> float:
-    """To six digits: what lies beyond is the order of additions."""
+    """Round to six digits: beyond them lies the order of additions."""
     return float(f"{value:.6g}")
 
 
@@ -79,7 +79,7 @@ def _rounded(value: float) -> float:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report.json, or that of a folder.
+    """Read a report.json, or that of a folder.
 
     Raises:
         UserError: if it is none.
@@ -95,7 +95,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def side_by_side(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures of several reports in one list, those of one metric and extractor next to each other.
+    """Metrics of several reports in one list, those of one metric and extractor next to each other.
 
     Raises:
         UserError: where their protocols differ.
@@ -111,7 +111,7 @@ def side_by_side(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The figures of a report, a line each."""
+    """Metrics of a report as a table, a line each."""
     cells = [("model", "metric", "", "value", "95 % interval", "real against real", "videos")]
     for row in rows:
         label = row["model"] if row["guidance"] is None else f"{row['model']}, guidance {row['guidance']:g}"

@@ -74,7 +74,7 @@ class ServiceMaker:
         return {"service": self._url, "model": self._model, "defaults": self._says, "settings": _served(settings)}
 
     def check(self, settings: SamplingSettings) -> None:
-        """Left to the service, which refuses the first request."""
+        """Nothing to check here: the service refuses the first request."""
 
     def videos(self, prompts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings) -> Iterator[np.ndarray]:
         body = _served(settings) | {"model": self._model}
@@ -111,7 +111,7 @@ class ServiceMaker:
         return model["id"], says if isinstance(says, dict) else {}
 
     def _wait(self, video_id: str, prompt: str) -> None:
-        """Until a video is there; raises UserError if it is not made."""
+        """Wait until a video is there; raises UserError if it is not made."""
         pause, longest = _POLL_SECONDS
         while (video := self._asked("GET", f"/v1/videos/{video_id}")).get("status") != "completed":
             if video.get("status") not in ("queued", "in_progress"):
@@ -126,7 +126,7 @@ class ServiceMaker:
             self._http.delete(f"/v1/videos/{video_id}")
 
     def _asked(self, method: str, path: str, body: dict | None = None, headers: dict | None = None) -> dict[str, Any]:
-        """The answer, which is a JSON object."""
+        """Return the answer, a JSON object."""
         value = parse_json(self._answer(method, path, body, headers), f"the answer of {self._url}{path}")
         if not isinstance(value, dict):
             raise UserError(f"{self._url}{path} answers with what is no object of a video API")
@@ -171,7 +171,7 @@ def _served(settings: SamplingSettings) -> dict[str, Any]:
 
 
 def _told(content: bytes, status: int) -> str:
-    """The message of an error."""
+    """Message of an error."""
     try:
         return str(json.loads(content[: 1 << 16])["error"]["message"])
     except (ValueError, KeyError, TypeError):

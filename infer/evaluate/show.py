@@ -1,4 +1,4 @@
-"""Writes what an evaluation leaves in its folder: report.json, report.html, grid.png, curves.png."""
+"""Writes the results of an evaluation into its folder: report.json, report.html, grid.png, curves.png."""
 
 import sys
 from collections.abc import Sequence

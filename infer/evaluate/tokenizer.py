@@ -38,12 +38,12 @@ HIGHEST_PSNR = 100.0
 class TokenizerOptions:
     tokenizer: Path = setting(help="folder of a tokenizer, a bundle or a data set", positional=True, metavar="BUNDLE")
     clips: Path = setting(help="videos: a folder, or a data set that stores pixels", positional=True, metavar="CLIPS")
-    out: Path | None = setting(None, "a .json file for the figures")
+    out: Path | None = setting(None, ".json file for the metrics")
     frames: int | None = setting(
         None, "frames from the middle of each video (default: 16, or what can be encoded)", above=0
     )
     size: tuple[int, int] | None = setting(None, "crop and resize all videos to this height and width")
-    count: int | None = setting(None, "videos at most", above=1)
+    count: int | None = setting(None, "most videos to use", above=1)
     lpips_weights: Path | None = setting(None, "folder of alexnet*.pth (torchvision's) and alex.pth (LPIPS')")
 
 
@@ -72,7 +72,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _encodable(window: Window, tokenizer: VideoTokenizer, asked: int | None) -> Window:
-    """The window with as many frames as can be encoded, where the number was not asked for.
+    """Return the window with as many frames as can be encoded, where no number was asked for.
 
     Raises:
         UserError: for sizes that cannot.

@@ -231,7 +231,7 @@ def _of_dataset(root: Path, most: int | None, split: str | None) -> list[Part]:
 def _of_shards(
     shards: Sequence[Path], most: int | None, decode: Callable[[bytes], np.ndarray], *, fewest_frames: int
 ) -> list[Part]:
-    """Their samples of so many frames or more."""
+    """Samples of shards with so many frames or more."""
     parts, left = [], most
     for shard in shards:
         if left == 0:

@@ -12,7 +12,7 @@ from megadit.models.megatron.launch import launch
 
 GB, TERA = 10**9, 10**12
 MAX_SHOWN = 120
-"""Links in a table: those of 16 ranks; of more, their spread is told."""
+"""Most links in a table, those of 16 ranks; of more, the spread is printed."""
 
 
 def examine(num_processes: int | None) -> int:

@@ -15,7 +15,7 @@ from megadit.models.shared.errors import UserError
 
 MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".mov", ".mkv", ".webm", ".avi", ".m4v")
 LOOKED_AT = 500
-"""Samples of a data set."""
+"""Samples of a data set that are read."""
 MOST_SIZES = 6
 EXAMPLES = 3
 

@@ -35,7 +35,7 @@ from megadit.models.weights import network_shapes
 
 CHECKPOINTS = "checkpoints"
 DEFAULT = "default "
-"""Before the names of a bundle's settings of sampling."""
+"""Prefix of the names of a bundle's sampling settings."""
 NEUTRAL = (0.0, 1.0, "", ())
 """Values with which a setting that has them by default changes nothing."""
 
@@ -50,11 +50,11 @@ class InfoOptions:
         positional=True,
         metavar="PATH",
     )
-    all: bool = setting(False, "also settings of sampling that change nothing, as they stand")
+    all: bool = setting(False, "also show sampling settings whose values have no effect")
     json: bool = setting(False, "print all of it as JSON instead of a table")
     sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
     verify: bool = setting(False, "read every shard of a dataset, and compare it with what was written")
-    html: Path | None = setting(None, "write a run, or what a dataset kept and left out, into this page")
+    html: Path | None = setting(None, "write an HTML page of a run, or of what a dataset kept and left out")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -352,7 +352,7 @@ def _sizes_of_unet(config: UNetConfig) -> Facts:
 
 
 _SIZES: dict[type, Callable[[Any], Facts]] = {DiTConfig: _sizes_of_dit, UNetConfig: _sizes_of_unet}
-"""Class of a configuration -> what is told of its sizes."""
+"""Class of a configuration -> its sizes as facts."""
 
 
 def _bytes(count: int) -> str:
@@ -364,7 +364,7 @@ def _bytes(count: int) -> str:
 
 
 def in_force(facts: Facts) -> Facts:
-    """Without the settings of sampling that change nothing as they stand (`churn 0`)."""
+    """Leave out sampling settings that have no effect (`churn 0`)."""
     values = {name.removeprefix(DEFAULT): value for name, value in facts.items() if name.startswith(DEFAULT)}
     usual = {name: about.default for name, about in settings_of(SamplingSettings).items() if about.default in NEUTRAL}
     unused = {name for name in usual.keys() & values.keys() if values[name] in (usual[name], [])}

@@ -78,9 +78,9 @@ class ExportedDenoiser:
 
 
 def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:
-    """The inputs of an exported denoiser, by name; those of `GIVEN_INPUTS` say so where nothing is given.
+    """Inputs of an exported denoiser by name; those of `GIVEN_INPUTS` say so where nothing is conditioned.
 
-    Frames that are only given come after those of the video, in `x` as zeros.
+    Extra conditioning frames come after those of the video, as zeros in `x`.
     """
     c, frames = conditioning, x_BCTHW.shape[2]
     given = c.given or Given.nothing(x_BCTHW)

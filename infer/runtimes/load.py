@@ -105,8 +105,7 @@ def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
 
 
 def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:
-    """Uses of given videos that the network sees: those it was trained for, where it was exported with inputs for
-    them."""
+    """Conditionings that the network supports: those of its training, where it was exported with inputs for them."""
     if runtime == TORCH:
         return bundle.takes
     names = {tensor.name for tensor in open_exported(bundle, runtime).network("denoiser").inputs}
@@ -114,7 +113,7 @@ def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:
 
 
 def adapter_slots(bundle: Bundle, runtime: str) -> AdapterSlots | None:
-    """The room for adapters that a bundle's denoiser was exported with; None where it has none.
+    """Inputs for adapters that a bundle's denoiser was exported with; None where it has none.
 
     Raises:
         UserError: if it was not exported for `runtime`.
@@ -142,8 +141,8 @@ def load_denoiser(
     context_parallel: int = 1,
     ranks: Placement | None = None,
 ) -> Denoiser:
-    """The denoiser of a bundle, by options that `check_runtime` passed; with `resident_blocks`, so many and one more
-    have their weights in memory at once; with `ranks`, they have them, and this process none.
+    """Load the denoiser of a bundle, by options that `check_runtime` passed; `resident_blocks` offloads all blocks but
+    so many and one more, `ranks` hold the weights in place of this process.
 
     Raises:
         UserError: if it was not exported for `runtime`, or `runtime` does not run here; if ranks cannot share it.

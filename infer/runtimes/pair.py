@@ -14,7 +14,7 @@ from megadit.models.conditioning import Conditioning
 
 
 def as_one(denoisers: Sequence[Denoiser], boundary: float | None) -> Denoiser:
-    """The denoiser of a bundle's networks: its one, or its two, of which `Bundle.boundary` parts the noise levels."""
+    """Denoiser of a bundle's networks: of one, or of two for noise levels above and below `Bundle.boundary`."""
     return denoisers[0] if boundary is None else PairDenoiser(*denoisers, boundary)
 
 
@@ -39,7 +39,7 @@ class PairDenoiser:
     def load_adapter(
         self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, *, expert: str | None = None
     ) -> None:
-        """Puts an adapter beside the network that is `expert` ("high" or "low"), or beside both.
+        """Attach an adapter to the network that is `expert` ("high" or "low"), or to both.
 
         Raises:
             UserError: for one that does not fit the networks.
@@ -53,7 +53,7 @@ class PairDenoiser:
             denoiser.load_adapter(name, state, adapter)
 
     def remove_adapter(self, name: str) -> None:
-        """Takes an adapter away."""
+        """Detach an adapter."""
         for denoiser in self._beside.pop(name):
             denoiser.remove_adapter(name)
 

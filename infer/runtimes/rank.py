@@ -35,7 +35,7 @@ class Rank:
 
     denoiser: Denoiser | None = None
     tells: bool = True
-    """Whether it gives what is denoised: the ranks that share one call have the same."""
+    """Whether it returns results: the ranks that share one call have the same."""
     conditions: dict[int, Conditioning] = field(default_factory=dict)
     """Conditions by the numbers that their owner gave them; what denoisers cache for conditions lives as long as these.
     """
@@ -71,7 +71,7 @@ class Rank:
 
 
 def main() -> None:
-    """Answers until there is nobody left who asks."""
+    """Answer until nobody is left who asks."""
     connection, sending = Connection(int(sys.argv[1])), threading.Lock()
     questions, rank = queue.SimpleQueue(), Rank()
     threading.Thread(target=_receive, args=[connection, sending, questions], daemon=True).start()
@@ -89,8 +89,8 @@ def main() -> None:
 
 
 def _receive(connection: Connection, sending: threading.Lock, questions: queue.SimpleQueue) -> None:
-    """Beside the work, which may wait for another rank for ever: says that the process lives; the end of the connection
-    is its end."""
+    """Thread beside the work, which may wait for another rank for ever: answers pings, and ends the process when the
+    connection ends."""
     while True:
         try:
             message = connection.recv_bytes()

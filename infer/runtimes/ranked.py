@@ -1,6 +1,6 @@
 """A denoiser on several ranks, processes that this one starts: it calls them together, and survives their loss.
 
-The ranks form shares, each of which answers for some videos of a batch (of which guidance makes two: its halves); those
+The ranks form shares, each of which answers for some videos of a batch (guidance makes two rows of each); those
 of one share split the network's matrices and the tokens of a video (`shared_torch.py`). Sampling, texts and the
 tokenizer stay with this process. A rank that dies, or fails, ends them all, since others may wait for it for ever. They
 are then started again, and what was asked of the lost ones is asked once more.
@@ -40,7 +40,7 @@ START_SECONDS, CALL_SECONDS = 600.0, 600.0
 _SECONDS_AFTER_A_FAILURE = 5.0
 """Seconds after a failure in which another rank may be seen to have ended, which then was the reason."""
 PATIENCE = 30.0
-"""Seconds in which a rank says that it is there, whatever it is doing."""
+"""Seconds in which a rank answers a ping, whatever it is doing."""
 PING = b"are you there?"
 PONG = b"yes"
 """Bytes that are no pickle."""
@@ -130,8 +130,8 @@ class RankedDenoiser:
     def load_adapter(
         self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, *, expert: str | None = None
     ) -> None:
-        """Puts an adapter beside the network of every rank, of a pair beside `expert` ("high" or "low") or both;
-        conditions say how much of it each video gets.
+        """Attach an adapter to the network of every rank, of a pair to `expert` ("high" or "low") or both; conditions
+        hold its scale for each video.
 
         Raises:
             UserError: for one that does not fit the network.
@@ -140,7 +140,7 @@ class RankedDenoiser:
         self._adapters[name] = state, adapter, expert
 
     def remove_adapter(self, name: str) -> None:
-        """Takes an adapter away."""
+        """Detach an adapter."""
         try:
             self._ask_all("remove_adapter", name)
         finally:  # not before: ranks that are started meanwhile are asked again, and must have it
@@ -197,7 +197,7 @@ class _Group:
 
     def __init__(self, placement: Placement) -> None:
         self.told: set[int] = set()
-        """Conditions that the ranks have, by number."""
+        """Conditions that the ranks have received, by number."""
         self._waiting: dict[Connection, int] = {}
         """Ranks that owe an answer."""
         self._heard: set[Connection] = set()

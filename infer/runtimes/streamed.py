@@ -1,8 +1,8 @@
-"""A network in less memory than its weights take: few blocks stay, each other one gets its weights for its turn.
+"""Block offloading: weights of most blocks stay on the host and are copied in before use.
 
 At most `resident` blocks and one more have weights at any time: those that stay, the one that computes, and the one
-that follows it, which is fetched meanwhile. On a GPU they come from pinned memory of the host, in a stream of their
-own; on a CPU from the file. What is computed is the same to the last bit.
+that follows it, which is copied meanwhile. On a GPU they come from pinned memory of the host, in a stream of their own;
+on a CPU from the file. What is computed is the same to the last bit.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,10 +23,10 @@ Tensors = dict[str, Tensor]
 
 
 class StreamedBlocks(BlockStack):
-    """Called like the stack that it is made of, whose blocks are without memory (on the meta device)."""
+    """Stack of blocks that hold no memory (on the meta device); called like the stack that it is made of."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], fetch: Callable[[str], Tensors], resident: int) -> None:
-        """`fetch` gives the weights of a block, where and in what precision they are computed with."""
+        """`fetch` gives the weights of a block, on the device and in the precision of the computation."""
         super().__init__(dict(blocks.items()))
         self._fetch = fetch
         self._empty = {name: block.state_dict() for name, block in self.items()}

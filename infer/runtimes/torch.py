@@ -29,7 +29,7 @@ KEPT_BYTES = 2**28
 
 
 class AdaptableDenoiser:
-    """A denoiser by torch beside whose network adapters come and go; conditions say how much of each a video gets."""
+    """Denoiser by torch with adapters that come and go; conditions hold the scale of each for each video."""
 
     def __init__(self, dit: SavedNetwork, load: Callable[..., None] = load_adapter) -> None:
         """`load` is `models.adapters.load_adapter`, or does the same for a network that ranks share."""
@@ -38,7 +38,7 @@ class AdaptableDenoiser:
         self._adapters: list[str] = []
 
     def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
-        """Puts an adapter beside the network.
+        """Attach an adapter to the network.
 
         Raises:
             UserError: for one that does not fit the network.
@@ -47,7 +47,7 @@ class AdaptableDenoiser:
         self._adapters.append(name)
 
     def remove_adapter(self, name: str) -> None:
-        """Takes an adapter away."""
+        """Detach an adapter."""
         remove(self.dit, name)
         self._adapters.remove(name)
 
@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
     conditioning: Conditioning
     """Conditioning on the network's device, in its precision."""
     layout: DenseLayout | None
-    """Keeps what is computed of them."""
+    """Layout, which caches what is computed of the conditions."""
     scales: dict[str, float | Tensor]
     """Scales of its adapters, as `set_scale` takes them."""
 

@@ -51,7 +51,7 @@ class StoredAdapter:
     stored: str
     """Name at Triton."""
     key_id: str | None
-    """None: everybody's."""
+    """Id of the key that owns it; None: everybody's."""
     num_bytes: int
     created_at: float
     """Wall-clock seconds since 1970."""
@@ -189,7 +189,7 @@ class Adapters:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While no other gateway of this folder counts what a key keeps."""
+        """Context in which no other gateway of this folder counts what a key keeps."""
         with (self._folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

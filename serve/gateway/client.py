@@ -1,4 +1,4 @@
-"""Asking a gateway for videos, with the face of `VideoClient`: what is written for a service works with a key too.
+"""Asking a gateway for videos, with the interface of `VideoClient`: what is written for a service works with a key too.
 
 A broken connection ends nothing: the request, its progress and its video are asked for again, of whoever answers there.
 """
@@ -150,7 +150,7 @@ class GatewayClient:
         return body | {"model": self.model}
 
     def _create(self, body: dict[str, Any], cancelled: threading.Event) -> str:
-        """The id of the video, which one key for all tries makes one video."""
+        """Create a video and return its id; one idempotency key for all tries makes one video."""
         key, is_first = f"megadit-{uuid.uuid4().hex}", True
 
         def post(**settings: Any) -> str:

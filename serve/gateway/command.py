@@ -33,12 +33,12 @@ _SECONDS_TO_ANSWER = 5
 class GatewayOptions:
     gateway: GatewaySettings = group(GatewaySettings)
     host: str = setting("127.0.0.1", "address to listen on (default: {default}; 0.0.0.0: all)")
-    port: int = setting(8080, "(default: {default})", metavar="PORT")
-    metrics_host: str = setting("127.0.0.1", "(default: {default})", metavar="HOST")
-    metrics_port: int = setting(9090, "0 is none (default: {default})", metavar="PORT")
+    port: int = setting(8080, "port to listen on (default: {default})", metavar="PORT")
+    metrics_host: str = setting("127.0.0.1", "address of the metrics (default: {default})", metavar="HOST")
+    metrics_port: int = setting(9090, "port of the metrics; 0 is none (default: {default})", metavar="PORT")
     max_connections: int = setting(1024, "client connections at once (default: {default})", low=1, metavar="N")
     """Or as many as the process may have, if these are fewer."""
-    drain_seconds: float = setting(30.0, "to finish jobs (default: 30)", metavar="S")
+    drain_seconds: float = setting(30.0, "seconds for running jobs to finish at the end (default: 30)", metavar="S")
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -143,7 +143,9 @@ class KeysOptions:
     subject: str | None = setting(None, "a name for `add`, the id for `revoke`", positional=True, metavar="NAME|ID")
     gateway: GatewaySettings = group(GatewaySettings, only=("store",))
     limits: KeyLimits = group(KeyLimits)
-    webhook: str | None = setting(None, "told when a video of this key is completed or has failed", metavar="URL")
+    webhook: str | None = setting(
+        None, "address to notify when a video of this key is completed or has failed", metavar="URL"
+    )
 
 
 def keys(argv: list[str] | None = None) -> int:

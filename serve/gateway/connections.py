@@ -1,4 +1,4 @@
-"""How many connections a gateway keeps, and for how long: who asks for nothing makes room for who does.
+"""Limits of a gateway's connections in number and time: who asks for nothing makes room for who does.
 
 Every connection is a descriptor of the process. gRPC, over which Triton is asked, ends a process that has none left.
 """
@@ -66,7 +66,7 @@ class Door:
         return True
 
     def begin(self, connection: "Connection") -> None:
-        """It asks for something."""
+        """Note that the connection asks for something."""
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
 
@@ -102,7 +102,7 @@ class _Sparing(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which has to ask within a time that single bytes do not prolong."""
+    """uvicorn's connection, which has to ask within a time that single bytes do not prolong."""
 
     def __init__(self, *arguments: Any, door: Door, **settings: Any) -> None:
         super().__init__(*arguments, **settings)

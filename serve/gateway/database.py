@@ -130,7 +130,7 @@ PREVIEWS = Table(
     Column("step", Integer, nullable=False),
     Column("data", LargeBinary, nullable=False),
 )
-"""The latest of each running job that has any."""
+"""Latest preview of each running job that has any."""
 
 
 def _add_webhooks(connection: Connection) -> None:
@@ -330,7 +330,7 @@ def _impatient_connection() -> Any:
 
 
 def _prepare_postgresql(connection, _record) -> None:
-    """A gateway that stands still inside a transaction loses it, and with it what all others wait for."""
+    """Limit statements and standstills: a gateway that stands still in a transaction loses it, with all locks."""
     limits = {
         "idle_in_transaction_session_timeout": _SECONDS_TO_STAND_STILL,
         "statement_timeout": _SECONDS_OF_A_STATEMENT,

@@ -47,7 +47,7 @@ def of_validation(error: ValidationError | RequestValidationError, fields: Colle
 
 
 def install(app: FastAPI) -> None:
-    """Gives every error the one shape, and logs those that are ours."""
+    """Give every error the one shape, and log those of the gateway's own."""
 
     @app.exception_handler(ApiError)
     def told(request: Request, error: ApiError) -> JSONResponse:

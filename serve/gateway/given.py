@@ -1,4 +1,4 @@
-"""Files that requests bring: how they come in, over JSON or a form, and how they are kept beside their job."""
+"""Files of requests: how they come in, over JSON or a form, and how they are kept beside their job."""
 
 import io
 import re
@@ -52,7 +52,7 @@ Keyframe = Annotated[
 
 
 def form_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a form, of that of a JSON body: files are files."""
+    """Schema of a form, from that of a JSON body: files are files."""
     properties = dict(schema["properties"])
     for name in (REFERENCE, *MEDIA):
         about = properties.pop(name)
@@ -125,7 +125,7 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 class Uploads:
-    """Bodies that are being read: of each key a few that are larger than others may be, and so many others."""
+    """Bodies that are being read: of each key a few large ones, and so many others."""
 
     def __init__(self, *, most_bytes: int, most_at_once: int, usual_bytes: int, most_usual: int) -> None:
         self._most_bytes, self._most_at_once, self._usual_bytes = most_bytes, most_at_once, usual_bytes
@@ -136,7 +136,7 @@ class Uploads:
 
     @contextmanager
     def admitted(self, request: Request, key: Key) -> Iterator[None]:
-        """While a body is read: lets it be as large as it says, if this key may send so much.
+        """Context while a body is read, as large as it says, if this key may send so much.
 
         Raises:
             ApiError: if it may not; nothing of the body was read then.

@@ -19,7 +19,7 @@ QUEUED, IN_PROGRESS, COMPLETED, FAILED, DELETED = "queued", "in_progress", "comp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One row."""
+    """A row of the job table."""
 
     number: int
     id: str

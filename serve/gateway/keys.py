@@ -31,9 +31,9 @@ _WITH_ID = select(KEYS).where(KEYS.c.id == bindparam("key_id"))
 class KeyLimits:
     """Limits of one key; more is answered 429."""
 
-    requests_per_minute: int = setting(600, "(default: {default})", low=1, metavar="N")
+    requests_per_minute: int = setting(600, "requests in a minute (default: {default})", low=1, metavar="N")
     max_active: int = setting(64, "videos waiting or running (default: {default})", low=1, metavar="N")
-    videos_per_day: int = setting(10_000, "(default: {default})", low=1, metavar="N")
+    videos_per_day: int = setting(10_000, "videos in a day (default: {default})", low=1, metavar="N")
     max_stored_bytes: int = setting(10 << 30, "bytes of finished videos (default: 10 GiB)", low=1, metavar="N")
 
     max_upload_bytes: int = setting(48 << 20, "bytes of a request with files (default: 48 MiB)", low=1, metavar="N")

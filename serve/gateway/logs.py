@@ -28,7 +28,7 @@ LEVELS = {
         logging.WARNING,
     ),
 }  # fmt: skip
-"""Events that somebody has to look at; all others are told at level info."""
+"""Events that somebody has to look at; all others are logged at level info."""
 
 
 def log(event: str, *, error: BaseException | None = None, level: int | None = None, **fields: Any) -> None:

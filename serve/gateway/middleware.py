@@ -25,11 +25,11 @@ _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _CLIENT_LEFT = 499
 """Status of a request whose client hangs up before the answer, as nginx counts it: no fault of the service's."""
 _SECONDS_OF_A_BODY = 30.0
-"""How long the whole of it may take, however it comes."""
+"""Seconds for a whole body, beside the time that its bytes take at `_SLOWEST_UPLOAD`."""
 
 
 _SLOWEST_UPLOAD = 1 << 18
-"""Bytes a second of a body that takes longer."""
+"""Lowest speed of a large body, in bytes a second."""
 
 
 class _BodyTooLargeError(Exception):

@@ -1,4 +1,4 @@
-"""How long a request waits for the store: so long in all, however many questions it asks.
+"""Time that a request waits for the store: so long in all, however many questions it asks.
 
 A backup, or an operator's own client, may hold the store's lock for minutes; who asks is told to ask again.
 """
@@ -28,7 +28,7 @@ _PATIENCE: ContextVar[_Patience | None] = ContextVar("patience", default=None)
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Within the block, and in what it starts, transactions take `SECONDS` together."""
+    """Context in which transactions, also those of what it starts, take `SECONDS` together."""
     token = _PATIENCE.set(_Patience(SECONDS))
     try:
         yield

@@ -71,7 +71,7 @@ def _frame(data: bytes) -> "Iterator[Image]":
 
 
 def _frames(data: bytes, most: int) -> "Iterator[Image]":
-    """Up to so many, the first among them, and of several the last; no more than one is in memory as it was."""
+    """Yield up to so many frames, with the first, and of several the last; one at a time is in memory as it was."""
     from megadit.infer.video_io import open_container
 
     with open_container(io.BytesIO(data), containers="mov,mp4") as container:

@@ -16,7 +16,7 @@ from megadit.serve.gateway.logs import log
 
 
 class Rates:
-    """One gateway's share in the counting."""
+    """Part of one gateway in the counting."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -25,7 +25,7 @@ class Rates:
         self._lock = threading.Lock()
 
     def take(self, key_id: str, per_minute: int) -> float:
-        """0 if the key may ask now, which is then counted; else the seconds until it may.
+        """Return 0 if the key may ask now, which is then counted; else the seconds until it may.
 
         A key that was silent for a minute may ask `per_minute` times at once. While the store cannot be written (a full
         disk), nothing is counted: what is finished is still served, and nothing new is taken anyway.

@@ -75,7 +75,7 @@ class Results:
         return self._put(job_id, data, media_type, SUFFIXES[media_type])
 
     def put_given(self, job_id: str, data: bytes) -> Result:
-        """Stores what is given of a video that is not yet made, as `put` does it."""
+        """Store the conditioning media of a video that is not yet made, as `put` does."""
         return self._put(job_id, data, "application/zip", _GIVEN)
 
     def _put(self, job_id: str, data: bytes, media_type: str, suffix: str) -> Result:

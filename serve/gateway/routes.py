@@ -96,7 +96,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
     async def remix_video(
         request: Request, key: Authenticated, video_id: str, idempotency_key: _IdempotencyKey = None
     ) -> Video:
-        """A new video: a finished one, changed as the prompt says. For models that were trained for edits."""
+        """A new video: a finished one, changed as the prompt says. For models with edit conditioning."""
         with gateway.uploads.admitted(request, key):
             body = await _read(gateway, key, request, RemixVideo)
             new = await run_in_threadpool(_new_remix, gateway, key, video_id, body, idempotency_key)
@@ -121,7 +121,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
 
     @router.get("/videos/{video_id}", response_model=Video)
     def get_video(key: Authenticated, video_id: str) -> Video:
-        """How far a video is."""
+        """Progress of a video."""
         return Video.of(_find(gateway, key, video_id), now=time.time())
 
     @router.get("/videos/{video_id}/events", response_class=StreamingResponse, responses=_content("text/event-stream"))
@@ -195,7 +195,7 @@ def _find(gateway: Gateway, key: Key, video_id: str) -> Job:
 
 
 async def _read(gateway: Gateway, key: Key, request: Request, model: type[_Body]) -> _Body:
-    """The body, as JSON or as a form, of which one in parts may bring files."""
+    """Read the body: JSON, or a form, which in parts may bring files."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         if read := _WHOLE.get(kind):
@@ -330,7 +330,7 @@ def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
 
 
 def _with_room(gateway: Gateway, key: Key, ask: Callable[[Key], _Answer]) -> _Answer:
-    """The store's answer; what it refuses is counted and told."""
+    """Return the store's answer; refusals are counted, and become errors of the API."""
     try:
         return ask(key)
     except IdempotencyMismatchError as error:

@@ -40,11 +40,12 @@ _CANCELLED, _LOST, _DRAINED = "cancelled", "lost", "drained"
 class RunnerSettings:
     """How long things may take, in seconds."""
 
-    job_seconds: float = setting(3600.0, "time of one job at Triton, its queue included (default: 3600)", metavar="S")
-    """Its own queue included."""
-    hang_seconds: float = setting(10.0, "until a silent server loses its jobs (10)", metavar="S")
-    """Silent: one that answers no probe."""
-    result_seconds: float = setting(86_400.0, "how long a video is kept (default: a day)", metavar="S")
+    job_seconds: float = setting(
+        3600.0, "seconds for one job at Triton, its queue included (default: 3600)", metavar="S"
+    )
+    hang_seconds: float = setting(10.0, "seconds after which a silent server loses its jobs (default: 10)", metavar="S")
+    """A server is silent if it answers no probe."""
+    result_seconds: float = setting(86_400.0, "seconds for which a video is kept (default: a day)", metavar="S")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -121,7 +122,7 @@ class Runner:
             return self._paused.is_set() and not self._runs and not self._handing_out
 
     def tell_news(self) -> None:
-        """There is a new job in the queue."""
+        """Note that there is a new job in the queue."""
         self._news.set()
 
     def cancel(self, job_id: str) -> None:

@@ -38,7 +38,7 @@ def _field(about: Setting) -> tuple[Any, Any]:
 
 
 class AdapterUse(BaseModel):
-    """An adapter, and how much of it a video gets."""
+    """An adapter, and its scale for a video."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -113,7 +113,7 @@ _SETTINGS = {name: _field(about) for name, about in SERVED.items() if name not i
 
 
 def _given_field(name: str) -> tuple[Any, Any]:
-    """(annotation, field) of pydantic's for what may be given of the video."""
+    """(annotation, field) of pydantic's for a conditioning option."""
     if name not in MEDIA:
         return _field(GIVEN[name])
     if GIVEN[name].count is None:

@@ -97,7 +97,7 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Servers:
-    """All of them; they serve the same models."""
+    """All Triton servers behind the gateway; they serve the same models."""
 
     all: tuple[Server, ...]
     models: tuple[str, ...]

@@ -45,7 +45,7 @@ _MOST_BODIES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewaySettings:
-    """All that can be set."""
+    """Settings of a gateway."""
 
     servers: tuple[str, ...] = setting(
         ("grpc://127.0.0.1:8001",),
@@ -55,7 +55,11 @@ class GatewaySettings:
         repeated=True,
     )
     models: tuple[str, ...] = setting(
-        (MODEL,), f"may be repeated (default: {MODEL})", names=("--model",), metavar="NAME", repeated=True
+        (MODEL,),
+        f"a model to serve; may be repeated (default: {MODEL})",
+        names=("--model",),
+        metavar="NAME",
+        repeated=True,
     )
     store: str = setting(
         "gateway/jobs.sqlite", "file or database URL of jobs and keys (default: {default})", metavar="PATH"
@@ -69,12 +73,15 @@ class GatewaySettings:
     slots: int = setting(8, "jobs given to each server at once (default: {default})", low=1, metavar="N")
     max_body_bytes: int = setting(1 << 20, "bytes of a request (default: 1 MiB)", low=1, metavar="N")
     max_upload_bytes: int = setting(48 << 20, "bytes of a request with files (default: 48 MiB)", low=1, metavar="N")
-    max_uploads: int = setting(4, "such requests that a key sends at once (default: {default})", low=1, metavar="N")
+    max_uploads: int = setting(
+        4, "requests with files that a key sends at once (default: {default})", low=1, metavar="N"
+    )
     max_streams: int = setting(32, "progress streams of a key (default: {default})", low=1, metavar="N")
-    min_free_bytes: int = setting(1 << 28, "room to be left on disks (default: 256 MiB)", metavar="N")
+    min_free_bytes: int = setting(1 << 28, "bytes to leave free on disks (default: 256 MiB)", metavar="N")
     """Disks of the store and the results; with less room, no job is taken."""
-    history_seconds: float = setting(30 * 86_400.0, "until a job is forgotten (30 days)", metavar="S")
-    """After its end."""
+    history_seconds: float = setting(
+        30 * 86_400.0, "seconds after its end until a job is forgotten (default: 30 days)", metavar="S"
+    )
     runner: RunnerSettings = group(RunnerSettings)
     signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in pictures of videos (Triton signs the videos)")
 

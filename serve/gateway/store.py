@@ -50,7 +50,7 @@ _TURNS = (
     .outerjoin(_RUNNING, _RUNNING.c.key_id == KEYS.c.id)
     .order_by(func.coalesce(_RUNNING.c.jobs, 0), KEYS.c.turn, KEYS.c.id)
 )
-"""Keys with a job that waits, in the order in which it is their turn."""
+"""Keys with a waiting job, in the order of their turns."""
 _NEXT_OF_KEY = (
     select(JOBS.c.number)
     .where(_IS_WAITING, JOBS.c.key_id == bindparam("of_key"))
@@ -202,13 +202,13 @@ class JobStore:
         return taken.rowcount == 1
 
     def note_step(self, job: Job, step: int, preview: bytes = b"") -> bool:
-        """False if the job is not ours to run any more. A preview stays until the next, or until the job stops."""
+        """Note a step; False if the job is not ours to run any more. A preview stays until the next, or the end."""
         return self._change(job, lambda now: {"step": step}, preview)
 
     def complete(
         self, job: Job, result: Result, *, seconds_to_live: float, scores: Mapping[str, float] | None = None
     ) -> bool:
-        """False if the job is not ours to run any more, and its result therefore nobody's."""
+        """Complete a job; False if it is not ours to run any more, and its result therefore nobody's."""
 
         def values(now: float) -> dict[str, Any]:
             return {
@@ -310,7 +310,7 @@ class JobStore:
             connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(num_bytes=None))
 
     def ended_with_given(self) -> list[Job]:
-        """Jobs that have ended, of which what was given is not yet removed (see `forget_given`)."""
+        """Jobs that have ended, whose conditioning media are not yet removed (see `forget_given`)."""
         with self._database.reading() as connection:
             now = store_seconds(connection)
             ended = JOBS.c.given_name.is_not(None) & JOBS.c.status.not_in((QUEUED, IN_PROGRESS))

@@ -22,7 +22,7 @@ class Turns:
 
     @asynccontextmanager
     async def of(self, key: Key) -> AsyncIterator[None]:
-        """Within the block it is the turn of this key.
+        """Context in which it is the turn of this key.
 
         Raises:
             ApiError: if so many of its requests wait already.

@@ -50,10 +50,10 @@ class PageOptions:
         None, f"start a service on this bundle (default, where none runs: {DEMO_BUNDLE})", metavar="PATH"
     )
     student: tuple[str, ...] = setting(
-        (), "a student of --bundle, to choose beside it; repeat for several", repeated=True, metavar="PATH"
+        (), "a student of --bundle, offered beside it; repeat for several", repeated=True, metavar="PATH"
     )
     key_file: Path | None = setting(
-        None, f"the page talks to a gateway (--url, default: {GATEWAY}) with the key in this file"
+        None, f"file with the key of a gateway (--url, default: {GATEWAY}), which the page then uses"
     )
     """Not the key itself, which would stand in the process list."""
     host: str = setting("127.0.0.1", "address of the page (default: {default}; 0.0.0.0: all)")
@@ -87,11 +87,11 @@ def _client(options: PageOptions) -> AbstractContextManager[Client]:
     """A client of a gateway where there is a key, else of a service."""
     key_file = options.key_file
     if options.student and options.bundle is None:
-        raise UserError("--student is served beside --bundle, its teacher: give that, too")
+        raise UserError("--student is served beside its teacher: give that as --bundle")
     if key_file is None:
         return service(options.url, options.bundle, options.student)
     if options.bundle is not None:
-        raise UserError("--key_file is of a gateway, and --bundle starts a service without one; give one of them")
+        raise UserError("--key_file is for a gateway, and --bundle starts a service without one; give one of them")
     try:
         return nullcontext(GatewayClient(options.url or GATEWAY, read_key(key_file)))
     except UnavailableError as error:
@@ -137,7 +137,7 @@ class Take:
     """Time that it took."""
     path: Path
     scores: dict[str, float] | None
-    """A judge's, of a service that has one."""
+    """Scores by a judge, if the service has one."""
     picture: Path
     """A small animation of it, for the gallery."""
     way: str = BEST
@@ -189,12 +189,12 @@ class Studio:
 
     @property
     def has_ways(self) -> bool:
-        """Whether a visitor is told of ways: of several, or of a student's calls."""
+        """Whether the page shows ways: several, or a student's calls."""
         return [*self.ways] != [BEST]
 
     def request(self, *, seed: int | None, way: str | None = None, **settings) -> VideoRequest:
         """A request that leaves nothing out; `seed` None is a new one, `way` None the first. A negative prompt that is
-        the service's default is that of the way: a student that is told its scale takes none."""
+        the service's default is that of the way: a guidance-distilled student takes none."""
         if settings.get("negative_prompt") == self.info.defaults["negative_prompt"]:
             settings = settings | {"negative_prompt": None}
         seed = random.randrange(2**31) if seed is None else seed

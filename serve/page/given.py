@@ -90,6 +90,6 @@ def _painted(mask: dict[str, Any] | None) -> bytes:
     """
     layers = [layer for layer in (mask or {}).get("layers", ()) if layer is not None]
     if not any((layer[..., 3] >= DARKEST_WHITE).any() for layer in layers):
-        raise UserError("paint what is to be made anew, or choose something else to do with the video")
+        raise UserError("paint the part to generate, or choose another use of the video")
     white_HW = np.any([layer[..., 3] >= DARKEST_WHITE for layer in layers], axis=0)
     return encode_image(np.repeat(white_HW[..., None] * np.uint8(255), 3, axis=2), ".png")

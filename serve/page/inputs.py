@@ -24,7 +24,7 @@ class Sizes:
         return [(each.label(seconds[place]), place) for place, each in enumerate(self.presets)]
 
     def follow(self, way: gr.Radio, *sliders: gr.Slider) -> None:
-        """Tells the times again whenever one of (steps, guidance) was moved."""
+        """Update the times whenever one of (steps, guidance) was moved."""
         events = [slider.release for slider in sliders]
         gr.on(events, self.told, [way, *sliders], self.radio, show_progress="hidden")
 

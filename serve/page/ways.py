@@ -33,7 +33,7 @@ class Way:
         return self.info.guidance_range or (1.0, max(MOST_GUIDANCE, 2 * self.defaults["guidance"]))
 
     def work(self, request: VideoRequest) -> int:
-        """Pixels times calls of the network, of which guidance takes two a step, unless the network is told it."""
+        """Pixels times network calls: guidance takes two a step, unless the network is guidance-distilled."""
         calls = request.num_steps * (1 if self.info.is_told or request.guidance == 1 else 2)
         return request.num_frames * request.height * request.width * calls
 

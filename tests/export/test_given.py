@@ -127,7 +127,7 @@ def test_networks_that_read_images_beside_their_latents(tmp_path, name):
     (other, _) = by_onnx(["a cat", "dogs"], given=others, **asked)
     assert difference(other.video, made[0].video) > 1, "negative control: what is given must matter"
     for missing in range(len(given)):
-        with pytest.raises(UserError, match="makes videos of a first frame"):
+        with pytest.raises(UserError, match="needs a first frame"):
             by_onnx(["a cat"], given=given[:missing])
 
 

@@ -221,7 +221,7 @@ def test_a_plan_for_given_parts_keeps_its_budget(asked, capsys, use):
 def test_places_of_a_calibration_are_alike(asked, capsys):
     words = asked("first_frame", range(16))
     assert calibrate_cache.main([*words, "--prompt", "a"]) == 2
-    assert "the same given places of all videos" in capsys.readouterr().err
+    assert "in the same places for all videos" in capsys.readouterr().err
 
 
 def test_windows_need_plans_before_any_is_made(asked, capsys):

@@ -88,7 +88,7 @@ BY_OWN_NAMES = {
     "--image_guidance": other("3", given=(*LATENTS, *PROMPT, *VIDEO, *ABLE, "--video", "{room}/given.gif")),
     "--total_frames": seen("calls", "25", given=(*PROMPT, *VIDEO)),
     "--story": seen("files", given=(*TWO, *VIDEO, "--total_frames", "25")),
-    "--keep_first": ends("needs a model that was trained for edit", given=(*PROMPT, *VIDEO, "--total_frames", "25")),
+    "--keep_first": ends("needs a model with edit conditioning", given=(*PROMPT, *VIDEO, "--total_frames", "25")),
     "--negative_prompt": other("blue"),
     "--guidance": other("5"),
     "--guidances": other("2", "5"),

@@ -96,8 +96,8 @@ def test_a_long_video_is_one_file_that_can_be_repeated(able_dir, tmp_path, monke
         (["--contact_sheet", "a.png"], "makes no contact sheet"),
         (["--video_save_path", "a.gif"], "makes an mp4"),
         (["--keep_frames", "5"], "leave some of the 5 of a window"),
-        (["--story", "--seeds", "1", "2"], "tells one video"),
-        (["--keep_first", "--checkpoint_path", "{plain}"], "--keep_first needs a model that was trained for edit"),
+        (["--story", "--seeds", "1", "2"], "makes one video"),
+        (["--keep_first", "--checkpoint_path", "{plain}"], "--keep_first needs a model with edit conditioning"),
     ],
 )
 def test_mistakes(able_dir, bundle_dir, tmp_path, monkeypatch, capsys, more, message):

@@ -92,9 +92,9 @@ def test_students_are_models_of_their_own(bundle_dir, tmp_path, capsys):
     assert Bundle.open(out / "text_to_video_2_calls" / "1" / "bundle").defaults.sigmas == (20.0, 2.0)
     guided = student("guided", num_steps=3, sigmas=(20.0, 2.0, 0.5), guidance=4.0)
     for more, says in (
-        ([guided], "is called with guidance"),
-        ([two, two], f"--student {two} is called as often as {two}: serve one of them"),
-        ([str(bundle_dir)], "is called with guidance, or at no levels of its own: it is no student"),
+        ([guided], "its defaults have guidance"),
+        ([two, two], f"--student {two} takes as many calls as {two}: serve one of them"),
+        ([str(bundle_dir)], "is no student: its defaults have guidance, or no sigmas of their own"),
     ):
         assert verbs.main([*command, *(word for path in more for word in ("--student", path))]) == 2
         assert says in capsys.readouterr().err

@@ -108,7 +108,7 @@ FAULTS = [
     ({"continue_video": MP4, "keep_frames": 9}, "leaves nothing to make"),
     ({"keyframe": (PNG,)}, "must be the number of a frame and a file"),
     ({"keyframe": (b"9:" + PNG,)}, "the video has the frames 0 to 8"),
-    ({"video": MP4, "num_frames": 13}, "has 9 frames, 13 are wanted"),
+    ({"video": MP4, "num_frames": 13}, "has 9 frames, 13 are needed"),
     ({"video": MP4, "mask": PNG[:60]}, "is no png"),
     *(({"image": data}, "") for data in HOSTILE.values()),
 ]

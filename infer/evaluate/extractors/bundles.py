@@ -1,4 +1,4 @@
-"""The features of networks of ours that judge, of pictures or, of those trained on clips, of clips.
+"""Features of bundles of classifiers and CLIP models: of pictures or, if they were trained on clips, of clips.
 
 Shapes: B videos or pictures, T/H/W frames, height, width, C colour channels, D width of the features.
 """
@@ -16,7 +16,7 @@ from megadit.models.shared.files import sha256_of
 
 
 def open_bundle_extractor(path: Path, device: torch.device) -> Extractor:
-    """Raises UserError for the bundle of a network that judges nothing."""
+    """Open the extractor of a classifier or a CLIP model; raises UserError for the bundle of another kind."""
     bundle = Bundle.open(path)
     if bundle.kind not in OF_KIND:
         raise UserError(f"{path} {USED_BY[bundle.kind]}")
@@ -27,7 +27,7 @@ class _Judge:
     """Preprocessing that both extractors share: pictures are prepared as in training."""
 
     def __init__(self, bundle: Bundle, device: torch.device, *, width: int, told: str) -> None:
-        """`told` is what is read of the network, in words."""
+        """`told` names the features, in words."""
         self._tokenizer, self._device, self._size = bundle.load_tokenizer(), device, bundle.defaults
         self.fewest_frames = bundle.defaults.num_frames
         self.sees: Sight = "clips" if self.fewest_frames > 1 else "pictures"

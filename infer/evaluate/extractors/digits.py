@@ -1,6 +1,6 @@
-"""The extractor that needs no download: what the demo's judge sees of moving digits, before it names them.
+"""Extractor without a download: features of the demo's classifier of moving digits, before it names them.
 
-Its network reads single frames from crops around the ink, whatever colour and place; what it leaves out is measured.
+Its network reads single frames from crops around the ink; colour and place, which it ignores, are added as features.
 
 Shapes: B clips or frames, C colour channels, T/H/W frames, height, width.
 """

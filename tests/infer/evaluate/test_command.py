@@ -224,7 +224,7 @@ def test_reports_of_different_protocols_are_not_put_side_by_side(evaluated, tmp_
     report["figures"][0]["protocol"] = report["figures"][0]["protocol"].replace("5 frames", "16 frames")
     (tmp_path / "other.json").write_text(json.dumps(report))
     assert compare.main([str(evaluated[0]), str(tmp_path / "other.json")]) == 2
-    assert "figures of different protocols cannot be compared" in capsys.readouterr().err
+    assert "metrics of different protocols cannot be compared" in capsys.readouterr().err
     (tmp_path / "none.json").write_text("[]")
     assert compare.main([str(tmp_path / "none.json")]) == 2
     assert "is not a report" in capsys.readouterr().err
@@ -302,7 +302,7 @@ def test_mistakes_are_one_line_that_says_what_to_do(tmp_path, capsys, bundle_dir
     needs = said(capsys, *made, "--metrics", "clip", *seen)
     assert "--metrics clip needs an extractor of pictures and texts" in needs
     few = said(capsys, "--videos", three, *out, "--real", real_folder, *seen)
-    assert "3 generated videos are too few for figures with intervals: give 8 or more" in few
+    assert "3 generated videos are too few for metrics with intervals: give 8 or more" in few
     few = said(capsys, "--videos", real_folder, *out, "--real", real_folder, *seen, "--metrics", "fvd")
     assert "40 generated videos are too few for a Fréchet distance of 96 features: give 194 or more" in few
     none = write_folder(tmp_path / "none", 2, captions=False)

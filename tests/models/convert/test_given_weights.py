@@ -278,7 +278,7 @@ def test_wan_videos_of_images_equal_diffusers(name, tmp_path, write_t5, monkeypa
     changed = pipeline(**arguments | {"image": pictures(frames(1, 6))[0]}).frames[0]
     assert distance(changed[:, 1:], latents[:, 1:]) > 3e-4, "negative control: the image must matter to the rest"
     if not is_tokens:
-        with pytest.raises(UserError, match="makes videos of a first frame"):
+        with pytest.raises(UserError, match="needs a first frame"):
             ours([PROMPT], **SIZE)
 
 

@@ -125,7 +125,7 @@ def test_mistakes_of_a_service_are_one_line(url, asked, new_key, key_file, bundl
     assert "wants a key: give --key_file FILE; `megadit serve keys add" in said(url)
     assert "nowhere cannot be read; `megadit serve keys add NAME > nowhere`" in said(url, "--key_file", "nowhere")
     assert "is no address of a video API" in said("grpc://127.0.0.1:1", "--key_file", key)
-    assert "--key_file is of a service" in said(bundle_dir, "--key_file", key)
+    assert "--key_file is for a service" in said(bundle_dir, "--key_file", key)
     assert "loss needs a bundle" in said(url, "--key_file", key, "--metrics", "loss")
     assert "refuses: height=30 is not a multiple" in said(url, "--key_file", key, "--height", 30, "--size", 16, 24)
     (tmp_path / "prompts").write_text("good\n" * 8 + "bad\n")

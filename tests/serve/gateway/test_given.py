@@ -24,11 +24,11 @@ REFUSED_AT_THE_DOOR = [
     ({"image": MP4[:200]}, "mp4"),
 ]
 REFUSED_BY_THE_MODEL = [
-    ({"video": MP4, "num_frames": 13}, "has 9 frames, 13 are wanted"),
+    ({"video": MP4, "num_frames": 13}, "has 9 frames, 13 are needed"),
     ({"continue_video": MP4, "keep_frames": 9}, "leaves nothing to make"),
-    ({"lead_to_video": PNG}, "must be given by at least 4 frames"),
+    ({"lead_to_video": PNG}, "takes at least 4 frames"),
     ({"keyframe": (b"9:" + PNG,)}, "the video has the frames 0 to 8"),
-    ({"video": MP4, "mask": GIF, "num_frames": 13}, "has 9 frames, 13 are wanted"),
+    ({"video": MP4, "mask": GIF, "num_frames": 13}, "has 9 frames, 13 are needed"),
 ]
 """Files that are sound, of a video of 9 frames that they do not fit."""
 

@@ -157,7 +157,7 @@ def test_without_service_and_bundle_it_says_what_to_do(tmp_path, capsys, monkeyp
     with pytest.raises(UserError, match="make demo"), service(None, "no/such/bundle"):
         pass
     assert verbs.main(["serve", "demo", "--student", "somewhere"]) == 2
-    assert "--student is served beside --bundle" in capsys.readouterr().err
+    assert "--student is served beside its teacher" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------- the page

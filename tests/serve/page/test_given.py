@@ -19,7 +19,7 @@ def test_what_is_painted_becomes_white():
     from megadit.serve.page.given import _painted
 
     layer = np.zeros((4, 6, 4), np.uint8)
-    with pytest.raises(UserError, match="paint what"):
+    with pytest.raises(UserError, match="paint the part"):
         _painted({"layers": [layer]})
     layer[1, 2, 3] = 255
     assert np.argwhere(np.asarray(Image.open(io.BytesIO(_painted({"layers": [layer]}))))[..., 0]).tolist() == [[1, 2]]
