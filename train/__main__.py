@@ -20,17 +20,17 @@ from megadit.train.recipes import RECIPES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    recipe: str | None = setting(None, "the run to start from", names=("--recipe", "--factory"), metavar="NAME")
+    recipe: str | None = setting(None, "recipe to start from", names=("--recipe", "--factory"), metavar="NAME")
     config_file: str | None = setting(
         None, "YAML with values to change (train/conf/ has examples)", names=("--config-file",), metavar="FILE"
     )
     mock: bool = setting(False, "endless random samples; same as data.mock=true")
     dataset_path: str | None = setting(None, "same as data.path=FOLDER", names=("--dataset-path",), metavar="FOLDER")
-    yes: bool = setting(False, "NeMo's; nothing is asked here", names=("--yes", "-y"))
+    yes: bool = setting(False, "accepted for scripts of NeMo; has no effect", names=("--yes", "-y"))
     nproc: int | None = setting(None, "start N ranks on this machine", low=1, metavar="N")
     print_config: bool = setting(False, "print the resolved configuration and stop", names=("--print-config",))
     dry_run: bool = setting(
-        False, "say size, memory, time, FLOPs, traffic and what is doubtful; train nothing", names=("--dry-run",)
+        False, "print size, memory, time, FLOPs, communication and warnings; train nothing", names=("--dry-run",)
     )
     plan: bool = setting(False, "rank all layouts of --gpus N --gpu NAME; train nothing")
     tune: bool = setting(False, "measure the planner's best layouts on --nproc N ranks; write the fastest as YAML")

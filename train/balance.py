@@ -1,4 +1,4 @@
-"""How the tokens of a step are shared among experts: counted over all ranks, and what the next step balances."""
+"""Balance of tokens among experts: loads counted over all ranks, and the bias of the next step."""
 
 from collections.abc import Iterator
 

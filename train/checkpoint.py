@@ -115,7 +115,7 @@ class CheckpointStore:
         teacher: str | None = None,
         fence: Fence = lambda: None,
     ) -> None:
-        """`base` is what an adapter is trained beside, `teacher` what a student learns from (fingerprints).
+        """`base` and `teacher` are the fingerprints of an adapter's base and of a student's teacher.
 
         `fence` ends this process if the folder is another's by now.
         """
@@ -154,9 +154,7 @@ class CheckpointStore:
                 if self._groups.is_first:
                     print(f"{problem}; looking for the one before it", flush=True)
         if damaged:
-            raise UserError(
-                f"none of the checkpoints in {self.root} is whole; to start anew, choose another train.output_dir"
-            )
+            raise UserError(f"no checkpoint in {self.root} is complete; to start anew, choose another train.output_dir")
         return None
 
     def save(self, state: RunState, tensors: TrainedTensors, loader_state: Any) -> None:
@@ -364,13 +362,13 @@ class CheckpointStore:
         check_kept(self._config, path, description["settings"])
         if (base := description.get("base")) != self._base:
             raise UserError(
-                f"{path} has an adapter of a base whose fingerprint is {base}, and that of "
-                f"checkpoint.init_from={self._config.starting_weights} is {self._base}; give the base it began with"
+                f"{path} has an adapter of a base with the fingerprint {base}, not {self._base} of "
+                f"checkpoint.init_from={self._config.starting_weights}; give the base it began with"
             )
         if (teacher := description.get("teacher")) != self._teacher:
             raise UserError(
-                f"{path} has a student of a teacher whose fingerprint is {teacher}, and that of "
-                f"{self._config.train.distill.teacher} is {self._teacher}; give the teacher it began with"
+                f"{path} has a student of a teacher with the fingerprint {teacher}, not {self._teacher} of "
+                f"{self._config.train.distill.teacher}; give the teacher it began with"
             )
 
 

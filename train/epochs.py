@@ -1,4 +1,4 @@
-"""How many steps some passes over a data set take: a run counts steps, whose packs hold as many samples as fit."""
+"""Number of steps for passes over a data set: a run counts steps, whose packs hold as many samples as fit."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +9,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import RunConfig
 
 LOOKED_AT = 1000
-"""Samples whose sizes tell how many share a pack."""
+"""Number of samples whose sizes decide the estimate of samples per pack."""
 
 
 def with_epochs(config: RunConfig) -> RunConfig:

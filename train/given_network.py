@@ -34,12 +34,11 @@ UNTRAINED = (
 MAY_CHANGE = ("given_sigma", "preconditioner")
 """Settings of a network that no tensor depends on: it can go on with others."""
 MAY_CHANGE_OF_POSITIONS = ("rope_scale", "rope_interpolation")
-"""Nor on these, by which it goes on at another size; but an adapter is used beside its base, whose they stay."""
+"""Further settings that no tensor depends on, for another size; but an adapter needs those of its base."""
 MAY_COME = ("guidance_range",)
-"""A network can go on with these, which it was without or at other values, but not without them; nor can an adapter's
-base."""
+"""Settings that a network may gain or change, but not lose; an adapter's base may not gain them either."""
 MAY_CHANGE_OF_CLASSIFIER = ("learned_positions", "num_classes")
-"""It can go on at another size, with its positions resized, and with other classes, which a new head learns."""
+"""Settings that may change in a classifier: its positions are resized, and a new head learns other classes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +57,7 @@ class GivenNetwork:
 
     @property
     def fingerprint(self) -> str:
-        """The same, of weights and adapter."""
+        """`adapters.fingerprint` of weights and adapter."""
         if (adapter := self.adapter) is None:
             return self.fingerprint_of_base
         names = [*network_shapes(self.config), *adapter]
@@ -86,25 +85,25 @@ def read_teacher(config: RunConfig) -> GivenNetwork:
     source = config.train.distill.teacher
     teacher = read_given(config, source)
     if config.data.given and teacher.config.given_sigma is None:
-        raise UserError(f"the teacher {source} was not trained to be given parts of videos: leave out data.given")
+        raise UserError(f"the teacher {source} was not trained with conditioning: leave out data.given")
     check_scales(config.model.guidance_range, teacher.config.guidance_range, source)
     return _with_teachers_adapter(config, teacher)
 
 
 def check_scales(asked: tuple[float, float] | None, known: tuple[float, float] | None, teacher: str | Path) -> None:
-    """Raises UserError for scales that a student is to be told and a teacher that is told some does not know."""
+    """Raises UserError for guidance scales of a student outside the range of its guidance-distilled teacher."""
     if known is None:
         return
     (low, high), (least, most) = asked, known
     if low < least or high > most:
         raise UserError(
-            f"model.guidance_range=[{low:g},{high:g}] is more than the teacher {teacher} knows, which is told scales "
-            f"from {least:g} to {most:g}"
+            f"model.guidance_range=[{low:g},{high:g}] exceeds {least:g} to {most:g}, the range of the "
+            f"guidance-distilled teacher {teacher}"
         )
 
 
 def _with_teachers_adapter(config: RunConfig, given: GivenNetwork) -> GivenNetwork:
-    """The same weights beside the adapter of a student's teacher, from which the adapters of student and critic begin.
+    """Add the adapter of a student's teacher to the weights, from which the adapters of student and critic start.
 
     Raises:
         UserError: if it belongs to other weights, or is not what the run trains.
@@ -114,7 +113,9 @@ def _with_teachers_adapter(config: RunConfig, given: GivenNetwork) -> GivenNetwo
         return given
     adapter = read_adapter(source, given.config)
     if adapter.base not in (None, found := given.fingerprint_of_base):
-        raise UserError(f"the adapter {source} was trained with other weights ({adapter.base}) than these ({found})")
+        raise UserError(
+            f"the adapter {source} was trained with other weights ({adapter.base}) than these ({found}); give its base"
+        )
     state, its = adapter.to_state()
     ranks = {change.rank for change in adapter.changes.values()}
     theirs = (its.kind, its.scaling, ranks, {*adapter.changes})
@@ -149,8 +150,8 @@ def read_given(config: RunConfig, source: str) -> GivenNetwork:
 
 
 def _adapted(read: Weights, theirs: DiTConfig, ours: DiTConfig, seed: int) -> Weights:
-    """The tensors of a network as another begins with them: one that is told scales of guidance, of one that was not;
-    one of class tokens at another size or with other classes."""
+    """Adapt a network's tensors to another that starts from them: guidance-distilled from one that is not; a classifier
+    of another size or with other classes."""
     if ours.denoises and (ours.guidance_range is None or theirs.guidance_range is not None):
         return read
 

@@ -1,4 +1,4 @@
-"""Steps that went wrong, and readers that are too slow: what is noticed, and what `health.*` says to do about it."""
+"""Detection of steps that go wrong and of readers that are too slow, and the reactions in `health.*`."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ class Anomaly:
     samples: tuple[str, ...] = ()
     """The samples of the step, or those whose loss is not finite."""
     is_usual: bool = False
-    """It comes and goes in a run in good health, and no sample is at fault."""
+    """Whether healthy runs have it now and then, without a sample at fault."""
 
     def describe(self) -> str:
         if self.is_usual:
@@ -115,7 +115,7 @@ def _read_in(step: tuple[int, dict[str, int]]) -> int:
 
 
 class ReadingTime:
-    """How long training waits for its data."""
+    """Measures the time that training waits for its data."""
 
     def __init__(self, config: HealthConfig) -> None:
         self._limit = config.starving_share
@@ -123,7 +123,7 @@ class ReadingTime:
         self._steps = self._warnings = 0
 
     def warning(self, *, reading: float, whole: float) -> str | None:
-        """Takes the seconds of one step; what to tell the user, rarer and rarer, or None."""
+        """Add the seconds of one step; return a message for the user, ever more rarely, or None."""
         self._steps += 1
         if self._steps <= WARM_UP_STEPS:
             return None

@@ -120,7 +120,7 @@ class _Run:
     """A run in progress."""
 
     def __init__(self, training: Training, mark: Mark, fence: Fence, expected: float) -> None:
-        """On the first rank, a step is `expected` to take so many seconds."""
+        """`expected` are the expected seconds of a step, on the first rank."""
         self.training = training
         self.expected = expected
         self.mark = mark
@@ -252,7 +252,7 @@ class _Run:
             self._tell(self.state.untold, metrics, may_validate=True)
 
     def _get_over(self, anomaly: Anomaly, metrics: Metrics) -> bool:
-        """Does what `health.*` says about a step that went wrong; whether the step stands, without its update.
+        """React to a failed step as `health.*` says; return whether the step counts, without its update.
 
         Raises:
             UserError: where it says to stop, or nothing else helped.

@@ -40,8 +40,8 @@ class Metrics:
     def __init__(
         self, config: RunConfig, *, start: int, length: int, expected: float = math.inf, enabled: bool
     ) -> None:
-        """`start` steps are done already, and told by the first `length` bytes of the file; one is `expected` to take
-        so many seconds."""
+        """`start` steps are done already and recorded in the first `length` bytes of the file; `expected` are the
+        seconds of a step."""
         self._config = config
         self._enabled = enabled
         self._step = start
@@ -88,7 +88,7 @@ class Metrics:
             print(f"estimated time: {time_left(left, self._quickest, self._expected)}", flush=True)
 
     def rewind(self, step: int, length: int) -> None:
-        """Forgets what was told after `step`, whose line ends after `length` bytes."""
+        """Drop what was reported after `step`, whose line ends after `length` bytes."""
         if self._enabled:
             told = self._step - step
             self._bar.advance(-told)

@@ -136,8 +136,8 @@ _JUDGED_BY: dict[Task, str] = {"classify": "classify {} PICTURE", "match": "simi
 
 
 def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -> list[str]:
-    """The commands that make a video with what was trained, or name what a picture shows; none where there is nothing
-    to encode its prompt with, or where another command goes on."""
+    """Commands that make a video with the trained network or name what a picture shows; none where there is no text
+    encoder for a prompt, or where another command continues."""
     if config.data.mock or config.train.distill is not None:
         return []
     run, prompt = shlex.quote(str(out)), shlex.quote(caption or "PROMPT")

@@ -25,7 +25,7 @@ PROMPT = "a video"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewOptions:
-    source: str = setting(help="a folder of videos or images", positional=True, metavar="FOLDER")
+    source: str = setting(help="folder of videos or images", positional=True, metavar="FOLDER")
     out: Path | None = setting(None, "folder for everything that is written (default: runs/ and the folder's name)")
     captions: str | None = setting(None, "table (.csv, .jsonl, .parquet) of files and captions, or folders")
     gpu: str | None = setting(None, "GPU to propose for, such as h200 (default: this machine)", metavar="NAME")
@@ -33,7 +33,7 @@ class NewOptions:
     minutes: float | None = setting(
         None, "minutes that training may take (default: 20 on a CPU, 240 on a GPU)", above=0
     )
-    go: bool = setting(False, "run the four commands; given again, go on where they were stopped")
+    go: bool = setting(False, "run the four commands; repeated, continue where they stopped")
 
 
 def main(argv: list[str] | None = None) -> int:

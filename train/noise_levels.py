@@ -18,7 +18,7 @@ from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
 
 LEAST_T = 1e-4
-"""And 1 minus it the largest: nearer to 0 or 1, float32 has too little left of x0 or of the noise."""
+"""Smallest t, and largest 1 - t: nearer to 0 or 1, float32 has too little left of x0 or of the noise."""
 
 
 def log_normal(normal_G: Tensor, mean: float, std: float) -> Tensor:

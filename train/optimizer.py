@@ -91,7 +91,7 @@ def loss_scaler(optimizer: MegatronOptimizer) -> DynamicGradScaler | None:
 
 
 def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
-    """Its state in plain numbers, for a checkpoint."""
+    """State of the loss scaler as plain numbers, for a checkpoint."""
     scaler = loss_scaler(optimizer)
     return None if scaler is None else {name: float(value) for name, value in scaler.state_dict().items()}
 

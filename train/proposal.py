@@ -319,7 +319,7 @@ def _fits(config: RunConfig, machine: Machine) -> bool:
 
 
 def _round(value: float) -> int:
-    """To two digits."""
+    """Round down to two digits."""
     digits = 10 ** max(0, math.floor(math.log10(value)) - 1)
     return int(value // digits * digits)
 

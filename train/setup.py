@@ -66,7 +66,7 @@ class Training:
 
     @property
     def all_trained(self) -> "tuple[Training, ...]":
-        """This run, and that of the critic beside it."""
+        """This run, and the one of its critic."""
         return (self,) if self.critic is None else (self, self.critic)
 
     @property
@@ -178,8 +178,8 @@ def _build_trained(
 
 
 def _with_teacher(training: Training) -> Training:
-    """The run of a student, with its teacher and, where its objective asks for one, a critic that starts as the teacher
-    does."""
+    """Build a student's run, with its teacher and, where its objective needs one, a critic that starts as the
+    teacher."""
     config, groups = training.config, training.groups
     asked, teacher = config.train.distill, read_teacher(config)
     frozen = _build_frozen(config, groups, teacher, base=training.network if config.has_one_base else None)

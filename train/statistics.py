@@ -1,4 +1,4 @@
-"""How large gradients and activations are, parameter by parameter and block by block, in the steps that ask for it."""
+"""Sizes of gradients and activations, parameter by parameter and block by block, in the steps that measure them."""
 
 import math
 from collections import defaultdict

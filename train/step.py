@@ -44,15 +44,15 @@ class StepResult:
     flops: int
     seconds: float
     sample_checksum: int
-    """The same for the same samples at the same occurrence, in any order and layout."""
+    """Checksum of the samples at this occurrence, which their order and layout do not change."""
     expert_counts: Counts
     """Tokens of each expert of each layer, where tokens choose."""
     reading_seconds: float
     """Part of `seconds` spent waiting for data on this rank."""
     must_stop: bool
-    """Some rank was told to stop."""
+    """Whether some rank was asked to stop."""
     anomaly: Anomaly | None
-    """Why the weights were not updated, or ought not to have been."""
+    """Reason why the weights were not updated, or ought not to have been."""
     critic_loss: float | None = None
     """Loss of the fake-score network in its last update, where a student has one."""
 
@@ -66,7 +66,7 @@ def train_step(
     judge: Judge | None = None,
     mark: Mark = lambda step, doing: None,
 ) -> StepResult:
-    """Does optimizer step `step` (1, 2, ...); where the judge finds anomaly, the weights are those before the step.
+    """Run optimizer step `step` (1, 2, ...); after an anomaly the weights are those before the step.
 
     (But for a gradient that is not finite and ends the run: then they are no longer to be used.)
     """
@@ -122,7 +122,7 @@ def _loss_of(
 
 
 def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -> float | None:
-    """Updates the critic beside a student on what the student makes now of the same conditions; its last loss.
+    """Update the critic on what the student makes now of the same conditioning; return its last loss.
 
     Raises:
         UserError: where loss or gradient is not finite.

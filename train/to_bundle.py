@@ -65,17 +65,19 @@ class BundleOptions:
     out: Path = setting(help="the bundle to write, or the adapter; one already there is replaced", positional=True)
     ema: str = setting(
         "best",
-        "average of the weights: the one with the lowest validation loss (default), none, or a sigma_rel",
+        "EMA weights to use: those with the lowest validation loss (default), none, or a sigma_rel",
         metavar="best|none|SIGMA_REL",
     )
     step: str | None = setting(
-        None, "step of the run (default: its newest checkpoint); of a pattern such as '*000' all, as OUT/N", metavar="N"
+        None, "step of the checkpoint (default: the newest); a pattern such as '*000' writes all as OUT/N", metavar="N"
     )
-    dataset: str | None = setting(None, "the data set, if it is no longer at data.path", metavar="PLACE")
+    dataset: str | None = setting(
+        None, "folder or URL of the data set, if it is no longer at data.path", metavar="PLACE"
+    )
     merge: tuple[str, ...] = setting(
         (),
-        "an adapter to add to the weights of a bundle, and how much of it (default: 1); repeat for several; high=PATH "
-        "or low=PATH for one of two networks alone",
+        "adapter to add to the weights of a bundle, and its scale (default: 1); repeat for several; high=PATH or "
+        "low=PATH for the high-noise or low-noise expert alone",
         repeated=True,
         metavar="PATH[:SCALE]",
     )
@@ -179,7 +181,7 @@ def choose_average(checkpoint: Path, name: str) -> float | None:
         if name == f"{sigma_rel:g}" or name == str(sigma_rel):
             return sigma_rel
     known = ", ".join(["best", "none", *(f"{sigma_rel:g}" for sigma_rel in profiles)])
-    raise UserError(f"--ema {name}: {checkpoint} has no such average; choose one of {known}")
+    raise UserError(f"--ema {name}: {checkpoint} has no such EMA weights; choose one of {known}")
 
 
 def convert(
@@ -198,7 +200,9 @@ def convert(
     config = load_config(checkpoint / CONFIG)
     if config.train.adapter is not None:
         if defaults:
-            raise UserError(f"--default is of bundles, and {checkpoint} has an adapter, whose base has the defaults")
+            raise UserError(
+                f"--default sets defaults of a bundle; {checkpoint} has an adapter, which takes those of its base"
+            )
         write_adapter(out, trained_adapter(config, checkpoint, ema))
         return
     path, info = dataset or config.data.path, _dataset(config, dataset)

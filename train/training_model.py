@@ -48,13 +48,13 @@ class TrainingModel(nn.Module):
         self.label_smoothing = label_smoothing
         self.contrast_rows = contrast_rows
         self.readers = readers
-        """The ranks whose samples are compared with one another, where a loss does so; None: this one."""
+        """Ranks whose samples are compared with one another, where a loss does so; None: this one."""
         self.dit = dit
-        """Or what stands in its place."""
+        """Network, or its substitute."""
         self.objective: Callable[[Callable[..., Tensor], PackedBatch], LossSums] | None = None
         """(D of packs, pack) -> what is minimised in place of the EDM loss."""
         self.adversary = adversary
-        """Tells what a student made from real samples, beside a critic."""
+        """Head of a critic that tells generated samples from real ones."""
         has_uncertainty = diffusion.learned_uncertainty and dit.part.is_last
         self.uncertainty = Uncertainty() if has_uncertainty else None
         self._before: Tensor | None = None
@@ -101,8 +101,8 @@ class TrainingModel(nn.Module):
         return self.adversary(denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, through=through))
 
     def _told(self, batch: PackedBatch) -> PackedBatch:
-        """The pack with the lowest scale of guidance, which is nearest to the samples themselves, where a network is
-        told one and nobody has said which."""
+        """Add the lowest guidance scale, nearest to the samples themselves, if the network is guidance-distilled and
+        the pack has none."""
         scales = self.dit.config.guidance_range
         if scales is None or batch.guidance_G is not None:
             return batch

@@ -1,4 +1,4 @@
-"""How good the weights and each of their averages are: losses at fixed noise levels, and videos to look at."""
+"""Validation of the weights and each of their averages: losses at fixed noise levels, and videos to look at."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -72,8 +72,8 @@ def validate(training: Training, step: int) -> tuple[dict[str, Any], list[Sample
 
 
 def lowest_so_far(before: dict[str, float], found: dict[str, Any]) -> dict[str, float]:
-    """Step and mean loss of the best of all validations, and how many came `since`: with `found`, what `validate` gave,
-    after those of which `before` tells."""
+    """Step and mean loss of the best of all validations, and the number of later ones, `since`: `before` with `found`,
+    the result of `validate`."""
     loss = found["losses"][found["best"]]["mean"]
     if before and not loss < before["loss"]:
         return before | {"since": before["since"] + 1}

@@ -7,7 +7,7 @@ from pathlib import Path
 from megadit.train.background_write import sync
 
 UNFINISHED = ".unfinished"
-"""Ends the name of a checkpoint that is being written or deleted; a run that starts removes what is left of such."""
+"""Suffix of a checkpoint that is being written or deleted; a run that starts removes such leftovers."""
 
 
 def unfinished_name(path: Path) -> Path:
@@ -32,7 +32,7 @@ def delete(folder: Path) -> None:
 
 
 def reason_of(error: Exception, folder: Path) -> str:
-    """Why reading or writing failed, in a few words, from wherever it stands in a chain of exceptions."""
+    """Describe why reading or writing failed, by the cause in a chain of exceptions."""
     causes = [error, *getattr(error, "failures", {}).values()]
     while causes:
         cause = causes.pop(0)

@@ -130,7 +130,7 @@ def run(base, *overrides):
             ["train.adapter.targets=[blocks.*.self_atention.q]"],
             r"train\.adapter\.targets: no linear .* did you mean 'blocks\.1\.self_attention\.q'\?",
         ),
-        (["parallel.gradient_accumulation_fusion=true"], "gradients of matrices that train.adapter leaves as they are"),
+        (["parallel.gradient_accumulation_fusion=true"], "gradients of matrices that train.adapter freezes"),
         (
             ["parallel.pipeline_model_parallel_size=2", "train.adapter.targets=[blocks.1.*]"],
             "leaves nothing to train in one of the 2 parts",
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_before_anything_begins(overrides, message):
 
 
 def test_an_adapter_needs_a_base():
-    with pytest.raises(UserError, match=r"weights that exist; give checkpoint\.init_from=BUNDLE"):
+    with pytest.raises(UserError, match=r"the weights of a base; give checkpoint\.init_from=BUNDLE"):
         check_inputs(replace(run("base"), checkpoint=load_recipe("digits_tiny").checkpoint))
 
 

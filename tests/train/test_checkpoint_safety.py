@@ -66,7 +66,7 @@ def test_nothing_whole_is_no_reason_to_start_anew(cut_short, run_ranks):
         with pytest.raises(DamagedCheckpointError):
             check_checkpoint(path)
     outputs = run_ranks(2, *arguments(cut_short), code=2)
-    assert sum(output.count("error: none of the checkpoints in") for output in outputs) == 1
+    assert sum(output.count("error: no checkpoint in") for output in outputs) == 1
     assert not any("Traceback" in output for output in outputs)
     assert len(find_checkpoints(cut_short / "checkpoints")) == 3
 

@@ -31,8 +31,8 @@ BASE = (
     *("data.global_batch_size=1", "data.text_dropout=0", "optimizer.optimizer=adamw", "ema.sigma_rels=[]"),
     "train.num_threads=1",
 )
-"""So small that 65,536 tokens take minutes on a CPU. One thread: several that wait for each other on a busy machine use
-processor time, too."""
+"""Network so small that 65,536 tokens take minutes on a CPU. One thread: several that wait for each other on a busy
+machine use processor time, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ class Point:
     """Processor seconds of a step, which other work on the machine disturbs least."""
     operations: float
     memory: float
-    """Bytes beside what the process takes without a network."""
+    """Memory in bytes, less that of the process without a network."""
     planned_memory: float
 
 
@@ -201,9 +201,11 @@ class GrowthOptions:
     folder: Path = setting(
         help="folder for growth.png, growth.json and the results of every run", positional=True, metavar="FOLDER"
     )
-    along: tuple[str, ...] = setting(tuple(AXES), f"{', '.join(AXES)} (default: all)", metavar="NAME")
-    steps: int = setting(3, "timed at each point (default: {default})", metavar="N")
-    points: int | None = setting(None, "the first N of each axis alone", low=2, metavar="N")
+    along: tuple[str, ...] = setting(tuple(AXES), f"axes to measure: {', '.join(AXES)} (default: all)", metavar="NAME")
+    steps: int = setting(3, "steps timed at each point (default: {default})", metavar="N")
+    points: int | None = setting(
+        None, "number of points on each axis, the first ones (default: all)", low=2, metavar="N"
+    )
 
 
 def _run(argv: list[str]) -> None:

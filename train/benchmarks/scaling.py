@@ -38,8 +38,8 @@ class ScalingOptions:
         help="folder for scaling.json, scaling.svg and the results of every row", positional=True, metavar="FOLDER"
     )
     overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
-    recipe: str = setting("digits", "the run whose steps are timed (default: {default})", metavar="NAME")
-    ranks: str = setting("1,2,4,8", "rows of the table (default: {default})", metavar="N,N")
+    recipe: str = setting("digits", "recipe whose steps are timed (default: {default})", metavar="NAME")
+    ranks: str = setting("1,2,4,8", "numbers of ranks, one row each (default: {default})", metavar="N,N")
     packs: int = setting(1, "packs of each data-parallel rank in a step (default: {default})", low=1, metavar="N")
     steps: int = setting(10, "steps timed for each row (default: {default})", low=1, metavar="N")
 
@@ -59,7 +59,7 @@ def ideal(rows: list[Row], ranks: int) -> float | None:
 
 
 def devices_here() -> int:
-    """How many ranks can have one of their own."""
+    """Number of ranks that can have a device of their own."""
     import torch
 
     return torch.cuda.device_count() or available_cores()

@@ -1,4 +1,4 @@
-"""`megadit benchmark train`: what one optimizer step of a recipe costs on this machine, and what it is spent on.
+"""`megadit benchmark train`: cost of one optimizer step of a recipe on this machine, and its breakdown.
 
     megadit benchmark train --recipe digits [section.key=value ...] [--nproc 2] [--steps 10] [--json FILE]
 
@@ -33,16 +33,16 @@ from megadit.train.step_figures import StepFigures, shares_of, table_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkTrainOptions:
-    recipe: str | None = setting(None, "the run whose steps are timed", metavar="NAME")
+    recipe: str | None = setting(None, "recipe whose steps are timed", metavar="NAME")
     config_file: str | None = setting(None, "YAML with values to change", names=("--config-file",), metavar="FILE")
     nproc: int | None = setting(None, "start N ranks on this machine", low=1, metavar="N")
-    steps: int = setting(10, "steps timed (default: {default})", low=1, metavar="N")
-    warmup: int = setting(3, "steps before, not counted (default: {default})", low=0, metavar="N")
+    steps: int = setting(10, "timed steps (default: {default})", low=1, metavar="N")
+    warmup: int = setting(3, "untimed steps before (default: {default})", low=0, metavar="N")
     trace: str | None = setting(None, "also write a Chrome trace of one step (https://ui.perfetto.dev)", metavar="FILE")
     ops: tuple[str, ...] = setting(
         (), "compute an op by one variant, as in attention=reference", repeated=True, metavar="OP=VARIANT"
     )
-    json: str = setting("", "also write the figures here", metavar="FILE")
+    json: str = setting("", "also write the results to this file", metavar="FILE")
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
     debug: bool = setting(False, "show the traceback of user errors")
     overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")

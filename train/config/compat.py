@@ -19,7 +19,7 @@ SECTIONS = {
     "optim.config": "optimizer",
     "scheduler": "optimizer",
 }
-"""Their section -> ours, for the keys that bear the same name in both."""
+"""Their section -> ours, for keys with the same name in both."""
 
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -77,7 +77,7 @@ KEYS = {
     "checkpoint.save": "train.output_dir",
     "logger.log_interval": "train.log_interval",
 }
-"""Their key -> ours, where the names differ; ours of earlier versions among them."""
+"""Their key -> ours, where the names differ; with ours of earlier versions."""
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
     # theirs is cond + g (cond - uncond), ours uncond + g (cond - uncond)
@@ -98,7 +98,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "checkpoint.load_optim": (True, "to start from weights alone, give checkpoint.init_from"),
     "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),
 }
-"""Their key -> the only value it has here, and why."""
+"""Their key -> its only value that is supported here, and the reason."""
 
 STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
 

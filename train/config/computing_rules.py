@@ -20,8 +20,8 @@ COMPUTING: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.parallel.gradient_accumulation_fusion,
         needs=lambda run: run.parallel.data_parallel != "fsdp",
-        remedy="parallel.gradient_accumulation_fusion=true adds to sums that parallel.data_parallel=fsdp has not; use "
-        "ddp or distributed_optimizer, or leave it out",
+        remedy="parallel.gradient_accumulation_fusion=true needs gradient buffers, which parallel.data_parallel=fsdp "
+        "does not have; use ddp or distributed_optimizer, or leave it out",
     ),
     Rule(
         when=lambda run: run.parallel.recompute_num_layers is not None,
@@ -62,7 +62,7 @@ COMPUTING: tuple[Rule[Run], ...] = (
     ),
     of_fp8(
         lambda run: run.has_engine or not run.parallel.gradient_accumulation_fusion,
-        "has products that add to nothing but with TransformerEngine; leave parallel.gradient_accumulation_fusion out",
+        "needs TransformerEngine for parallel.gradient_accumulation_fusion; leave that out",
     ),
     of_fp8(
         lambda run: not run.has_experts,
@@ -149,7 +149,7 @@ COMPUTING: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.optimizer.optimizer == "muon",
         needs=lambda run: not run.has_experts,
-        remedy="optimizer.optimizer=muon knows no experts, which are stacks of matrices on ranks of their own; use "
+        remedy="optimizer.optimizer=muon does not support experts, stacks of matrices on ranks of their own; use "
         "optimizer.optimizer=adamw",
     ),
 )

@@ -29,7 +29,7 @@ class DistillConfig:
     teacher: str
     """A bundle. The student starts from its weights too, unless `checkpoint.init_from` names others."""
     teacher_adapter: str | None = None
-    """An adapter that the teacher has, from which those of student and critic begin, too (`train.adapter`)."""
+    """Adapter of the teacher, from which those of student and fake-score network start, too (`train.adapter`)."""
     objective: ObjectiveName
     """Target of the student: at every noise level the output of the guided teacher (`guidance`, arXiv 2210.03142), the
     point that `teacher_steps` of its Euler steps reach (`progressive`, 2202.00512), the end of its ODE (`consistency`,
@@ -37,19 +37,19 @@ class DistillConfig:
     levels), the video that it made of that noise (`regression`, 2101.02388; of `megadit prepare trajectories`), or, of
     noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
     guidance: float = setting(1.0, low=1)
-    """Scale of the teacher's classifier-free guidance; 1 asks it once, as is right of one that is distilled itself. A
-    student with `model.guidance_range` is told a scale, drawn evenly from that, in its place."""
+    """Scale of the teacher's classifier-free guidance; 1 is a single pass, as for a guidance-distilled teacher. For a
+    student with `model.guidance_range` a scale is drawn evenly from that instead."""
     sigmas: tuple[float, ...] = setting((), above=0)
-    """Noise levels, decreasing, a last 0 understood: those at which the student is to be called, and of `consistency`
-    those between which its teacher steps; those that learn at all levels take none."""
+    """Decreasing noise levels, without the final 0: those of the student's sampling steps, and of `consistency` those
+    between which its teacher steps; empty for objectives at all levels."""
     teacher_steps: int = setting(2, low=1)
     """Euler steps of the teacher in one of the student's (`progressive`)."""
     tangent_warmup: int = setting(1000, low=0)
     """Steps in which the tangent through the student comes in, in place of its difference from the teacher
     (`continuous_consistency`; 2410.11081, section 4, where it is 10,000)."""
     critic_lr: float | None = setting(None, above=0)
-    """Learning rate of the critic, which learns what the student's videos look like (`distribution_matching`); None is
-    twice `optimizer.lr`."""
+    """Learning rate of the fake-score network, which learns the distribution of the student's videos
+    (`distribution_matching`); None is twice `optimizer.lr`."""
     critic_updates: int = setting(2, low=1)
     """Updates of the fake-score network before each one of the student (2405.14867, section 4.2: two time scales)."""
 
@@ -83,14 +83,14 @@ class DistillConfig:
         return self.objective == "regression"
 
     def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
-        """Whether the teacher is guided by two calls: one that is told its scale is not. None: nothing is known of
-        it."""
+        """Whether guidance takes two passes of the teacher: not if it is guidance-distilled. `teacher=None`:
+        unknown."""
         is_told = teacher is not None and teacher.guidance_range is not None
         return not is_told and (self.guidance != 1 or student.guidance_range is not None)
 
     def forwards(self, is_guided: bool) -> float:
-        """Forward passes of a step beside the student's own with its backward, a mean over what is drawn; of a critic's
-        update, too, whose backward is two. A teacher that `is_guided` is asked twice."""
+        """Forward passes per step besides the student's own forward and backward, a mean over the random draws; with
+        those of the critic's updates, whose backward counts as two. `is_guided`: the teacher takes two passes."""
         of_teacher = 2 if is_guided else 1
         way = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
         head = 1.5 if self.has_adversary else 0  # through half of the critic, and back

@@ -12,7 +12,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.shards import damaged_shards
 
 OF_DATASET = {"in_channels": "latent_channels", "crossattn_emb_size": "text_width", "sigma_data": "sigma_data"}
-"""Setting of the network -> what a `DatasetInfo` says, which it has to be."""
+"""Setting of the network -> field of `DatasetInfo` that it must equal."""
 
 
 def agree(setting: Any, fact: Any) -> bool:
@@ -37,9 +37,9 @@ class Run:
     world_size: int | None = None
     """Ranks; None: not known yet."""
     starts_here: bool = False
-    """Whether it is about to start on this machine."""
+    """Whether the run is about to start on this machine."""
     reads_data: bool = False
-    """Whether it is about to open `data.path`."""
+    """Whether the run is about to open `data.path`."""
     dataset: Any = None
     """The `DatasetInfo` of `data.path`; None: not opened yet."""
 

@@ -1,4 +1,4 @@
-"""Rules of what is learnt, and of what: samples, what is given of them, the kind of network, its optimizer."""
+"""Rules of learning: samples, conditioning, the kind of network, its optimizer, adapters and distillation."""
 
 from operator import attrgetter
 
@@ -68,28 +68,28 @@ LEARNING: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: bool(run.data.given),
         needs=lambda run: run.model.given_sigma is not None,
-        remedy="data.given needs model.given_sigma, the noise level that the network is told of what is given; 0.02 "
-        "served digits best",
+        remedy="data.given needs model.given_sigma, the noise level of conditioning tokens; digits did best at 0.02",
     ),
     Rule(
         needs=lambda run: run.model.given.is_among and run.model.image_size is None,
-        remedy="{model.given_form=} {model.image_size=}: what such a network is given, latents of a video beside the "
-        "noisy ones or features of an image, is in no data set here; it converts and samples",
+        remedy="{model.given_form=} {model.image_size=} cannot be trained here: no data set holds such conditioning, "
+        "latents as extra channels or features of an image; convert and sample it",
     ),
     Rule(
         needs=lambda run: min(run.data.given_dropout) >= 0 and sum(run.data.given_dropout) < 1,
-        remedy="{data.given_dropout=} must be three shares from 0 that leave some: what is given, the text, both",
+        remedy="{data.given_dropout=} must be three shares of samples, from 0 and less than 1 together: those without "
+        "conditioning, without text, and without both",
     ),
     # what denoises nothing
     Rule(
         when=lambda run: run.model.task != "classify",
         needs=lambda run: run.train.label_smoothing == 0,
-        remedy="{train.label_smoothing=} is of classifiers, such as model.family=vit; leave it out",
+        remedy="{train.label_smoothing=} is for classifiers, such as model.family=vit; leave it out",
     ),
     Rule(
         when=lambda run: run.model.task != "classify",
         needs=lambda run: run.data.mixup == 0,
-        remedy="{data.mixup=} mixes samples and classes, of classifiers such as model.family=vit; leave it out",
+        remedy="{data.mixup=} is for classifiers such as model.family=vit: it mixes samples and classes; leave it out",
     ),
     Rule(
         when=lambda run: run.model.task == "classify",
@@ -98,7 +98,7 @@ LEARNING: tuple[Rule[Run], ...] = (
     ),
     of_judge(
         lambda run: run.data.text_dropout == 0,
-        "{data.text_dropout=} takes the labels or texts that {model.family} learns; use data.text_dropout=0",
+        "{data.text_dropout=} drops labels or texts that {model.family} must learn; use data.text_dropout=0",
     ),
     of_judge(
         lambda run: run.sizes.context == 1,
@@ -107,7 +107,7 @@ LEARNING: tuple[Rule[Run], ...] = (
     ),
     of_judge(
         lambda run: not (run.is_student or run.has_adapter or run.diffusion.learned_uncertainty),
-        "train.distill, train.adapter and diffusion.learned_uncertainty are of networks that denoise; leave them out",
+        "train.distill, train.adapter and diffusion.learned_uncertainty are for networks that denoise; leave them out",
     ),
     of_judge(
         lambda run: run.validation.evaluate_interval == 0,
@@ -131,7 +131,7 @@ LEARNING: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.train.contrast_rows is not None,
         needs=lambda run: run.model.task == "match" and not run.model.text_tower.pairwise,
-        remedy="{train.contrast_rows=} is of a softmax over all pairs of images and texts (model.family=clip without "
+        remedy="{train.contrast_rows=} is for a softmax over all pairs of images and texts (model.family=clip without "
         "model.text_tower.pairwise); leave it out",
     ),
     # adapter
@@ -139,8 +139,8 @@ LEARNING: tuple[Rule[Run], ...] = (
     Rule(
         when=attrgetter("has_adapter"),
         needs=lambda run: not run.parallel.gradient_accumulation_fusion,
-        remedy="parallel.gradient_accumulation_fusion=true adds up gradients of matrices that train.adapter leaves as "
-        "they are; leave it out",
+        remedy="parallel.gradient_accumulation_fusion=true sums gradients of matrices that train.adapter freezes; "
+        "leave it out",
     ),
     Rule(
         when=lambda run: run.has_adapter and run.sizes.num_parts > 1,
@@ -161,25 +161,25 @@ LEARNING: tuple[Rule[Run], ...] = (
     Rule(
         when=attrgetter("is_student"),
         needs=lambda run: run.sizes.num_parts == 1,
-        remedy="train.distill asks whole networks in turn, which pipeline stages hold in parts; use "
+        remedy="train.distill calls whole networks in turn, and pipeline stages hold parts of them; use "
         "parallel.pipeline_model_parallel_size=1, and tensor or context parallelism or fsdp",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.objective != "continuous_consistency",
         needs=lambda run: not run.diffusion.learned_uncertainty,
-        remedy="diffusion.learned_uncertainty=true weights the loss of samples, of which train.distill has none (but "
-        "for objective=continuous_consistency); leave it out",
+        remedy="diffusion.learned_uncertainty=true weights a loss of samples that train.distill does not have "
+        "(except objective=continuous_consistency); leave it out",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.takes_tangent,
         needs=lambda run: not run.has_engine and not run.is_fp8 and run.train.base_precision == "same",
-        remedy="{train.distill.objective=} differentiates forward, which products of TransformerEngine or in eight "
-        "bits do not know; leave parallel.transformer_impl, train.fp8 and train.base_precision out",
+        remedy="{train.distill.objective=} needs forward-mode differentiation, which products of TransformerEngine or "
+        "in eight bits do not support; leave parallel.transformer_impl, train.fp8 and train.base_precision out",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.teacher_adapter is not None,
         needs=lambda run: run.has_adapter and run.config.has_one_base,
-        remedy="{train.distill.teacher_adapter=} is what train.adapter begins with, beside the teacher's weights: give "
+        remedy="{train.distill.teacher_adapter=} is where train.adapter starts from, on the teacher's weights: give "
         "train.adapter, and leave out checkpoint.init_from; or merge it: megadit bundle TEACHER OUT --merge ADAPTER",
     ),
     Rule(
@@ -197,26 +197,26 @@ LEARNING: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.is_student and run.model.guidance_range is not None,
         needs=lambda run: run.train.distill.guidance == 1,
-        remedy="{train.distill.guidance=} is one scale, and the student is told those of {model.guidance_range=}: "
+        remedy="{train.distill.guidance=} is one scale, and {model.guidance_range=} trains the student for many: "
         "leave one of them out",
     ),
     Rule(
         when=lambda run: run.is_student and run.model.guidance_range is not None,
         needs=lambda run: not run.train.distill.learns_of_pairs,
-        remedy="{train.distill.objective=} learns videos that were made at one scale of guidance, and "
-        "{model.guidance_range=} would be told others; leave that out, or choose another objective",
+        remedy="{train.distill.objective=} learns from videos made at one guidance scale, and "
+        "{model.guidance_range=} asks for others; leave that out, or choose another objective",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.has_adversary,
         needs=lambda run: run.train.distill.has_critic,
-        remedy="{train.distill.adversarial_weight=} is of a critic's head, which "
-        "train.distill.objective=distribution_matching has alone; leave it out",
+        remedy="{train.distill.adversarial_weight=} is for a critic's head, which only "
+        "train.distill.objective=distribution_matching has; leave it out",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.has_adversary and run.has_experts,
         needs=lambda run: run.model.experts.routing == "expert_choice",
-        remedy="{train.distill.adversarial_weight=} takes gradients through the critic, whose experts would add that "
-        "of their balance; use model.experts.routing=expert_choice, or leave it out",
+        remedy="{train.distill.adversarial_weight=} takes gradients through the critic, whose experts would add "
+        "that of their balance loss; use model.experts.routing=expert_choice, or leave it out",
     ),
     accepted_by(check_student_sigmas, where="train.distill.", when=attrgetter("is_student")),
     Rule(

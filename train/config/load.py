@@ -114,7 +114,7 @@ def named_recipe(config_file: str | Path) -> str | None:
 
 
 def _from_base(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
-    """The network of the bundle beside whose weights an adapter is trained: it has no other shape than these."""
+    """Return the network of the bundle that is an adapter's base: the adapter's network has the same shape."""
     path = asked.get("checkpoint.init_from", config.checkpoint.init_from)
     has_adapter = config.train.adapter is not None or any(key.startswith("train.adapter.") for key in asked)
     file = Path(str(path), "transformer", "config.json")
@@ -223,7 +223,7 @@ def _read_yaml(path: str | Path) -> DictConfig:
     for key, value in _flatten(OmegaConf.to_container(config)).items():
         if _LOOKED_UP.search(str(value)):  # it may be the config.yaml of somebody else's run
             raise UserError(
-                f"{path}: {key}={value} would be looked up outside of the file, which may refer to keys of its own "
+                f"{path}: {key}={value} refers to something outside of the file, which may refer to its own keys "
                 f"alone; give {key}=VALUE on the command line"
             )
     return config

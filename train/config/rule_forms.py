@@ -173,7 +173,7 @@ def check_uses(run: Run) -> None:
 
 def check_sampling(run: Run) -> None:
     """Raises UserError for a sampler or schedule that does not exist, settings that exclude each other, or guidance
-    that the network is not told."""
+    outside the network's range."""
     check_guidance(resolve(SINGLE_IMAGE, **run.given_sampling), run.model.guidance_range)
 
 

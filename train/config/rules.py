@@ -1,4 +1,4 @@
-"""Every rule that settings of a run must keep together: when it applies, what it needs, what mends a breach.
+"""All rules that settings of a run must satisfy together: condition, requirement, and remedy of a breach.
 
 Those of what is learnt, and of how a step is computed, have files of their own; here is what is left, and what checks
 all. Bounds of single values stand with their fields (`schema.py`, `upkeep.py`). Rules of a layout stand with
@@ -98,7 +98,7 @@ RULES: tuple[Rule[Run], ...] = (
     ),
     Rule(
         needs=lambda run: run.validation.sampling.image_guidance in (None, 1.0),
-        remedy="{validation.sampling.image_guidance=} needs something given, and validation makes videos of prompts "
+        remedy="{validation.sampling.image_guidance=} needs conditioning, and validation makes videos of prompts "
         "alone; give it to `megadit generate`",
     ),
     Rule(
@@ -151,12 +151,12 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.starts_here and run.has_adapter and not run.is_student,
         needs=lambda run: run.checkpoint.init_from is not None,
-        remedy="train.adapter is trained beside weights that exist; give checkpoint.init_from=BUNDLE, or a run",
+        remedy="train.adapter needs the weights of a base; give checkpoint.init_from=BUNDLE, or a run",
     ),
     Rule(
         when=lambda run: run.starts_here and run.model.guidance_range is not None,
         needs=attrgetter("is_student"),
-        remedy="{model.guidance_range=} is learnt of a teacher at any of these scales, of samples at none: give "
+        remedy="{model.guidance_range=} is learnt from a guided teacher, and samples have no guidance scale: give "
         "train.distill.teacher",
     ),
     Rule(
@@ -214,8 +214,8 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.model.task == "match" and run.dataset is not None,
         needs=lambda run: run.longest_text <= run.model.text_tower.max_length,
-        remedy="{dataset.root} has texts of up to {longest_text} tokens, for which the "
-        "{model.text_tower.max_length} of model.text_tower.max_length have no places; give it as many",
+        remedy="{dataset.root} has texts of up to {longest_text} tokens, more than the "
+        "{model.text_tower.max_length} of model.text_tower.max_length; raise that",
     ),
     Rule(
         when=lambda run: run.dataset is not None and run.dataset.store is not None,

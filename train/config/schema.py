@@ -68,10 +68,10 @@ class DataConfig:
     """Text dropout of these samples; None: `text_dropout`. Guidance leads every prompt away from what is trained
     without words: set `text_dropout=0` for a subject, and let the prior samples lose some texts."""
     given: tuple[str, ...] = ()
-    """Shares of samples of which a part is given, by use: `[first_frame:0.2, prefix:0.1]`; the others learn from text
-    alone. Uses are first_frame, last_frame, keyframes, prefix, suffix, inpaint and edit (`train/data/given.py`)."""
+    """Shares of samples trained with conditioning, by mode: `[first_frame:0.2, prefix:0.1]`; the others learn from text
+    alone. Modes are first_frame, last_frame, keyframes, prefix, suffix, inpaint and edit (`train/data/given.py`)."""
     given_dropout: tuple[float, float, float] = (0.05, 0.05, 0.05)
-    """Shares of those samples that lose what is given, their text, or both: guidance by either needs some (arXiv
+    """Shares of those samples that lose their conditioning, their text, or both: guidance by either needs some (arXiv
     2211.09800, section 3.2.1)."""
     mock_latent_shapes: tuple[tuple[int, int, int], ...] = ((1, 32, 32), (4, 32, 32))
     """(T, H, W) of mock samples, in latent frames and latent pixels, taken in turn."""
@@ -113,7 +113,7 @@ class TrainConfig:
     loss_scale_window: int = setting(1000, above=0)
     """Steps without an overflow after which it is doubled."""
     matmul_precision: MatmulPrecision = setting("ieee")
-    """How float32 matrix products may be computed: `tf32` on a GPU, `bf16` on a CPU that has such instructions."""
+    """Precision of float32 matrix products: `tf32` on a GPU, `bf16` on a CPU that has such instructions."""
     fp8: Fp8 = setting("none")
     """Eight bits in the products of the blocks' matrices while training: `e4m3`, or `hybrid` with e5m2 for gradients;
     embedders, modulation, attention, the last layer, validation and all that is kept stay bf16. By torch, or with
@@ -163,8 +163,8 @@ class DiffusionConfig:
     """
 
     noise_levels: NoiseLevels = setting("log_normal")
-    """How sigma is distributed: `log_normal`, which is a logit-normal t; `uniform` or by its `mode` (arXiv 2403.03206,
-    section 3.1), as t is."""
+    """Distribution of sigma: `log_normal`, which is a logit-normal t; `uniform`, or with a `mode` (arXiv 2403.03206,
+    section 3.1), of t."""
     p_mean: float = 0.0
     """Mean of ln sigma; of `uniform` and `mode` the logarithm of the shift."""
     p_std: float = setting(1.0, above=0)
@@ -221,7 +221,7 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How the ranks share the work, in Megatron's own words. What remains of the world is data parallel.
+    """Division of the work among ranks, in Megatron's terms. What remains of the world size is data parallel.
 
     Which layouts are legal: `models.megatron.parallel_sizes`; which to choose: LAYOUTS.md.
     """
@@ -308,7 +308,7 @@ class RunConfig:
 
     @property
     def has_one_base(self) -> bool:
-        """Whether all adapters of the run, and a teacher, are beside the same weights: those networks have one set."""
+        """Whether all adapters of the run, and a teacher, share the same base weights: those networks have one set."""
         distill = self.train.distill
         return self.train.adapter is not None and (distill is None or distill.is_at(self.checkpoint.init_from))
 

@@ -13,7 +13,7 @@ SamplingConfig = with_defaults("SamplingConfig", SamplingSettings, module=__name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When checkpoints are written; resuming from the newest valid one is automatic."""
+    """Schedule of checkpoints; resuming from the newest valid one is automatic."""
 
     save_interval: int = setting(1000, above=0)
     """Steps between checkpoints; one more is written at the end and at SIGTERM or SIGINT."""
@@ -43,14 +43,14 @@ class ValidationConfig:
     num_batches: int = setting(8, above=0)
     """Packs from which the loss is measured, each at every sigma."""
     patience: int | None = setting(None, above=0)
-    """The run ends after so many validations in a row without a mean loss below the lowest before, whose checkpoint is
-    kept: for few samples, which are soon known by heart. None trains to the end."""
+    """Validations in a row without a lower mean loss after which the run ends, keeping the checkpoint of the lowest:
+    for few samples, which are soon overfitted. None trains to the end."""
     sigmas: tuple[float, ...] = setting((0.1, 0.3, 1.0, 3.0, 10.0), above=0)
     """Noise levels of the measured losses."""
     prompts: tuple[str, ...] = ()
     """Captions of the sampled videos; empty takes the first ones of the validation split."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How these videos are sampled, and the defaults of the bundles made from this run."""
+    """Sampling settings of these videos, which become the defaults of bundles made from this run."""
     tokenizer_folder: str | None = None
     """The tokenizer that decodes these videos, if not the data set's copy; it must be the same one."""
     evaluate_interval: int = setting(0, low=0)
@@ -72,12 +72,12 @@ class HealthConfig:
     """Reactions to steps, ranks and readers that go wrong; events.jsonl records each with its samples."""
 
     on_not_finite: Remedy = setting("stop")
-    """At a loss or gradient that is NaN or infinite: end the run, leave out the update, or go back to the last
-    checkpoint and on with the data that follow."""
+    """Reaction to a loss or gradient that is NaN or infinite: end the run, skip the update, or go back to the last
+    checkpoint and continue with the data that follow."""
     on_spike: Remedy | None = setting(None)
-    """The same at a loss far above the usual; None does not look."""
+    """Reaction to a loss far above the usual; None: no check."""
     spike_factor: float = setting(3.0, above=0)
-    """How many times the median of the last `spike_window` losses is far."""
+    """Factor over the median of the last `spike_window` losses that counts as a spike."""
     spike_window: int = setting(100, above=0)
     max_anomalies: int = setting(10, above=0)
     """Steps left out or gone back over between two checkpoints, after which the run ends."""

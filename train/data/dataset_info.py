@@ -178,7 +178,7 @@ def _read_blend(path: "Path | EPath") -> DatasetInfo:
     splits = {split: _leaves(path, split) for split in ("train", "val")}
     everything = [info for leaves in splits.values() for info, _ in leaves]
     if not splits["train"]:
-        raise UserError(f"{path} blends nothing in its split 'train'")
+        raise UserError(f"{path} lists no data set in its split 'train'")
     first = everything[0]
     parts = ("tokenizer_fingerprint", "text_encoder_fingerprint", "latent_channels", "text_width", "sigma_data")
     for name in (*parts, "store"):
@@ -187,8 +187,8 @@ def _read_blend(path: "Path | EPath") -> DatasetInfo:
             found = getattr(info, name)
             if expected != found and None not in (expected, found):
                 raise UserError(
-                    f"{path} blends what cannot be blended: {name} is {expected} of {first.root} and "
-                    f"{found} of {info.root}; prepare both alike"
+                    f"{path} cannot blend data sets whose {name} differs: {expected} in {first.root}, {found} in "
+                    f"{info.root}; prepare both alike"
                 )
     counts = {split: sum(info.num_samples.get(part, 0) for info, part in leaves) for split, leaves in splits.items()}
     return replace(first, num_samples=counts)
@@ -265,7 +265,7 @@ def iter_captions(root: "Path | EPath", split: str) -> Iterator[str]:
 
 
 def draw_captions(root: "Path | EPath", split: str, count: int) -> list[str]:
-    """At most `count` different captions of a split, from its shards in a random order that is always the same.
+    """Draw at most `count` different captions of a split from its shards, in a random order that is always the same.
 
     No more shards are opened than these take, nor more than `CAPTIONS_LOOKED_AT` captions read for each.
     """

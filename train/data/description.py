@@ -18,7 +18,7 @@ MOST_FRAMES = 64
 
 
 class UnreadableSampleError(ValueError):
-    """A sample whose members are missing, broken or beyond what a sample can be."""
+    """Error of a sample whose members are missing, broken or out of range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

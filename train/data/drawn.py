@@ -62,7 +62,7 @@ class Drawn:
     fps: float
     """Frame rate of the clips."""
     draw: Callable[[str, str, int, torch.Generator], Drawing]
-    """So many samples of a split ("train", "val") and a kind ("clip", "image")."""
+    """Draw samples of a split ("train", "val") and a kind ("clip", "image"), in the number asked for."""
     channels: int
     temporal_compression: int = 4
     spatial_compression: int = 8

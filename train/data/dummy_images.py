@@ -75,8 +75,8 @@ def prepare_dummy_images(out: Path, *, num_images: int = 64, size: int = 256, se
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DummyImagesOptions:
     out: Path = setting(Path("dummy_images"), positional=True, metavar="OUT")
-    factory: str | None = setting(None, "NeMo's name of it", choices=(FACTORY,))
-    num_images: int = setting(64, "one in eight of them for validation (default: {default})")
+    factory: str | None = setting(None, "name of this data set in NeMo", choices=(FACTORY,))
+    num_images: int = setting(64, "number of images, one in eight for validation (default: {default})")
     size: int = setting(256, "height and width in pixels (default: {default})")
     seed: int = setting(0, "the same seed gives the same files (default: {default})")
     overwrite: bool = setting(False, "replace a finished folder")

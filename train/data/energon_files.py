@@ -148,7 +148,7 @@ def check_blend(path: "Path | EPath") -> None:
         blend, above = waiting.pop()
         seen += 1
         if blend in above or seen > MOST_BLENDS:
-            raise UserError(f"{path} blends blends in a circle, or more than {MOST_BLENDS} of them; see {blend}")
+            raise UserError(f"{path} nests blends in a circle, or more than {MOST_BLENDS} of them; see {blend}")
         values = _read(blend)
         _check(values, _BLEND, str(blend))
         for place in _places(values):
@@ -168,11 +168,11 @@ def _places(values: Any) -> Iterator[str]:
 def _checked_place(value: str, blend: "EPath") -> str:
     kind = value.partition("://")[0] if is_url(value) else ""
     if kind in STORES:
-        raise UserError(f"{blend}: to Energon, the place {value} is called {energon_url(value)}; write that")
+        raise UserError(f"{blend} names {value}, whose address in Energon is {energon_url(value)}; write that")
     if kind not in ("", "msc"):
         raise UserError(f"{blend} names {value}; give a folder, or msc://PROFILE/PATH")
     if value.startswith("/") and not blend.is_local():
-        raise UserError(f"{blend} lies in a store and names {value} on this machine; name it from there")
+        raise UserError(f"{blend} lies in a store and names {value} on this machine; give its address in the store")
     return value
 
 

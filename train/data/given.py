@@ -79,7 +79,7 @@ def suffix(sample: TrainingSample, draws: Draws, model: DiTConfig) -> GivenPart 
 
 
 def _frames(sample: TrainingSample, draw: float, model: DiTConfig) -> int:
-    """How many latent frames are given, at least one token's and not all."""
+    """Number of given latent frames, at least one token's and not all."""
     pt = model.patch_temporal
     return pt * (1 + int(draw * (sample.latent_CTHW.shape[1] // pt - 1)))
 
@@ -155,7 +155,7 @@ class Drawn(NamedTuple):
     part: GivenPart | None
     text_LE: Tensor
     keeps_text: bool | None
-    """None where no use was drawn: `data.text_dropout` decides."""
+    """Whether the text stays; None without conditioning: `data.text_dropout` decides."""
 
 
 def draw(
@@ -202,7 +202,7 @@ def parse_uses(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     shares: dict[str, float] = {}
     for text in texts:
         name, _, share = text.partition(":")
-        choose_one(name, USES, f"data.given: {name!r} is no use of what is given")
+        choose_one(name, USES, f"data.given: unknown conditioning {name!r}")
         try:
             shares[name] = float(share)
         except ValueError:
@@ -210,5 +210,7 @@ def parse_uses(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
         if not 0 < shares[name] <= 1:
             raise UserError(f"data.given: {text!r} needs a share above 0 and at most 1, as in [first_frame:0.2]")
     if (total := sum(share for name, share in shares.items() if name != "edit")) > 1 + 1e-9:
-        raise UserError(f"data.given: the shares add up to {total:g}; at most 1, and what is left has nothing given")
+        raise UserError(
+            f"data.given: the shares add up to {total:g}, more than 1; the rest is trained without conditioning"
+        )
     return tuple(shares.items())

@@ -281,7 +281,9 @@ def _read_split(config: RunConfig, split: str, worker_config: "WorkerConfig", *,
         )
     except Exception as error:  # Energon has no errors of its own for metadata that do not fit each other
         reason = f"{type(error).__name__} {error}".splitlines()[0]
-        raise UserError(f"data.path={config.data.path} is not for Energon ({reason}); prepare it anew") from error
+        raise UserError(
+            f"data.path={config.data.path} cannot be read by Energon ({reason}); prepare it anew"
+        ) from error
 
 
 def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class MockLoader:
         if remainder:
             raise UserError(
                 f"cannot resume after {state['num_packs']} packs with {self.world_size} data-parallel ranks x "
-                f"data.micro_batch_size={self.micro_batch_size}, which is not a divisor"
+                f"data.micro_batch_size={self.micro_batch_size}, whose product does not divide them"
             )
 
     def micro_batch(self, number: int) -> PackedBatch:

@@ -27,7 +27,7 @@ REFUSALS = (
     "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "no_seed", "odd_size", "too_long",
     "long_text", "not_finite", "too_large",
 )  # fmt: skip
-"""Why samples are left out; `rules` says it in words."""
+"""Reasons for rejecting samples; `rules` has their descriptions."""
 BATCH_TENSORS = (
     "tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "seed_key_G", "loss_weight_G", "own_share_G", "partner_G",
 )  # fmt: skip
@@ -84,20 +84,20 @@ class PackedBatch:
     def to(
         self, device: torch.device | str, needs: Sequence[Need] = (), side: SideStream | None = None
     ) -> "PackedBatch":
-        """On another device, with what is needed of layouts there, by one copy that nobody waits for; on the stream
-        `side`, who reads it asks for it to have `arrived`."""
+        """Copy to another device, with the layouts' tensors, without waiting; a copy on the stream `side` is used after
+        `arrived`."""
         copy = copy_in_turn if side is None else side.copy
         tensors = send_with(needs, {name: getattr(self, name) for name in BATCH_TENSORS}, torch.device(device), copy)
         return replace(self, **tensors, arrival=None if side is None else side.arrival())
 
     def arrived(self) -> "PackedBatch":
-        """The same, for what is computed from now on."""
+        """Wait for the copy; what is computed from now on may use it."""
         if self.arrival is not None:
             self.arrival()
         return self
 
     def noisy(self, sigma_G: Tensor, noise_S1P: Tensor, given_noise: float = 0.0) -> Tensor:
-        """x0 + sigma n, [S, 1, P]; what is given has the noise `given_noise` (`DiTConfig`), which is mostly none."""
+        """x0 + sigma n, [S, 1, P]; conditioning tokens have the noise `given_noise` (`DiTConfig`), mostly none."""
         tensors = self.layout.on(sigma_G.device)
         sigma_S = torch.where(tensors.is_given_S, given_noise, sigma_G[tensors.segment_of_token_S])
         return self.tokens_S1P + sigma_S[:, None, None] * noise_S1P
@@ -158,7 +158,7 @@ class PackFormat:
     needs_seed: bool = False
     """Whether samples have to be videos that a model made, of a seed that they name."""
     given: tuple[tuple[str, float], ...] = ()
-    """(use, share of samples) of what is given; see `given.draw`, which also says what `given_dropout` means."""
+    """Conditioning modes and shares of samples; see `given.draw`, also for `given_dropout`."""
     given_dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
     mixup: float = 0.0
     """a of `mixup`; 0 mixes nothing."""

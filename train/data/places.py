@@ -45,13 +45,13 @@ def place(path: "str | os.PathLike | EPath") -> "Path | EPath":
 
 
 def energon_url(url: str) -> str:
-    """The same place as Energon names it: s3://BUCKET/PATH is msc://_s3-BUCKET/PATH."""
+    """Translate an address to Energon's form: s3://BUCKET/PATH is msc://_s3-BUCKET/PATH."""
     kind, _, rest = url.partition("://")
     return f"msc://_{kind}-{rest}" if kind in STORES else url
 
 
 def local_copy(folder: "Path | EPath", name: str) -> Path:
-    """The folder itself, or a copy in the user's cache, under a name that says what is in it."""
+    """Return the folder itself, or its copy in the user's cache; `name` identifies the contents."""
     if isinstance(folder, Path):
         return folder
     of_place = hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest()  # names are what its owner says
@@ -67,7 +67,9 @@ def _fetch(folder: "EPath", out: Path) -> None:
     try:
         files = {str(file.relative_to(folder)): file for file in folder.walk()}
     except ValueError as error:
-        raise UserError(f"{folder} holds files whose names lead elsewhere ({error}); do not trust its source") from None
+        raise UserError(
+            f"{folder} holds files whose names point out of it ({error}); do not trust its source"
+        ) from None
     with atomic_directory(out) as temporary:
         for name, file in files.items():
             target = inner_path(temporary, name)

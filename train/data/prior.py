@@ -75,11 +75,13 @@ TRAJECTORIES = Purpose(
 class PriorOptions:
     bundle: str = setting(help="the model: a bundle, or a training directory", positional=True, metavar="BUNDLE")
     out: Path = setting(help="folder to write", positional=True, metavar="OUT")
-    prompt: Sequence[str] = setting((), "names the class; several take turns", nargs="+", repeated=True, metavar="TEXT")
-    prompt_file: str = setting("", "more prompts, one a line", metavar="PATH")
-    count: int = setting(200, "samples to make (default: {default})", above=0)
+    prompt: Sequence[str] = setting(
+        (), "prompt that names the class; several take turns", nargs="+", repeated=True, metavar="TEXT"
+    )
+    prompt_file: str = setting("", "file with more prompts, one per line", metavar="PATH")
+    count: int = setting(200, "number of samples (default: {default})", above=0)
     seed: int = setting(0, "seed of the first sample; the others count on from it (default: {default})", low=0)
-    batch_size: int | None = setting(None, "videos made at once", above=0)
+    batch_size: int | None = setting(None, "videos generated at once", above=0)
     device: str = setting("auto", "device: auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
     dtype: str = setting("float32", "precision of the network (default: {default})", metavar="NAME")
     overwrite: bool = setting(False, "replace a finished folder")
@@ -180,16 +182,18 @@ def _prepare(argv: list[str], purpose: Purpose) -> int:
 def _check_ode(settings: SamplingSettings) -> None:
     if settings_randomness(settings, torch.zeros(1, dtype=torch.long), (1, 1, 1, 1)):
         raise UserError(
-            f"the sampler {settings.sampler} adds noise on its way (eta={settings.eta:g}, churn={settings.churn:g}), "
-            "and a video would not follow from its seed's noise alone: give --sampler euler --eta 0 --churn 0, or "
-            "dpmpp_2m, which adds none"
+            f"the sampler {settings.sampler} adds noise while sampling (eta={settings.eta:g}, "
+            f"churn={settings.churn:g}), and videos would depend on more than their initial noise: give "
+            "--sampler euler --eta 0 --churn 0, or dpmpp_2m, which adds none"
         )
 
 
 def _prompts(options: PriorOptions) -> list[str]:
     lines = prompt_lines(options.prompt_file)
     if any(len(line) > 1 for line in lines):
-        raise UserError(f"{options.prompt_file} may hold prompts alone: all samples share their settings")
+        raise UserError(
+            f"{options.prompt_file} has settings of single prompts, and all samples share theirs: leave them out"
+        )
     prompts = [*options.prompt, *(line["prompt"] for line in lines)]
     if not prompts:
         raise UserError('there is no prompt; give --prompt "a dog" or --prompt_file FILE')

@@ -22,7 +22,7 @@ def begin(
     overwrite: bool,
     as_of_now: Callable[[dict[str, Any]], dict[str, Any]] = lambda stored: stored,
 ) -> None:
-    """Notes in `file` what is asked for, unless it was asked for before; `as_of_now` reads what earlier versions noted.
+    """Record the request in `file`, unless it was recorded before; `as_of_now` converts records of earlier versions.
 
     Raises:
         UserError: if something else lies there.

@@ -43,7 +43,8 @@ class Rules:
         )
 
     def crop(self, sample: TrainingSample) -> TrainingSample:
-        """Its first `max_frames` latent frames: before anything is measured, so that all lengths are the cropped."""
+        """Crop to the first `max_frames` latent frames, before anything is measured, so that all lengths are the
+        cropped."""
         most = self.max_frames
         if most is None or max(latent.shape[1] for latent in (sample.latent_CTHW, *_others(sample)[:1])) <= most:
             return sample
@@ -82,7 +83,7 @@ class Rules:
         return "long_text", f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
 
     def reason_against(self, sample: TrainingSample) -> tuple[str, str] | None:
-        """Why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
+        """Reason why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
         model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
         latents = (latent_CTHW, *_others(sample))
         texts = (text_LE, *([] if sample.given_text_LE is None else [sample.given_text_LE]))

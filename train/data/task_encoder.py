@@ -43,7 +43,7 @@ class RefusedSamples:
         self._in_a_row = 0
 
     def take(self) -> tuple[int, ...]:
-        """How many were refused since the last call, in the order of `REFUSALS`."""
+        """Numbers of rejected samples since the last call, in the order of `REFUSALS`."""
         untold, self._untold = self._untold, Counter()
         return tuple(untold[kind] for kind in REFUSALS)
 

@@ -20,7 +20,7 @@ class Frames(NamedTuple):
     latents_CTHW: Tensor
     """[C, K, H, W]."""
     times: tuple[float, ...]
-    """When each is, in latent frames: see `frame_times`."""
+    """Times of the frames, in latent frames: see `frame_times`."""
 
 
 def another(name: str, number: int) -> str:
@@ -34,13 +34,13 @@ def drawn_caption(sample_id: str, occurrence: int, count: int) -> int:
 
 
 def keyframe_places(num_frames: int, count: int) -> list[int]:
-    """At most `count` frames of a clip, evenly up to the last one and without the first, which its latents begin
-    with."""
+    """Indices of at most `count` frames of a clip, evenly up to the last one, without the first, which its latents
+    begin with."""
     return sorted({round(number * (num_frames - 1) / count) for number in range(1, count + 1)} - {0})
 
 
 def frame_times(places: Sequence[int], tokenizer: VideoTokenizer) -> tuple[float, ...]:
-    """When frames of a clip are, in latent frames: a causal tokenizer's latent t ends with frame t * compression."""
+    """Convert indices of frames to latent frames: a causal tokenizer's latent t ends with frame t * compression."""
     return tuple(place / tokenizer.temporal_compression for place in places)
 
 
@@ -58,7 +58,7 @@ class TrainingSample:
 
     sample_id: str
     occurrence: int
-    """How often this sample was read before: the passes over the data that came earlier."""
+    """Number of earlier passes over the data that read this sample."""
     latent_CTHW: Tensor
     text_LE: Tensor
     """Text features, [0, E] without a caption."""
@@ -75,9 +75,9 @@ class TrainingSample:
     reference_CTHW: Tensor | None = None
     """The clip that its text, an instruction, changes into this one (`megadit prepare edits`)."""
     given_text_LE: Tensor | None = None
-    """Features of a caption that leaves out what a given part shows; in the place of `text_LE` where one is given."""
+    """Features of a caption that leaves out what the conditioning shows, used in the place of `text_LE` with it."""
     frames: Frames | None = None
-    """Some of its frames, each encoded as an image: what can be given besides its own latents."""
+    """Frames of the clip encoded as images, for conditioning besides its own latents."""
 
     @property
     def kind(self) -> str:

@@ -157,7 +157,7 @@ def _score(demo: AdapterDemo) -> None:
 
 
 def _draw(demo: AdapterDemo) -> None:
-    """The same prompts and seeds by every model: the subject above, the class below."""
+    """Draw clips of the same prompts and seeds by every model: the subject above, the class below."""
     words = [subject.caption(each, demo.word) for each in demo.subject_attributes]
     captions = score.heldout_captions(demo.class_attributes)
     result = read_json(demo.out / "score.json")
@@ -214,10 +214,10 @@ STAGES = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterDemoOptions:
     out: Path = setting(Path("runs/demo-adapter"), "folder for everything ({default})")
-    bundle: Path = setting(Path("runs/demo/bundle"), "the model to teach ({default})")
+    bundle: Path = setting(Path("runs/demo/bundle"), "bundle that the adapters are trained on ({default})")
     word: str = setting("zog", "name of the subject ({default})")
     ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
-    steps: int = setting(200, "steps of training ({default})", low=1)
+    steps: int = setting(200, "training steps ({default})", low=1)
     seed: int = setting(1234, "seed of training ({default})", low=0)
 
 

@@ -1,4 +1,4 @@
-"""The demo's judge beside a ViT of clips, on the same clips of writers that neither has seen.
+"""Comparison of the demo's judge with a ViT of clips, on the same clips of writers that neither has seen.
 
     python -m megadit.train.digits.compare_judges runs/vit_digits_clips
 

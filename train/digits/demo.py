@@ -36,7 +36,7 @@ MP4_ZOOM = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSize:
-    """How much of everything."""
+    """Sizes of the data, training and evaluation."""
 
     num_clips: int
     num_images: int
@@ -70,7 +70,7 @@ class Demo(TrainingDemo):
 
     size: DemoSize
     guidances: tuple[float, ...] = (1.0,)
-    """At which clips are evaluated beside those of the model's own guidance."""
+    """Guidance scales at which clips are evaluated besides the model's own."""
 
     @property
     def generated(self) -> Path:
@@ -209,7 +209,7 @@ def _showcase(demo: Demo) -> tuple[Tensor, list[Attributes], list[str]]:
 class DemoOptions:
     out: Path = setting(Path("runs/demo"), "folder for everything ({default})")
     ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
-    quick: bool = setting(False, "next to no training: shows that every stage works")
+    quick: bool = setting(False, "test every stage with hardly any training")
     all_guidances: bool = setting(False, "evaluate at guidance 1, 2 and 8, and not at 1 alone: a minute more")
 
 
@@ -233,7 +233,7 @@ def _run(argv: list[str]) -> int:
 
 
 def run_demo(demo: Demo) -> None:
-    """Runs every stage whose results are missing, and says how long each took."""
+    """Run every stage whose results are missing, and print the time of each."""
     seconds = run_stages(demo, STAGES)
     result = {**read_json(demo.out / "score.json"), "seconds": seconds}
     write_json(demo.out / "score.json", result)

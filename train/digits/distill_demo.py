@@ -71,7 +71,7 @@ class DistillDemo(FollowingDemo):
         return {TEACHER: self.base} | {name_of(calls): self.student(calls) / "bundle" for calls in self.calls}
 
     def settings(self, name: str) -> SamplingSettings:
-        """How a model is sampled."""
+        """Sampling settings of a model."""
         defaults = Bundle.open(self.models[name]).defaults
         return resolve_settings(defaults, **TWENTY_EVALUATIONS) if name == TEACHER else defaults
 
@@ -189,7 +189,7 @@ def _as_float(video_BCTHW: Tensor) -> Tensor:
 
 
 def _draw(demo: DistillDemo) -> None:
-    """The same prompts and noise, a column for each model."""
+    """Draw clips of the same prompts and noise, a column for each model."""
     found, chosen = read_json(demo.out / "score.json"), figures.spread(range(len(demo.seen)), SHOWN)
     captions, rows = score.heldout_captions(demo.seen), []
     for name in demo.models:

@@ -28,7 +28,7 @@ from megadit.train.digits.judge import round_trip
 
 WINDOW = Window(frames=NUM_FRAMES, height=FRAME_SIZE, width=FRAME_SIZE, fps=FPS, is_resized=False)
 ALL_GUIDANCES = (1.0, 2.0, 8.0)
-"""At which clips can be made beside those of the model's own guidance."""
+"""Guidance scales at which clips can be made besides the model's own."""
 
 
 def clip_set(label: str, video_BCTHW: Tensor, captions: Sequence[str]) -> VideoSet:

@@ -1,4 +1,4 @@
-"""Digits of which a part is given: clips whose captions do not say all, and clips to edit with an instruction.
+"""Digits for conditional training: clips with incomplete captions, and clips to edit with an instruction.
 
 Shapes: B clips, C latent channels (of the video, colour channels), T/H/W frames, height, width.
 """

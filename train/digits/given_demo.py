@@ -1,4 +1,4 @@
-"""`megadit demo-given`: the demo's model goes on to take given frames, clips, masks and clips to edit.
+"""`megadit demo-given`: the demo's model is trained further with conditioning by frames, clips, masks and edits.
 
 megadit demo-given                # from the bundle of `megadit demo`, into runs/demo-given
 """
@@ -84,7 +84,7 @@ def _score(demo: GivenDemo) -> None:
 
 
 def _draw(demo: GivenDemo) -> None:
-    """One row for each use: what is given, then what is made of it."""
+    """Draw one row for each mode: the conditioning, then the result."""
     pipeline = TextToVideo.from_pretrained(demo.bundle, device="cpu")
     chosen = figures.spread(range(len(demo.attributes)), 3)
     rows = [row for place in chosen for row in _rows(pipeline, demo.attributes[place], seed=place)]

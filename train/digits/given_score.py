@@ -194,7 +194,7 @@ def edited(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attr
 
 
 def edits(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], **settings) -> dict[str, float]:
-    """`obeyed`: clips that show what the instruction names; `kept`: of what it does not name, the mean share.
+    """`obeyed`: share of clips that show what the instruction names; `kept`: mean share of the rest that stays.
 
     `distance` is the mean of `Edited.distance_B`, `within` half of its 95 % interval.
     """

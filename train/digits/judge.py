@@ -25,7 +25,7 @@ from megadit.models.tokenizers import VideoTokenizer
 from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, Attributes, draw_clips, random_attributes
 
 FILE = "judge.safetensors"
-"""Its name in the folder of a demo."""
+"""File name of the judge in the folder of a demo."""
 NONE = -1
 """The verdict where a frame shows no ink, a colour that has no name here, or a clip that goes nowhere."""
 
@@ -148,7 +148,7 @@ def load_or_train_reader(path: Path, round_trip: Callable[[Tensor], Tensor], fin
 
 
 def judge_file(beside: Path, out: Path, tokenizer: VideoTokenizer) -> Path:
-    """The judge that a demo left beside its bundle `beside`; where there is none, one trained for its tokenizer, in
+    """Path of the judge in the folder of the bundle `beside`; if there is none, of one trained for its tokenizer, in
     `out`."""
     if (found := beside.parent / FILE).exists():
         return found

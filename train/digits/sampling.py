@@ -1,4 +1,4 @@
-"""How well a digits bundle samples: solvers against denoiser calls, negative prompts, and guidance at equal cost.
+"""Sampling quality of a digits bundle: solvers by denoiser calls, negative prompts, and guidance at equal cost.
 
     python -m megadit.train.digits.sampling runs/demo OUT [--clips 96] [--weaker BUNDLE]
 

@@ -111,7 +111,7 @@ judge = judge_of_prompts(Path(__file__).with_name("judge.safetensors"))
 JUDGE_DIR = "judge"
 """The folder of that program, beside a demo's bundle."""
 BETTER = {"all": "higher", "every_frame": "higher"}
-"""Its scores that are figures."""
+"""Names of the scores that are metrics."""
 
 
 def write_judge(folder: Path, reader_file: Path) -> None:

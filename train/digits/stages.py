@@ -63,7 +63,7 @@ class FollowingDemo(TrainingDemo):
     """A demo that goes on from the model of another."""
 
     base: Path
-    """The model's bundle; what its demo left beside it is there too."""
+    """Bundle of the base model, in the folder of its demo."""
     steps: int | None = None
     """Training steps; None: those of the recipe."""
     stride: int = 1
@@ -77,9 +77,9 @@ Following = TypeVar("Following", bound=FollowingDemo)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowingOptions:
     out: Path | None = setting(None, "folder for everything (default: runs/, and the demo's name)")
-    bundle: Path = setting(Path("runs/demo/bundle"), "the model to start from ({default})")
+    bundle: Path = setting(Path("runs/demo/bundle"), "bundle to start from ({default})")
     ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
-    steps: int | None = setting(None, "steps of training (default: those of the recipe)", low=1)
+    steps: int | None = setting(None, "training steps (default: those of the recipe)", low=1)
     stride: int = setting(1, "score every N-th of 432 clips ({default})", low=1)
     seed: int = setting(1234, "seed of training ({default})", low=0)
 
@@ -198,7 +198,7 @@ class TimePlan:
 
 @contextmanager
 def _unwinding_at_sigterm() -> Iterator[None]:
-    """So that training, which runs in a process of its own, is told too."""
+    """Exit by an exception at SIGTERM, so that the training process is stopped, too."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -222,6 +222,6 @@ def check_base(bundle: Path) -> None:
 
 
 def summary_of_seconds(seconds: dict[str, float]) -> str:
-    """How long all took, and each stage, in a line."""
+    """Describe the total time and that of each stage, in a line."""
     times = ", ".join(f"{stage} {duration(value)}" for stage, value in seconds.items())
     return f"in all {duration(sum(seconds.values()))}: {times}"

@@ -65,7 +65,7 @@ def pairs() -> tuple[list[Attributes], list[Attributes]]:
 
 
 def caption(attributes: Attributes, word: str) -> str:
-    """How a clip of the subject is described; `word` names it."""
+    """Caption of a clip of the subject; `word` names it."""
     return f"a {attributes.colour} {word} moving {attributes.direction}"
 
 

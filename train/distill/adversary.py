@@ -1,5 +1,5 @@
-"""A small head on a critic's features that tells real samples from what a student makes (DMD2, arXiv 2405.14867,
-section 4.3): both noised, as the critic sees them.
+"""Head on a critic's features that tells real samples from generated ones (DMD2, arXiv 2405.14867, section 4.3): both
+noised, as the critic sees them.
 
 Each token is told by itself: it has attended to all of its sample. So a loss is a sum over tokens, as any other.
 
@@ -30,7 +30,7 @@ Judge = Callable[[PackedBatch, Tensor, Tensor], Tensor]
 
 
 def head_parameters(width: int) -> int:
-    """How many the head of a network of this width has."""
+    """Number of parameters of the head of a network of this width."""
     return HIDDEN * (width + 2) + 1
 
 

@@ -51,7 +51,7 @@ from megadit.train.plan.hardware import this_machines_memory
 from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 
 PAIRS = "pairs"
-"""Folder of the pairs beside those of the stages."""
+"""Folder of the pairs, beside those of the stages."""
 FEW_CALLS = 4
 """Number of calls below which each has to end in a video, so that the student must learn the distribution of videos."""
 
@@ -76,16 +76,18 @@ class DistillOptions:
     sigmas: Sequence[float] = setting((), "noise levels of these calls, decreasing (default: chosen)", above=0)
     noise_scale: float | None = setting(
         None,
-        "multiplies the noise that the student's videos begin with (default: the teacher's own, mostly 1); less than 1 "
-        "where those of a prompt differ by more than the teacher's: they are surer",
+        "initial noise scale of the student's videos (default: the teacher's, mostly 1); below 1 where videos of one "
+        "prompt differ more than the teacher's",
         above=0,
     )
-    guidance: float | None = setting(None, "the teacher's scale (default: its own)", low=1)
+    guidance: float | None = setting(None, "guidance scale of the teacher (default: its own)", low=1)
     guidance_range: Sequence[float] = setting(
-        (), "lowest and highest scale, any of which the student is told, in place of one for all", nargs=2
+        (),
+        "lowest and highest guidance scale of a student that takes the scale as an input, in place of --guidance",
+        nargs=2,
     )
     adapter_rank: int | None = setting(
-        None, "students are adapters of this rank beside the teacher's weights (default: whole networks)", low=1
+        None, "rank of the adapters that are trained as students (default: whole networks)", low=1
     )
     nproc: int = setting(1, "ranks on this machine (default: {default})", low=1)
     pairs: Path | None = setting(
@@ -164,9 +166,9 @@ def _distill(options: DistillOptions) -> None:
         choose_one(name, STAGES, f"--stages {name} is unknown")
     _check_adapter(options)
     for stage in {override.partition(".")[0] for override in options.overrides} & STAGES.keys() - {*stages}:
-        raise UserError(f"{stage}.section.key=value is of a stage that is not run; these are: {', '.join(stages)}")
+        raise UserError(f"{stage}.section.key=value names a stage that is not run; the stages are: {', '.join(stages)}")
     refuse(options.guidance and options.guidance_range, "give --guidance or --guidance_range, not both")
-    refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas are as many as --calls")
+    refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas needs as many noise levels as --calls")
     teacher = open_bundle(options.teacher)
     check_single(teacher)
     check_transformer(teacher, UNTRAINED)
@@ -200,7 +202,7 @@ def _distill(options: DistillOptions) -> None:
             kept = "no student" if before is None else str(before)
             raise UserError(
                 f"{name}: the student has collapsed: {fault}; it has {found.text}. {kept} is kept; try a lower "
-                f"{name}.optimizer.lr, fewer {name}.train.train_iters, other --sigmas, or (too various) a lower "
+                f"{name}.optimizer.lr, fewer {name}.train.train_iters, other --sigmas, or (too diverse) a lower "
                 "--noise_scale"
             )
         before = student
@@ -221,11 +223,11 @@ def _told(options: DistillOptions, teacher: Bundle) -> tuple[float, float] | Non
     known = teacher.config.guidance_range
     refuse(
         options.guidance and known,
-        "the teacher is told its scale, and so are its students: leave out --guidance, or give --guidance_range",
+        "the teacher is guidance-distilled, and so are its students: leave out --guidance, or give --guidance_range",
     )
     refuse(
         any("model.guidance_range=" in override for override in options.overrides),
-        "how students are called depends on their scales: give --guidance_range, not model.guidance_range",
+        "the sampling of students depends on their guidance scales: give --guidance_range, not model.guidance_range",
     )
     told = tuple(options.guidance_range) or known
     check_scales(told, known, options.teacher)
@@ -245,7 +247,7 @@ def _check_adapter(options: DistillOptions) -> None:
     )
     refuse(
         options.adapter_rank and any("checkpoint.init_from=" in override for override in options.overrides),
-        "adapters are beside the teacher's weights: leave out checkpoint.init_from",
+        "adapters need the teacher's weights as their base: leave out checkpoint.init_from",
     )
 
 
@@ -305,7 +307,7 @@ def _runs(
     sigmas: tuple[float, ...],
     told: tuple[float, float] | None,
 ) -> list[StageRun]:
-    """The run of each stage; `told` are the scales that the students are told.
+    """Build the run of each stage; `told` is the range of guidance scales of guidance-distilled students.
 
     Raises:
         UserError: for one that could not begin: the first has not been trained then.
@@ -347,7 +349,7 @@ def _runs(
             continue
         refuse(
             config.model != model,
-            "an adapter is used beside the teacher's network: leave out model.* and --guidance_range",
+            "an adapter needs the teacher's network as it is: leave out model.* and --guidance_range",
         )
         of_adapter = [*of_adapter[:1], f"train.distill.teacher_adapter={folder / 'adapter'}"]
     return runs
@@ -382,7 +384,7 @@ def _overrides(options: DistillOptions, name: str) -> tuple[list[str], list[str]
 
 
 def _write(student: Path, teacher: Bundle, settings: dict[str, Any]) -> None:
-    """The bundle of a run beside it, or its adapter, which says how it is to be called."""
+    """Write the bundle of a run beside it, or its adapter, with the student's sampling settings."""
     with atomic_directory(student) as temporary:
         run_module("megadit.train.to_bundle", str(student.parent), str(temporary))
         if is_adapter(temporary):

@@ -1,4 +1,4 @@
-"""The networks beside a student: its frozen teacher, and the critic that learns what the student's videos look like.
+"""Networks beside a student: its frozen teacher, and the critic that learns the distribution of the student's videos.
 
 Each is laid out over the ranks as the student is. The teacher has no gradients, optimizer or averages; the critic is
 trained as any network is, on packs that the student made.
@@ -67,7 +67,7 @@ class Distillation:
 
     @torch.no_grad()
     def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
-        """Packs with what the student makes of others' conditions, which an update (1, 2, ...) of the critic sees."""
+        """Replace the samples of packs by the student's, for update `update` (1, 2, ...) of the critic."""
         found = []
         for batch in (with_scale(batch, self.teaching.model) for batch in seen):
             own = made_batch(batch, batch.tokens_S1P, number=2 * update)
@@ -90,12 +90,12 @@ def denoiser_of(part: Callable[..., Tensor]) -> Denoise:
 
 
 def judge_of(part: Callable[..., Tensor]) -> Judge:
-    """The head of a critic, in its wrapper, as what tells real samples."""
+    """Return the head of a critic, in its wrapper, as a classifier of real samples."""
     return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_judged=True)
 
 
 def guided(denoise: Denoise, scale: float) -> Denoise:
-    """D(no text) + scale (D(text) - D(no text)) (arXiv 2207.12598); what is given of videos stays given in both.
+    """D(no text) + scale (D(text) - D(no text)) (arXiv 2207.12598); the conditioning is the same in both.
 
     The scale of each sample is that of the pack, where its student is told one.
     """

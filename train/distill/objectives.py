@@ -47,7 +47,7 @@ class Teaching:
     """Guided; it keeps nothing for gradients, nor does the critic."""
     critic: Denoise | None
     judge: Judge | None
-    """The critic's head, of one that has one; it keeps what gradients need."""
+    """Head of the critic, if it has one; it keeps what gradients need."""
     sum_over_context: Callable[[Tensor], Tensor]
     """Adds up what the ranks have that share the tokens of a pack."""
     uncertainty: Callable[[Tensor], Tensor] | None = None
@@ -58,7 +58,8 @@ class Teaching:
         return parameterization_of(self.model)
 
     def noisy(self, batch: PackedBatch, sigma_G: Tensor, stream: int = Stream.NOISE) -> Tensor:
-        """x0 + sigma n, [S, 1, P], of the samples' own noise; what is given is as the student's network sees it."""
+        """x0 + sigma n, [S, 1, P], of the samples' own noise; conditioning tokens have that of the student's
+        network."""
         return batch.noisy(sigma_G, token_noise(batch, stream), self.model.given_noise)
 
 
@@ -228,7 +229,7 @@ def made_batch(batch: PackedBatch, x0_S1P: Tensor, *, number: int) -> PackedBatc
 
 
 def wanted_of(batch: PackedBatch, x0_S1P: Tensor) -> Tensor:
-    """x0 [S, 1, P] of the tokens that are wanted, and the pack's own of those that are given or padding."""
+    """x0 [S, 1, P] at the target tokens, and the pack's own at conditioning and padding."""
     is_wanted_S = batch.layout.on(x0_S1P.device).is_wanted_S
     return torch.where(is_wanted_S[:, None, None], x0_S1P, batch.tokens_S1P)
 

@@ -102,8 +102,8 @@ def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
 def student_settings(
     sampler: str, sigmas: tuple[float, ...], guidance: float = 1.0, noise_scale: float = 1.0
 ) -> dict[str, Any]:
-    """How a student is called: once a step, unguided or told a scale, at its own noise levels; what is not here, as its
-    teacher."""
+    """Sampling settings of a student: one call a step, unguided or guidance-distilled, at its own noise levels; the
+    others as its teacher."""
     levels = {"sigmas": sigmas, "num_steps": len(sigmas), "shift": 1.0, "noise_scale": noise_scale}
     plain = {**OF_TWO_CALLS, "second_guidance": 0.0, "churn": 0.0, "eta": 0.0, "cache_budget": 0.0}
     return {"sampler": sampler, "guidance": guidance, **levels, **plain}

@@ -24,13 +24,14 @@ PRODUCTS = 0.71
 EIGHT_BITS = 1.1
 """Speedup of products in eight bits over that, casts included (their peak rate is twice as high)."""
 ATTENTION = {"dense": 0.445, "varlen": 0.267}
-"""The same of attention, forward and backward: of cuDNN's kernel for dense batches, of FlashAttention-2's for packs."""
+"""Share of that rate in attention, forward and backward: cuDNN's kernel for dense batches, FlashAttention-2's for
+packs."""
 TEXT_ATTENTION = 0.28
 """Attention to a few hundred words fills a part of the GPU."""
 STREAM = 0.8
 """Share of the memory's rate that long passes reach: optimizer, gradients."""
 CHAIN = 0.55
-"""The same of fused chains, which look rows up and reduce."""
+"""Share of that rate in fused chains, which look rows up and reduce."""
 NOISE_KERNELS = 260
 LAUNCH = 5e-6
 """Seconds from one small kernel to the next."""

@@ -67,7 +67,7 @@ def _inherited_guidance(config: RunConfig) -> list[str]:
 
 
 def reconstruction_psnr(info: DatasetInfo) -> float | None:
-    """Decibels, as the tokenizer says of what it was fitted to; None where it does not say."""
+    """PSNR in decibels that the tokenizer recorded for the data it was fitted to; None if unknown."""
     if not isinstance(info.root, Path):
         return None  # nothing is fetched for a remark
     value = _noted(info.root / "tokenizer" / "config.json").get("reconstruction_psnr")
@@ -75,7 +75,7 @@ def reconstruction_psnr(info: DatasetInfo) -> float | None:
 
 
 def _more_channels(info: DatasetInfo) -> str:
-    """How much more channels would give, as `megadit prepare` noted it."""
+    """Describe the gain of more channels, as `megadit prepare` recorded it."""
     noted = _noted(Notes(root=info.root).channels).items()
     known = {int(name): psnr for name, psnr in noted if name.isdecimal() and isinstance(psnr, int | float)}
     return more_channels_in_words(known, than=info.latent_channels)

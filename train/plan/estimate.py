@@ -1,4 +1,4 @@
-"""How long one optimizer step takes: a roofline of computation, with the communication that nothing hides.
+"""Time of one optimizer step: a roofline of computation, with the communication that nothing hides.
 
     micro-batch = products + attention + elementwise + tensor-parallel collectives + context exchange not hidden
                 + exchange of tokens with experts

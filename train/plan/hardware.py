@@ -22,7 +22,7 @@ class Gpu:
     memory_bandwidth: float
     """Bytes per second."""
     link_bandwidth: float
-    """Bytes per second to the other GPUs of a node (NVLink, or PCIe where there is none)."""
+    """Bandwidth to the other GPUs of a node in bytes per second (NVLink, or PCIe where there is none)."""
     network_bandwidth: float
     """Bytes per second of this GPU's share of the node's network."""
     per_node: int = 8

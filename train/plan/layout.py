@@ -1,4 +1,4 @@
-"""A layout as the planner sees it: the sizes of the groups, and what decides memory and time beside them."""
+"""Layout as the planner sees it: sizes of the groups, and the other settings that decide memory and time."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from megadit.train.config.schema import RunConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How `gpus` ranks share a run."""
+    """Division of a run among `gpus` ranks."""
 
     gpus: int
     tensor: int = 1
@@ -90,7 +90,7 @@ class Layout:
         return [f"{name}={str(value).lower()}" for name, value in values.items()]
 
     def __str__(self) -> str:
-        """Such as "TP2 SP PP4x2 CP2 ring DP16 distributed_optimizer, full recompute, 8 x 1"."""
+        """Short name, such as "TP2 SP PP4x2 CP2 ring DP16 distributed_optimizer, full recompute, 8 x 1"."""
         parts = [f"TP{self.tensor}"] if self.tensor > 1 else []
         parts += ["SP"] if self.sequence_parallel else []
         if self.pipeline > 1:

@@ -71,7 +71,7 @@ def _base_bytes(config: RunConfig, layout: Layout) -> float:
 
 
 def _num_learners(config: RunConfig) -> int:
-    """How many networks are trained, or have an adapter trained."""
+    """Number of networks that are trained, or have a trained adapter."""
     distill = config.train.distill
     return 1 if distill is None or not distill.has_critic else 2
 

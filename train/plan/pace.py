@@ -1,4 +1,4 @@
-"""How long a step will take, and how many samples it will see, before the first one has been measured."""
+"""Estimates of a step's time and number of samples, before the first one has been measured."""
 
 from dataclasses import replace
 from math import prod

@@ -34,7 +34,7 @@ modulation, gates, rotation, activation, forward and backward; counted from the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameters:
-    """How many parameters, and how tensor parallelism treats them."""
+    """Numbers of parameters, by their treatment in tensor parallelism."""
 
     split: int
     """Parameters of blocks that tensor-parallel ranks share."""
@@ -54,7 +54,7 @@ class Parameters:
         return (self.split / layout.tensor + self.whole) / layout.pipeline + self.outside
 
     def experts_of_rank(self, layout: Layout) -> float:
-        """The same of experts."""
+        """Expert parameters that a rank computes with."""
         return self.experts / (layout.expert * layout.expert_tensor * layout.pipeline)
 
     def share(self, layout: Layout) -> float:
@@ -125,7 +125,7 @@ class Work:
     recompute: float
     """Share of the forward that the backward repeats."""
     recompute_attention: float
-    """The same, of attention."""
+    """Share of attention's forward that the backward repeats."""
     tensor_bytes: float
     """Sent by each rank in the collectives of tensor and sequence parallelism."""
     exchange_bytes: float

@@ -239,7 +239,7 @@ def distances() -> Tensor:
 
 
 def draw_things(shape_B: Tensor, centre_BT2: Tensor, size_BT: Tensor, degrees_BT: Tensor) -> Tensor:
-    """How much of each pixel a thing covers, 0..1, BTHW.
+    """Coverage of each pixel by a thing, 0..1, BTHW.
 
     Args:
         shape_B: places in GLYPHS.

@@ -53,7 +53,7 @@ ScoreOf = Callable[[Tensor, Sequence[Scene]], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much of everything."""
+    """Sizes of the data, training and evaluation."""
 
     num_clips: int = SHAPES.num_clips
     num_images: int = SHAPES.num_images
@@ -185,7 +185,7 @@ def _draw(demo: ShapesDemo) -> None:
 
 
 def _draw_edits(demo: ShapesDemo) -> None:
-    """Left what is given, right what is made of it."""
+    """Draw the conditioning on the left and the result on the right."""
     found, pairs = read_json(demo.out / "score.json")["edited"], _all(demo.edited)
     chosen, clips = figures.spread(range(len(pairs)), NUM_EDITS), read_clips(demo.clips("edited"))
     before = real_clips([pairs[place][0] for place in chosen])
@@ -289,7 +289,7 @@ def _pixels(video_BCTHW: Tensor):
 class ShapesOptions:
     out: Path = setting(Path("runs/demo-shapes"), "folder for everything ({default})")
     ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
-    quick: bool = setting(False, "next to no training: shows that every stage works")
+    quick: bool = setting(False, "test every stage with hardly any training")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -36,14 +36,14 @@ FULL_SCALE = {"travel": 10.0, "degrees": 90.0, "growth": float(np.log(1.8))}
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One thing through a clip: what the judge says of it."""
+    """One thing through a clip, as judged."""
 
     shape: str | None
-    """None: in most frames like no drawing."""
+    """Name of the shape; None: like no drawing in most frames."""
     colour: str | None
     becomes: str | None
     action: str | None
-    """None: stands still."""
+    """Action; None: it stands still."""
     middle_2: tuple[float, float]
     """Mean place (height, width), pixels."""
 

@@ -1,4 +1,4 @@
-"""A thing that the data set never shows: ten clips of it, for an adapter to learn, and what is asked of it then."""
+"""Subject for an adapter, a thing that the data set never shows: its ten training clips, and its scored scenes."""
 
 from itertools import product
 from pathlib import Path

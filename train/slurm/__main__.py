@@ -37,11 +37,11 @@ class SlurmOptions:
     config_file: str | None = setting(
         None, "YAML with the cluster and the stages", names=("--config-file",), metavar="FILE"
     )
-    stages: str | None = setting(None, "only these, such as bundle,export")
-    failed: bool = setting(False, "only what did not end well")
+    stages: str | None = setting(None, "stages to run, such as bundle,export (default: all)")
+    failed: bool = setting(False, "run only what has not succeeded")
     local: bool = setting(False, "run the stages on this machine")
     kubernetes: bool = setting(False, "write the stages as Jobs of Kubernetes, and submit nothing")
-    at_once: int = setting(1, "processes of --local at a time (default: {default})", low=1)
+    at_once: int = setting(1, "concurrent processes of --local (default: {default})", low=1)
     nodes: int | None = setting(None, "number of nodes to validate", low=1)
     nodelist: str | None = setting(None, "nodes to validate, as Slurm writes them")
     partition: str | None = setting(None, "partition of the nodes to validate")

@@ -83,7 +83,7 @@ class StageConfig:
     as `megadit prepare ... --part $TASK/$TASKS` takes them."""
     nodes: int = 1
     ranks_per_node: int | None = None
-    """None: one for each GPU."""
+    """Ranks on each node; None: one for each GPU."""
     time: str = "4:00:00"
     """Limit, as Slurm writes it: H:MM:SS or D-HH:MM:SS."""
     notice: int = 300

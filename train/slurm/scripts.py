@@ -61,7 +61,7 @@ def _stage_script(chain: ChainConfig, name: str, stage: StageConfig) -> str:
 
 
 def validation_script(chain: ChainConfig, *, nodes: int, nodelist: str | None, partition: str | None) -> str:
-    """The batch script that tries so many nodes, or those of `nodelist`."""
+    """Batch script that checks `nodes` nodes, or those of `nodelist`."""
     cluster, folder = chain.cluster, Path(chain.folder).absolute()
     stage = StageConfig(nodes=nodes, time="1:00:00")
     options = [*_sbatch_options(chain, "validate", stage), "--exclusive"]

@@ -1,4 +1,4 @@
-"""How far a chain has come: what its tasks wrote of themselves, and what the queue knows of those that are silent."""
+"""Progress of a chain: what its tasks recorded, and what the queue says of those that are silent."""
 
 import os
 import signal

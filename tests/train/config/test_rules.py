@@ -119,12 +119,12 @@ BREACHES = (
     breach("did you mean 'first_frame'", data={"given": ("first_fame:0.2",)}, model={"given_sigma": 0.02}),
     breach("data.given needs model.given_sigma", data={"given": ("first_frame:0.2",)}),
     breach(
-        "model.given_form=channels model.image_size=None: what such a network is given",
+        "model.given_form=channels model.image_size=None: cannot be trained here",
         model={"given_form": "channels", "given_sigma": 0.02},
     ),
     breach("data.given_dropout=[0.5, 0.3, 0.2] must be three shares", data={"given_dropout": (0.5, 0.3, 0.2)}),
-    breach("train.label_smoothing=0.1 is of classifiers", train={"label_smoothing": 0.1}),
-    breach("data.mixup=0.2 mixes samples and classes", data={"mixup": 0.2}),
+    breach("train.label_smoothing=0.1 is for classifiers", train={"label_smoothing": 0.1}),
+    breach("data.mixup=0.2 is for classifiers", data={"mixup": 0.2}),
     of_classifier("model.family=vit learns classes: give model.num_classes", model={"num_classes": None}),
     of_towers(
         "model.text_tower.num_attention_heads=2 is not a multiple of parallel.tensor_model_parallel_size=3",
@@ -135,10 +135,10 @@ BREACHES = (
         data={"text_seq_length": 63},
         parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True},
     ),
-    breach("train.contrast_rows=8 is of a softmax over all pairs", train={"contrast_rows": 8}),
-    of_classifier("data.text_dropout=0.1 takes the labels or texts", data={"text_dropout": 0.1}),
+    breach("train.contrast_rows=8 is for a softmax over all pairs", train={"contrast_rows": 8}),
+    of_classifier("data.text_dropout=0.1 drops labels or texts", data={"text_dropout": 0.1}),
     of_classifier("parallel.context_parallel_size=2 would leave", parallel={"context_parallel_size": 2}),
-    of_classifier("are of networks that denoise; leave them out", diffusion={"learned_uncertainty": True}),
+    of_classifier("are for networks that denoise; leave them out", diffusion={"learned_uncertainty": True}),
     of_classifier(
         "validation.evaluate_interval=5 evaluates videos, of which vit makes none",
         validation={"evaluate_interval": 5},
@@ -148,7 +148,7 @@ BREACHES = (
         train={"adapter": AdapterConfig(rank=2, targets=("mlp",))},
     ),
     breach(
-        "gradient_accumulation_fusion=true adds up gradients of matrices that train.adapter leaves as they are",
+        "gradient_accumulation_fusion=true sums gradients of matrices that train.adapter freezes",
         train=ADAPTER,
         parallel={"gradient_accumulation_fusion": True},
     ),
@@ -169,12 +169,12 @@ BREACHES = (
         parallel={"transformer_impl": "transformer_engine"},
     ),
     breach(
-        "train.distill asks whole networks in turn, which pipeline stages hold in parts",
+        "train.distill calls whole networks in turn, and pipeline stages hold parts of them",
         train=STUDENT,
         parallel={"pipeline_model_parallel_size": 2},
     ),
     breach(
-        "diffusion.learned_uncertainty=true weights the loss of samples",
+        "diffusion.learned_uncertainty=true weights a loss of samples",
         train=STUDENT,
         diffusion={"learned_uncertainty": True},
     ),
@@ -219,7 +219,7 @@ BREACHES = (
         train={"distill": DistillConfig(teacher="nowhere", objective="progressive", sigmas=(1.0, 2.0))},
     ),
     breach(
-        "train.distill.adversarial_weight=0.1 is of a critic's head, which",
+        "train.distill.adversarial_weight=0.1 is for a critic's head, which only",
         train={"distill": DistillConfig(teacher="nowhere", objective="guidance", adversarial_weight=0.1)},
     ),
     breach(
@@ -233,7 +233,7 @@ BREACHES = (
         health={"on_not_finite": "skip"},
     ),
     breach(
-        "gradient_accumulation_fusion=true adds to sums that parallel.data_parallel=fsdp has not",
+        "gradient_accumulation_fusion=true needs gradient buffers, which parallel.data_parallel=fsdp",
         parallel={"gradient_accumulation_fusion": True, "data_parallel": "fsdp"},
     ),
     breach("recompute_num_layers=1 needs parallel.recompute_granularity=full", parallel={"recompute_num_layers": 1}),
@@ -297,7 +297,7 @@ BREACHES = (
     of_fp8("train.fp8=hybrid stands beside train.precision=bf16, not fp32", train={"precision": "fp32"}),
     of_fp8("by TransformerEngine does not go with parallel.data_parallel=fsdp", parallel={"data_parallel": "fsdp"}),
     of_fp8(
-        "leave parallel.gradient_accumulation_fusion out",
+        "needs TransformerEngine for parallel.gradient_accumulation_fusion",
         parallel={"transformer_impl": "local", "gradient_accumulation_fusion": True},
     ),
     of_fp8("does not reach experts", model=EXPERTS),
@@ -341,7 +341,7 @@ BREACHES = (
     of_graphs("heads that the kernel for packs does not take", model={"head_dim": 12}),
     # Muon
     breach("needs whole matrices", optimizer=MUON, parallel={"data_parallel": "fsdp"}),
-    breach("knows no experts", optimizer=MUON, model=EXPERTS),
+    breach("does not support experts", optimizer=MUON, model=EXPERTS),
     # mock samples
     breach(
         "data.mock_latent_shapes=[1, 64, 64] has 1024 tokens, more than data.seq_length=256",
@@ -359,7 +359,7 @@ BREACHES = (
     of_sampling("validation.sampling: sampler dpmpp_2m cannot add noise", eta=1.0),
     of_sampling("validation.sampling.autoguidance=elsewhere is a second network", autoguidance="elsewhere"),
     of_sampling("validation.sampling.adapter_interval=[1, 2] needs a bundle", adapter_interval=(1, 2)),
-    of_sampling("validation.sampling.image_guidance=2.0 needs something given", image_guidance=2.0),
+    of_sampling("validation.sampling.image_guidance=2.0 needs conditioning", image_guidance=2.0),
     of_sampling("validation.sampling.low_guidance=2.0 is for bundles of two networks", low_guidance=2.0),
     of_sampling("validation.sampling.cache_budget=0.1 needs a bundle", cache_budget=0.1),
     # this machine
@@ -375,11 +375,11 @@ BREACHES = (
     ),
     on_start("needs a GPU (Ampere or newer) and torch 2.10", parallel={"cuda_graph_max_segments": 8}),
     on_start(
-        "train.adapter is trained beside weights that exist; give checkpoint.init_from",
+        "train.adapter needs the weights of a base; give checkpoint.init_from",
         train={"output_dir": "runs/x", **ADAPTER},
     ),
     on_start(
-        "model.guidance_range=[1.0, 9.0] is learnt of a teacher at any of these scales, of samples at none",
+        "model.guidance_range=[1.0, 9.0] is learnt from a guided teacher, and samples have no guidance scale",
         model={"guidance_range": (1.0, 9.0)},
     ),
     on_start("train.distill.teacher=nowhere is not there", train={"output_dir": "runs/x", **STUDENT}),
@@ -417,7 +417,7 @@ BREACHES = (
         {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "here"})},
     ),
     of_towers(
-        "here has texts of up to 90 tokens, for which the 77 of model.text_tower.max_length have no places",
+        "here has texts of up to 90 tokens, more than the 77 of model.text_tower.max_length",
         {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "of words"})},
     ),
     of_classifier(

@@ -151,7 +151,7 @@ def test_the_noise_of_a_seed_is_what_a_student_begins_with(bundle, tmp_path):
 def test_a_trajectory_is_that_of_an_ode(bundle, tmp_path, more, capsys):
     argv = ["trajectories", str(bundle), str(tmp_path / "pairs"), "--prompt", "a dog", *more]
     assert prepare.main(argv) == 2 and not (tmp_path / "pairs").exists()
-    assert "adds noise on its way" in capsys.readouterr().err
+    assert "adds noise while sampling" in capsys.readouterr().err
 
 
 @pytest.fixture

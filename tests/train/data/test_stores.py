@@ -63,7 +63,7 @@ def test_a_bucket_writes_nowhere_but_into_the_cache(stored, tmp_path):
     bucket, _, key = stored.removeprefix("s3://").partition("/")
     client = boto3.client("s3")
     client.put_object(Bucket=bucket, Key=f"{key}/tokenizer/../../../../escaped", Body=b"x")
-    with pytest.raises(UserError, match="whose names lead elsewhere"):
+    with pytest.raises(UserError, match="whose names point out of it"):
         DatasetInfo.read(stored).tokenizer_folder  # noqa: B018  (it is fetched)
     assert not list(tmp_path.rglob("escaped")) and not list(tmp_path.parent.glob("escaped"))
 

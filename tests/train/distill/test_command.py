@@ -210,7 +210,7 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
     ("more", "says"),
     [
         (["--stages", "guidence"], "--stages guidence is unknown; did you mean 'guidance'"),
-        (["--sigmas", "80", "2", "--calls", "4"], "--sigmas are as many as --calls"),
+        (["--sigmas", "80", "2", "--calls", "4"], "--sigmas needs as many noise levels as --calls"),
         (["--guidance", "2", "--guidance_range", "1", "4"], "give --guidance or --guidance_range, not both"),
         (["--recipe", "digits_tiny", "--guidance_range", "4", "1"], "must be two scales from 1, the lower first"),
         (
@@ -243,9 +243,9 @@ def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, capsys, more
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--guidance", "3"], "the teacher is told its scale, and so are its students: leave out --guidance"),
-        (["--guidance_range", "1", "9"], "model.guidance_range=[1,9] is more than the teacher"),
-        (["--adapter_rank", "4", "--guidance_range", "1", "2"], "an adapter is used beside the teacher's network"),
+        (["--guidance", "3"], "the teacher is guidance-distilled, and so are its students: leave out --guidance"),
+        (["--guidance_range", "1", "9"], "model.guidance_range=[1,9] exceeds "),
+        (["--adapter_rank", "4", "--guidance_range", "1", "2"], "an adapter needs the teacher's network as it is"),
         (["--calls", "2"], "train.distill.objective=regression learns videos that were made at one scale"),
     ],
 )

@@ -57,7 +57,9 @@ def check_captions(settings: Settings, server: CaptionServer) -> None:
     if (server.caption_server is None) != (settings.caption_model is None):
         raise UserError("--caption_server URL and --caption_model NAME belong together; give both")
     if server.caption_server is not None and settings.default_caption:
-        raise UserError("--default_caption and --caption_server both caption what has no caption; give one of them")
+        raise UserError(
+            "--default_caption and --caption_server are two ways to caption clips without one; give one of them"
+        )
     if server.caption_server is not None:
         _address(server.caption_server)
         _headers()
@@ -113,11 +115,11 @@ def _ask(
             if reason:
                 reasons[item[0].key] = reason
             if not len(captions) and len(reasons) >= min(HOPELESS, len(clips)):
-                raise UserError(f"--caption_server {address} captions nothing: {_counted(reasons)}")
+                raise UserError(f"--caption_server {address} returns no captions: {_counted(reasons)}")
             if in_a_row >= HOPELESS:
                 raise UserError(
-                    f"--caption_server {address} captions nothing any more: {_counted(reasons)}; the {len(captions)} "
-                    "captions that there are are kept, the same command goes on"
+                    f"--caption_server {address} returns no captions any more: {_counted(reasons)}; {len(captions)} "
+                    "captions are stored, repeat the command to continue"
                 )
 
         # an answer that is being written is silent: only the deadline ends it
@@ -190,5 +192,5 @@ def _address(server: str) -> str:
 def _headers() -> dict[str, str]:
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"the key in {KEY} holds letters that no key has")
+        raise UserError(f"{KEY} holds characters that no API key has; set it again")
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -33,7 +33,7 @@ from megadit.train.data.writer import is_prepared
 BUTTERFLIES = "huggan/smithsonian_butterflies_subset"
 FAILED = "failed"
 USUAL_SIDE, SIDE_STEP = 256, 16
-"""Pixels of a sample's sides, where nothing else is said: so many at most, and a multiple of these."""
+"""Default size of samples in pixels: the largest side, and the number that sides are a multiple of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,33 +50,37 @@ class PrepareOptions:
     caption_server: CaptionServer = group(CaptionServer)
     tokenizer: str = setting(
         "haar",
-        "folder of a tokenizer, haar: fitted to the clips, or pixels: as they are",
+        "folder of a tokenizer, haar (fitted to the clips), or pixels (none)",
         names=("--tokenizer", "--tokenizer_cache_dir"),
     )
     channels: int = setting(32, "latent channels of a fitted tokenizer (default: {default})")
     text_encoder: str = setting(
         "hashed_words",
-        "folder of a text encoder, hashed_words, labels: captions are names of classes, or tokens: for CLIP",
+        "folder of a text encoder, hashed_words, labels (captions are class names), or tokens (for CLIP)",
         names=("--text_encoder", "--t5_cache_dir"),
     )
-    encodings: Path | None = setting(None, "YAML list of encodings in place of these two")
-    num_workers: int | None = setting(None, "decoding processes of a rank")
-    part: str = setting("0/1", f"this job's part of {', '.join(stages.SHARED_STAGES)}: 3/100 is the fourth of 100")
-    engine: str = setting("none", "ray: parts are tasks of a cluster of Ray, or of one on this machine", metavar="NAME")
+    encodings: Path | None = setting(None, "YAML list of encodings, in place of --tokenizer and --text_encoder")
+    num_workers: int | None = setting(None, "decoding processes of each rank")
+    part: str = setting(
+        "0/1", f"share of {', '.join(stages.SHARED_STAGES)} that this job does: 3/100 is the fourth of 100"
+    )
+    engine: str = setting(
+        "none", "ray: run the stages as tasks of a Ray cluster, or of Ray on this machine", metavar="NAME"
+    )
     engine_tasks: int | None = setting(
         None, "number of tasks per stage with --engine (default: as many as have room)", low=1
     )
-    stages: str | None = setting(None, f"only these of {','.join(stages.STAGES)}")
+    stages: str | None = setting(None, f"stages to run, of {','.join(stages.STAGES)} (default: all)")
     redo: str | None = setting(
-        None, "shards to make again (7, or 3:8 for 3 to 7), or failed: downloads, captions, scores"
+        None, "shards to encode again (7, or 3:8 for 3 to 7); failed: retry downloads, captions and scores"
     )
-    update: bool = setting(False, "prepare what has changed in the source since")
-    overwrite: bool = setting(False, "start anew")
+    update: bool = setting(False, "prepare what has changed in the source since the last run")
+    overwrite: bool = setting(False, "remove the folder's contents and start anew")
 
 
-_SOURCE = "where the data are: a folder, or a URL such as s3://BUCKET/PATH"
+_SOURCE = "source of the data: a folder, or a URL such as s3://BUCKET/PATH"
 _OUT = "folder to write"
-_SPLIT = "of the data set (default: {default})"
+_SPLIT = "split of the data set (default: {default})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +91,7 @@ class FolderOptions:
     captions: str | None = setting(
         None, "table (.csv, .tsv, .jsonl, .json, .parquet) of files and captions; folders: their names are labels"
     )
-    split: str = setting("train", "folders of other splits are not used (default: {default})")
+    split: str = setting("train", "split to use: folders of others are skipped (default: {default})")
     reading: Reading = group(Reading)
 
 
@@ -200,7 +204,7 @@ def prepare(kind: str, options: Options) -> None:
         tables = _tables(options, notes)
         if tables and common.update:
             raise UserError(
-                "--update is for folders and tar files; --redo failed fetches rows again that were not there"
+                "--update is for folders and tar files; for tables, --redo failed fetches missing rows again"
             )
         sizes, chosen = _sizes_of(kind, options, notes)
         preparation = stages.Preparation(
@@ -265,7 +269,7 @@ def _lock(out: Path, part: Part) -> FolderLock:
 
 
 def _changes(preparation: stages.Preparation) -> str:
-    """How the source of a finished data set differs from what it was; "" where it is not there any more."""
+    """Describe how the source of a finished data set has changed; "" if it is gone."""
     if preparation.tables is not None or not preparation.notes.sources.is_file():
         return ""
     try:

@@ -31,7 +31,7 @@ class Downloads:
     seconds: float = setting(
         300.0, "seconds for a file with all attempts (default: {default})", above=0, names=("--download_seconds",)
     )
-    private_addresses: bool = setting(False, "downloads may lead to this machine and its network")
+    private_addresses: bool = setting(False, "allow downloads from this machine and private networks")
 
 
 def download_all(

@@ -62,7 +62,7 @@ class Encoding:
         if self.precision not in PRECISIONS:
             raise UserError(f"encoding {self.name!r}: precision={self.precision!r} must be {' or '.join(PRECISIONS)}")
         if self.padding is not None and (self.modality == "video" or self.padding < 1):
-            raise UserError(f"encoding {self.name!r}: padding={self.padding} must be 1 or more, and of a text")
+            raise UserError(f"encoding {self.name!r}: padding={self.padding} must be 1 or more, for a text")
 
 
 def default_encodings(tokenizer: str, text_encoder: str) -> tuple[Encoding, ...]:

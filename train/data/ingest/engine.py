@@ -17,7 +17,7 @@ ENGINES = ("none", "ray")
 
 
 def choose_engine(name: str) -> str:
-    """Raises UserError for what is none."""
+    """Raises UserError for an unknown engine."""
     return choose_one(name, ENGINES, f"--engine: unknown engine {name!r}")
 
 

@@ -12,7 +12,7 @@ import httpx
 
 ATTEMPTS = 3
 FIRST_PAUSE = 1.0
-"""Seconds; each pause is twice the one before, or what the server asks for."""
+"""Seconds of the first pause; each is twice the one before, or what the server asks for."""
 LONGEST_PAUSE = 30.0
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Answers that another attempt may change."""

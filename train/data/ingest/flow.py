@@ -1,4 +1,4 @@
-"""How fast what is seen moves, by optical flow. Shapes: T/H/W frames, height, width."""
+"""Speed of all that is seen, by optical flow. Shapes: T/H/W frames, height, width."""
 
 import numpy as np
 import torch
@@ -28,8 +28,7 @@ def mean_speed(luma_THW: np.ndarray, fps: float) -> float:
 
 
 def _evenly_lit(luma_THW: np.ndarray) -> np.ndarray:
-    """How much brighter each place is than what is around it, by the contrast there: flow takes changes for motion, and
-    those of light are none."""
+    """Normalise each place by the mean and contrast around it: optical flow would take changes of light for motion."""
     blurred = _around(luma_THW, BLUR)
     difference = blurred - _around(blurred, LIGHT)
     return 0.5 + SCALE * difference / np.sqrt(_around(difference**2, LIGHT) + NOISE**2)

@@ -237,7 +237,7 @@ class NemoOptions:
     text_encoder: str = setting(help="folder of the text encoder that made the features")
     fps: float = setting(24.0, "frame rate of videos whose json has no framerate (default: 24)")
     val_every: int = setting(50, "hold out every N-th sample; 0: none")
-    shard_size: int = setting(1000, "samples of a shard (default: {default})")
+    shard_size: int = setting(1000, "samples per shard (default: {default})")
     overwrite: bool = setting(False, "replace a finished folder")
 
 

@@ -60,7 +60,7 @@ def _named(flag: str, text: str) -> tuple[str, float]:
 
 
 def open_judge(settings: Settings) -> Judge | None:
-    """The judge, if one is asked for.
+    """Load the judge, if there is one in the settings.
 
     Raises:
         UserError: if there is none in its folder, or only limits are given, which nothing would be held to.
@@ -69,7 +69,7 @@ def open_judge(settings: Settings) -> Judge | None:
     if settings.judge_dir is not None:
         return Judge.load(settings.judge_dir)
     if limits:
-        raise UserError("--min_score and --max_score are of the scores of a judge; give --judge_dir DIR too")
+        raise UserError("--min_score and --max_score need the scores of a judge; give --judge_dir DIR, too")
     return None
 
 
@@ -110,5 +110,5 @@ def _check_names(limits: Sequence[Limit], given: Sequence[Mapping[str, float]]) 
     known = {name for scores in given for name in scores}
     for limit in limits:
         if limit.name not in known:
-            names = ", ".join(sorted(known)) or "none; it fails, as told above"
-            raise UserError(f"the judge gives none of {len(given)} clips a score {limit.name!r}; its scores: {names}")
+            names = ", ".join(sorted(known)) or "none; it fails, see above"
+            raise UserError(f"the judge returned no score {limit.name!r} for {len(given)} clips; its scores: {names}")

@@ -77,7 +77,7 @@ def split_of(name: str, is_file: bool = False) -> str | None:
 
 
 def find_tables(folder: Folder, split: str, encoding: str | None = None) -> list[Table]:
-    """The tables of captions in a folder, but for those of other splits; `metadata` first."""
+    """Tables of captions in a folder, without those of other splits; `metadata` first."""
     metadata, others, documents = [], [], {}
     names = sorted(name for name in folder.names() if PurePosixPath(name).suffix.lower() in TABLES)
     described = {name.rpartition(".")[0] for name in folder.names() if is_media_name(name)} if names else set()
@@ -129,7 +129,7 @@ def _names_files(folder: Folder, table: Table, encoding: str | None) -> bool:
 
 
 class Resolver:
-    """Files by what rows call them: beside the table, below the source, with its whole path, without its suffix."""
+    """Files by their possible names in rows: relative to the table, to the source, as whole path, without suffix."""
 
     def __init__(self, folder: Folder, base: str) -> None:
         self._folder, self._base = folder, base

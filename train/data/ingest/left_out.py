@@ -22,7 +22,7 @@ HEIGHT = 128
 class Wanted:
     skip: Skip
     source: Source | None
-    """None: it was never fetched, or listed."""
+    """Source; None if it was never fetched, or listed."""
 
 
 def picture_left_out(notes: Notes, settings: Settings, num_workers: int) -> None:

@@ -13,18 +13,18 @@ from megadit.train.data.places import is_url
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How a source's files are chosen and its captions read."""
+    """Choice of a source's files and reading of its captions."""
 
     caption_columns: str | None = setting(
         None,
-        "columns or names of captions, each clip then has several: caption,caption_short (default: the usual names)",
+        "columns or keys of captions; several, as in caption,caption_short, give a clip as many (default: usual names)",
         names=("--caption_columns", "--caption_column"),
         metavar="NAMES",
     )
     caption_encoding: str | None = setting(
         None, "encoding of captions that are not UTF-8: cp1252, gb18030", metavar="NAME"
     )
-    follow_links: bool = setting(False, "also read links that lead out of the folder")
+    follow_links: bool = setting(False, "also read links to files outside of the folder")
 
     def __post_init__(self) -> None:
         check_encoding(self.caption_encoding)

@@ -1,4 +1,4 @@
-"""How much moves between two frames."""
+"""Amount of motion between two frames."""
 
 import numpy as np
 

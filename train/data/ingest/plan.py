@@ -38,23 +38,23 @@ class Settings:
     """(height, width) of the buckets; a clip takes the one nearest its shape of those it fills."""
     num_frames: tuple[int, ...] = (33,)
     """Lengths of clips in frames; a stretch of video is cut into the longest that fit."""
-    fps: float = setting(24.0, "frames per second (default: 24)", above=0)
+    fps: float = setting(24.0, "frames per second of clips (default: 24)", above=0)
     """Frame rate at which clips are sampled; slower videos keep their own."""
-    overlap: bool = setting(False, "the last clip of a scene ends with it, and overlaps the one before")
+    overlap: bool = setting(False, "end the last clip of a scene at its last frame, overlapping the clip before")
     cut: Literal["length", "scene"] = setting(
         "scene", "cut clips at changes of scene, too, or by length alone (default: {default})"
     )
     """Clips may cross a change of scene (`length`), or not."""
     scene_threshold: float = setting(20.0, "change of brightness (0..255) that ends a scene (default: {default})")
     """Measured as the mean difference between neighbouring frames."""
-    min_brightness: float = setting(12.0, "darker clips are left out as black (default: {default})")
+    min_brightness: float = setting(12.0, "brightness below which clips are dropped as black (default: {default})")
     """Measured as the brightest twentieth of the brightest frame (0..255)."""
-    min_motion: float = setting(0.4, "stiller clips are left out as static (default: {default})")
+    min_motion: float = setting(0.4, "motion below which clips are dropped as static (default: {default})")
     """Measured between neighbouring frames: their mean difference (0..255), or ten times that of the part that moves
     most."""
-    min_flow: float = setting(0.0, "slower clips are left out as slow, by optical flow (default: {default})", low=0)
+    min_flow: float = setting(0.0, "optical flow below which clips are dropped as slow (default: {default})", low=0)
     """Measured as mean speed of all pixels, in sides of the frame per second: what fades or flickers is slow."""
-    min_contrast: float = setting(2.0, "plainer images are left out as blank (default: {default})")
+    min_contrast: float = setting(2.0, "contrast below which images are dropped as blank (default: {default})")
     """Standard deviation of brightness (0..255)."""
     max_duplicate_bits: int = setting(
         7, "fingerprint bits, of 192, that near-duplicates may differ in; -1 keeps all (default: {default})"
@@ -63,18 +63,16 @@ class Settings:
         "same_caption", "drop near-duplicates with the same caption, or with any caption (default: {default})"
     )
     """An empty caption equals any other."""
-    not_in: tuple[str, ...] = setting(
-        (), "another data set: near-duplicates of its clips are left out", metavar="DATA", repeated=True
-    )
+    not_in: tuple[str, ...] = setting((), "data set whose near-duplicates are dropped", metavar="DATA", repeated=True)
     """Captions are ignored."""
-    background: str = setting("black", "colour behind what is transparent: white, #8040ff (default: {default})")
+    background: str = setting("black", "background colour of transparent pictures: white, #8040ff (default: {default})")
     min_aesthetic_score: float | None = setting(None, "drop sources whose aesthetic score is lower or missing")
     """Compared with the `aesthetic_score` of a source."""
     min_clip_score: str | None = setting(
         None, "drop clips whose caption has a lower similarity in this CLIP model, or none", metavar="BUNDLE:SCORE"
     )
     """Similarity of the middle frame to the caption, -1..1."""
-    max_caption_words: int = setting(512, "longer captions are cut (default: {default})", low=1)
+    max_caption_words: int = setting(512, "words after which captions are cut (default: {default})", low=1)
     default_caption: str | None = setting(None, "caption of all clips that have none", metavar="TEXT")
     caption_model: str | None = setting(None, "model of --caption_server that describes clips", metavar="NAME")
     caption_prompt: str = setting(
@@ -92,28 +90,28 @@ class Settings:
     max_score: tuple[str, ...] = setting(
         (), "drop clips whose score by --judge_dir is higher or missing", metavar="NAME=SCORE", repeated=True
     )
-    max_megapixels: float = setting(100.0, "larger pictures are left out (default: {default})", above=0)
-    """They are not decoded."""
-    max_minutes: float = setting(240.0, "longer videos are left out (default: {default})", above=0)
-    """They are not read."""
-    shard_size: int = setting(1000, "samples of a shard, at most (default: {default})", above=0)
+    max_megapixels: float = setting(100.0, "megapixels above which pictures are dropped (default: {default})", above=0)
+    """Applied before decoding."""
+    max_minutes: float = setting(240.0, "minutes above which videos are dropped (default: {default})", above=0)
+    """Applied before reading."""
+    shard_size: int = setting(1000, "most samples per shard (default: {default})", above=0)
     """All shards of a split are equally large, give or take one."""
     val_share: float = setting(
         0.02, "share of the sources held out for validation (default: {default})", low=0, below=1
     )
-    mirror: bool = setting(False, "each clip of training twice: as it is, and left and right exchanged")
-    """Both have its caption: for what says nothing of sides."""
-    seed: int = setting(0, "decides order and splits (default: {default})")
+    mirror: bool = setting(False, "add a copy of each training clip with left and right exchanged")
+    """Both have the clip's caption: for captions that do not say left or right."""
+    seed: int = setting(0, "seed of the order and the splits (default: {default})")
     keyframes: int = setting(
         0,
-        "frames of a clip, evenly up to the last, to encode as images too: for data.given=[last_frame, keyframes]",
+        "frames per clip, evenly up to the last, also encoded as images, for data.given=[last_frame, keyframes]",
         low=0,
         high=MOST_FRAMES,
     )
     """Conditioning frames besides a clip's own latents (`train/data/given.py`)."""
-    store: Literal["latents", "raw"] = setting("latents", "encode now, or while training")
+    store: Literal["latents", "raw"] = setting("latents", "encode now (latents), or while training (raw)")
     """Encoded samples, or pixels that training encodes as it reads them."""
-    originals: bool = setting(False, "keep files as they were found beside the samples, and clips that are cut out")
+    originals: bool = setting(False, "also store the source files, and the clips cut out of longer videos, unencoded")
     """Training does not read them; `megadit prepare webdataset` of the data set does (`originals.py`)."""
 
     def __post_init__(self) -> None:
@@ -230,7 +228,7 @@ class Finding:
     """Length of the video that could be read."""
 
     def of(self, source: Source) -> "Finding":
-        """The same of a source that has other captions."""
+        """The finding for a source with other captions."""
         clips = tuple(replace(clip, source=source) for clip in self.clips)
         return replace(self, clips=clips, skips=tuple(replace(skip, caption=source.caption) for skip in self.skips))
 
@@ -321,7 +319,7 @@ class Notes:
 
     @property
     def channels(self) -> Path:
-        """How many dB a fitted tokenizer would give with other numbers of channels."""
+        """PSNR in dB of fitted tokenizers with other numbers of channels."""
         return self.folder / "channels.json"
 
     @property
@@ -351,8 +349,8 @@ class Notes:
         return self.folder / "selection.json"
 
     def begin(self, settings: Settings, request: dict[str, Any], *, is_alone: bool = True) -> None:
-        """Writes down what is asked for, or checks that it is what was asked for before. What a killed process was
-        writing goes, where nobody else is at work.
+        """Record the request, or check that it equals the recorded one. Remains of a killed process are removed, where
+        nobody else is at work.
 
         Raises:
             UserError: if the folder was begun with other settings, or holds something else.
@@ -372,7 +370,7 @@ class Notes:
         before["settings"] = asdict(Settings()) | before.get("settings", {})  # begun by a version with fewer of them
         for name, saved, asked in differences(json.loads(json.dumps(before)), values):
             raise UserError(
-                f"{self.root} was begun with {name.removeprefix('settings.')}={saved}, and is asked to go on with "
+                f"{self.root} was begun with {name.removeprefix('settings.')}={saved}, and this command has "
                 f"{asked}; give the same value, another folder, or --overwrite"
             )
 
@@ -384,7 +382,7 @@ class Notes:
                 self.root.rmdir()
 
     def forget_made(self) -> None:
-        """Removes all that was made from the sources; the request, what was fetched and what was answered stay."""
+        """Remove all that was made from the sources; the request, fetched files and answers stay."""
         self._keep_only()
 
     def forget_selected(self) -> None:

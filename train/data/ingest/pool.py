@@ -34,7 +34,7 @@ _patience: Patience | None = None
 
 
 def still_alive() -> None:
-    """A sign of life, given by long work for every piece that it has done.
+    """Report a sign of life, as long work does for every piece that it has done.
 
     The kernel ends a process that gives none: no Python runs while a decoder does not return.
     """

@@ -146,13 +146,13 @@ def summary(report: Report, notes: Notes) -> str:
 
 
 def _frames_of(skip: Skip) -> int:
-    """How many frames a stretch has, whose detail begins "frames 17 to 24"."""
+    """Length in frames of a stretch whose detail begins "frames 17 to 24"."""
     start, stop = (int(word) for word in skip.detail.split()[1:4:2])
     return stop - start
 
 
 def _rest(report: Report) -> str:
-    """How many frames lie past the last whole clips, and what would use them."""
+    """Describe the number of frames past the last whole clips, and the lengths that would use them."""
     used = sum(int(length) * count for length, count in report.lengths.items())
     lengths = sorted(map(int, report.lengths), reverse=True)
     shorter = 1 + (report.rest_length - 1) // TEMPORAL * TEMPORAL
@@ -170,7 +170,7 @@ def more_channels_in_words(psnr_by_channels: Mapping[int, float], *, than: int) 
 
 
 def draw(path: Path, report: Report, clips: list[Clip]) -> None:
-    """Histograms of what was kept and bars of what was not."""
+    """Draw histograms of what was kept and bars of what was not."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import, and for people only
     from matplotlib.figure import Figure
 

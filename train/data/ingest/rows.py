@@ -115,12 +115,12 @@ def json_rows(document: Any) -> Iterator[Any]:
 
 def _row(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{path} cannot be read: a line is {ascii(value)[:60]}, not names and values")
+        raise UserError(f"{path} cannot be read: a line is {ascii(value)[:60]}, not an object of names and values")
     return value
 
 
 def parquet_rows(path: str) -> int:
-    """How many rows a Parquet file has; raises as `read_parquet`."""
+    """Number of rows of a Parquet file; raises as `read_parquet`."""
     with _open_parquet(path) as table:
         return table.metadata.num_rows
 

@@ -148,8 +148,8 @@ def windows(start: int, stop: int, lengths: tuple[int, ...], *, overlap: bool = 
 
 
 def dull(luma_THW: np.ndarray, motion_T: np.ndarray, fps: float, settings: Settings) -> tuple[str, str] | None:
-    """Why nothing could be learned from these frames, and what was measured, or None; `motion_T` is the change between
-    them, one fewer."""
+    """Return the reason why nothing can be learned from these frames, with the measured value, or None; `motion_T` is
+    the change between them, one fewer."""
     if (brightness := np.percentile(luma_THW, SHARE_OF_SUBJECT, axis=(1, 2)).max()) < settings.min_brightness:
         return "black", f"brightness {brightness:.1f}"
     if len(motion_T) and (change := motion_T.max()) < settings.min_motion:

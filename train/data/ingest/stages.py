@@ -77,7 +77,7 @@ LEARNED_WORDS = 32_768
 FITTING_CLIPS = 256
 """Clips that a `haar` tokenizer is fitted to."""
 RETRIED = (NOT_CAPTIONED, NO_SCORE)
-"""How reasons begin that another selection may change."""
+"""Prefixes of reasons that another selection may change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,8 +149,8 @@ def go_on(preparation: Preparation) -> None:
         return
     if not preparation.is_update:
         raise UserError(
-            f"{preparation.root} was begun when its source was another: {found}; --update goes on with what is there "
-            "now, --overwrite begins anew"
+            f"{preparation.root} was begun with a different source ({found}); --update continues with the present "
+            "one, --overwrite begins anew"
         )
     print(f"updating: {found}", flush=True)
     keep_findings(notes)
@@ -160,7 +160,7 @@ def go_on(preparation: Preparation) -> None:
 
 
 def write_listing(preparation: Preparation, listing: Listing) -> None:
-    """Notes the sources; what was made of others goes."""
+    """Record the sources; what was made of others is removed."""
     notes = preparation.notes
     shorten_captions(listing, preparation.settings.max_caption_words)
     if notes.sources.is_file():

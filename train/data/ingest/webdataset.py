@@ -96,7 +96,7 @@ class _Member:
     info: tarfile.TarInfo
     key: str
     repeat: int
-    """How many members of the same name came before."""
+    """Number of earlier members of the same name."""
     kind: Kind | None = None
     captions: tuple[str, ...] = ()
     score: float | None = None

@@ -239,7 +239,7 @@ def test_a_server_that_captions_nothing_ends_the_run_which_goes_on_with_another(
     server.trouble = dict.fromkeys(range(COUNT), (401, b""))
     assert run() == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "captions nothing: 8 x http 401" in error
+    assert "returns no captions: 8 x http 401" in error
     server.trouble.clear()
     assert run() == 0 and len(captions_of(tmp_path / "out")) == COUNT
 
@@ -250,7 +250,7 @@ def test_a_server_that_ends_midway_ends_the_run_which_goes_on_with_what_it_said(
     monkeypatch.setattr(captions, "HOPELESS", 3)
     server.trouble = dict.fromkeys(range(2, COUNT), (401, b""))
     assert run("--caption_requests", "1") == 2
-    assert "captions nothing any more: 3 x http 401; the 2 captions" in capsys.readouterr().err.splitlines()[-1]
+    assert "returns no captions any more: 3 x http 401; 2 captions" in capsys.readouterr().err.splitlines()[-1]
     server.trouble = dict.fromkeys(range(2, COUNT - 1), (400, b""))  # each the clip's own
     assert run("--caption_requests", "1") == 0 and server.asked[0] == server.asked[1] == 1
     assert skips_of(tmp_path / "out") == {"not captioned: http 400": COUNT - 3}

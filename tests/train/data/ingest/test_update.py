@@ -77,7 +77,7 @@ def test_a_preparation_does_not_go_on_with_another_source(source, tmp_path, caps
     change(source)
     assert prepare.main(command) == 2
     error = capsys.readouterr().err
-    assert "was begun when its source was another" in error and "--update goes on" in error
+    assert "was begun with a different source" in error and "--update continues" in error
     assert prepare.main([*command, "--update"]) == 0
     lines = map(json.loads, (tmp_path / "out/prepare/train.jsonl").read_text().splitlines())
     captions = {line["source"]["name"]: line["source"]["caption"] for line in lines}

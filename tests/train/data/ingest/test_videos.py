@@ -158,7 +158,7 @@ def test_a_second_run_does_nothing_and_a_shard_can_be_made_again(prepared, video
 
 
 def test_other_settings_are_refused(prepared, videos):
-    with pytest.raises(UserError, match="begun with fps=24.0, and is asked to go on with 12.0"):
+    with pytest.raises(UserError, match="begun with fps=24.0, and this command has 12.0"):
         prepare.main(["videos", str(videos), str(prepared), *OPTIONS, "--fps", "12", "--debug"])
 
 
