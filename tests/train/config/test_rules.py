@@ -119,7 +119,7 @@ BREACHES = (
     breach("did you mean 'first_frame'", data={"given": ("first_fame:0.2",)}, model={"given_sigma": 0.02}),
     breach("data.given needs model.given_sigma", data={"given": ("first_frame:0.2",)}),
     breach(
-        "model.given_form=channels model.image_size=None: cannot be trained here",
+        "model.given_form=channels model.image_size=None cannot be trained here",
         model={"given_form": "channels", "given_sigma": 0.02},
     ),
     breach("data.given_dropout=[0.5, 0.3, 0.2] must be three shares", data={"given_dropout": (0.5, 0.3, 0.2)}),
@@ -179,12 +179,12 @@ BREACHES = (
         diffusion={"learned_uncertainty": True},
     ),
     breach(
-        "train.distill.objective=continuous_consistency differentiates forward, which products of TransformerEngine",
+        "train.distill.objective=continuous_consistency needs forward-mode differentiation, which products of",
         train={"distill": DistillConfig(teacher="nowhere", objective="continuous_consistency")},
         parallel={"transformer_impl": "transformer_engine"},
     ),
     breach(
-        "train.distill.teacher_adapter=one is what train.adapter begins with",
+        "train.distill.teacher_adapter=one is where train.adapter starts from",
         train={"distill": DistillConfig(teacher="nowhere", teacher_adapter="one", objective="guidance")},
     ),
     breach(
@@ -203,13 +203,13 @@ BREACHES = (
         validation={"sampling": {"guidance": 9.0}},
     ),
     breach(
-        "train.distill.guidance=3.0 is one scale, and the student is told those of model.guidance_range=[1.0, 6.0]",
+        "train.distill.guidance=3.0 is one scale, and model.guidance_range=[1.0, 6.0] trains",
         train={"distill": DistillConfig(teacher="nowhere", objective="guidance", guidance=3.0)},
         model={"guidance_range": (1.0, 6.0)},
         validation={"sampling": {"guidance": 3.0}},
     ),
     breach(
-        "train.distill.objective=regression learns videos that were made at one scale of guidance",
+        "train.distill.objective=regression learns from videos made at one guidance scale",
         train={"distill": DistillConfig(teacher="nowhere", objective="regression", sigmas=(80.0,))},
         model={"guidance_range": (1.0, 6.0)},
         validation={"sampling": {"guidance": 3.0}},

@@ -215,10 +215,10 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
         (["--recipe", "digits_tiny", "--guidance_range", "4", "1"], "must be two scales from 1, the lower first"),
         (
             ["--recipe", "digits_tiny", "--calls", "2", "--guidance_range", "1", "4"],
-            "train.distill.objective=regression learns videos that were made at one scale",
+            "train.distill.objective=regression learns from videos made at one guidance scale",
         ),
         (["--calls", "0"], "--calls=0 must lie between 1 and 64"),
-        (["consistency.optimizer.lr=9"], "a stage that is not run; these are: guidance"),
+        (["consistency.optimizer.lr=9"], "a stage that is not run; the stages are: guidance"),
         (["train.adapter.alpha=4"], "give --adapter_rank N to have adapters"),
         (["--adapter_rank", "4", "guidance.train.adapter.alpha=4"], "give train.adapter.* for all of them"),
         (["--adapter_rank", "4", "checkpoint.init_from=elsewhere"], "leave out checkpoint.init_from"),
@@ -246,7 +246,7 @@ def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, capsys, more
         (["--guidance", "3"], "the teacher is guidance-distilled, and so are its students: leave out --guidance"),
         (["--guidance_range", "1", "9"], "model.guidance_range=[1,9] exceeds "),
         (["--adapter_rank", "4", "--guidance_range", "1", "2"], "an adapter needs the teacher's network as it is"),
-        (["--calls", "2"], "train.distill.objective=regression learns videos that were made at one scale"),
+        (["--calls", "2"], "train.distill.objective=regression learns from videos made at one guidance scale"),
     ],
 )
 def test_what_a_told_teacher_cannot_teach_is_one_line(tmp_path, capsys, more, says):

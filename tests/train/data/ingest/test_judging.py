@@ -104,7 +104,7 @@ def test_what_a_judge_failed_at_is_left_out_until_it_is_tried_again(run, judge, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--min_score", "read=0.2"], "none of 8 clips a score 'read'; its scores: blue, red"),
+        (["--min_score", "read=0.2"], "no score 'read' for 8 clips; its scores: blue, red"),
         (["--min_score", "red"], "--min_score red: write NAME=SCORE"),
         (["--max_score", "red=nan"], "--max_score red=nan: write NAME=SCORE"),
         (["--judge_dir", "nowhere"], "there is no judge.py"),
