@@ -47,7 +47,7 @@ class ExportSettings:
         "fp32", f"of the denoiser: {', '.join(PRECISIONS)} (default: fp32)", choices=tuple(PRECISIONS), metavar="NAME"
     )
     """Preconditioning, decoder and encoders are float32."""
-    text_encoder: bool = setting(True, "leave the text encoder in torch")
+    text_encoder: bool = setting(True, "do not export the text encoder: run it in torch")
     """Export it too, where it is a network that is on this machine."""
     calibration_prompts: tuple[str, ...] = ()
     """Prompts sampled to calibrate int8 and fp8 ranges; empty: the prompt of the comparison."""

@@ -18,9 +18,9 @@ from megadit.models.shared.setting import group, setting
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    bundle: str = setting(help="a bundle, or a training directory", positional=True, metavar="BUNDLE")
-    out: str = setting(help="the new bundle; nothing is left here if the export fails", positional=True, metavar="OUT")
-    format: Literal["onnx", "tensorrt"] = setting("onnx", "tensorrt adds engines (default: onnx)")
+    bundle: str = setting(help="bundle, or training directory", positional=True, metavar="BUNDLE")
+    out: str = setting(help="new bundle; not written if the export fails", positional=True, metavar="OUT")
+    format: Literal["onnx", "tensorrt"] = setting("onnx", "output format; tensorrt adds engines (default: onnx)")
     export: ExportSettings = group(ExportSettings)
     calibration_prompts: str | None = setting(
         None, "one prompt a line, sampled to learn the ranges of int8 and fp8", metavar="FILE"

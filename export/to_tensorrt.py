@@ -23,15 +23,15 @@ GIGABYTE = 2**30
 class EngineSettings:
     """How engines are built."""
 
-    workspace_gb: float | None = setting(None, "memory that one layer may use", above=0)
+    workspace_gb: float | None = setting(None, "maximum memory of one layer, in GB", above=0)
     """None leaves TensorRT's own choice."""
-    optimization_level: int = setting(3, "0, built quickly, to 5, running fast", low=0, high=5)
-    timing_cache: str | None = setting(None, "measurements to build faster with the next time", metavar="PATH")
+    optimization_level: int = setting(3, "builder optimization level, 0 (fast build) to 5 (fast engine)", low=0, high=5)
+    timing_cache: str | None = setting(None, "file of kernel timings, to build faster the next time", metavar="PATH")
     """A file that is read, and extended."""
-    refittable: bool = setting(False, "weights can be exchanged without a new build")
-    version_compatible: bool = setting(False, "newer versions of TensorRT load them")
-    hardware_compatible: bool = setting(False, "other GPUs, Ampere and newer, load them")
-    weight_streaming: bool = setting(False, "weights may stay in the host's memory")
+    refittable: bool = setting(False, "build engines whose weights can be replaced without a new build")
+    version_compatible: bool = setting(False, "build engines that newer versions of TensorRT load")
+    hardware_compatible: bool = setting(False, "build engines that other GPUs, Ampere and newer, load")
+    weight_streaming: bool = setting(False, "build engines whose weights may stay in host memory")
 
     def __post_init__(self) -> None:
         check_settings(self)

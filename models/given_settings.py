@@ -22,26 +22,26 @@ def _path(help: str, *names: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenOptions:
-    """Options of given files; None is the default."""
+    """Options for conditioning files; None is the default."""
 
-    input_video: str = _path("a video or image to make anew in part (video-to-video), see --strength")
+    input_video: str = _path("video or image for video-to-video (SDEdit), see --strength")
     strength: float | None = setting(
-        None, "share of the steps, 0 to 1, that is done again on --input_video (default: 0.6)", above=0, high=1
+        None, "share of the sampling steps, 0 to 1, to redo on --input_video (default: 0.6)", above=0, high=1
     )
-    continue_video: str = _path("a video or image to continue: its last frames become the first ones")
-    lead_to_video: str = _path("a video to lead up to: its first frames become the last ones")
+    continue_video: str = _path("video or image to continue: its last frames become the first ones")
+    lead_to_video: str = _path("video to lead up to: its first frames become the last ones")
     keep_frames: int | None = setting(
         None,
-        "how many frames of --continue_video or --lead_to_video to keep (default: half of the video)",
+        "number of frames of --continue_video or --lead_to_video to keep (default: half of the video)",
         above=0,
     )
-    image: str = _path("the first frame", "--image", "--first_frame", "--conditioned_image_or_video_path")
-    last_image: str = _path("the last frame", "--last_image", "--last_frame")
+    image: str = _path("image for the first frame", "--image", "--first_frame", "--conditioned_image_or_video_path")
+    last_image: str = _path("image for the last frame", "--last_image", "--last_frame")
     keyframe: Sequence[str] = setting(
-        (), "a frame by its number, from 0; repeat for several", repeated=True, metavar="NUMBER:PATH"
+        (), "image for a frame, numbered from 0; repeat for several", repeated=True, metavar="NUMBER:PATH"
     )
-    video: str = _path("a video to make anew in the places of --mask, or to change as --instruction says")
-    mask: str = _path("an image or video of --video's frames: white is made anew, black stays")
+    video: str = _path("video to inpaint where --mask is white, or to edit as --instruction says")
+    mask: str = _path("mask for --video, an image or a video: white is generated, black is kept")
     instruction: str = setting(
         "", "edit to make in --video, in place of a prompt: --instruction 'make it red'", metavar="TEXT"
     )
@@ -92,7 +92,7 @@ class MediaLimits:
 def check_conflicts(values: Mapping[str, Any]) -> None:
     """Raises UserError for files that exclude each other."""
     if values.get("input_video") and any(values.get(name) for name in USES if name != "input_video"):
-        raise UserError("give input_video, which is made anew as a whole, or other videos and images, not both")
+        raise UserError("input_video (video-to-video) cannot be combined with other videos and images: give one")
     for one, other, why in (
         ("image", "continue_video", "both are the beginning"),
         ("last_image", "lead_to_video", "both are the end"),
@@ -111,7 +111,7 @@ def check_given_together(values: Mapping[str, Any], prompt: str, takes: Collecti
         if values.get(name) and not any(values.get(one) for one in needed):
             raise UserError(f"{name} needs {' or '.join(needed)}")
     if values.get("instruction") and prompt:
-        raise UserError("instruction stands for the prompt: give one of them")
+        raise UserError("instruction replaces the prompt: give one of them")
     for name, use in _TAUGHT.items():
         is_painted = name == "video" and values.get("mask")
         if values.get(name) and not is_painted and use not in takes:

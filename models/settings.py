@@ -81,45 +81,45 @@ class SamplingSettings:
 
     sampler: str = setting("dpmpp_2m", ", ".join(SAMPLERS) + " (RES is res_2ab)", metavar="NAME", served=True)
     num_steps: int = setting(
-        help="sampling steps; heun and dpm2 call the network twice in each",
+        help="number of sampling steps; heun and dpm2 take two function evaluations in each",
         above=0,
         served=True,
         names=("--num_steps", "--num_inference_steps", "--inference_steps", "--steps"),
     )
     guidance: float = setting(
-        help="scale of classifier-free guidance; 1 is none",
+        help="classifier-free guidance scale; 1 disables it",
         low=0,
         served=True,
         names=("--guidance", "--guidance_scale", "--unconditional_guidance_scale", "--text_cfg_scale", "--cfg_text"),
     )
     """arXiv 2207.12598."""
     num_frames: int = setting(
-        help="frames of the video, any number; 1 makes an image",
+        help="number of frames, any; 1 makes an image",
         above=0,
         served=True,
         names=("--num_video_frames", "--num_frames"),
     )
-    height: int = setting(help="pixels", above=0, served=True)
-    width: int = setting(help="pixels", above=0, served=True)
-    fps: float = setting(help="frames per second, of the file and as the network is told", low=0, served=True)
-    sigma_min: float = setting(0.002, "the lowest noise level before 0", above=0)
-    sigma_max: float = setting(80.0, "the highest noise level", above=0)
+    height: int = setting(help="height in pixels", above=0, served=True)
+    width: int = setting(help="width in pixels", above=0, served=True)
+    fps: float = setting(help="frame rate of the output; also used for fps conditioning", low=0, served=True)
+    sigma_min: float = setting(0.002, "lowest noise level before 0", above=0)
+    sigma_max: float = setting(80.0, "highest noise level", above=0)
     rho: float = setting(7.0, "exponent of the karras schedule", above=0)
     """arXiv 2206.00364, eq. 5."""
     negative_prompt: str = setting(
         "", "text to steer away from; replaces the empty text of the unconditional pass", metavar="TEXT", served=True
     )
-    schedule: str = setting("karras", "noise levels: " + ", ".join(SCHEDULES), metavar="NAME")
-    sigmas: tuple[float, ...] = setting((), "the noise levels themselves, decreasing, in place of a schedule")
+    schedule: str = setting("karras", "noise schedule: " + ", ".join(SCHEDULES), metavar="NAME")
+    sigmas: tuple[float, ...] = setting((), "explicit noise levels, decreasing, in place of a schedule")
     shift: float | Literal["auto", "auto_video"] = setting(
         1.0,
-        "multiplies all noise levels; auto: what suits the resolution; auto_video: and the number of frames",
+        "factor of all noise levels; auto: chosen by the resolution; auto_video: also by the number of frames",
         above=0,
     )
     """More than 1 suits more pixels than were trained on (arXiv 2403.03206, section 5.3.2)."""
     noise_scale: float = setting(1.0, "scale of the initial noise; below 1 trades diversity for fidelity", above=0)
-    """A temperature below 1 (arXiv 1807.03039), for a network of few calls and for an ODE's solver; what a sampler adds
-    on its way stays as it is."""
+    """A temperature below 1 (arXiv 1807.03039), for few-step networks and ODE solvers; noise that a sampler adds later is
+    not scaled."""
     churn: float = setting(0.0, f"S_churn: noise added before steps ({', '.join(STOCHASTIC)})", low=0)
     """arXiv 2206.00364, algorithm 2."""
     churn_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which churn acts", nargs=2)
@@ -133,30 +133,24 @@ class SamplingSettings:
     """Empty: all levels."""
     image_guidance: float = setting(
         1.0,
-        "scale of guidance by what is given of the video (--image, --video, ...); 1 is none",
+        "guidance scale of the image or video conditioning (--image, --video, ...); 1 disables it",
         low=0,
         served=True,
         names=("--image_guidance", "--image_guidance_scale", "--image_cfg_scale", "--cfg_image"),
     )
     """arXiv 2211.09800, eq. 3."""
-    low_guidance: float = setting(
-        0.0, "scale of guidance by the second of two networks, that of low noise (Wan 2.2); 0: as --guidance", low=0
-    )
-    guidance_rescale: float = setting(
-        0.0, "0 to 1: how far guided latents get their unguided deviation back", low=0, high=1
-    )
+    low_guidance: float = setting(0.0, "guidance scale of the low-noise expert (Wan 2.2); 0: same as --guidance", low=0)
+    guidance_rescale: float = setting(0.0, "CFG rescale factor, 0 to 1 (arXiv 2305.08891)", low=0, high=1)
     """arXiv 2305.08891, section 3.4."""
-    autoguidance: str = setting(
-        "", "a weaker checkpoint to lead away from, in place of the negative prompt", metavar="PATH"
-    )
+    autoguidance: str = setting("", "weaker checkpoint that guides in place of the negative prompt", metavar="PATH")
     """arXiv 2406.02507."""
-    second_prompt: str = setting("", "a second condition for every video, with its own scale", metavar="TEXT")
-    second_guidance: float = setting(0.0, "the scale of --second_prompt", low=0)
+    second_prompt: str = setting("", "second prompt for every video, with a guidance scale of its own", metavar="TEXT")
+    second_guidance: float = setting(0.0, "guidance scale of --second_prompt", low=0)
     """arXiv 2206.01714."""
     cache_budget: float = setting(
         0.0,
-        "step caching: relative error of the latents that sparing denoiser calls may cause, such as 0.02; "
-        "`megadit calibrate-cache` with the same options comes first",
+        "step caching: relative error of the latents that skipped function evaluations may cause, such as 0.02; "
+        "run `megadit calibrate-cache` with the same options first",
         low=0,
         high=1,
     )
@@ -164,7 +158,7 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         check_settings(self)
         if self.shift in AUTO_SHIFTS:
-            raise UserError(f"shift={self.shift} must be a number here: there is no resolution to suit")
+            raise UserError(f"shift={self.shift} must be a number here: there is no resolution to choose it by")
         if self.sigma_min >= self.sigma_max:
             raise UserError(f"sigma_min={self.sigma_min} must be smaller than sigma_max={self.sigma_max}")
         for name in ("churn_interval", "guidance_interval", "adapter_interval"):
@@ -277,11 +271,11 @@ def check_together(settings: SamplingSettings) -> None:
     if bool(settings.second_prompt) != bool(settings.second_guidance):
         raise UserError("second_prompt and second_guidance go together: give both, or neither")
     if settings.autoguidance and settings.negative_prompt:
-        raise UserError("autoguidance takes the place of the negative prompt: give one of them")
+        raise UserError("autoguidance replaces the negative prompt: give one of them")
     if settings.autoguidance and settings.image_guidance != 1:
         raise UserError("autoguidance leads away from a weaker network, image_guidance from nothing given: choose one")
     if settings.autoguidance and settings.guidance == 1:
-        raise UserError("autoguidance needs a guidance other than 1, which is none")
+        raise UserError("autoguidance needs a guidance other than 1, which disables it")
 
 
 def check_asked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
