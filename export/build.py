@@ -40,11 +40,14 @@ from megadit.models.weights import network_shapes
 class ExportSettings:
     opset: int | None = setting(
         None,
-        f"{', '.join(map(str, to_onnx.OPSETS))} (default: {to_onnx.DEFAULT_OPSET}, and {to_onnx.EIGHT_BIT_OPSET} "
-        f"for 8 bits)",
+        f"ONNX opset: {', '.join(map(str, to_onnx.OPSETS))} (default: {to_onnx.DEFAULT_OPSET}; int8 and fp8: "
+        f"{to_onnx.EIGHT_BIT_OPSET})",
     )
     precision: str = setting(
-        "fp32", f"of the denoiser: {', '.join(PRECISIONS)} (default: fp32)", choices=tuple(PRECISIONS), metavar="NAME"
+        "fp32",
+        f"precision of the denoiser: {', '.join(PRECISIONS)} (default: fp32)",
+        choices=tuple(PRECISIONS),
+        metavar="NAME",
     )
     """Preconditioning, decoder and encoders are float32."""
     text_encoder: bool = setting(True, "do not export the text encoder: run it in torch")
@@ -184,7 +187,7 @@ def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
 def _check_place(bundle: Bundle, out: Path) -> None:
     check_replaceable(out)
     if out.exists() and out.resolve() == bundle.path.resolve():
-        raise UserError(f"{out} is the bundle to export: give another directory for the result")
+        raise UserError(f"{out} is the bundle to export: give another OUT")
 
 
 def _not_copied(folder: str, names: list[str]) -> list[str]:

@@ -22,7 +22,7 @@ def check_open_sides(path: Path, spec: NetworkSpec) -> None:
             if isinstance(axis, Axis) and side.HasField("dim_value"):
                 raise UserError(
                     f"the exported {spec.name} has fixed side {place} ({axis.name}) of its input {tensor.name} at "
-                    f"{side.dim_value}; it must be open, {axis.min} to {axis.max}"
+                    f"{side.dim_value}; it must be dynamic, {axis.min} to {axis.max}"
                 )
 
 
@@ -81,7 +81,9 @@ def opened_by(path: Path) -> dict[str, str]:
             except Exception as error:  # ONNX Runtime's exceptions have no base of their own
                 found[providers[0]] = str(error).strip().splitlines()[0]
                 if device != "cpu":
-                    raise UserError(f"{path.name} does not open on a GPU: {found[providers[0]]}; take fp16") from error
+                    raise UserError(
+                        f"{path.name} does not open on a GPU: {found[providers[0]]}; use --precision fp16"
+                    ) from error
     return found
 
 

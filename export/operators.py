@@ -33,7 +33,7 @@ def check_operators(path: Path, version: str = "10.1") -> None:
     for node in model.graph.node:
         since = known["since"].get(node.op_type)
         if node.op_type not in known["operators"] and since is None:
-            raise UserError(f"{path.name}: TensorRT does not read {node.op_type}, in {_layer(node)}")
+            raise UserError(f"{path.name}: TensorRT does not support {node.op_type}, in {_layer(node)}")
         if since is not None and number < _number(since):
             raise UserError(
                 f"{path.name}: {node.op_type}, in {_layer(node)}, needs TensorRT {since} or newer (this is {version}); "

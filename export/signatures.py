@@ -180,7 +180,7 @@ def judge_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -
     """
     size = bundle.defaults
     if (profiles.frames[2], profiles.height[2], profiles.width[2]) != (size.num_frames, size.height, size.width):
-        raise UserError(f"--profile: a {bundle.kind} sees pictures of one size; only batch and text may be given")
+        raise UserError(f"--profile: a {bundle.kind} takes pictures of one size; only batch and text may vary")
     latent = tokenizer.latent_shape(size.num_frames, size.height, size.width)
     batch = _axis("batch", profiles.batch)
     pictures = {"x": {"dtype": "float32", "axes": (batch, *latent)}}

@@ -154,7 +154,7 @@ class AdapterSlots:
         """Raises UserError for more than the rank of the slots, of one adapter or of all of a video."""
         if rank > self.rank:
             raise UserError(
-                f"adapters of rank {rank} together, of which exported networks take {self.rank}: export again with "
+                f"the adapters have rank {rank} together, the exported networks at most {self.rank}: export again with "
                 f"--adapter_rank {rank}, or use the torch runtime"
             )
 

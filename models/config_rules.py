@@ -18,7 +18,7 @@ def _nearest_number_of_heads(config: Any) -> int:
 RULES: tuple[Rule[Any], ...] = (
     Rule(
         needs=lambda config: config.num_layers <= MOST_LAYERS,
-        remedy="model.num_layers={num_layers} are more than any network has; at most " + str(MOST_LAYERS),
+        remedy="model.num_layers={num_layers} is too large; at most " + str(MOST_LAYERS),
     ),
     # family
     Rule(
@@ -87,7 +87,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule(
         when=lambda config: config.given_form != "tokens",
         needs=lambda config: config.given_sigma is not None,
-        remedy="model.given_form={given_form} needs model.given_sigma, the noise level of what is given",
+        remedy="model.given_form={given_form} needs model.given_sigma, the noise level of conditioning latents",
     ),
     Rule(
         when=lambda config: config.given_sigma is not None,
@@ -113,7 +113,8 @@ RULES: tuple[Rule[Any], ...] = (
     Rule(
         when=lambda config: config.guidance_range is not None,
         needs=lambda config: config.denoises,
-        remedy="model.guidance_range is told to networks that denoise, which model.family={family} does not; leave it",
+        remedy="model.guidance_range={guidance_range} is for networks that denoise, not "
+        "model.family={family}; leave it out",
     ),
     # heads
     Rule(

@@ -92,7 +92,7 @@ class MediaLimits:
 def check_conflicts(values: Mapping[str, Any]) -> None:
     """Raises UserError for files that exclude each other."""
     if values.get("input_video") and any(values.get(name) for name in USES if name != "input_video"):
-        raise UserError("input_video (video-to-video) cannot be combined with other videos and images: give one")
+        raise UserError("give input_video (video-to-video) or other videos and images, not both")
     for one, other, why in (
         ("image", "continue_video", "both are the beginning"),
         ("last_image", "lead_to_video", "both are the end"),
@@ -115,8 +115,8 @@ def check_given_together(values: Mapping[str, Any], prompt: str, takes: Collecti
     for name, use in _TAUGHT.items():
         is_painted = name == "video" and values.get("mask")
         if values.get(name) and not is_painted and use not in takes:
-            known = ", ".join(sorted(takes)) or "nothing"
-            raise UserError(f"{name} cannot be given: this model was not trained for {use}; it takes {known}")
+            known = ", ".join(sorted(takes)) or "none"
+            raise UserError(f"{name} is not supported: this model was not trained for {use} (supported: {known})")
 
 
 def plain_bytes(value: bytes) -> bytes:

@@ -118,8 +118,8 @@ class SamplingSettings:
     )
     """More than 1 suits more pixels than were trained on (arXiv 2403.03206, section 5.3.2)."""
     noise_scale: float = setting(1.0, "scale of the initial noise; below 1 trades diversity for fidelity", above=0)
-    """A temperature below 1 (arXiv 1807.03039), for few-step networks and ODE solvers; noise that a sampler adds later is
-    not scaled."""
+    """A temperature below 1 (arXiv 1807.03039), for few-step networks and ODE solvers; noise that a sampler adds later
+    is not scaled."""
     churn: float = setting(0.0, f"S_churn: noise added before steps ({', '.join(STOCHASTIC)})", low=0)
     """arXiv 2206.00364, algorithm 2."""
     churn_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which churn acts", nargs=2)
@@ -273,7 +273,7 @@ def check_together(settings: SamplingSettings) -> None:
     if settings.autoguidance and settings.negative_prompt:
         raise UserError("autoguidance replaces the negative prompt: give one of them")
     if settings.autoguidance and settings.image_guidance != 1:
-        raise UserError("autoguidance leads away from a weaker network, image_guidance from nothing given: choose one")
+        raise UserError("autoguidance and image_guidance cannot be combined: choose one")
     if settings.autoguidance and settings.guidance == 1:
         raise UserError("autoguidance needs a guidance other than 1, which disables it")
 
@@ -287,7 +287,7 @@ def check_asked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     others = {name: value for name, value in values.items() if name not in OF_ADAPTERS}
     for name, value in check_json(others, SamplingSettings, where=where).items():
         if name not in _SWITCHED_OFF or value != _SWITCHED_OFF[name]:
-            raise UserError(f"{where}{name} is nothing that an adapter may ask for; it may: {', '.join(OF_ADAPTERS)}")
+            raise UserError(f"{where}{name} cannot be set by an adapter; it may set {', '.join(OF_ADAPTERS)}")
     sigmas = values.get("sigmas")
     if isinstance(sigmas, Sequence) and len(sigmas) > _MOST_SIGMAS:
         raise UserError(f"{where}sigmas are {len(sigmas):,} noise levels; {_MOST_SIGMAS:,} is the most")
@@ -303,17 +303,17 @@ def check_guidance(settings: SamplingSettings, told: tuple[float, float] | None)
     for name, unguided in OF_TWO_CALLS.items():
         if getattr(settings, name) != unguided:
             raise UserError(
-                f"{name}={getattr(settings, name)} needs a second call of the network, which this one, told the scale "
-                "of guidance, does without: leave it out"
+                f"{name}={getattr(settings, name)} needs a second function evaluation in each step, which this "
+                "guidance-distilled model does without: leave it out"
             )
 
 
 def check_told(guidance: float, told: Sequence[float]) -> None:
-    """Raises UserError for a scale that is not between the two that a network knows."""
+    """Raise UserError for a guidance scale outside the range of a guidance-distilled network."""
     low, high = told
     if not low <= guidance <= high:
         raise UserError(
-            f"guidance={guidance:g} is none of the scales that this network has learnt to be told, {low:g} to {high:g}"
+            f"guidance={guidance:g} is outside {low:g} to {high:g}, the range of this guidance-distilled model"
         )
 
 

@@ -107,7 +107,7 @@ class UNetConfig:
         if is_told not in (None, "text_time") or (is_told and (self.pooled_size or 0) < 1):
             raise UserError(
                 f"a {DIFFUSERS_CLASS} with addition_embed_type={is_told}, addition_time_embed_dim={width} is not "
-                f"told {NUM_SIZES} sizes as Stable Diffusion XL is (its refiner is told other things)"
+                f"conditioned on {NUM_SIZES} sizes as Stable Diffusion XL is (its refiner is not supported)"
             )
 
     def _check_sizes(self) -> None:
@@ -115,16 +115,18 @@ class UNetConfig:
         blocks = (*_sequence(settings["down_block_types"]), *_sequence(settings["up_block_types"]))
         levels = len(_sequence(settings["block_out_channels"]))
         if not 1 <= levels <= _MOST_LEVELS or len(blocks) != 2 * levels:
-            raise UserError(f"a {DIFFUSERS_CLASS} of {levels} levels and {len(blocks)} blocks is none of ours")
+            raise UserError(f"a {DIFFUSERS_CLASS} of {levels} levels and {len(blocks)} blocks is not supported")
         for block in blocks:
             choose_one(block, _BLOCKS, f"a {DIFFUSERS_CLASS} with blocks {block!r} is not supported")
         for name, value in [("pixels_per_latent", self.pixels_per_latent), *settings.items()]:
             most = _MOST_LAYERS if name in _COUNTS else _LARGEST
             if any(not 0 <= number <= most for number in _numbers(value)):
-                raise UserError(f"a {DIFFUSERS_CLASS} with {name}={value!r:.60} is larger than any")
+                raise UserError(f"a {DIFFUSERS_CLASS} with {name}={value!r:.60} is too large")
         for name in ("in_channels", "cross_attention_dim", "sample_size"):
             if not isinstance(settings[name], int):
-                raise UserError(f"a {DIFFUSERS_CLASS} with {name}={settings[name]!r:.60} is not supported: one number")
+                raise UserError(
+                    f"a {DIFFUSERS_CLASS} with {name}={settings[name]!r:.60} is not supported: it must be one number"
+                )
 
     def __hash__(self) -> int:
         settings = tuple((name, self.settings[name]) for name in sorted(self.settings))

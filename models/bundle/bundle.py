@@ -168,8 +168,8 @@ def check_single(bundle: Bundle) -> None:
     """Raises UserError for a bundle of two networks, for what takes one."""
     if bundle.boundary is not None:
         raise UserError(
-            f"{bundle.path} has two networks, for high and for low noise, which can be sampled from, exported, "
-            "served and converted; this takes one: convert the published networks one by one"
+            f"{bundle.path} has two experts, for high and for low noise, which can be sampled, exported, served and "
+            "converted; this command takes a single network: convert the published networks one by one"
         )
 
 
@@ -222,7 +222,7 @@ def write_bundle(
     check_replaceable(out)
     _check_parts_fit(config, tokenizer, text_encoder, defaults)
     if (found := None if image_encoder is None else image_encoder.dim) != config.image_size:
-        raise UserError(f"model.image_size={config.image_size} does not fit the image encoder's features: {found}")
+        raise UserError(f"model.image_size={config.image_size} does not fit the image encoder, of width {found}")
     with atomic_directory(out) as directory:
         weights.save_network(directory / "transformer", config, state_dict, dtype)
         if low_noise is not None:

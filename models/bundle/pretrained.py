@@ -49,7 +49,7 @@ def find_weights(place: Path, needs: str) -> list[Path]:
     if len(others) == 1:
         return others
     there = f"there are {', '.join(path.name for path in others)}: keep one" if others else f"needs {needs}"
-    raise UserError(f"{place} has no weights under a known name; {there}")
+    raise UserError(f"{place} has no weight file with a known name; {there}")
 
 
 def encoder_tensors(place: Path, encoder: Encoder, needs: str) -> TensorSource:

@@ -137,7 +137,7 @@ def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
         for name in file.keys():
             part = file.get_slice(name)
             if part.get_dtype() not in DTYPES:
-                raise UserError(f"{path}: the tensor {name} is of the kind {part.get_dtype()}, which is not read")
+                raise UserError(f"{path}: the tensor {name} has dtype {part.get_dtype()}, which is not supported")
             where[name], stored[name] = path, Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
     label = str(paths[0]) if len(paths) == 1 else f"{Path(paths[0]).parent} ({len(paths)} files)"
     return TensorSource(label, stored, lambda name: opened(where[name]).get_tensor(name), metadata)

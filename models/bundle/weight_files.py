@@ -57,7 +57,7 @@ def open_weights(paths: list[Path]) -> TensorSource:
     """
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path} does not exist, which the index in its folder names")
+            raise UserError(f"{path} does not exist, although the index in its folder lists it")
     if len(paths) == 1:
         return open_tensor_file(paths[0])
     if all(path.suffix == ".safetensors" for path in paths):

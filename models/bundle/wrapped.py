@@ -126,8 +126,8 @@ def _with_scales(source: TensorSource) -> TensorSource:
         shape, of = source.stored[scale].shape, source.stored[name].shape
         if torch.Size(shape).numel() != 1 and shape not in ((of[0],), (of[0], *[1] * (len(of) - 1))):
             raise UserError(
-                f"{source.label}: {scale} {list(shape)} scales {name} {list(of)} in blocks, which is not read: give "
-                "the weights before they were put into eight bits"
+                f"{source.label}: {scale} {list(shape)} scales {name} {list(of)} in blocks, which is not supported: "
+                "give the weights before quantisation"
             )
 
     def read(name: str) -> Tensor:

@@ -138,9 +138,7 @@ def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapt
     if config is None:
         raise UserError(f"{path} does not say which network it belongs to: name a bundle of it with --base BUNDLE")
     if opened.config is not None and opened.config.family != config.family:
-        raise UserError(
-            f"{path} was trained on a network of the family {opened.config.family}, and this one is of {config.family}"
-        )
+        raise UserError(f"{path} was trained on a network of family {opened.config.family}, not {config.family}")
     source, settings, linears = opened.source, opened.settings, known_linears(config)
     keys, unused = keys_of_linears(source, linears, config)
     problems = problems_of(source, keys, unused, linears, settings)
@@ -185,7 +183,7 @@ def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
         fitting = [name for name, network in EXPERTS.items() if found.get(network) == adapter.base]
         hint = f"megadit convert {path} OUT --base {bundle.path}"
         if expert is None and fitting:
-            raise UserError(f"{path} was trained with one of the two networks of {bundle.path}: {fitting[0]}={path}")
+            raise UserError(f"{path} was trained with one of the experts of {bundle.path}: write {fitting[0]}={path}")
         raise UserError(
             f"{path} was trained with other weights ({adapter.base}) than those of {bundle.path} ({others[0]}); to use "
             f"it with these: {hint}"
@@ -237,7 +235,7 @@ def tensor_file(path: Path) -> Path:
     if not path.exists():
         raise UserError(f"the adapter {path} does not exist; give PATH or PATH:SCALE, such as zog:0.8")
     if path.suffix != ".safetensors":
-        raise UserError(f"{path} is not read: an adapter is a folder, or a file that ends in .safetensors")
+        raise UserError(f"{path} is not an adapter: expected a folder, or a file that ends in .safetensors")
     return path
 
 
@@ -279,7 +277,7 @@ def _check_places(adapter: Adapter, changes: Mapping[str, Change]) -> None:
     written = {theirs[name].linear for name in changes}
     lost = [name for name in adapter.changes if targets[name].linear not in written]
     if lost:
-        raise UserError(f"diffusers has no linear in the place of {', '.join(lost)}: train without it")
+        raise UserError(f"diffusers has no counterpart of {', '.join(lost)}: train without it")
 
 
 def _named(changes: Mapping[str, Change], prefix: str) -> TensorSource:

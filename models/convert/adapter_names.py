@@ -180,7 +180,7 @@ def _joined(parts: list[tuple[Change, Tensor, Tensor]], linear: NamedRows) -> Ch
     up_OR = first.up_OR.new_zeros(num_rows, rank)
     magnitude_O = None if first.magnitude_O is None else first.magnitude_O.new_zeros(num_rows)
     if magnitude_O is not None and sum(len(to) for _, to, _ in parts) < num_rows:
-        raise UserError(f"only some rows of {linear.name} have a magnitude; of the others it is not known")
+        raise UserError(f"only some rows of {linear.name} have a DoRA magnitude; all of them need one")
     begin = 0
     for part, to, at in parts:
         scale = 1.0 if shares else part.alpha / part.rank

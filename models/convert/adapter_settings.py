@@ -46,7 +46,7 @@ class LoraSettings:
             raise UserError(f"{path} is a {values['peft_type']}: only LoRA and DoRA are read")
         for key, value in values.items():
             if (value and key not in _WITHOUT_EFFECT) or (key == "bias" and value not in (None, "none")):
-                raise UserError(f"{path} has {key}={value!r}, which is not known: only changes of linears are read")
+                raise UserError(f"{path} has {key}={value!r}, which is not supported: only changes of linears are")
         if str(values.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
             raise UserError(
                 f"{path} has init_lora_weights={values['init_lora_weights']!r}, which changed its base: save it as a "
@@ -85,7 +85,7 @@ def _numbers(path: Path, name: str, values: Any, *, least: float | None = None) 
     plain = {key.removesuffix("$").replace("\\.", "."): value for key, value in (values or {}).items()}
     for key in plain:
         if re.search(r"[\\*+?()\[\]{}|$]", key):
-            raise UserError(f"{path} has {name} for {key!r}: names alone are read, no regular expressions")
+            raise UserError(f"{path} has {name} for {key!r}: only names are supported, no regular expressions")
     found = {key: _number(path, f"{name}[{key!r}]", value, least=least) for key, value in plain.items()}
     return {key: value for key, value in found.items() if value is not None}
 

@@ -287,7 +287,7 @@ def _choose_image_encoder(source: Path, config: NetworkConfig, given: str | None
         return None
     of_pipeline = str(source) if (source / "image_encoder").is_dir() else None
     if given is None and of_pipeline is None:
-        raise UserError(f"{source} reads given images by a CLIP: give --image_encoder, its directory or name")
+        raise UserError(f"{source} reads conditioning images by a CLIP: give --image_encoder, its directory or name")
     encoder = ImageEncoder(model=given or of_pipeline)
     encoder.check()
     return encoder

@@ -62,8 +62,8 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     channels, out_channels = values["in_channels"], values["out_channels"]
     if channels not in (out_channels, out_channels + 1):
         raise UserError(
-            f"in_channels={channels} but out_channels={out_channels}: as many are supported, and one more that marks "
-            "what is given"
+            f"in_channels={channels} does not fit out_channels={out_channels}: it must be the same, or one more for "
+            "the conditioning mask"
         )
     patch_temporal, patch_spatial, patch_width = values["patch_size"]
     if patch_spatial != patch_width:

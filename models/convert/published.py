@@ -236,7 +236,7 @@ def config_of(known: Any, values: Mapping[str, Any], path: Path) -> NetworkConfi
         named = next(
             (f"{name}={values[name]!r:.40}" for name in values if _is_at_fault(known, values, name)), "settings"
         )
-        raise UserError(f"{path}: {named} is none that a {known.DIFFUSERS_CLASS} can have ({error})") from None
+        raise UserError(f"{path}: {named} is not a valid setting of a {known.DIFFUSERS_CLASS} ({error})") from None
 
 
 def _is_at_fault(known: Any, values: Mapping[str, Any], name: str) -> bool:
@@ -274,7 +274,7 @@ def _text_projection(config: NetworkConfig, source: TensorSource) -> dict[str, T
     if getattr(config, "compat", None) != "predict2_5":
         return {}
     if missing := [name for name in cosmos.TEXT_PROJECTION.values() if name not in source.stored]:
-        raise UserError(f"{source.label} has no tensor {missing[0]}, which use_crossattn_projection asks for")
+        raise UserError(f"{source.label} has no tensor {missing[0]}, which use_crossattn_projection=true needs")
     return {ours: source.read(theirs) for ours, theirs in cosmos.TEXT_PROJECTION.items()}
 
 

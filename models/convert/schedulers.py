@@ -136,7 +136,7 @@ def read_scheduler(pipeline: Path) -> Values:
     """scheduler_config.json of a pipeline, {} where it has none."""
     values = read_json(pipeline / FILE) if (pipeline / FILE).is_file() else {}
     if not isinstance(values, dict):
-        raise UserError(f"{pipeline / FILE} is no table of settings")
+        raise UserError(f"{pipeline / FILE} is not a JSON object")
     return values
 
 

@@ -68,7 +68,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
             raise UserError(f"{scheduler}: {name}={values.get(name)!r:.60} is not supported; it must be {only}")
     for name in ("trained_betas", "rescale_betas_zero_snr"):
         if values.get(name):
-            raise UserError(f"{scheduler}: {name} is not supported: its noise levels are none of Stable Diffusion's")
+            raise UserError(f"{scheduler}: {name} is not supported: its noise levels are not Stable Diffusion's")
     for name in ("thresholding", "clip_sample"):
         if values.get(name):
             raise UserError(f"{scheduler}: {name} is not supported: it would change what the network predicts")

@@ -293,7 +293,7 @@ def config_from_shapes(
     layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
     if num_heads is None and width % HEAD_DIM:
         raise UserError(
-            f"patch_embedding.weight is {width} wide, which does not tell how many heads there are (published ones are "
+            f"patch_embedding.weight is {width} wide, which does not determine the number of heads (published ones are "
             f"{HEAD_DIM} wide): put the "
             'config.json of their publication beside them, {"_class_name": "WanModel", "num_heads": ..., "eps": ...}'
         )

@@ -101,7 +101,7 @@ def check_checkpoint(path: Path, found: dict[str, str] | None = None) -> None:
     check(path, found)
     step = read_state(path)["run"]["iteration"]
     if _NAME.fullmatch(path.resolve().name) and path.resolve().name != checkpoint_name(step):
-        raise DamagedCheckpointError(f"{path} is not what its name says: it is of step {step}")
+        raise DamagedCheckpointError(f"{path} is not the step that its name says, but step {step}")
 
 
 def ema_profiles(path: Path) -> tuple[float, ...]:
@@ -126,7 +126,7 @@ def read_network(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
     """
     tensors = _read_trained(path, ema)
     if base_of(path) is not None:
-        raise UserError(f"{path} has an adapter alone, without the network beside which it is trained")
+        raise UserError(f"{path} has an adapter alone, without its base network")
     return tensors
 
 
@@ -149,7 +149,7 @@ def _read_trained(path: Path, ema: float | None) -> dict[str, Tensor]:
     check_checkpoint(path)
     if ema is not None and ema not in ema_profiles(path):
         known = ", ".join(f"{sigma_rel:g}" for sigma_rel in ema_profiles(path)) or "none"
-        raise UserError(f"{path} has no average with sigma_rel {ema:g}; it has {known}")
+        raise UserError(f"{path} has no EMA weights with sigma_rel {ema:g}; it has {known}")
     prefix = model_key(NETWORK) if ema is None else ema_key(ema, NETWORK)
     tensors = _read(path / TENSORS, prefix)
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}

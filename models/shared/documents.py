@@ -137,7 +137,7 @@ def _finite_int(text: str) -> int:
 
 
 def _refused(text: str) -> Any:
-    raise ValueError(f"the number {text[:20]}{'...' if len(text) > 20 else ''} is not one that float64 holds")
+    raise ValueError(f"the number {text[:20]}{'...' if len(text) > 20 else ''} does not fit float64")
 
 
 def _in_short(error: Exception) -> str:

@@ -12,7 +12,7 @@ TOO_MUCH = 1.3
 """A plan that is so many times what is free is refused: estimates are within a tenth of what is measured."""
 ANYWAY = "--even_if_too_large"
 """The switch that starts it all the same."""
-ANYWAY_HELP = "start although the memory that this is estimated to take is not there"
+ANYWAY_HELP = "start even if the estimated memory exceeds what is free"
 
 
 def memory_in_words(num_bytes: float) -> str:

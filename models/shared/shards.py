@@ -63,7 +63,9 @@ def _known(folder: Path) -> dict[str, dict]:
         return {}
     found = read_json(folder / SHARDS_FILE)
     if not isinstance(found, dict) or not all(map(_is_record, found.values())) or any("/" in name for name in found):
-        raise UserError(f"{folder / SHARDS_FILE} is damaged: remove it to go without, or prepare the data set anew")
+        raise UserError(
+            f"{folder / SHARDS_FILE} is damaged: remove it to go on without checksums, or prepare the data set anew"
+        )
     return found
 
 

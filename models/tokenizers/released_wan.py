@@ -31,8 +31,8 @@ def read_wan(file: Path) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     needed = {_MARK, "encoder.conv1.weight", "conv2.weight"}
     if missing := sorted(needed - source.stored.keys()):
         raise UserError(
-            f"{file} is no autoencoder of Wan 2.1: it has no tensor {missing[0]}; of others (2.2's) diffusers' folder "
-            "is read, with config.json"
+            f"{file} is no autoencoder of Wan 2.1: it has no tensor {missing[0]}; for others (2.2) give diffusers' "
+            "folder, with config.json"
         )
     try:
         from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers

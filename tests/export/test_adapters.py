@@ -126,7 +126,7 @@ def test_the_gate_compares_with_adapters_loaded_in_torch(slotted):
 def test_what_inputs_cannot_hold_is_refused_before_any_work(pipelines, adapters, slotted, capsys):
     refused = {
         "dora": "a DoRA scales what its base gives",
-        "large": f"rank {RANK + 1} together, of which exported networks take {RANK}.*--adapter_rank {RANK + 1}",
+        "large": f"rank {RANK + 1} together, the exported networks at most {RANK}.*--adapter_rank {RANK + 1}",
         "elsewhere": "text_embedder, which was exported without inputs for adapters",
     }
     base = {"network": slotted.config.to_dict(), "base": bundle_fingerprint(slotted)}

@@ -112,5 +112,5 @@ def test_each_graph_has_its_adapters(exported_pair, tmp_path):
         < 1e-4
     )
     assert min(distance(ours, found[-1]) for ours in found[:-1]) > 1e-2, "negative control"
-    with pytest.raises(UserError, match="rank 6 together, of which exported networks take 4"):
+    with pytest.raises(UserError, match="rank 6 together, the exported networks at most 4"):
         latents(exported_pair, "onnx", adapters={f"high={one}": 1.0, two: 1.0})

@@ -222,7 +222,7 @@ def test_generate_with_adapters_of_two_networks_and_again(pair_dir, bundle_dir, 
 
 def test_an_adapter_of_one_of_two_networks_says_which(pair_dir, one, tmp_path):
     pair = Bundle.open(pair_dir)
-    with pytest.raises(UserError, match="has two networks"):
+    with pytest.raises(UserError, match="has two experts"):
         bundle_fingerprint(pair)
     low = replace(read_adapter(one), base=bundle_fingerprint(pair, "transformer_2"))
     write_adapter(tmp_path / "low", low)

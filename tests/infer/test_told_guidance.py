@@ -55,11 +55,11 @@ def test_recorded_calls_are_told_it_too(told):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"guidance": 6.0}, "guidance=6 is none of the scales that this network has learnt to be told, 1 to 5"),
-        ({"negative_prompt": "blue"}, "negative_prompt=blue needs a second call of the network"),
-        ({"guidance_rescale": 0.5}, "guidance_rescale=0.5 needs a second call"),
-        ({"guidance_interval": (0.1, 5.0)}, "guidance_interval=(0.1, 5.0) needs a second call"),
-        ({"second_prompt": "a two", "second_guidance": 1.0}, "second_prompt=a two needs a second call"),
+        ({"guidance": 6.0}, "guidance=6 is outside 1 to 5, the range of this guidance-distilled model"),
+        ({"negative_prompt": "blue"}, "negative_prompt=blue needs a second function evaluation"),
+        ({"guidance_rescale": 0.5}, "guidance_rescale=0.5 needs a second function evaluation"),
+        ({"guidance_interval": (0.1, 5.0)}, "guidance_interval=(0.1, 5.0) needs a second function evaluation"),
+        ({"second_prompt": "a two", "second_guidance": 1.0}, "second_prompt=a two needs a second function evaluation"),
     ],
 )
 def test_what_it_cannot_be_told_is_refused(told, settings, says):
@@ -72,7 +72,7 @@ def test_what_it_cannot_be_told_is_refused(told, settings, says):
 def test_the_command_refuses_it_before_anything_is_loaded(told, tmp_path, capsys):
     asked = ["--checkpoint_path", str(told.path), "--prompt", "a", "--video_save_path", str(tmp_path / "a.mp4")]
     assert generate([*asked, "--guidance", "7"]) == 2
-    assert "guidance=7 is none of the scales" in capsys.readouterr().err
+    assert "guidance=7 is outside" in capsys.readouterr().err
 
 
 def test_memory_and_evaluations_count_one_answer(told):

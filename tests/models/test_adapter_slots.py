@@ -89,11 +89,11 @@ def test_what_has_no_room_is_told():
     begin(dit, everywhere("dora"), "dora")
     with pytest.raises(UserError, match="a DoRA scales what its base gives"):
         slots.packed(adapter_state(dit, "dora"), everywhere("dora"))
-    with pytest.raises(UserError, match="rank 3 together, of which exported networks take 2"):
+    with pytest.raises(UserError, match="rank 3 together, the exported networks at most 2"):
         replace(slots, rank=2).packed(states["one"], everywhere("lora"))
     with pytest.raises(UserError, match="was exported without inputs for adapters"):
         replace(slots, targets=("blocks.*",)).packed(states["one"], everywhere("lora"))
-    with pytest.raises(UserError, match="rank 6 together, of which exported networks take 5"):
+    with pytest.raises(UserError, match="rank 6 together, the exported networks at most 5"):
         filled(replace(slots, rank=5), states)
     with pytest.raises(UserError, match="no linear of the network is named 'blcks"):
         replace(slots, targets=("blcks.*",)).inputs  # noqa: B018

@@ -177,7 +177,7 @@ def test_mistakes_are_told_in_one_line(one, tmp_path):
         encoder_of(tmp_path).encode(["a"])
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((one / name).read_bytes())
-    with pytest.raises(UserError, match="has no weights under a known name"):
+    with pytest.raises(UserError, match="has no weight file with a known name"):
         encoder_of(tmp_path).encode(["a"])
 
 

@@ -39,7 +39,7 @@ CLIP = {"family": "clip", "crossattn_emb_size": 2, "text_tower": TextTowerConfig
 CLIP_GRID = {**CLIP, "position_embedding": "learned", "learned_positions": (1, 4, 4)}
 CLASSES = {"family": "dit", "num_classes": 10, "crossattn_emb_size": 2}
 BREACHES = (
-    ({"num_layers": 10**6}, "model.num_layers=1000000 are more than any network has; at most 1000"),
+    ({"num_layers": 10**6}, "model.num_layers=1000000 is too large; at most 1000"),
     ({"compat": "nemo"}, "model.compat=nemo does not go with model.family=megadit, only model.family=moviegen model"),
     ({"text_tower": TextTowerConfig(num_layers=1)}, "model.family=clip has a text tower, and no other"),
     ({**CLIP, "num_classes": 10}, "model.family=clip matches texts: leave model.num_classes"),
@@ -60,7 +60,7 @@ BREACHES = (
     ({"guidance_range": (6.0, 2.0)}, "model.guidance_range=[6.0, 2.0] must be two scales from 1, the lower first"),
     (
         {**CLIP_GRID, "guidance_range": (1.0, 2.0)},
-        "model.guidance_range is told to networks that denoise, which model.family=clip",
+        "model.guidance_range=[1.0, 2.0] is for networks that denoise, not model.family=clip",
     ),
     ({"position_embedding": "learned"}, "needs model.learned_positions, the largest grid"),
     (

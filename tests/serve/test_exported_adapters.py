@@ -93,7 +93,7 @@ def test_requests_get_their_adapters_and_no_other(server, bundle_dir, plain_dir,
 
     for name, reason in {
         "dora": "a DoRA scales what its base gives",
-        "large": "rank 5 together, of which exported networks take 4",
+        "large": "rank 5 together, the exported networks at most 4",
     }.items():
         with pytest.raises(InvalidRequestError, match=f"the adapter '{name}' cannot be used: .*{reason}"):
             client.generate(replace(REQUEST, adapters=(name,)), timeout=300)

@@ -98,11 +98,11 @@ def test_requests_of_every_kind_in_one_batch_are_those_of_generate(engine, able,
 
 FAULTS = [
     ({"image": PNG, "continue_video": MP4}, "give image or continue_video, not both"),
-    ({"input_video": MP4, "last_image": PNG}, "made anew as a whole"),
+    ({"input_video": MP4, "last_image": PNG}, "give input_video (video-to-video) or other"),
     ({"mask": MASK}, "mask needs video"),
     ({"strength": 0.5}, "strength needs input_video"),
     ({"instruction": "make it red"}, "instruction needs video"),
-    ({"instruction": "make it red", "video": MP4}, "instruction stands for the prompt"),
+    ({"instruction": "make it red", "video": MP4}, "instruction replaces the prompt"),
     ({"input_video": MP4, "strength": 1.5}, "strength=1.5"),
     ({"continue_video": MP4, "keep_frames": -1}, "keep_frames=-1"),
     ({"continue_video": MP4, "keep_frames": 9}, "leaves nothing to make"),

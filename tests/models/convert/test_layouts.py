@@ -173,7 +173,7 @@ REFUSED = {
     ),
     "of blocks of eight bits": (
         lambda path: folder(path, THEIRS | {Q.replace("weight", "weight_scale"): torch.ones(2, 2)}),
-        "in blocks, which is not read",
+        "in blocks, which is not supported",
     ),
     "several networks": (
         lambda path: one(path, prefixed("student.", RELEASED) | prefixed("teacher.", AVERAGED)),

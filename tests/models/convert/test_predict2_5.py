@@ -310,4 +310,4 @@ def test_what_is_missing_is_told(pipeline, tmp_path, capsys):
     (tmp_path / "plain/diffusion_pytorch_model.safetensors").rename(part / "diffusion_pytorch_model.safetensors")
     assert main([str(part), str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
-    assert "crossattn_proj.0.weight, which use_crossattn_projection asks for" in told and told.count("\n") == 1
+    assert "crossattn_proj.0.weight, which use_crossattn_projection=true needs" in told and told.count("\n") == 1

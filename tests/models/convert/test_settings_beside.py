@@ -156,7 +156,7 @@ def test_a_released_configuration_is_read(released):
         assert found.config == config, "heads and epsilon too"
         assert all(torch.equal(found.tensors.read(name), tensor) for name, tensor in dit.state_dict().items())
     (path / "config.json").unlink()
-    with pytest.raises(UserError, match="is 64 wide, which does not tell how many heads"):
+    with pytest.raises(UserError, match="is 64 wide, which does not determine the number of heads"):
         open_published(path / "diffusion_pytorch_model.safetensors")
 
 

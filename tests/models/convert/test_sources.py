@@ -76,7 +76,7 @@ def test_streamed_files_are_safetensors(tmp_path):
             "holds a FluxTransformer2DModel; known are Cosmos",
         ),
         ({"controlnet_block_every_n": 7}, "only Cosmos 1.0, Predict2 and 2.5 are"),
-        ({"in_channels": 6}, "in_channels=6 but out_channels=4: as many are supported, and one more"),
+        ({"in_channels": 6}, "in_channels=6 does not fit out_channels=4: it must be the same, or one more"),
         ({"use_time_travel": True}, "has the setting 'use_time_travel', which no Cosmos.* known to this version has"),
         ({"num_layers": 2}, r"missing: transformer_blocks.1.attn1"),
         ({"attention_head_dim": 12}, r"misshapen: .*patch_embed.proj.weight|misshapen: "),

@@ -227,7 +227,7 @@ def changed(folder, file, **values):
         ("unet/config.json", {"in_channels": 9}, "in_channels=9 reads more than noisy latents"),
         ("unet/config.json", {"class_embed_type": "timestep"}, "with class_embed_type='timestep' is not supported"),
         ("unet/config.json", {"time_cond_proj_dim": 256}, "with time_cond_proj_dim=256 is not supported"),
-        ("unet/config.json", {"layers_per_block": 10**9}, "layers_per_block=1000000000 is larger than any"),
+        ("unet/config.json", {"layers_per_block": 10**9}, "layers_per_block=1000000000 is too large"),
         ("unet/config.json", {"norm_num_groups": 3}, "cannot build this UNet2DConditionModel"),
         ("unet/config.json", {"from_the_future": 1}, "has the setting 'from_the_future'"),
         ("unet/config.json", {"addition_embed_type": "image"}, "addition_embed_type=image"),

@@ -321,7 +321,7 @@ def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypat
     )
     pipeline.register_modules(transformer_2=pipeline.transformer)
     assert distance(pipeline(**arguments).frames, latents) > 1e-3, "negative control: the second network must matter"
-    with pytest.raises(UserError, match="two networks, for high and for low noise"):
+    with pytest.raises(UserError, match="two experts, for high and for low noise"):
         bundle.load_dit()
     assert main([str(tmp_path / "bundle"), str(tmp_path / "out"), "--to", "diffusers"]) == 0
     for part in ("transformer", "transformer_2"):

@@ -86,7 +86,7 @@ def test_a_loss_may_be_infinite(tmp_path):
 
 def test_what_is_not_there(tmp_path):
     path = write_checkpoint(tmp_path, 4)
-    with pytest.raises(UserError, match="no average with sigma_rel 0.2; it has 0.1"):
+    with pytest.raises(UserError, match="no EMA weights with sigma_rel 0.2; it has 0.1"):
         read_network(path, ema=0.2)
     with pytest.raises(UserError, match="not a complete checkpoint"):
         read_network(tmp_path)

@@ -198,7 +198,7 @@ BREACHES = (
         model={"given_sigma": 0.02},
     ),
     breach(
-        "validation.sampling: guidance=9 is none of the scales that this network has learnt to be told, 1 to 6",
+        "validation.sampling: guidance=9 is outside 1 to 6, the range of this guidance-distilled model",
         model={"guidance_range": (1.0, 6.0)},
         validation={"sampling": {"guidance": 9.0}},
     ),
