@@ -1,4 +1,4 @@
-"""Cases of the gate with adapters: others for each sample of a batch, several of one, and none.
+"""Test cases of exported networks with adapters: different ones in each sample of a batch, several at once, and none.
 
 Torch computes them as it does when it samples, with the adapters loaded beside its linears. The graph is told by its
 inputs.

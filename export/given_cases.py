@@ -1,4 +1,4 @@
-"""Cases of the gate in which something is given: every use that the network was trained for, as sampling gives it.
+"""Test cases of exported networks with conditioning: every kind that the network was trained for, as in sampling.
 
 Torch computes them as it does when it samples: tokens in runs, whose places it knows. The graph is told by its inputs.
 """
@@ -43,7 +43,7 @@ def always_given(bundle: Bundle) -> Media:
 def given_inputs(
     media: Media, bundle: Bundle, inputs: Mapping[str, Tensor], seed: int = 4
 ) -> tuple[dict[str, Tensor], Conditioning]:
-    """The `inputs` of a graph for the bundle's usual video of which `media` are given, and the same as torch takes it.
+    """Add conditioning on `media` to the `inputs` of a graph, and return it also as torch takes it.
 
     Noise level, text and frame rate are those of `inputs`.
     """

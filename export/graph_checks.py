@@ -27,7 +27,7 @@ def check_open_sides(path: Path, spec: NetworkSpec) -> None:
 
 
 def check_types(path: Path, spec: NetworkSpec, precision: str) -> None:
-    """Raises UserError where a graph converts to less precision than was asked for, which F need not show."""
+    """Raise UserError where a graph casts to less than the requested precision, which F need not show."""
     asked = {"bf16": ["BFLOAT16"], "fp32": []}.get(precision, ["FLOAT16"]) if spec.is_denoiser else []
     for node in onnx.load(path, load_external_data=False).graph.node:
         to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), onnx.TensorProto.FLOAT)

@@ -81,7 +81,7 @@ def changed_weight(path: Path, hashes: Weights) -> str | None:
 
 @contextmanager
 def recorded_outputs(network: nn.Module, record: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Within, `record` is told what every module returns."""
+    """Within the block, call `record` with the output of every module."""
 
     def hook(name: str):
         def told(module, args, output):

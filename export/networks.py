@@ -47,15 +47,15 @@ class DenoiserGraph(nn.Module):
             return self.denoiser(x, sigma, Conditioning(text, text_length, fps, guidance_B=guidance))
 
     def told(self, more: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
-        """The scales of guidance [B], of a network that is told them, which come first of further inputs; and the
+        """Split further inputs into the guidance scales [B] of a guidance-distilled network, which come first, and the
         others."""
         return (None, more) if self.denoiser.dit.config.guidance_range is None else (more[0], more[1:])
 
 
 class GivenDenoiserGraph(DenoiserGraph):
-    """The same of a network that takes given parts: which latents are given, and when each frame is, are inputs.
+    """D(x; sigma) of a network with conditioning latents: their mask, and the time of each frame, are inputs.
 
-    Frames that are only given come after those of the video, in `x` and `x0` too, where they have no meaning.
+    Extra conditioning frames come after those of the video, in `x` and `x0` too, where they have no meaning.
     """
 
     def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class BesideDenoiserGraph(DenoiserGraph):
 
 
 def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig) -> DenseLayout:
-    """The layout of a batch of which tensors say what is given and when: the rows of `DenseRows`, token by token."""
+    """Layout of a batch whose conditioning mask and times are tensors: the rows of `DenseRows`, token by token."""
     given, batch = conditioning.given, conditioning.fps_B.shape[0]  # a number that stays open, as len does not
     is_given_S = given_tokens(given.is_given_THW, config)
     return DenseLayout(

@@ -1,4 +1,4 @@
-"""Whether TensorRT reads a graph, told before any engine is built: its operators, types and ranks."""
+"""Checks, before any engine is built, that TensorRT supports a graph's operators, types and ranks."""
 
 import json
 from functools import cache

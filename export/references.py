@@ -1,4 +1,4 @@
-"""Inputs of a network that is exported, and what torch makes of them: what its graph and engine are compared with.
+"""Inputs and torch outputs of an exported network, which its graph and engine are compared with.
 
 Random sizes and numbers; of the denoiser every noise level with a real prompt, each use of what is given, adapters.
 """

@@ -21,11 +21,11 @@ from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 GUIDANCE_BATCH = 2
-"""Halves of classifier-free guidance that share a call of the denoiser."""
+"""Conditional and unconditional pass of guidance, which share one denoiser call."""
 LONGEST_TEXT, USUAL_TEXT = 128, 16
 """Maximum and best text length for encoders that do not truncate."""
 MOST_KEYFRAMES = 8
-"""Frames given as images, beside a video of the largest size; smaller ones have room for more."""
+"""Maximum keyframes (conditioning images) of a video of the largest size; smaller ones have room for more."""
 Range = tuple[int, int, int]
 
 
@@ -34,7 +34,7 @@ class Profiles:
     """(smallest, best, largest) of what a user varies; sizes in pixels and frames of the decoded video."""
 
     batch: Range
-    """Videos at once; guidance doubles them in the denoiser, unless that is told the scale."""
+    """Videos at once; guidance doubles them in the denoiser, unless that is guidance-distilled."""
     frames: Range
     height: Range
     width: Range
@@ -65,7 +65,7 @@ def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: Te
 
 
 def _frames_of_patches(frames: int, config: NetworkConfig, tokenizer: VideoTokenizer) -> int:
-    """The fewest frames, at least so many, whose latents are whole patches in time."""
+    """Round a number of frames up to one whose latents are whole patches in time."""
     patch, temporal = config.patch_temporal, tokenizer.temporal_compression
     latents = 1 + (tokenizer.frames_covering(frames) - 1) // temporal
     return 1 + (-(-latents // patch) * patch - 1) * temporal

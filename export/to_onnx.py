@@ -197,7 +197,7 @@ def _quiet():
 
 
 def _clean(model, spec: NetworkSpec, metadata: Mapping[str, str]) -> None:
-    """Names sides and nodes, and removes what tells of this machine."""
+    """Name dimensions and nodes, and remove traces of this machine."""
     for place, node in enumerate(model.graph):
         scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
         layer = scopes[-2] if len(scopes) > 1 else ""

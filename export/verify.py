@@ -175,7 +175,7 @@ def _is_sampled(case: Case, levels: tuple[float, float]) -> bool:
 
 
 def sampled_levels(name: str, bundle: Bundle) -> tuple[float, float]:
-    """The lowest and highest noise level at which sampling asks the denoiser of this name."""
+    """Lowest and highest noise level at which sampling calls the denoiser of this name."""
     low, high = bundle.defaults.sigma_min, bundle.defaults.sigma_max
     if bundle.boundary is None:
         return low, high

@@ -109,7 +109,7 @@ def _gelu_form(config: DiTConfig) -> str | None:
 
 
 def build_mlp(config: DiTConfig) -> nn.Module:
-    """The MLP of a block, or the experts that stand for it."""
+    """The MLP of a block, or the experts that replace it."""
     if not config.experts.num_experts:
         return MLP(config, config.mlp_size)
     shared_size = config.experts.shared_ffn_hidden_size

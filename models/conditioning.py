@@ -37,8 +37,8 @@ class Given:
         return tuple(self.is_given_THW.shape)
 
     def among(self, x_BCTHW: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        """`x_BCTHW` of the video with what is given in its places and after it, times `scale`, a number or
-        [1 or B, 1, 1, 1, 1]."""
+        """Put the conditioning latents, times `scale` (a number or [1 or B, 1, 1, 1, 1]), into `x_BCTHW`, and extra
+        frames after it."""
         extra = self.size[0] - x_BCTHW.shape[2]
         return torch.where(self.is_given_THW, scale * self.latents_BCTHW, F.pad(x_BCTHW, (0, 0, 0, 0, 0, extra)))
 
@@ -66,7 +66,7 @@ class Given:
 
     @staticmethod
     def concatenate(parts: "list[Given | None]") -> "Given | None":
-        """One batch from several in which the same places are given, or nothing in any."""
+        """Concatenate batches that have the same `places`, or no conditioning."""
         first, *_ = parts
         return first and replace(first, latents_BCTHW=torch.cat([part.latents_BCTHW for part in parts]))
 
@@ -74,8 +74,8 @@ class Given:
 def partly_given(
     config: DiTConfig, is_given_THW: Tensor, extra_times: tuple[float, ...] = (), text_length: int = 0
 ) -> Segment:
-    """A sample of which some latents are given (bool THW), the last ones at times of their own, in latent frames; a
-    token is given if all of its latents are, and is at the time of the first.
+    """Return a sample with conditioning latents (bool THW), the last ones at `extra_times`, in latent frames. A token
+    is conditioning if all of its latents are, and has the time of the first.
 
     Raises:
         UserError: if the latents are not a whole number of patches.

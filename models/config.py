@@ -74,11 +74,11 @@ class DiTConfig:
     """Noise level that conditions the network for conditioning latents (first frames, a clip to edit, ...), which it
     sees clean. None: the network was trained without them and accepts none."""
     given_form: GivenFormName = "tokens"
-    """How it sees what is given: ours, or that of published weights. `given_forms.py` lists what differs."""
+    """Form in which the network reads conditioning latents; `given_forms.py` lists them."""
     image_size: int | None = None
-    """Width of the features of a given image that tokens attend to beside the text (Wan 2.1); None: to none."""
+    """Width of conditioning image features that tokens attend to beside the text (Wan 2.1); None: there are none."""
     image_positions: int | None = None
-    """Learned positions of these features, where several images are given at once; None has none."""
+    """Number of learned positions of these features, for several conditioning images at once; None: no positions."""
 
     guidance_range: tuple[float, float] | None = None
     """Range of guidance scales of a guidance-distilled network, which embeds the scale: one function evaluation
@@ -96,7 +96,7 @@ class DiTConfig:
     learned_variance: bool = False
     """The network also predicts DDPM's variance (arXiv 2102.09672), which is kept with the weights and not used."""
     padding_mask_channel: bool = False
-    """One more channel in, 1 where a video is padding; zeros where no mask is given."""
+    """One more input channel, 1 where a video is padding; zeros without a mask."""
     frequency_shift: float = 0.0
     """Shift of the noise level's n sinusoids: the last has period 10000^((n - 1) / (n - shift)); 1 in diffusers."""
     qk_layernorm_epsilon: float | None = None
@@ -215,17 +215,17 @@ class DiTConfig:
 
     @property
     def given_noise(self) -> float:
-        """The standard deviation of the noise in what is given."""
+        """Standard deviation of the noise in conditioning latents."""
         return self.given_sigma or 0.0 if self.given.is_noised else 0.0
 
     @property
     def given_scaled_as(self) -> float:
-        """The noise level that what is given is scaled by."""
+        """Noise level whose scaling conditioning latents get."""
         return self.given_sigma or 0.0 if self.given.is_scaled else 0.0
 
     @property
     def given_channels(self) -> int:
-        """Channels that tell of what is given: marks, and latents where they are not among the noisy ones."""
+        """Extra channels for conditioning: mask, and latents where they are not among the noisy ones."""
         return self.given.marks + (0 if self.given.is_among else self.in_channels)
 
     @property
@@ -240,7 +240,7 @@ class DiTConfig:
 
     @property
     def token_dim(self) -> int:
-        """Numbers that a token is made of: latents, what is given, the padding mask."""
+        """Numbers in one input token: latents, conditioning channels, padding mask."""
         return self.patch_dim + self.given_dim + self.mask_dim
 
     @property

@@ -29,7 +29,7 @@ class DensePack(NamedTuple):
     beside_S1Q: Tensor | None = None
     """Given channels beside the tokens, in networks that have them there."""
     guidance_G: Tensor | None = None
-    """Scales of guidance, of networks that are told them."""
+    """Guidance scales, for guidance-distilled networks."""
 
 
 def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, multiple: int) -> DensePack:
@@ -65,7 +65,7 @@ def _filled_up(tokens_S1P: Tensor, capacity: int) -> Tensor:
 
 
 def unpack_dense(tokens_S1P: Tensor, layout: PackLayout, like_BCTHW: Tensor, config: DiTConfig) -> Tensor:
-    """The latents, BCTHW, of the tokens of such a pack, without those only given; the inverse of `pack_dense`."""
+    """The latents, BCTHW, of the tokens of such a pack, without extra conditioning frames; inverts `pack_dense`."""
     grid, batch = config.token_grid(*like_BCTHW.shape[2:]), len(like_BCTHW)
     samples = [segment.num_tokens for segment in layout.segments[:batch]]
     tokens_SBP = rearrange(tokens_S1P[: sum(samples)], "(B S) 1 P -> S B P", B=batch)

@@ -218,7 +218,7 @@ class DiT(nn.Module):
         return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout, through=through)
 
     def _told(self, guidance: Tensor | None) -> Tensor | None:
-        """The scales of guidance of samples or segments, for a network that is told them; None for others."""
+        """Guidance scales of samples or segments, for a guidance-distilled network; None for others."""
         assert self.guidance_embedder is None or guidance is not None, "the network is told a scale of guidance"
         return None if self.guidance_embedder is None else guidance
 

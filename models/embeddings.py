@@ -247,7 +247,7 @@ class LearnedPositions(nn.Module):
 
 
 class Rotary(NamedTuple):
-    """How each token's channels turn, [S, 1 or B, 1, K] each: x * cos + swap(x) * sin, where `swap` swaps halves."""
+    """Rotary factors of each token's channels, [S, 1 or B, 1, K] each: x * cos + swap(x) * sin; `swap` swaps halves."""
 
     cos: Tensor
     sin: Tensor

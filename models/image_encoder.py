@@ -1,4 +1,4 @@
-"""Features of a given image by a published CLIP (arXiv 2103.00020), through `transformers`: what Wan 2.1 reads.
+"""Features of a conditioning image by a published CLIP (arXiv 2103.00020), through `transformers`, for Wan 2.1.
 
 Shapes: I tokens, E feature width.
 """

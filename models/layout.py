@@ -46,8 +46,8 @@ class PackLayout:
     segments: tuple[Segment, ...]
     mesh: TokenMesh = ONE_RANK
     pieces: tuple[Piece, ...] = ()
-    """The condition rows of the tokens; empty: those of the segments. Segment g has row g; what is given of the j-th
-    segment that has given tokens has row G + j."""
+    """The condition rows of the tokens; empty: those of the segments. Segment g has row g; the conditioning tokens of
+    the j-th segment that has some have row G + j."""
     is_causal: bool = False
     """Each token attends to those before it in its segment, and itself; else to all."""
 
@@ -299,7 +299,7 @@ class LayoutTensors(NamedTuple):
 
     @_tensor
     def is_given_S(self) -> Tensor:
-        """bool: True for the tokens that are given."""
+        """bool: True for conditioning tokens."""
         return self.row_of_token_S >= self.layout.num_segments
 
     @_tensor

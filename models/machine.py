@@ -160,7 +160,7 @@ NO_MEMORY = (
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether what was asked for could not be allocated, on a GPU or a CPU."""
+    """Whether an error is an out-of-memory error, of a GPU or a CPU."""
     is_told = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return is_told or any(words in str(error) for words in NO_MEMORY)
 

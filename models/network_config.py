@@ -13,7 +13,7 @@ PreconditionerName = Literal["edm", "vp", "vp_velocity", "flow"]
 
 
 class NetworkConfig(Protocol):
-    """Everything that decides the tensors of a network, and how it is asked; sizes count latent pixels."""
+    """Everything that determines the tensors of a network and its inputs; sizes count latent pixels."""
 
     family: str
     in_channels: int
@@ -29,9 +29,9 @@ class NetworkConfig(Protocol):
     betas: BetasName
     """The steps of DDPM that it was trained at, where its objective has such."""
     patch_spatial: int
-    """Latent pixels along a side, of which height and width are multiples."""
+    """Divisor of height and width, in latent pixels."""
     patch_temporal: int
-    """Latent frames, of which a video's are a multiple."""
+    """Divisor of the number of frames, in latent frames."""
     learned_positions: tuple[int, int, int] | None
     """The largest grid of tokens that it takes; None: any."""
     most_latent_frames: int | None

@@ -145,7 +145,7 @@ def denoise_packed(
 ) -> Tensor:
     """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
 
-    Tokens that are given are as `config.given` says. `before`, [S, 1, D], and `more`: see `DiT.forward_packed`.
+    `config.given` says how conditioning tokens are treated. `before`, [S, 1, D], and `more`: see `DiT.forward_packed`.
     """
     config, tensors, scalings = dit.config, layout.on(sigma_G.device), parameterization_of(dit.config).scalings
     sigma_R = sigma_G[tensors.segment_of_row_R]

@@ -38,7 +38,7 @@ class Segment:
     """Text tokens; 0 means no text, and one learned null token stands in."""
     is_padding: bool = False
     given: tuple[Span, ...] = ()
-    """The tokens that are given, clean among the noisy ones: runs in order, that do not touch."""
+    """Runs of conditioning tokens, clean among the noisy ones: in order, and not adjacent."""
     times: tuple[float, ...] = ()
     """When each frame of tokens is; empty: 0, 1, 2, ..."""
 
@@ -57,7 +57,7 @@ class Segment:
         return self.grid if not self.times else (ceil(max(self.times)) + 1, *self.grid[1:])
 
     def pieces(self, span: Span, row: int, given_row: int) -> "tuple[Piece, ...]":
-        """Its tokens within `span`: those wanted have one condition row, those given another."""
+        """Its tokens within `span`: generated ones have one condition row, conditioning ones another."""
         edges = [0, *(edge for run in self.given for edge in run), self.num_tokens]
         inner = [min(max(edge, span[0]), span[1]) for edge in edges]
         rows = [given_row if index % 2 else row for index in range(len(inner) - 1)]
@@ -180,7 +180,7 @@ class ConditionRows:
 
     @cached_property
     def are_cut(self) -> bool:
-        """Whether some segments have several rows: a part of them is given."""
+        """Whether some segments have several rows, since they have conditioning tokens."""
         return any(group.gap for group in self.groups)
 
     def of_token(self, device: torch.device) -> Tensor:
@@ -221,8 +221,7 @@ class ConditionRows:
 
 @dataclass(frozen=True)
 class DenseRows:
-    """The condition rows of a uniform batch of which some tokens are given: of sample b, those have row B + b, the
-    others row b."""
+    """Condition rows of a uniform batch with conditioning tokens: in sample b, those have row B + b, others row b."""
 
     num_tokens: int
     given: tuple[Span, ...]
@@ -260,7 +259,7 @@ class OpenRows:
 
 @dataclass(frozen=True, slots=True)
 class RowsByToken:
-    """Condition rows of which only tensors are known, not how they are grouped: a recording's, which has any pack's."""
+    """Condition rows as tensors, without their grouping, for a CUDA graph, which is replayed for any pack."""
 
     row_S: Tensor
     starts_P: Tensor

@@ -211,12 +211,12 @@ _MOST_SIGMAS = 1000
 _SWITCHED_OFF = {**OF_TWO_CALLS, **_ADDED_NOISE, "second_guidance": 0.0, "cache_budget": 0.0}
 """Settings that an adapter may switch off, which students do, and the values that do so."""
 GivenSettings = given_class("GivenSettings", SamplingSettings)
-"""Settings of which any may be left out, which is None."""
+"""Sampling settings that may be left out (None)."""
 ServedSettings = given_class("ServedSettings", SamplingSettings, only=SERVED)
 
 
 def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **given: Any) -> SamplingSettings:
-    """The defaults with what is given (and not None) in their place.
+    """Merge the settings that a user set (not None) into the defaults.
 
     `trained` are the checkpoint's defaults, where `defaults` are others (a record's): a shift that fits itself starts
     from them.
@@ -245,7 +245,7 @@ def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = No
 def switched_off(
     defaults: Mapping[str, Any], given: Mapping[str, Any], stochastic: Collection[str] = STOCHASTIC
 ) -> dict[str, Any]:
-    """Defaults that what is given makes meaningless, each with the value that switches it off.
+    """Return the defaults that the user's settings make meaningless, with the values that switch them off.
 
     Churn and eta suit the default sampler; another sampler that cannot add noise runs without. Sigmas replace the
     default schedule; asking for another schedule means its levels.
@@ -296,7 +296,7 @@ def check_asked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def check_guidance(settings: SamplingSettings, told: tuple[float, float] | None) -> None:
-    """Raises UserError for guidance that a network does not know which is `told` its scale, of these (None: is not)."""
+    """Raise UserError for guidance that a guidance-distilled network lacks; `told` is its range (None: other)."""
     if told is None:
         return
     check_told(settings.guidance, told)

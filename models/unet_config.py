@@ -224,7 +224,7 @@ class UNetConfig:
 
     @property
     def guidance_range(self) -> None:
-        """Guidance asks it twice."""
+        """None: guidance takes two function evaluations."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""The words that a network was told in training, kept in its bundle (`words.json`).
+"""The words of a network's training captions, kept in its bundle (`words.json`).
 
 A text encoder that learned from no text (hashed words) gives a word nobody trained with a vector like any other, and
 the network knows nothing of it: prompts can be compared with what it was told. Published encoders bring words of their

@@ -60,9 +60,9 @@ class Adapter:
         return sum(tensor.numel() for tensor in self.to_state()[0].values())
 
     def to_state(self) -> tuple[dict[str, Tensor], AdapterConfig]:
-        """The adapter state, and what `load_adapter` asks beside it: a scaling that is the most usual one here.
+        """The adapter state, and the configuration for `load_adapter`, with the most frequent scaling of the targets.
 
-        Another scaling that a target has is in its `up`.
+        A target with another scaling has it in its `up`.
         """
         scalings = {name: change.alpha / change.rank for name, change in self.changes.items()}
         usual, _ = Counter(scalings.values()).most_common(1)[0]

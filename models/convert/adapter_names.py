@@ -172,7 +172,7 @@ def _shared_rows(wanted_O: Tensor, given_O: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joined(parts: list[tuple[Change, Tensor, Tensor]], linear: NamedRows) -> Change:
-    """The change of a linear, of whose rows each part gives those numbered `to` from its own numbered `at`."""
+    """Combine changes of some rows of a linear: each part's rows `at` become the linear's rows `to`."""
     first, num_rows = parts[0][0], len(linear.rows_O)
     shares = all(part.alpha == first.alpha and torch.equal(part.down_RI, first.down_RI) for part, _, _ in parts)
     rank = first.rank if shares else sum(part.rank for part, _, _ in parts)

@@ -159,7 +159,7 @@ def read_change(source: TensorSource, name: str, of: Mapping[str, str], settings
 
 
 def _factors_of(matrix_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A whole matrix as factors, of which one changes nothing; it is added as it is."""
+    """Write a whole matrix as two factors, one of them the identity; its scale is 1."""
     num_rows, in_features = matrix_OI.shape
     down, up = (matrix_OI, torch.eye(num_rows)) if num_rows <= in_features else (torch.eye(in_features), matrix_OI)
     return {DOWN: down, UP: up, SCALE: torch.ones(())}

@@ -63,7 +63,7 @@ def from_legacy(values: Mapping[str, Any], path: Path) -> tuple[str, dict[str, A
 
 
 def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
-    """The configuration that diffusers' config.json stands for.
+    """Convert the configuration of diffusers' config.json.
 
     Raises:
         UserError: for a network of this class that is built otherwise than the published ones.

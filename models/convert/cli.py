@@ -104,7 +104,7 @@ class ConvertOptions:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Converts; the exit code is 0, or 2 after a mistake, told in one line."""
+    """Run `megadit convert`; the exit code is 0, or 2 after a user's error, printed in one line."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 

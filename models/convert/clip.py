@@ -30,7 +30,7 @@ _OF_BOTH = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 
 
 def config_from_transformers(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """The configuration that transformers' config.json stands for.
+    """Convert the configuration of transformers' config.json.
 
     Raises:
         UserError: for a network of this type that is built otherwise than the published ones.

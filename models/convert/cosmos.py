@@ -49,7 +49,7 @@ QK_EPSILON = 1e-5
 
 
 def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
-    """The configuration that diffusers' config.json stands for.
+    """Convert the configuration of diffusers' config.json.
 
     Raises:
         UserError: for a network of this class with parts that we do not have (Transfer).

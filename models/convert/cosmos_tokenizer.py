@@ -53,7 +53,7 @@ def read_released(path: Path, compression: str = "") -> tuple[str, dict[str, Any
     """(class, settings, tensors) of a released tokenizer: `autoencoder.jit`, a directory that holds it, or its halves.
 
     Raises:
-        UserError: if there is none, or its compression cannot be told.
+        UserError: if there is none, or its compression is unknown.
     """
     files = [path] if path.suffix == ".jit" else [path / "autoencoder.jit"]
     if not files[0].is_file():
@@ -127,7 +127,7 @@ def _levels(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> list[int]:
 
 
 def _compression(names: Iterable[str], config: dict[str, Any], told: str, path: Path) -> dict[str, int]:
-    """The compression whose network has all its tensors here and leaves the fewest over; `told` decides where given."""
+    """Find the compression whose network has all its tensors here and leaves the fewest over; `told` overrides it."""
     names = set(names)
     fits = []
     for temporal in (4, 8, 16):

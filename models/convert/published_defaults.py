@@ -1,4 +1,4 @@
-"""How videos of a published network are sampled unless told otherwise: what its publishers' own commands do."""
+"""Default sampling settings of published networks: those of their publishers' own commands."""
 
 from dataclasses import replace
 from typing import Any

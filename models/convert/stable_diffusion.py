@@ -80,7 +80,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
 
 
 def config_from_diffusers(values: Mapping[str, Any]) -> UNetConfig:
-    """The configuration that diffusers' config.json and `read_pipeline` stand for.
+    """Convert the configuration of diffusers' config.json, with the settings of `read_pipeline`.
 
     Raises:
         UserError: for a network of this class that reads other things than Stable Diffusion's.

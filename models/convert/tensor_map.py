@@ -120,7 +120,7 @@ def permute_axis(name: str, theirs: str, pattern: str, config: DiTConfig, *, cha
 
 
 def input_patches(name: str, theirs: str, config: DiTConfig, *, is_conv: bool = False) -> Entry:
-    """The first linear where channels of what is given and the padding mask are their last ones.
+    """Map the first linear, whose last input channels are those of the conditioning and the padding mask.
 
     Their columns (C pt ph pw), axes of their own with `is_conv`, are ours of the latents, then of each of the others.
     """

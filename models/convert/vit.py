@@ -21,7 +21,7 @@ _EXPECTED = {"hidden_act": "gelu", "qkv_bias": True}
 
 
 def config_from_transformers(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """The configuration that transformers' config.json stands for; whether it has a head the tensors tell.
+    """Convert the configuration of transformers' config.json; the tensors show whether there is a head.
 
     Raises:
         UserError: for a network of this type that is built otherwise than the published ones.

@@ -54,7 +54,7 @@ IGNORED = r"\.norm_added_q\."
 
 
 def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
-    """The configuration that diffusers' config.json stands for.
+    """Convert the configuration of diffusers' config.json.
 
     Raises:
         UserError: for a network of this class with parts that we do not have (those built on image-to-video).

@@ -28,7 +28,7 @@ from megadit.models.networks import Network
 
 
 def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence_parallel: bool) -> None:
-    """Tells an adapter how the ranks of `group` share the linear beside it, whose weight has this role."""
+    """Set how an adapter is split, by how the ranks of `group` share its linear, whose weight has this role."""
     if role is ROW:
         size = adapter.in_features // group.size()
         adapter.own_inputs = slice(group.rank() * size, (group.rank() + 1) * size)

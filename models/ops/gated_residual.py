@@ -34,7 +34,7 @@ gated_residual = Op("gated_residual", _reference)
 
 @gated_residual.variant("by_run", suits=lambda x, gate, y, rows=None: are_dense(rows))
 def by_run(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows | None) -> Tensor:
-    """x + gate * y, [S, B, D]; tokens that are given, and those that are not, broadcast theirs."""
+    """x + gate * y, [S, B, D]; conditioning tokens and generated tokens each broadcast their gate."""
     runs = [torch.addcmul(x_SBD[a:b], gate_GD[own], y_SBD[a:b]) for (a, b), own in rows.runs]
     return torch.cat(runs)
 

@@ -77,7 +77,7 @@ def one_sample(x_S1D: Tensor, shift_1D: Tensor, scale_1D: Tensor, eps: float, ro
 
 @modulated_norm.variant("by_run", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_dense(rows))
 def by_run(x_SBD, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
-    """norm(x) (1 + scale) + shift, [S, B, D]; tokens that are given, and those that are not, broadcast theirs."""
+    """norm(x) (1 + scale) + shift, [S, B, D]; conditioning tokens and generated tokens each broadcast their row."""
     factor_GD = _factor(scale_GD, rms_weight_D)
     y_SBD = _normalize(x_SBD, eps, rms_weight_D is not None)[0]
     runs = [torch.addcmul(shift_GD[own], y_SBD[first:stop], factor_GD[own]) for (first, stop), own in rows.runs]

@@ -18,11 +18,11 @@ class UserError(ValueError):
 
 
 class AlreadyToldError(Exception):
-    """A `UserError` that another process tells; see `told_once`."""
+    """A `UserError` that another process prints; see `told_once`."""
 
 
 class StoppedError(Exception):
-    """The command was told to end by a signal, and has done what that asks for; its exit code is 128 + signal."""
+    """A signal asked the command to end, and it has shut down properly; the exit code is 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")

@@ -9,7 +9,7 @@ from megadit.models.shared.errors import UserError
 
 GIB = 2**30
 TOO_MUCH = 1.3
-"""A plan that is so many times what is free is refused: estimates are within a tenth of what is measured."""
+"""Ratio of estimated to free memory from which a plan is refused; estimates are within a tenth of measurements."""
 ANYWAY = "--even_if_too_large"
 """The switch that starts it all the same."""
 ANYWAY_HELP = "start even if the estimated memory exceeds what is free"

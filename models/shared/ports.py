@@ -1,4 +1,4 @@
-"""Ports of this machine that nobody listens on."""
+"""Free ports of this machine."""
 
 import socket
 from contextlib import ExitStack
@@ -7,7 +7,7 @@ from megadit.models.shared.errors import UserError
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ports of 127.0.0.1, free at this moment: whoever comes first may take them."""
+    """Find `count` different free ports of 127.0.0.1; another process may take them before their use."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -128,7 +128,7 @@ class Progress:
         )
 
     def _fitted(self, width: int, encoding: str) -> str:
-        """The line of a terminal of so many columns."""
+        """Format the line for a terminal of `columns` columns."""
         left = self.seconds_left
         if self.completed >= self.total:
             time_text = f"in {duration(self._last_advance - self._start)}"

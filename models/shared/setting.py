@@ -61,7 +61,7 @@ class Setting:
     words: tuple[str, ...] = ()
     """Words allowed in place of a number, such as auto."""
     count: int | None = None
-    """None: one value; 0: a sequence; otherwise a sequence of so many."""
+    """None: one value; 0: a sequence of any length; n: a sequence of n values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ def group(of: type, title: str = "", *, only: Collection[str] | None = None) -> 
 
 
 def given_class(name: str, of: type, *, only: Collection[str] | None = None) -> type:
-    """A dataclass of the same settings, or `only` of these, each of which is None until it is given."""
+    """Make a dataclass of the same settings, or `only` some of them, each with the default None."""
     return _same_settings(name, of, {each.name: None for each in fields(of) if only is None or each.name in only})
 
 
@@ -154,7 +154,7 @@ def under_own_names(values: Mapping[str, Any], known: Mapping[str, Setting], *, 
     """The values by the settings' own names, where some come under second ones; `where` begins every complaint.
 
     Raises:
-        UserError: for a setting that is given under two of its names.
+        UserError: for a setting that appears under two of its names.
     """
     others, given, own = other_names(known), {}, {}
     for name, value in values.items():

@@ -81,12 +81,12 @@ def passed_on(process: subprocess.Popen) -> Iterator[None]:
 
 
 def start_with_us(command: Sequence[str]) -> subprocess.Popen:
-    """A process that is told to end when this one is gone."""
+    """Start a process that ends when this one does."""
     return subprocess.Popen(command, env={**os.environ, WITH_PARENT: str(os.getpid())})
 
 
 def end_with_parent() -> None:
-    """Has this process told to end (SIGTERM) when the one is gone that started it for that, or torchrun, which did."""
+    """Have this process ended (SIGTERM) when its parent is gone, if that asked for it or is torchrun."""
     parent = os.environ.pop(WITH_PARENT, None)
     if (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ) or sys.platform != "linux":
         return

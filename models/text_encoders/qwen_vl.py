@@ -140,7 +140,7 @@ class QwenVLTextEncoder:
         return self
 
     def load_network(self) -> Any:
-        """The network of `transformers` without its last linear, loaded when it is first asked for.
+        """The network of `transformers` without its last linear, loaded at its first use.
 
         Raises:
             UserError: if its files are missing or damaged.

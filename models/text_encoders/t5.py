@@ -172,7 +172,7 @@ class T5TextEncoder:
         return self
 
     def load_network(self) -> Any:
-        """The encoder of `transformers`, loaded when it is first asked for.
+        """The encoder of `transformers`, loaded at its first use.
 
         Raises:
             UserError: if its files are missing or damaged.

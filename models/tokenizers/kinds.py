@@ -40,7 +40,7 @@ class Kind:
     decode: Callable[[nn.Module, Tensor], Tensor]
     """Latents (BCTHW) to video."""
     statistics: Callable[[Config, Tensor], tuple[Tensor, Tensor]]
-    """Mean and standard deviation of latents like those given, in shapes that go with theirs."""
+    """Mean and standard deviation of latents, in shapes that broadcast with the given ones."""
     latent_channels: Callable[[Config], int] = lambda config: config["latent_channels"]
     streams: bool = False
     """It takes one latent frame after the other by itself and remembers what the next one needs: any length in the

@@ -36,7 +36,7 @@ class Tiles:
     frames: int = 16
     """Latent frames in a piece, context included."""
     context: int = 4
-    """Latent frames before a piece that are computed and thrown away; at least 1, which stands for the past."""
+    """Latent frames before a piece that are decoded and discarded, as its past; at least 1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < self.side:
