@@ -45,7 +45,7 @@ class Kept:
 
 
 class KeptWith(WeakKeyDictionary):
-    """What was computed for an object, for as long as that lives; a copy or a pickle begins empty."""
+    """Cache of values computed for an object, which lives as long as that; a copy or a pickle begins empty."""
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), ()

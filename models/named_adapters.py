@@ -63,7 +63,7 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, float]:
 
 
 def of_expert(expert: str | None, path: str) -> str:
-    """What `split_expert` splits."""
+    """Join expert and path to `high=PATH`, the inverse of `split_expert`."""
     return path if expert is None else f"{expert}={path}"
 
 

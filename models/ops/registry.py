@@ -60,7 +60,7 @@ class Op:
         OPS[name] = self
 
     def __reduce__(self) -> str:
-        """In copies and pickles of a network it is the one of its module."""
+        """Copy and pickle by name, so that copies of a network share the op of its module."""
         return self.name
 
     def variant(

@@ -131,7 +131,7 @@ def test_of_two_networks_each_has_its_own(frames, bundle_dir, tmp_path):
         assert np.array_equal(array(each), expected.reshape(-1)), asked
         assert each.videos[0].settings["adapters"][1] == {"name": asked[1], "scale": 1.0}
     run(engine, wrong := Asker(replace(REQUEST, adapters=("own",))))
-    assert "was trained with one of the two networks" in str(wrong.endings) and "low=own" in str(wrong.endings)
+    assert "was trained with one of the experts" in str(wrong.endings) and "low=own" in str(wrong.endings)
     one = service_info(Bundle.open(bundle_dir), pair.defaults, None, adapters=folder)
     with pytest.raises(
         UserError, match="adapter high=1: this service has one network, for all noise levels: ask for 1"
