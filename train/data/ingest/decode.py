@@ -23,11 +23,13 @@ from megadit.infer.decoding.video import Video, open_video
 from megadit.train.data.ingest.files import file_size, open_file
 from megadit.train.data.ingest.motion import motion_between
 from megadit.train.data.ingest.plan import Settings, Source
-from megadit.train.data.ingest.pool import still_alive
+from megadit.train.data.ingest.pool import have_read, still_alive
 from megadit.train.data.ingest.sniff import HEAD_BYTES, unknown_picture
 
 THUMBNAIL = 32
 """Side of the grey pictures that clips are judged by."""
+SECONDS_TOLD = 10.0
+"""Length of video after which its reading is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +173,16 @@ def read_timeline(source: Source, settings: Settings, most: Callable[[float], in
 
 
 def _within(frames: Iterator[Frame], time_base: Fraction, settings: Settings) -> Iterator[Frame]:
-    first = None
+    first = told = None
+    tick, most, sign = float(time_base), 60 * settings.max_minutes, SECONDS_TOLD / time_base
     for frame in frames:
-        first = frame.time if first is None else first
-        if (frame.time - first) * time_base > 60 * settings.max_minutes:
+        if first is None:
+            first = told = frame.time
+        if (frame.time - first) * tick > most:
             raise UnusableSourceError("long", f"it runs for more than {settings.max_minutes:g} minutes")
+        if frame.time - told >= sign:
+            have_read((frame.time - told) * tick)
+            told = frame.time
         yield frame
 
 

@@ -2,7 +2,8 @@
 
 import io
 import os
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -24,21 +25,27 @@ class Folder:
         self.root = root
         self.roots = tuple(dict.fromkeys(filter(None, (root, named))))
         """Paths of the files begin with one of these, where a table has them whole."""
-        self._files: set[str] = set()
-        self.not_used: dict[str, str] = {}
-        """Name -> why it is not read."""
+        not_used, files = {}, set()
         for each in found:
             if each.reason:
-                self.not_used[each.name] = each.reason
+                not_used[each.name] = each.reason
             else:
-                self._files.add(each.name)
+                files.add(each.name)
+        self.not_used: dict[str, str] = dict(sorted(not_used.items()))
+        """Name -> why it is not read."""
+        self._names = sorted(files)
 
-    def names(self) -> Iterator[str]:
-        """Names of all files that may be read, in no order."""
-        return iter(self._files)
+    def names(self) -> Sequence[str]:
+        """Names of all files that may be read, sorted."""
+        return self._names
+
+    def known(self, name: str) -> str | None:
+        """The name as it stands in `names`, where of millions each is held once; None if it is none of them."""
+        place = bisect_left(self._names, name)
+        return self._names[place] if place < len(self._names) and self._names[place] == name else None
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return self.known(name) is not None
 
     def holds(self, name: str) -> bool:
         """False for a name that leads out of the place, whether something is there or not."""
@@ -47,15 +54,25 @@ class Folder:
     def path(self, name: str) -> str | None:
         """Path for `open_file`; None if there is no such file, or it may not be read."""
         name = str(PurePosixPath(name))
-        return f"{self.root}/{name}" if name in self._files else None
+        return f"{self.root}/{name}" if name in self else None
+
+    def called(self, stem: str) -> Iterator[str]:
+        """The files of this `stem_of`, in whatever folder."""
+        for place in range(bisect_left(self._by_stem, stem, key=stem_of), len(self._by_stem)):
+            if stem_of(self._by_stem[place]) != stem:
+                return
+            yield self._by_stem[place]
 
     @cached_property
-    def by_last_name(self) -> dict[str, list[str]]:
-        """The last part of a name -> the files that are called so."""
-        found: dict[str, list[str]] = {}
-        for name in self._files:
-            found.setdefault(name.rpartition("/")[2], []).append(name)
-        return found
+    def _by_stem(self) -> list[str]:
+        return sorted(self._names, key=stem_of)
+
+
+def stem_of(name: str) -> str:
+    """The last part of a name without its suffix."""
+    last = name[name.rfind("/") + 1 :]
+    dot = last.rfind(".")
+    return last[:dot] if 0 < dot < len(last) - 1 else last
 
 
 def open_folder(root: str | Path, *, follow_links: bool = False, without: str | Path | None = None) -> Folder | None:
@@ -66,7 +83,7 @@ def open_folder(root: str | Path, *, follow_links: bool = False, without: str | 
     """
     if is_url(root):
         folder = _stored_folder(str(root))
-        return folder if next(folder.names(), None) is not None else None
+        return folder if folder.names() else None
     if not Path(root).is_dir():
         return None
     base = Path(root).resolve()

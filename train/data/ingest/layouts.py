@@ -11,7 +11,7 @@
 """
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import PurePosixPath
@@ -19,7 +19,7 @@ from typing import Any
 
 from megadit.models.shared.captions import MAX_CAPTION_BYTES, file_columns
 from megadit.models.shared.errors import UserError
-from megadit.train.data.ingest.files import Folder, open_file
+from megadit.train.data.ingest.files import Folder, open_file, stem_of
 from megadit.train.data.ingest.rows import TABLES, open_text, read_table
 from megadit.train.data.ingest.sniff import is_media_name
 
@@ -79,11 +79,9 @@ def split_of(name: str, is_file: bool = False) -> str | None:
 def find_tables(folder: Folder, split: str, encoding: str | None = None) -> list[Table]:
     """Tables of captions in a folder, without those of other splits; `metadata` first."""
     metadata, others, documents = [], [], {}
-    names = sorted(name for name in folder.names() if PurePosixPath(name).suffix.lower() in TABLES)
-    described = {name.rpartition(".")[0] for name in folder.names() if is_media_name(name)} if names else set()
-    for name in names:
+    for name in (name for name in folder.names() if name.lower().endswith(TABLES)):
         path = PurePosixPath(name)
-        if path.suffix.lower() == ".json" and (name[:-5] in folder or name[:-5] in described):
+        if path.suffix.lower() == ".json" and (name[:-5] in folder or _is_of_media(folder, name[:-5])):
             continue  # it is of one file, beside which it lies
         if path.stem.lower() == METADATA:
             metadata.append(_table(folder, name))
@@ -94,6 +92,12 @@ def find_tables(folder: Folder, split: str, encoding: str | None = None) -> list
         if documents[path.parent] <= MOST_DOCUMENTS and _names_files(folder, table := _table(folder, name), encoding):
             others.append(table)
     return [*metadata, *_lists(folder), *others]
+
+
+def _is_of_media(folder: Folder, whole: str) -> bool:
+    """Whether a picture or video has this name before its suffix."""
+    stem = whole[whole.rfind("/") + 1 :]
+    return any(each.rpartition(".")[0] == whole and is_media_name(each) for each in folder.called(stem))
 
 
 def given_table(folder: Folder, path: str) -> Table:
@@ -110,10 +114,10 @@ def _table(folder: Folder, name: str) -> Table:
 
 def _lists(folder: Folder) -> Iterator[Table]:
     for name in FILE_LISTS:
-        for files in sorted(folder.by_last_name.get(name, ())):
+        for files in folder.called(stem_of(name)):
             base = files.removesuffix(name)
             texts = next((base + each for each in TEXT_LISTS if base + each in folder), None)
-            if texts:
+            if texts and base != files:
                 yield Table(folder.path(texts), texts, base, folder.path(files))
 
 
@@ -133,27 +137,24 @@ class Resolver:
 
     def __init__(self, folder: Folder, base: str) -> None:
         self._folder, self._base = folder, base
-        self._stems: dict[str, list[str]] | None = None
 
     def resolve(self, name: str) -> str | None:
         """The name of the file in the folder; None if there is none, or it is not clear which."""
         name = self._inner(name)
         for inner in (self._base + name, name):
-            if inner in self._folder:
-                return inner
+            if known := self._folder.known(inner):
+                return known
         if not self._folder.holds(name):
             return None
-        return self._only(self._folder.by_last_name.get(name.rpartition("/")[2], ()), name) or self._without_suffix(
-            name
-        )
+        return self._of_its_name(name) or self._without_suffix(name)
 
     def why_not(self, name: str) -> str:
-        """The reason for a name that is none of a file."""
+        """The reason for a name that is none of a file; "" where the folder gives one itself."""
         inner = self._inner(name)
         if not self._folder.holds(inner):
             return "outside the source folder"
-        not_used = self._folder.not_used
-        return not_used.get(self._base + inner) or not_used.get(inner) or "missing file"
+        is_there = any(each in self._folder.not_used for each in (self._base + inner, inner))
+        return "" if is_there else "missing file"
 
     def _inner(self, name: str) -> str:
         name = name.strip().replace("\\", "/")
@@ -163,21 +164,21 @@ class Resolver:
             name = name[2:]
         return name
 
-    def _only(self, names: Sequence[str], tail: str) -> str | None:
-        found = [each for each in names if each.endswith(f"/{tail}") and each.startswith(self._base)]
-        return found[0] if len(found) == 1 else None
+    def _of_its_name(self, name: str) -> str | None:
+        tail = f"/{name}"
+        called = self._folder.called(stem_of(name))
+        return _only(each for each in called if each.endswith(tail) and each.startswith(self._base))
 
     def _without_suffix(self, name: str) -> str | None:
-        if self._stems is None:
-            self._stems = {}
-            for each in self._folder.names():
-                if is_media_name(each):
-                    self._stems.setdefault(PurePosixPath(each).stem, []).append(each)
         folder, _, stem = name.rpartition("/")
-        found = [
-            each for each in self._stems.get(stem, ()) if not folder or str(PurePosixPath(each).parent).endswith(folder)
-        ]
-        return found[0] if len(found) == 1 else None
+        called = (each for each in self._folder.called(stem) if is_media_name(each))
+        return _only(each for each in called if not folder or each.rpartition("/")[0].endswith(folder))
+
+
+def _only(names: Iterable[str]) -> str | None:
+    """The first of one."""
+    found = list(islice(names, 2))
+    return found[0] if len(found) == 1 else None
 
 
 # --- captions beside files ----------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def beside(folder: Folder, name: str, extensions: Sequence[str] = ()) -> list[st
 def extensions_named(folder: Folder) -> tuple[dict[str, str], tuple[str, ...]]:
     """`*.toml` of trainers -> the suffixes that they give captions; those that have none are left alone."""
     found: dict[str, str] = {}
-    for name in sorted(folder.names()):
+    for name in folder.names():
         if not name.endswith(".toml"):
             continue
         with open_file(folder.path(name)) as file:

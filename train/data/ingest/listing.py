@@ -4,10 +4,12 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from megadit.models.shared.captions import check_encoding, shortened
 from megadit.models.shared.setting import setting
-from megadit.train.data.ingest.plan import Skip, Source
+from megadit.train.data.ingest.long_list import LongList
+from megadit.train.data.ingest.plan import Skip, Source, source_from_json
 from megadit.train.data.places import is_url
 
 
@@ -35,24 +37,30 @@ class Reading:
         return tuple(filter(None, (name.strip() for name in (self.caption_columns or "").split(","))))
 
 
+def _skips() -> LongList[Skip]:
+    return LongList(lambda values: Skip(**values))
+
+
 @dataclass(slots=True)
 class Listing:
-    """Every file is one of the three."""
+    """Every file is one of the first three. Of millions none is in memory."""
 
-    sources: list[Source] = field(default_factory=list)
-    skips: list[Skip] = field(default_factory=list)
+    sources: LongList[Source] = field(default_factory=lambda: LongList(source_from_json, lambda source: source.name))
+    skips: LongList[Skip] = field(default_factory=_skips)
     """Sources that are left out before they are read."""
-    not_used: list[Skip] = field(default_factory=list)
+    not_used: LongList[Skip] = field(default_factory=_skips)
     """Files that are neither sources nor captions of any."""
-    remarks: list[Skip] = field(default_factory=list)
+    remarks: LongList[Skip] = field(default_factory=_skips)
     """Changes made to sources that are used."""
 
-    def add(self, source: Source) -> None:
-        """Notes a source, or leaves it out for a name that is no text, which no file of ours can hold."""
-        if as_text(source.name) == source.name and as_text(source.path) == source.path:
-            self.sources.append(source)
-        else:
+    def add(self, source: Source) -> int | None:
+        """Notes a source and returns its number, or leaves it out for a name that is no text, which no file of ours can
+        hold."""
+        if as_text(source.name) != source.name or as_text(source.path) != source.path:
             self.skip(source.name, "unreadable name")
+            return None
+        self.sources.append(source)
+        return len(self.sources) - 1
 
     def skip(self, name: str, reason: str, detail: str = "") -> None:
         self.skips.append(Skip(source=as_text(name), reason=reason, detail=as_text(detail)))
@@ -61,18 +69,16 @@ class Listing:
         self.not_used.append(Skip(source=as_text(name), reason=reason, detail=as_text(detail)))
 
     def sorted(self) -> "Listing":
-        self.sources.sort(key=lambda source: source.name)
-        for skips in (self.skips, self.not_used, self.remarks):
-            skips.sort(key=lambda skip: (skip.source, skip.detail))
+        """With its sources in the order of their names; the rest stays in the order in which it was found."""
+        self.sources.sort()
         return self
 
     def why_empty(self) -> str:
         """The reasons for which there is no source, the commonest first, with an example; "": nothing was found."""
-        found = [*self.skips, *self.not_used]
-        if not found:
+        counts = Counter(skip.reason for skip in chain(self.skips, self.not_used)).most_common()
+        if not counts:
             return ""
-        counts = Counter(skip.reason for skip in found).most_common()
-        first = next(skip for skip in found if skip.reason == counts[0][0])
+        first = next(skip for skip in chain(self.skips, self.not_used) if skip.reason == counts[0][0])
         detail = f": {first.detail}" if first.detail else ""
         return f"{counted(counts)}; {first.source} first{detail}"
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import shutil
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -237,8 +238,12 @@ def source_from_json(values: dict[str, Any]) -> Source:
     return Source(**{**values, "more_captions": tuple(values.get("more_captions", ()))})
 
 
-def to_json(value: Any) -> dict[str, Any]:
-    return asdict(value)
+def to_json(value: Any) -> Any:
+    """Values as `dataclasses.asdict` gives them, without its copies, which take twice the time."""
+    if isinstance(value, tuple):
+        return tuple(map(to_json, value))
+    names = getattr(type(value), "__dataclass_fields__", ())
+    return {name: to_json(getattr(value, name)) for name in names} if names else value
 
 
 def clip_from_json(values: dict[str, Any]) -> Clip:
@@ -254,14 +259,32 @@ def finding_from_json(values: dict[str, Any]) -> Finding:
 def write_lines(path: Path, values: Iterable[Any]) -> None:
     """Dataclasses as JSON lines, whole or not at all."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        for value in values:
-            file.write(json.dumps(to_json(value), ensure_ascii=False) + "\n")
+        file.writelines(map(as_line, values))
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def as_line(value: Any) -> str:
+    return _encode(to_json(value)) + "\n"
+
+
+def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Yields the lines of a file of notes, from the one that begins at byte `start`."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        yield from map(json.loads, file)
+
+
+def line_starts(path: Path, every: int) -> tuple[array, int]:
+    """Returns where lines 0, every, 2 x every, ... begin, and the number of lines."""
+    starts, count, place = array("q"), 0, 0
+    with open(path, "rb") as file:
+        for count, line in enumerate(file, 1):
+            if count % every == 1 or every == 1:
+                starts.append(place)
+            place += len(line)
+    return starts, count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,10 +5,11 @@ import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.sharedctypes import Synchronized
 from typing import TypeVar
 
 from megadit.models.shared.cores import available_cores
@@ -17,6 +18,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 AHEAD = 4
 """Results that may wait for each process."""
+SECONDS_BETWEEN_SIGNS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,8 @@ class Patience:
 
 _patience: Patience | None = None
 """Limits of this process; None where nobody would notice its end."""
+_read: Synchronized | None = None
+"""Seconds of video that all processes of a pool have read."""
 
 
 def still_alive() -> None:
@@ -43,19 +47,26 @@ def still_alive() -> None:
         signal.setitimer(signal.ITIMER_REAL, _patience.seconds)
 
 
+def have_read(seconds: float) -> None:
+    """Tells who waits for this process how much more of a video it has read."""
+    if _read is not None:
+        with _read.get_lock():
+            _read.value += seconds
+
+
 def _done() -> None:
     signal.setitimer(signal.ITIMER_PROF, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _start(patience: Patience) -> None:
+def _start(patience: Patience, read: Synchronized) -> None:
     """A killed preparation must not leave its workers behind (Linux: PR_SET_PDEATHSIG)."""
-    global _patience
+    global _patience, _read
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
     for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # which ends the process, without a word
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _patience = patience
+    _patience, _read = patience, read
 
 
 def _watched(function: Callable[[Item], Result], item: Item) -> Result:
@@ -73,9 +84,18 @@ def default_workers() -> int:
 class Pool:
     """Processes for `map`; none with `num_workers=0`, where the caller does all work, and crashes and hangs with it."""
 
-    def __init__(self, num_workers: int, patience: Patience = Patience()) -> None:  # noqa: B008  (it is frozen)
+    def __init__(
+        self,
+        num_workers: int,
+        patience: Patience = Patience(),  # noqa: B008  (it is frozen)
+        while_waiting: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """`while_waiting` is called every few seconds with how much video its processes have read."""
         self.num_workers = num_workers
         self.patience = patience
+        self._while_waiting = while_waiting
+        self._context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and CUDA's state
+        self._read = self._context.Value("d", 0.0)
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "Pool":
@@ -108,6 +128,8 @@ class Pool:
     ) -> Result:
         item, future = waiting.popleft()
         try:
+            while not wait([future], SECONDS_BETWEEN_SIGNS).done:
+                self._while_waiting(self._read.value)
             return future.result()
         except BrokenProcessPool:
             pass
@@ -138,8 +160,9 @@ class Pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _new_executor(self, num_workers: int) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and CUDA's state
-        return ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start, initargs=(self.patience,))
+        return ProcessPoolExecutor(
+            num_workers, mp_context=self._context, initializer=_start, initargs=(self.patience, self._read)
+        )
 
     def _close(self) -> None:
         if self._executor is not None:

@@ -99,7 +99,8 @@ class _Lister:
     listing: Listing = field(default_factory=Listing)
     _read: set[str] = field(default_factory=set)
     """Captions, tables and files that need no further account."""
-    _listed: dict[str, Source] = field(default_factory=dict)
+    _listed: dict[str, int | None] = field(default_factory=dict)
+    """Name -> number in the listing; None of one that is left out."""
     _scopes: dict[str, str] = field(default_factory=dict)
     """Folder of which a table names the files -> that table."""
 
@@ -113,20 +114,18 @@ class _Lister:
                     self._read_table(each, is_named=table is not None)
         extensions, suffixes = extensions_named(self.folder) if labels is None else ({}, ())
         self._read.update(extensions)
-        for name in sorted(self.folder.names()):
+        for name in self.folder.names():
             if name in self._listed or name in self._read or name.partition("/")[0] in others:
                 continue
             if not is_of_kind(self.folder, name, self.kind):
                 continue
-            self._read.add(name)
             if (scope := self._scope_of(name)) is not None:
+                self._listed[name] = None
                 self.listing.pass_over(name, f"not named by {scope}")
             elif labels is not None:
                 self._add(name, (_label(labels, name),))
             else:
                 self._add_with_side_caption(name, suffixes)
-        for source in self._listed.values():
-            self.listing.add(source)
         self._account(others)
         return self.listing
 
@@ -135,22 +134,28 @@ class _Lister:
 
     def _add(self, name: str, captions: tuple[str, ...], score: float | None = None) -> None:
         path = self.folder.path(name)
-        self._listed[name] = Source(
-            name=name,
-            kind=self.kind,
-            path=path,
-            caption=captions[0] if captions else "",
-            more_captions=captions[1:],
-            aesthetic_score=score,
-            stamp=stamp_of(path),
+        self._listed[name] = self.listing.add(
+            Source(
+                name=name,
+                kind=self.kind,
+                path=path,
+                caption=captions[0] if captions else "",
+                more_captions=captions[1:],
+                aesthetic_score=score,
+                stamp=stamp_of(path),
+            )
         )
+
+    def _leave_out(self, name: str, trouble: str) -> None:
+        self._listed[name] = None
+        self.listing.skip(name, "unreadable caption", trouble)
 
     # --- tables
 
     def _read_table(self, table: Table, *, is_named: bool) -> None:
         resolver, asked = Resolver(self.folder, table.base), self.reading.columns
         columns: dict[str, None] = {}
-        has_captions, named = False, set()
+        has_captions, first, inside, short = False, len(self.listing.sources), True, PurePosixPath(table.name).name
         must_be_one = is_named or PurePosixPath(table.name).stem.lower() == METADATA
         for number, row in enumerate(_told(table.rows(self.reading.caption_encoding), table.name)):
             columns |= dict.fromkeys(each for each in row if each != REST)
@@ -158,7 +163,10 @@ class _Lister:
             if not files and must_be_one:
                 raise UserError(_lacks(table, "files", FILE_COLUMNS, row))
             has_captions |= bool(asked or caption_columns(tuple(row)))
-            self._take_row(row, files, f"row {number} of {PurePosixPath(table.name).name}", resolver, named)
+            place = f"row {number} of {short}"
+            name = self._named_by(row, files, place, resolver)
+            if name is not None and self._take_row(name, row, place, first):
+                inside = inside and name.startswith(table.base)
         if asked:
             check_columns(asked, columns, f"{table.name} has")
         if not has_captions and must_be_one:
@@ -166,47 +174,43 @@ class _Lister:
         self._read |= {each for each in (table.name,) if each in self.folder}
         if table.file_list:
             self._read.add(table.file_list.removeprefix(f"{self.folder.root}/"))
-        inside = all(name.startswith(table.base) for name in named)
-        self._scopes.setdefault(table.base if inside else "", PurePosixPath(table.name).name)
+        self._scopes.setdefault(table.base if inside else "", short)
 
-    def _take_row(self, row: dict[str, Any], files: Iterable[str], place: str, resolver: Resolver, named: set) -> None:
+    def _named_by(self, row: dict[str, Any], files: Iterable[str], place: str, resolver: Resolver) -> str | None:
+        """The file of this kind that a row names."""
         said = [str(row[column]) for column in self._in_order(files) if row.get(column) not in (None, "")]
         if not said:
             self.listing.skip(place, "row without a file")
-            return
+            return None
         found = [name for name in map(resolver.resolve, said) if name]
-        name = next((name for name in found if is_of_kind(self.folder, name, self.kind)), None)
-        if name is None:
-            if not found and (reason := resolver.why_not(said[0])) not in self.folder.not_used.values():
-                self.listing.skip(said[0], reason, place)
-            return
-        is_new = name not in named
-        if name in self._read or (is_new and name in self._listed):
-            return
-        named.add(name)
+        if not found and (reason := resolver.why_not(said[0])):
+            self.listing.skip(said[0], reason, place)
+        return next((name for name in found if is_of_kind(self.folder, name, self.kind)), None)
+
+    def _take_row(self, name: str, row: dict[str, Any], place: str, first: int) -> bool:
+        """Whether it is this table that gives the file its captions; `first` is the number of its first source."""
+        is_new, number = name not in self._listed, self._listed.get(name)
+        if name in self._read or not (is_new or (number is not None and number >= first)):
+            return False
         try:
             if REST in row:
                 raise ValueError("it has more columns than the header: quote what has separators in it")
             captions, score = captions_in(row, self.reading.columns) or (), score_in(row)
         except ValueError as error:
             if is_new:
-                self._read.add(name)
-                self.listing.skip(name, "unreadable caption", f"{place}: {error}")
-            return
+                self._leave_out(name, f"{place}: {error}")
+            return True
         if is_new:
             self._add(name, captions, score)
-        else:
-            self._add_captions(name, captions)
+        elif captions:
+            source = self.listing.sources[number]
+            caption, *more = dict.fromkeys((*source.captions, *captions))
+            self.listing.sources[number] = replace(source, caption=caption, more_captions=tuple(more))
+        return True
 
     def _in_order(self, files: Iterable[str]) -> list[str]:
         """Sort columns of files: those of this kind first."""
         return sorted(files, key=lambda column: self.kind not in column.lower())
-
-    def _add_captions(self, name: str, captions: tuple[str, ...]) -> None:
-        source = self._listed[name]
-        every = tuple(dict.fromkeys((*source.captions, *captions)))
-        if every:
-            self._listed[name] = replace(source, caption=every[0], more_captions=every[1:])
 
     def _scope_of(self, name: str) -> str | None:
         """The table that names other files of the same folder, or of one above it."""
@@ -230,7 +234,7 @@ class _Lister:
             score = found if score is None else score
             self._read.add(side)
         if trouble and not captions:
-            self.listing.skip(name, "unreadable caption", trouble)
+            self._leave_out(name, trouble)
         else:
             self._add(name, captions, score)
 

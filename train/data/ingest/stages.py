@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from megadit.models.bundle.bundle import check_kind
 from megadit.models.bundle.components import part_folder
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
-from megadit.models.shared.progress import Progress
+from megadit.models.shared.progress import Progress, duration
 from megadit.models.text_encoders import ClassLabels, TokenIds
 from megadit.models.text_encoders.token_ids import learned_words
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
@@ -55,6 +55,7 @@ from megadit.train.data.ingest.plan import (
     Settings,
     Skip,
     Source,
+    line_starts,
     read_lines,
     source_from_json,
     write_lines,
@@ -164,28 +165,34 @@ def write_listing(preparation: Preparation, listing: Listing) -> None:
     notes = preparation.notes
     shorten_captions(listing, preparation.settings.max_caption_words)
     if notes.sources.is_file():
-        if list(map(source_from_json, read_lines(notes.sources))) == listing.sources:
+        before = map(source_from_json, read_lines(notes.sources))
+        if all(old == new for old, new in zip_longest(before, listing.sources)):
             return
         notes.forget_made()
-    write_lines(notes.skipped, listing.skips)
-    write_lines(notes.not_used, listing.not_used)
-    write_lines(notes.remarks, listing.remarks)
-    write_lines(notes.sources, listing.sources)
+    listing.skips.write(notes.skipped)
+    listing.not_used.write(notes.not_used)
+    listing.remarks.write(notes.remarks)
+    listing.sources.write(notes.sources)
 
 
 def scan_sources(preparation: Preparation) -> None:
     notes, team = preparation.notes, preparation.team
     _require(notes.sources, "fetch")
-    sources = [source_from_json(values) for values in read_lines(notes.sources)]
-    units = [sources[start : start + SOURCES_OF_A_UNIT] for start in range(0, len(sources), SOURCES_OF_A_UNIT)]
-    mine = [unit for unit in team.mine(len(units)) if not notes.scan(unit).is_file()]
-    total, known = sum(len(units[unit]) for unit in mine), kept_findings(notes)
-    with Pool(preparation.num_workers) as pool, Progress(total, "scanning", enabled=team.is_first and total > 0) as bar:
+    starts, count = line_starts(notes.sources, SOURCES_OF_A_UNIT)
+    mine = [unit for unit in team.mine(len(starts)) if not notes.scan(unit).is_file()]
+    total, known = sum(min(SOURCES_OF_A_UNIT, count - unit * SOURCES_OF_A_UNIT) for unit in mine), kept_findings(notes)
+    bar = Progress(total, "scanning", enabled=team.is_first and total > 0)
+
+    def while_waiting(seconds: float) -> None:
+        bar.advance(0, **({"read": duration(seconds)} if seconds else {}))
+
+    with bar, Pool(preparation.num_workers, while_waiting=while_waiting) as pool:
         for unit in mine:
-            new = [source for source in units[unit] if source.content not in known]
+            sources = list(map(source_from_json, islice(read_lines(notes.sources, starts[unit]), SOURCES_OF_A_UNIT)))
+            new = [source for source in sources if source.content not in known]
             scanned = pool.map(partial(scan, settings=preparation.settings), new, _lost)
             findings = []
-            for source in units[unit]:
+            for source in sources:
                 finding = known.get(source.content)
                 findings.append(next(scanned) if finding is None else finding.of(source))
                 bar.advance()

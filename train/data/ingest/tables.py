@@ -72,7 +72,8 @@ class Tables:
             return None
         listing = list_shards({tar.name: str(tar.resolve()) for tar in tars}, is_stamped=False)
         for unit in range(self.num_units):
-            listing.skips += [Skip(**values) for values in read_lines(self._skips(unit))]
+            for values in read_lines(self._skips(unit)):
+                listing.skips.append(Skip(**values))
         if not listing.sources:
             told = counted(Counter(skip.reason for skip in listing.skips).most_common())
             raise UserError(f"{self.root}: no row gave a picture or video: {told or 'there are none'}")
@@ -88,7 +89,7 @@ class Tables:
         folder = open_folder(self.root, follow_links=self.reading.follow_links)
         if folder is None:  # the cache of a hub consists of links
             folder = open_folder(_download_dataset(self.root), follow_links=True)
-        names = sorted(name for name in folder.names() if name.endswith(".parquet") and _is_of_split(name, self.split))
+        names = [name for name in folder.names() if name.endswith(".parquet") and _is_of_split(name, self.split)]
         if not names:
             links = sum(reason == LEADS_OUT for reason in folder.not_used.values())
             why = f": {links:,} x {LEADS_OUT}" if links else ""

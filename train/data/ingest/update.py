@@ -1,8 +1,10 @@
 """A source that has changed since it was prepared: what differs, and what was found in the rest of it."""
 
+import heapq
 import json
 from collections import Counter
 from collections.abc import Iterable
+from itertools import groupby, repeat
 from typing import Any
 
 from megadit.models.shared.files import atomic_path
@@ -16,21 +18,28 @@ from megadit.train.data.ingest.plan import (
     to_json,
 )
 
+_KINDS = ("new", "another file now", "of another caption or score", "gone")
+
 
 def changes(before: Iterable[Source], now: Iterable[Source]) -> str:
-    """Describe the differences between two listings; "" if there are none."""
-    earlier = {source.name: source for source in before}
-    counts: Counter[str] = Counter()
-    for source in now:
-        old = earlier.pop(source.name, None)
-        if old is None:
-            counts["new"] += 1
-        elif _is_other_file(old, source):
+    """Describe the differences between two listings that are sorted by name; "" if there are none."""
+    counts: Counter[str] = Counter(dict.fromkeys(_KINDS, 0))
+    both = heapq.merge(zip(repeat("old"), before), zip(repeat("new"), now), key=_name)  # noqa: B905  (one is endless)
+    for _, group in groupby(both, key=_name):
+        found = dict(group)
+        if len(found) == 1:
+            counts["new" if "new" in found else "gone"] += 1
+            continue
+        old, new = found["old"], found["new"]
+        if _is_other_file(old, new):
             counts["another file now"] += 1
-        elif (old.captions, old.aesthetic_score) != (source.captions, source.aesthetic_score):
+        elif (old.captions, old.aesthetic_score) != (new.captions, new.aesthetic_score):
             counts["of another caption or score"] += 1
-    counts["gone"] = len(earlier)
     return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+
+
+def _name(side_and_source: tuple[str, Source]) -> str:
+    return side_and_source[1].name
 
 
 def _is_other_file(old: Source, new: Source) -> bool:

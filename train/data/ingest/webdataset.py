@@ -61,7 +61,7 @@ def _shards(root: str | Path, reading: Reading, listing: Listing) -> dict[str, s
     folder = open_folder(root, follow_links=reading.follow_links)
     if folder is None:
         return {}
-    names = sorted(name for name in folder.names() if name.endswith(".tar"))
+    names = [name for name in folder.names() if name.endswith(".tar")]
     if INFO_FILE in folder:  # a data set of ours: what it was made from, where it is kept
         names = [name for name in names if name.startswith(f"{ORIGINALS}/")] or names
     else:

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from megadit.train.data.ingest.pool import Patience, Pool, still_alive
+from megadit.train.data.ingest import pool
+from megadit.train.data.ingest.pool import Patience, Pool, have_read, still_alive
 
 PATIENCE = Patience(processor_seconds=0.5, seconds=600)
 
@@ -29,6 +30,7 @@ def slow_but_alive(item: int) -> str:
         while time.process_time() < deadline:
             pass
         still_alive()
+        have_read(10.0)
     return f"did {item}"
 
 
@@ -43,25 +45,28 @@ def lost(item: int) -> str:
 
 
 def test_results_come_in_order_and_crashes_and_hangs_cost_one_item_each():
-    with Pool(2, PATIENCE) as pool:
-        results = list(pool.map(work, range(14), lost))
+    with Pool(2, PATIENCE) as two:
+        results = list(two.map(work, range(14), lost))
     assert results == [f"lost {item}" if item in (3, 5, 11) else f"did {item}" for item in range(14)]
 
 
-def test_who_gives_signs_of_life_may_take_long():
-    with Pool(1, PATIENCE) as pool:
-        assert list(pool.map(slow_but_alive, range(1), lost)) == ["did 0"]
+def test_who_gives_signs_of_life_may_take_long_and_says_how_far_it_is(monkeypatch):
+    monkeypatch.setattr(pool, "SECONDS_BETWEEN_SIGNS", 0.05)
+    seen = []
+    with Pool(1, PATIENCE, seen.append) as one:
+        assert list(one.map(slow_but_alive, range(1), lost)) == ["did 0"]
+    assert seen == sorted(seen) and {10.0, 60.0} < {*seen}
 
 
 def test_who_waits_too_long_on_the_clock_is_lost():
-    with Pool(1, Patience(seconds=3)) as pool:
-        assert list(pool.map(asleep, range(3), lost)) == ["did 0", "lost 1", "did 2"]
+    with Pool(1, Patience(seconds=3)) as one:
+        assert list(one.map(asleep, range(3), lost)) == ["did 0", "lost 1", "did 2"]
 
 
 def test_without_processes_the_caller_does_the_work():
     still_alive()  # nobody would notice the end of this process
-    with Pool(0) as pool:
-        assert list(pool.map(str, range(3), lost)) == ["0", "1", "2"]
+    with Pool(0) as none:
+        assert list(none.map(str, range(3), lost)) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("moment", ["starting", "working"])
