@@ -59,9 +59,14 @@ def _flagged(name: str, transfer: int, primaries: int, fields: Any, **values: An
     return video(name, "libx265", "yuv444p10le", pictures=shown, tags=tags, convert=convert, options=options, **values)
 
 
+def moment(number: int) -> np.ndarray:
+    """What moves to the right; a frame is woven of two."""
+    return np.roll(picture(255), 4 * number, axis=1)
+
+
 def _interlaced(path: Path, *, top_first: bool) -> None:
     """Lines of two moments: what moves has the edges of a comb."""
-    moments = [np.roll(picture(255), 4 * number, axis=1) for number in range(2 * COUNT)]
+    moments = [moment(number) for number in range(2 * COUNT)]
     woven = []
     for number in range(COUNT):
         frame = moments[2 * number].copy()

@@ -78,6 +78,17 @@ def _png16(path: Path, *, colour: int) -> None:
     )
 
 
+def _premultiplied(path: Path) -> None:
+    """A TIFF whose colours are multiplied by its alpha already (ExtraSamples 1): half of the green field's."""
+    rgba = see_through(6)[5].astype(np.uint16)
+    rgba[..., 3] = np.maximum(rgba[..., 3], 128)
+    rgba[..., :3] = (rgba[..., :3] * rgba[..., 3:] + 127) // 255
+    Image.fromarray(rgba.astype(np.uint8), "RGBA").save(path)
+    content, unassociated = path.read_bytes(), struct.pack("<HHII", 338, 3, 1, 2)
+    assert content.count(unassociated) == 1
+    path.write_bytes(content.replace(unassociated, struct.pack("<HHII", 338, 3, 1, 1)))
+
+
 @cache
 def p3_profile() -> bytes:
     """Display P3 as a profile: sRGB's with other primaries, adapted to D50."""
@@ -140,6 +151,8 @@ PICTURES = [
     _still("palette_alpha.png", _palette_in_part, fields=HIDDEN),
     _still("palette_key.png", lambda: plain().quantize(16), fields=HIDDEN,
            transparency=_palette_in_part().info["transparency"].index(0)),
+    Row(name="premultiplied.tif", make=_premultiplied, numbers=(5,), fps=0.0, near=3,
+        fields=(FIELDS[0], (20, 90, 20), *FIELDS[2:])),
     _still("key.png", transparency=FIELDS[1], fields=HIDDEN),
     _still("alpha.gif", clear, fields=HIDDEN),
     _still("grey16.png", deep(np.uint16, 65535), fields=GREY, near=3),

@@ -18,9 +18,10 @@ from megadit.train.data.ingest.captions import CaptionServer
 from megadit.train.data.ingest.download import Downloads
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
 from megadit.train.data.ingest.engine import choose_engine, run_on_ray, start_ray
+from megadit.train.data.ingest.lines import read_lines
 from megadit.train.data.ingest.listing import Listing, Reading, shorten_captions
 from megadit.train.data.ingest.look import look_at
-from megadit.train.data.ingest.plan import Notes, Settings, read_lines, source_from_json
+from megadit.train.data.ingest.plan import Notes, Settings, source_from_json
 from megadit.train.data.ingest.pool import default_workers
 from megadit.train.data.ingest.sources import list_folder
 from megadit.train.data.ingest.tables import Tables

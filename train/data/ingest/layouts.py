@@ -35,7 +35,7 @@ MOST_DOCUMENTS = 64
 """JSON documents of one folder that are opened to see whether they are tables."""
 SPLITS = {
     "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev", "eval"),
+    "val": ("val", "valid", "validation", "validate", "dev", "eval"),
     "test": ("test", "testing"),
 }
 """Split -> the names that its folder or table may have."""

@@ -10,7 +10,8 @@ from PIL import Image
 from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.shared.files import atomic_directory
 from megadit.train.data.ingest.decode import read_glimpse
-from megadit.train.data.ingest.plan import Notes, Settings, Skip, Source, read_lines, source_from_json, write_lines
+from megadit.train.data.ingest.lines import read_lines, write_lines
+from megadit.train.data.ingest.plan import Notes, Settings, Skip, Source, source_from_json
 from megadit.train.data.ingest.pool import Pool
 
 OF_A_REASON = 12

@@ -8,7 +8,7 @@ from itertools import chain
 
 from megadit.models.shared.captions import check_encoding, shortened
 from megadit.models.shared.setting import setting
-from megadit.train.data.ingest.long_list import LongList
+from megadit.train.data.ingest.lines import LongList
 from megadit.train.data.ingest.plan import Skip, Source, source_from_json
 from megadit.train.data.places import is_url
 
@@ -69,7 +69,7 @@ class Listing:
         self.not_used.append(Skip(source=as_text(name), reason=reason, detail=as_text(detail)))
 
     def sorted(self) -> "Listing":
-        """With its sources in the order of their names; the rest stays in the order in which it was found."""
+        """Sorts the sources by name; everything else stays in the order in which it was found."""
         self.sources.sort()
         return self
 

@@ -9,8 +9,7 @@ import hashlib
 import json
 import re
 import shutil
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,9 +18,10 @@ from typing import Any, Literal
 from PIL import ImageColor
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_path, differences, read_json, write_json
+from megadit.models.shared.files import differences, read_json, write_json
 from megadit.models.shared.setting import check_settings, setting
 from megadit.train.data.description import MOST_FRAMES
+from megadit.train.data.ingest.lines import read_lines
 
 NOTES = "prepare"
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")
@@ -238,14 +238,6 @@ def source_from_json(values: dict[str, Any]) -> Source:
     return Source(**{**values, "more_captions": tuple(values.get("more_captions", ()))})
 
 
-def to_json(value: Any) -> Any:
-    """Values as `dataclasses.asdict` gives them, without its copies, which take twice the time."""
-    if isinstance(value, tuple):
-        return tuple(map(to_json, value))
-    names = getattr(type(value), "__dataclass_fields__", ())
-    return {name: to_json(getattr(value, name)) for name in names} if names else value
-
-
 def clip_from_json(values: dict[str, Any]) -> Clip:
     changed = {name: tuple(values[name]) for name in ("pts", "conversions") if name in values}
     return Clip(**{**values, **changed, "source": source_from_json(values["source"])})
@@ -254,37 +246,6 @@ def clip_from_json(values: dict[str, Any]) -> Clip:
 def finding_from_json(values: dict[str, Any]) -> Finding:
     clips = tuple(clip_from_json(clip) for clip in values["clips"])
     return Finding(**{**values, "clips": clips, "skips": tuple(Skip(**skip) for skip in values["skips"])})
-
-
-def write_lines(path: Path, values: Iterable[Any]) -> None:
-    """Dataclasses as JSON lines, whole or not at all."""
-    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(map(as_line, values))
-
-
-_encode = json.JSONEncoder(ensure_ascii=False).encode
-
-
-def as_line(value: Any) -> str:
-    return _encode(to_json(value)) + "\n"
-
-
-def read_lines(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a file of notes, from the one that begins at byte `start`."""
-    with open(path, "rb") as file:
-        file.seek(start)
-        yield from map(json.loads, file)
-
-
-def line_starts(path: Path, every: int) -> tuple[array, int]:
-    """Returns where lines 0, every, 2 x every, ... begin, and the number of lines."""
-    starts, count, place = array("q"), 0, 0
-    with open(path, "rb") as file:
-        for count, line in enumerate(file, 1):
-            if count % every == 1 or every == 1:
-                starts.append(place)
-            place += len(line)
-    return starts, count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import duration
-from megadit.train.data.ingest.plan import REST, Clip, Notes, Skip, read_lines
+from megadit.train.data.ingest.lines import read_lines
+from megadit.train.data.ingest.plan import REST, Clip, Notes, Skip
 from megadit.train.data.ingest.select import SPLITS
 
 REPORT = "report.json"

@@ -10,17 +10,8 @@ from pathlib import Path
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.train.data.ingest.plan import (
-    NOTES,
-    Clip,
-    Finding,
-    Notes,
-    Settings,
-    Skip,
-    clip_from_json,
-    read_lines,
-    write_lines,
-)
+from megadit.train.data.ingest.lines import read_lines, write_lines
+from megadit.train.data.ingest.plan import NOTES, Clip, Finding, Notes, Settings, Skip, clip_from_json
 
 BAND_BITS = 24
 FINGERPRINT_BITS = 192

@@ -192,6 +192,10 @@ class _Lister:
         is_new, number = name not in self._listed, self._listed.get(name)
         if name in self._read or not (is_new or (number is not None and number >= first)):
             return False
+        if is_new and (other := split_of(str(row.get("split")))) not in (None, self.split):
+            self._listed[name] = None
+            self.listing.pass_over(name, f"of the split {other} (--split)")
+            return True
         try:
             if REST in row:
                 raise ValueError("it has more columns than the header: quote what has separators in it")

@@ -46,20 +46,10 @@ from megadit.train.data.ingest.encodings import (
 from megadit.train.data.ingest.fitting import drop_unfit, parse_least
 from megadit.train.data.ingest.judging import NO_SCORE, judge_clips, open_judge
 from megadit.train.data.ingest.left_out import picture_left_out
+from megadit.train.data.ingest.lines import line_starts, read_lines, write_lines
 from megadit.train.data.ingest.listing import Listing, shorten_captions
 from megadit.train.data.ingest.originals import expected, originals_bytes, originals_of, write_originals
-from megadit.train.data.ingest.plan import (
-    Clip,
-    Finding,
-    Notes,
-    Settings,
-    Skip,
-    Source,
-    line_starts,
-    read_lines,
-    source_from_json,
-    write_lines,
-)
+from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, Source, source_from_json
 from megadit.train.data.ingest.pool import Pool
 from megadit.train.data.ingest.report import more_channels_in_words, summary, write_report
 from megadit.train.data.ingest.scan import scan

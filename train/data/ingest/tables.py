@@ -21,8 +21,9 @@ from megadit.models.shared.outside import LEADS_OUT
 from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.download import Downloads, download_all
 from megadit.train.data.ingest.files import open_folder
+from megadit.train.data.ingest.lines import read_lines, write_lines
 from megadit.train.data.ingest.listing import Listing, Reading, counted
-from megadit.train.data.ingest.plan import Skip, read_lines, write_lines
+from megadit.train.data.ingest.plan import Skip
 from megadit.train.data.ingest.rows import parquet_rows, read_parquet
 from megadit.train.data.ingest.sniff import HEAD_BYTES, extension_of
 from megadit.train.data.ingest.team import Team

@@ -8,15 +8,8 @@ from itertools import groupby, repeat
 from typing import Any
 
 from megadit.models.shared.files import atomic_path
-from megadit.train.data.ingest.plan import (
-    Finding,
-    Notes,
-    Source,
-    finding_from_json,
-    read_lines,
-    source_from_json,
-    to_json,
-)
+from megadit.train.data.ingest.lines import read_lines, to_json
+from megadit.train.data.ingest.plan import Finding, Notes, Source, finding_from_json, source_from_json
 
 _KINDS = ("new", "another file now", "of another caption or score", "gone")
 

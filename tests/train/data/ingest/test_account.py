@@ -5,6 +5,9 @@ import json
 import os
 import tarfile
 import tempfile
+import zlib
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data import prepare
 from megadit.train.data.description import read_description
 from megadit.train.data.ingest.sources import list_folder
+from megadit.train.data.ingest.stages import SHARED_STAGES, STAGES
 from megadit.train.data.ingest.webdataset import list_webdataset
 from megadit.train.data.on_the_fly import FrozenEncoders
 from megadit.train.data.samples import OCCURRENCE, decode
@@ -24,6 +28,7 @@ from megadit.train.data.samples import OCCURRENCE, decode
 OPTIONS = ["--sizes", "16x16", "--num_frames", "1", "--num_workers", "0", "--tokenizer", "pixels", "--val_share", "0"]
 
 
+@cache
 def picture(number: int) -> bytes:
     pixels = np.random.default_rng(number).integers(0, 256, (4, 4, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
     buffer = io.BytesIO()
@@ -33,7 +38,7 @@ def picture(number: int) -> bytes:
 
 PICTURE = picture(0)
 CONTENTS = {
-    "picture": lambda name: PICTURE,
+    "picture": lambda name: picture(zlib.crc32(name.encode()) % 4),
     "text": lambda name: f"caption of {name.partition('.')[0]}".encode(),
     "marked": lambda name: f"\ufeffcaption of {name.partition('.')[0]}".encode(),
     "wide": lambda name: f"caption of {name.partition('.')[0]}".encode("utf-16"),
@@ -56,25 +61,30 @@ LINKS = st.dictionaries(st.sampled_from(("l.png", "a.txt", "dir", "m.png")), st.
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=FILES, links=LINKS, kind=st.sampled_from(("image", "video")), listed=st.lists(st.sampled_from(STEMS)))
 def test_every_file_of_a_folder_is_accounted_for(files, links, kind, listed):
-    files = {"train/zz.png": "picture", "zz.mp4": "picture"} | files
     with tempfile.TemporaryDirectory() as outer:
-        root = Path(outer) / "clips"
-        root.mkdir()
-        (Path(outer) / "secret.txt").write_text("secret")
-        for name, content in files.items():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(CONTENTS[content](name.rpartition("/")[2]))
-        for name, target in links.items():
-            if not (root / name).exists():
-                (root / name).symlink_to({"in": root, "out": f"{outer}/secret.txt", "gone": "nowhere"}[target])
-        if listed:
-            rows = "".join(f"{stem}.png,caption of {stem.partition('.')[0]}\n" for stem in listed)
-            (root / "metadata.csv").write_text("file_name,text\n" + rows)
+        root = _filled(Path(outer), {"train/zz.png": "picture", "zz.mp4": "picture"} | files, links, listed)
         try:
             listing = list_folder(root, kind)
         except UserError:
             return
         _check_account(root, listing)
+
+
+def _filled(outer: Path, files: dict[str, str], links: dict[str, str], listed: list[str]) -> Path:
+    """A folder of these files and links, some of which a table names."""
+    root = outer / "clips"
+    root.mkdir()
+    (outer / "secret.txt").write_text("secret")
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(CONTENTS[content](name.rpartition("/")[2]))
+    for name, target in links.items():
+        if not (root / name).exists():
+            (root / name).symlink_to({"in": root, "out": outer / "secret.txt", "gone": "nowhere"}[target])
+    if listed:
+        rows = "".join(f"{stem}.png,caption of {stem.partition('.')[0]}\n" for stem in listed)
+        (root / "metadata.csv").write_text("file_name,text\n" + rows)
+    return root
 
 
 def _check_account(root: Path, listing) -> None:
@@ -131,6 +141,58 @@ def test_every_member_of_a_tar_file_is_accounted_for(members):
         for source in listing.sources:
             stem = source.name.rpartition("/")[2].partition("#")[0].partition(".")[0]
             assert all(text == f"caption of {stem}" for text in source.captions)
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    files=FILES,
+    links=LINKS,
+    listed=st.lists(st.sampled_from(STEMS)),
+    kept=st.sampled_from((["--duplicates", "any_caption"], [])),
+    ends=st.lists(st.integers(1, 12), max_size=4),
+    parts=st.integers(1, 4),
+)
+def test_whoever_prepares_a_folder_and_however_often_it_ends_the_bytes_are_the_same(
+    files, links, listed, kept, ends, parts
+):
+    """Two runs; one that ends at some of the files that it writes, and goes on; jobs that share the stages."""
+    with tempfile.TemporaryDirectory() as outer:
+        root = _filled(Path(outer), {"zz.png": "picture", "yy.jpg": "picture"} | files, links, listed)
+        command = ["images", str(root), "OUT", *OPTIONS, *kept]
+        whole, again, ended, shared = ([*command[:2], f"{outer}/{n}", *command[3:]] for n in range(4))
+        code = prepare.main(whole)
+        assert prepare.main(again) == code
+        for count in ends:
+            _prepare_until(ended, count)
+        assert prepare.main(ended) == code
+        for stage in STAGES if code == 0 else ():
+            for part in range(parts if stage in SHARED_STAGES else 1):
+                words = ["--part", f"{part}/{parts}"] if stage in SHARED_STAGES else []
+                assert prepare.main([*shared, "--stages", stage, *words]) == 0
+        found = [_bytes_under(Path(outer, str(number))) for number in range(4 if code == 0 else 3)]
+        assert all(each == found[0] for each in found)
+        assert not code or not found[0]
+
+
+def _prepare_until(command: list[str], count: int) -> None:
+    """As one whose process ends where it renames its so-many-th file."""
+    replace, left = os.replace, iter(range(count))
+
+    def replace_or_end(*names: object) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        replace(*names)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(os, "replace", replace_or_end)
+        prepare.main(command)
+
+
+def _bytes_under(root: Path) -> dict[str, bytes]:
+    """Names -> contents, but for Energon's id, which is another each time."""
+    paths = (path for path in root.rglob("*") if path.is_file() and path.name != "index.uuid")
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
 # --- through a preparation ------------------------------------------------------------------------------------------

@@ -78,6 +78,24 @@ def test_captions_beside_a_file(tmp_path, files, wanted):
     assert captions(tmp_path) == {"a.png": wanted}
 
 
+def test_msr_vtt(tmp_path):
+    """Several sentences for each clip, which are named without a suffix; the clips of a split alone."""
+    document = {
+        "info": {"contributor": "Microsoft"},
+        "videos": [{"video_id": f"video{n}", "id": n, "split": ("train", "validate")[n == 2]} for n in range(3)],
+        "sentences": [{"caption": f"{word} {n}", "video_id": f"video{n}", "sen_id": 3 * place + n}
+                      for place, word in enumerate(("a clip", "a film")) for n in range(3)],
+    }  # fmt: skip
+    files = {f"TrainValVideo/video{n}.mp4": b"" for n in range(3)}
+    write(tmp_path, files | {"train_val_videodatainfo.json": document})
+    assert captions(tmp_path, "video") == {
+        f"TrainValVideo/video{n}.mp4": (f"a clip {n}", f"a film {n}") for n in range(2)
+    }
+    assert [(skip.source, skip.reason) for skip in list_folder(tmp_path, "video").not_used] == [
+        ("TrainValVideo/video2.mp4", "of the split val (--split)")
+    ]
+
+
 @pytest.mark.parametrize("content", ["a café".encode("cp1252"), b'{"caption": "\\ud800"}'], ids=["cp1252", "half"])
 def test_what_cannot_be_read_is_left_out_and_not_kept_without_a_caption(tmp_path, content):
     write(tmp_path, A | B | {"b.txt": "a dog", "a.json" if content[:1] == b"{" else "a.txt": content})

@@ -131,6 +131,16 @@ def test_small_things_move_before_plain_grounds(tmp_path, make_clip, frames):
     assert scan(video(make_clip(tmp_path / "a.mp4", frames)), SETTINGS).clips
 
 
+@pytest.mark.parametrize(("brightness", "is_kept"), [(200, True), (60, True), (5, False)])
+def test_a_figure_on_black_is_kept_and_black_is_not(tmp_path, make_clip, brightness, is_kept):
+    frames = np.zeros((9, 128, 128, 3), np.uint8)
+    for number, frame in enumerate(frames):
+        frame[50:80, 20 + 4 * number : 55 + 4 * number] = brightness
+    assert frames.mean() < Settings().min_brightness * (brightness / 140 + 1)
+    finding = scan(video(make_clip(tmp_path / "a.mp4", frames)), SETTINGS)
+    assert bool(finding.clips) == is_kept and [skip.reason for skip in finding.skips] == ["black"] * (not is_kept)
+
+
 @pytest.mark.parametrize("strength", [0, 3, 6])
 def test_grain_is_no_motion(tmp_path, make_clip, strength):
     finding = scan(video(make_clip(tmp_path / "a.mp4", grain(strength))), SETTINGS)
