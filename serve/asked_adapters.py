@@ -1,8 +1,9 @@
 """The adapters that a request names: where they are, and what they ask for; errors call them by their names."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -12,7 +13,9 @@ from megadit.models.convert.adapter_files import adapter_size
 from megadit.models.named_adapters import SUFFIX, find_adapter, of_expert, split_expert
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
+from megadit.serve.contract import Limits, ServiceInfo, VideoRequest, work_with
+
+Request = TypeVar("Request")
 
 
 def asked_adapters(request: VideoRequest, info: ServiceInfo, folder: Path | None) -> Scales:
@@ -38,19 +41,43 @@ def defaults_with(defaults: SamplingSettings, adapters: Scales) -> SamplingSetti
         return adapted_defaults(defaults, adapters)
 
 
-def share_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> float:
-    """Return the ratio of adapter parameters to network parameters: the share of work that adapters add.
+def shares_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> dict[str, float]:
+    """Return each adapter's number of parameters divided by the network's: the share of work that it adds.
 
     Raises:
         UserError: for a higher rank than this service takes, and for one that is too large once it is in memory.
     """
-    held = 0
+    shares = {}
     for path in adapters:
         with _by_name([path]):
             rank, size = adapter_size(split_expert(path)[1])
             limits.check_adapter(rank, size * torch.float32.itemsize)
-            held += size
-    return held / num_parameters
+            shares[path] = size / num_parameters
+    return shares
+
+
+def batches_of(
+    requests: Iterable[Request],
+    shares: Callable[[Request], Mapping[str, float]],
+    num_videos: Callable[[Request], int],
+) -> list[list[Request]]:
+    """Group requests of equal settings into batches that are no more work than their requests one after the other.
+
+    A batch computes each of its adapters for all of its videos: without this rule, other users would pay for one
+    user's large adapter, and several large ones would be in memory at once. Requests with small adapters come first.
+    """
+    batches: list[list[Request]] = []
+    for request in sorted(requests, key=lambda each: work_with(sum(shares(each).values()))):
+        for batch in batches:
+            joined = [*batch, request]
+            held = {path: share for each in joined for path, share in shares(each).items()}
+            apart = sum(num_videos(each) * work_with(sum(shares(each).values())) for each in joined)
+            if sum(map(num_videos, joined)) * work_with(sum(held.values())) <= apart + 1e-9:
+                batch.append(request)
+                break
+        else:
+            batches.append([request])
+    return batches
 
 
 def admit(pipeline: TextToVideo, adapters: Scales) -> None:

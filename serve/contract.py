@@ -289,13 +289,18 @@ class Limits(MediaLimits):
                 f"{num_frames} frames of {height}x{width} are {pixels:,} pixels; this service makes videos of up to "
                 f"{self.max_pixels:,}: ask for fewer frames or a smaller size"
             )
-        work = round(pixels * num_steps * num_videos * max(1.0, 1.0 + adapter_share - _FREE_SHARE))
+        work = round(pixels * num_steps * num_videos * work_with(adapter_share))
         if work > self.max_work:
             raise UserError(
                 f"{num_videos} x {num_frames} frames of {height}x{width} in {num_steps} steps are {work:,} pixel "
                 f"steps{' with these adapters' if adapter_share > _FREE_SHARE else ''}; this service does up to "
                 f"{self.max_work:,} a request: ask for fewer steps, frames or videos"
             )
+
+
+def work_with(adapter_share: float) -> float:
+    """Return how many times as long a video takes with adapters of this share of the network's parameters."""
+    return max(1.0, 1.0 + adapter_share - _FREE_SHARE)
 
 
 def calls_of(defaults: Mapping[str, Any], *, is_told: bool) -> int | None:

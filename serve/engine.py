@@ -47,7 +47,7 @@ from megadit.serve.answers import (
     StepDone,
     VideoResult,
 )
-from megadit.serve.asked_adapters import admit, asked_adapters, defaults_with, share_of_work
+from megadit.serve.asked_adapters import admit, asked_adapters, batches_of, defaults_with, shares_of_work
 from megadit.serve.contract import ServiceInfo, VideoRequest
 from megadit.serve.tracing import NOTHING, Span, shared
 
@@ -70,6 +70,8 @@ class OpenRequest:
     """Conditioning media of its videos, once read."""
     adapters: Scales = field(default_factory=dict)
     """Adapters of its videos, once read."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Number of parameters of each of these, divided by the network's."""
     made: set[int] = field(default_factory=set)
     """Indices of its videos that are done."""
 
@@ -146,11 +148,13 @@ class Engine:
                     settings = self.check(open_request.request, span)
                     open_request.given = self.read(open_request.request, settings)
                     open_request.adapters = self.read_adapters(open_request.request)
+                    open_request.shares = self._shares(open_request.adapters)
                 groups[settings, strength_of(open_request.given)].append(open_request)
             except Exception as error:
                 _fail(open_request, error)
         for (settings, _), group in groups.items():
-            self._serve(group, settings, _Clock())
+            for batch in batches_of(group, lambda each: each.shares, lambda each: _num_videos(each.request)):
+                self._serve(batch, settings, _Clock())
 
     def _serve(self, open_requests: list[OpenRequest], settings: SamplingSettings, clock: _Clock) -> None:
         """Makes the videos of requests together, or each request's alone where that fails.
@@ -186,7 +190,7 @@ class Engine:
             width=settings.width,
             fps=settings.fps,
             num_steps=settings.num_steps,
-            adapter_share=share_of_work(adapters, self.info.limits, self._num_parameters),
+            adapter_share=sum(self._shares(adapters).values()),
         )
         if self.guardrail is not None:
             self.guardrail.admit([request.text, *filter(None, [settings.second_prompt])])
@@ -219,6 +223,9 @@ class Engine:
         scales = asked_adapters(request, self.info, self.adapters)
         admit(self.pipeline, scales)
         return scales
+
+    def _shares(self, adapters: Scales) -> dict[str, float]:
+        return shares_of_work(adapters, self.info.limits, self._num_parameters)
 
     def _target(self, settings: SamplingSettings) -> Target:
         return Target.of(settings, self.pipeline.config, self.pipeline.tokenizer)

@@ -179,6 +179,29 @@ def test_the_work_of_a_request_counts_what_its_adapters_hold(engine, bundle_dir,
     )
 
 
+def test_a_batch_is_no_more_work_than_its_requests_apart(engine, frames, bundle_dir, adapter_dir, tmp_path):
+    """Large adapters of several requests are neither computed nor held together, and nobody pays for a stranger's."""
+    shutil.copytree(adapter_dir, tmp_path / "all")
+    for name in ("first", "second"):
+        make_adapter(tmp_path / "all" / name, bundle_dir, 7, rank=300)
+    engine.info = replace(engine.info, limits=replace(engine.info.limits, max_work=10**12))
+    engine.adapters = tmp_path / "all"
+    held = []
+    engine.pipeline._adapters.held = partial(_noting, engine.pipeline._adapters.held, held)
+    asked = {"large": ("first",), "none": (), "small": ("one",), "same": ("first:0.5",), "other": ("second",)}
+    askers = {name: Asker(replace(REQUEST, adapters=adapters)) for name, adapters in asked.items()}
+    run(engine, *askers.values())
+    assert {name: each.videos[0].batch_size for name, each in askers.items()} == {
+        "none": 2, "small": 2, "large": 2, "same": 2, "other": 1
+    }  # fmt: skip
+    assert [{Path(path).name for path in paths} for paths in held[-3:]] == [{"one"}, {"first"}, {"second"}]
+
+
+def _noting(real, noted, paths):
+    noted.append(paths)
+    return real(paths)
+
+
 def test_an_adapter_counts_by_its_bytes_in_memory(engine, bundle_dir, tmp_path):
     """One of 8 bits each takes four times its file."""
     make_adapter(tmp_path / "plain.safetensors", bundle_dir, 1, rank=64)
