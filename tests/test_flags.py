@@ -293,6 +293,7 @@ SHOWN_BY = {
             --server --model --store --results --result_seconds --host --port --metrics_host --metrics_port --name
             --slots --job_seconds --hang_seconds --max_body_bytes --max_streams --min_free_bytes --history_seconds
             --drain_seconds --max_connections --max_upload_bytes --max_uploads --adapters --c2pa_certificate --c2pa_key
+            --private_webhooks
         """
     },
     "serve keys": {

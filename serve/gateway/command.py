@@ -45,7 +45,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("servers", "models", "host", "port", "store", "results", "adapters"),
     "limits": (
         *("slots", "max_body_bytes", "max_upload_bytes", "max_uploads", "max_streams", "max_connections"),
-        *("min_free_bytes",),
+        *("min_free_bytes", "private_webhooks"),
     ),
     "times": ("job_seconds", "hang_seconds", "drain_seconds", "result_seconds", "history_seconds"),
     "metrics": ("metrics_host", "metrics_port", "name"),

@@ -12,9 +12,11 @@ import re
 import secrets
 import time
 from dataclasses import asdict, dataclass, fields
+from urllib.parse import urlsplit
 
 from sqlalchemy import Row, bindparam, delete, func, select, update
 
+from megadit.models.shared.addresses import is_address, is_link_local
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, setting
 from megadit.serve.gateway.clock import store_seconds
@@ -22,6 +24,7 @@ from megadit.serve.gateway.database import JOBS, KEYS, PREVIEWS, Database
 from megadit.serve.gateway.jobs import IN_PROGRESS, QUEUED, failure
 
 _FORM = re.compile(r"mdk_([0-9a-f]{12})_([0-9A-Za-z_-]{43})")
+_WEB = re.compile(r"https?://[^\s/]+\S*")
 _NOBODY = "0" * 64
 """Hash that unknown keys are compared with: no text has it as far as anyone knows."""
 _WITH_ID = select(KEYS).where(KEYS.c.id == bindparam("key_id"))
@@ -70,7 +73,7 @@ class KeyRing:
         Raises:
             UserError: for a webhook that is no http or https address.
         """
-        if webhook_url is not None and not re.match(r"https?://[^\s/]+", webhook_url):
+        if webhook_url is not None and not _is_webhook(webhook_url):
             raise UserError(f"{webhook_url!r} is no address for a webhook; give https://HOST/PATH")
         key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         key = Key(
@@ -141,6 +144,15 @@ def _key(row: Row) -> Key:
         webhook_secret=row.webhook_secret,
         is_revoked=row.revoked_at is not None,
     )
+
+
+def _is_webhook(url: str) -> bool:
+    """Whether it is of http and leads to a host; what a cloud tells this machine alone is none."""
+    try:
+        host = urlsplit(url).hostname or ""
+        return bool(_WEB.fullmatch(url) and host) and not (is_address(host) and is_link_local(host))
+    except ValueError:
+        return False
 
 
 def _hash(secret: str) -> str:

@@ -82,6 +82,7 @@ class GatewaySettings:
     history_seconds: float = setting(
         30 * 86_400.0, "seconds after its end until a job is forgotten (default: 30 days)", metavar="S"
     )
+    private_webhooks: bool = setting(False, "allow names of webhooks that lead to this machine or its network")
     runner: RunnerSettings = group(RunnerSettings)
     signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in pictures of videos (Triton signs the videos)")
 
@@ -139,7 +140,7 @@ class Gateway:
             settings=settings.runner,
         )
         self.metrics.watch(self.store.counts, lambda: {server.url: server.is_healthy for server in self.servers.all})
-        self._webhooks = Webhooks(self.store, self.keys, self.metrics)
+        self._webhooks = Webhooks(self.store, self.keys, self.metrics, may_be_private=settings.private_webhooks)
         self._heart = Heart(self.database, self.store.owner)
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="readiness")
         self._asked: Future | None = None

@@ -1,6 +1,7 @@
 """Tells the addresses that keys named when a video is completed or has failed; signed as standardwebhooks.com says.
 
-The address belongs to the key and is set by who runs the gateway: no request makes the gateway call anybody.
+The address belongs to the key and is set by who runs the gateway: no request makes the gateway call anybody. A name in
+it is its owner's, who may lead it anywhere at any time: where a connection ends is checked before a byte is sent.
 """
 
 import asyncio
@@ -11,11 +12,15 @@ import json
 import random
 import threading
 import time
+import urllib.request
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import httpx
 from sqlalchemy.exc import SQLAlchemyError
 
+from megadit.models.shared.addresses import is_address, is_link_local, is_public
 from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.jobs import Job
 from megadit.serve.gateway.keys import Key, KeyRing
@@ -39,8 +44,10 @@ class Webhooks:
     The calls of one key go one after the other: an address that never answers holds no other key's up.
     """
 
-    def __init__(self, store: JobStore, keys: KeyRing, metrics: Metrics) -> None:
+    def __init__(self, store: JobStore, keys: KeyRing, metrics: Metrics, *, may_be_private: bool = False) -> None:
+        """`may_be_private`: names may lead to this machine and its network."""
         self._store, self._keys, self._metrics = store, keys, metrics
+        self._may_be_private = may_be_private
         self._tries: dict[str, dict[str, tuple[int, float]]] = {}
         """Key -> job -> tries that failed, and when the next is due (monotonic)."""
         self._stopping = threading.Event()
@@ -81,7 +88,8 @@ class Webhooks:
 
     def _try(self, key: Key | None, job: Job, tries: dict[str, tuple[int, float]]) -> bool:
         is_wanted = key is not None and not key.is_revoked
-        result, count = _send(key, job) if is_wanted else "key revoked", tries.get(job.id, (0, 0.0))[0] + 1
+        result = _send(key, job, may_be_private=self._may_be_private) if is_wanted else "key revoked"
+        count = tries.get(job.id, (0, 0.0))[0] + 1
         is_taken = result.startswith("2")
         self._metrics.webhook_attempts.labels(f"{result[0]}xx" if result.isdecimal() else result).inc()
         about = {"job": job.id, "key": job.key_id, "attempt": count, "result": result}
@@ -97,7 +105,7 @@ class Webhooks:
         return is_taken
 
 
-def _send(key: Key, job: Job) -> str:
+def _send(key: Key, job: Job, *, may_be_private: bool) -> str:
     """The status with which the address answers, or why it does not."""
     event = {
         "id": f"evt_{job.id}",
@@ -109,18 +117,38 @@ def _send(key: Key, job: Job) -> str:
     body = json.dumps(event).encode()
     headers = {"content-type": "application/json", **signature(key.webhook_secret, event["id"], body)}
     try:
-        return asyncio.run(asyncio.wait_for(_post(key.webhook_url, body, headers), _SECONDS_TO_ANSWER))
+        post = _post(key.webhook_url, body, headers, may_be_private=may_be_private)
+        return asyncio.run(asyncio.wait_for(post, _SECONDS_TO_ANSWER))
     except TimeoutError:
         return "timeout"
+    except _PrivateAddressError:
+        return "private address"
     except (httpx.HTTPError, httpx.InvalidURL):
         return "unreachable"
 
 
-async def _post(url: str, body: bytes, headers: dict[str, str]) -> str:
+class _PrivateAddressError(Exception):
+    pass
+
+
+async def _post(url: str, body: bytes, headers: dict[str, str], *, may_be_private: bool) -> str:
     """The status of its answer; httpx's own times begin anew with every byte."""
+    host = httpx.URL(url).host
+    may_be_private |= is_address(host) or host == "localhost"
+
+    async def check(event: str, info: Mapping[str, Any]) -> None:
+        """Closes a connection to where none may lead: httpx tells of each once it stands."""
+        if event == "connection.connect_tcp.complete":
+            stream = info["return_value"]
+            address = stream.get_extra_info("server_addr")[0]
+            if is_link_local(address) or not (may_be_private or is_public(address)):
+                await stream.aclose()
+                raise _PrivateAddressError
+
+    extensions = {} if urllib.request.getproxies() else {"trace": check}  # a proxy decides by itself
     async with httpx.AsyncClient(timeout=None) as client:
-        async with client.stream("POST", url, content=body, headers=headers) as answer:  # whose body is not read
-            return str(answer.status_code)
+        async with client.stream("POST", url, content=body, headers=headers, extensions=extensions) as answer:
+            return str(answer.status_code)  # the body is not read
 
 
 def signature(secret: str, event_id: str, body: bytes) -> dict[str, str]:

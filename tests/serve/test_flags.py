@@ -154,7 +154,7 @@ GATEWAY = (
     *(("--job_seconds", "2"), ("--hang_seconds", "3"), ("--max_body_bytes", "99"), ("--max_streams", "4")),
     *(("--min_free_bytes", "5"), ("--history_seconds", "6"), ("--drain_seconds", "7")),
     *(("--max_connections", "20"), ("--max_upload_bytes", "8"), ("--max_uploads", "9"), ("--adapters", "zogs")),
-    *(("--c2pa_certificate", "mine.crt"), ("--c2pa_key", "mine.key")),
+    *(("--c2pa_certificate", "mine.crt"), ("--c2pa_key", "mine.key"), ("--private_webhooks",)),
 )
 
 

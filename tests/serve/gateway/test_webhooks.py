@@ -1,5 +1,6 @@
 """Webhooks to a real address: signed as openai's client checks it, sent again until taken, told once."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -8,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megadit.models.shared.addresses import is_link_local
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway import webhooks
 from megadit.serve.gateway.jobs import NewJob, Result
@@ -35,7 +38,7 @@ def receiver():
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.received = received
+    server.received, server.answers = received, answers
     server.url = f"http://127.0.0.1:{server.server_port}/hook"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -120,6 +123,73 @@ def test_an_address_that_never_answers_or_never_stops_holds_nothing_up(gateway, 
         silent.accept()[0].close()
     sender.stop()
     assert gateway.metrics.webhooks.labels("delivered")._value.get() == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "leads_to", "result"),
+    [
+        ("hook.example", "127.0.0.1", "private address"),  # also where it led elsewhere when the key was made
+        ("hook.example", "::1", "private address"),
+        ("2130706433", "127.0.0.1", "private address"),  # what some systems take for an address
+        ("localhost", "127.0.0.1", "204"),
+        ("127.0.0.1", "127.0.0.1", "204"),
+        ("[::ffff:127.0.0.1]", "::ffff:127.0.0.1", "204"),
+    ],
+)
+def test_a_name_leads_to_the_internet_or_nowhere(gateway, receiver, ended, monkeypatch, host, leads_to, result):
+    """Who owns a name leads it anywhere at any time: where the connection ends counts, before a byte is sent."""
+    family = socket.AF_INET6 if ":" in leads_to else socket.AF_INET
+    if leads_to == "::1":
+        receiver.server_close()
+        receiver.socket = socket.create_server(("::1", receiver.server_port), family=family)
+    found = [(family, socket.SOCK_STREAM, 6, "", (leads_to, receiver.server_port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    key, job, _ = ended(f"http://{host}:{receiver.server_port}/hook")
+    received = receiver.received
+    next(receiver.answers), next(receiver.answers)
+    assert webhooks._send(key, job, may_be_private=False) == result
+    assert bool(received) == (result == "204")
+    assert webhooks._send(key, job, may_be_private=True) == "204"
+
+
+def test_what_a_cloud_tells_a_machine_is_no_webhook(gateway, ended, monkeypatch):
+    own = ("169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]", "[::ffff:a9fe:a9fe]", "[64:ff9b::a9fe:a9fe]")
+    for bad in (
+        *(f"http://{each}/latest/meta-data" for each in own),
+        "http://x/\r\nHost: y",
+        "http://",
+        "http://[::1",
+        "gopher://x/",
+        "file:///etc/passwd",
+    ):
+        with pytest.raises(UserError, match="is no address for a webhook"):
+            gateway.keys.add("alice", webhook_url=bad)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # as which it is seen from here
+        key, job, _ = ended(f"http://metadata.example:{server.getsockname()[1]}/")
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", server.getsockname())]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr(webhooks, "is_link_local", lambda _: is_link_local("169.254.169.254"))
+        assert webhooks._send(key, job, may_be_private=True) == "private address"
+
+
+def test_an_answer_without_end_is_over_in_time(gateway, ended, monkeypatch):
+    """Of news that never ends, and of a head that does not."""
+    monkeypatch.setattr(webhooks, "_SECONDS_TO_ANSWER", 0.5)
+    for line, result in ((b"HTTP/1.1 103 Early Hints\r\n\r\n", "timeout"), (b"X: " + b"x" * 1000, "unreachable")):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            key, job, _ = ended(f"http://127.0.0.1:{server.getsockname()[1]}/")
+
+            def flood(server=server, line=line) -> None:
+                connection = server.accept()[0]
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(line if line[:1] != b"X" else b"HTTP/1.1 200 OK\r\n")
+                    while True:
+                        connection.sendall(line)
+
+            thread = threading.Thread(target=flood)
+            thread.start()
+            assert webhooks._send(key, job, may_be_private=False) == result
+            thread.join()
 
 
 def test_a_signature_covers_id_time_and_body():

@@ -2,7 +2,6 @@
 cannot be had. Bytes go from the network to the disk; a file bears its name only when it is whole.
 """
 
-import ipaddress
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from megadit.models.shared.addresses import is_public
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.setting import setting
 from megadit.train.data.ingest.exchanges import FailedError, ask, exchange_all, pieces
@@ -78,9 +78,3 @@ async def _stay_public(event: str, info: Mapping[str, Any]) -> None:
         if not is_public(stream.get_extra_info("server_addr")[0]):
             await stream.aclose()
             raise FailedError("private address")
-
-
-def is_public(address: str) -> bool:
-    """Whether an IP address is one of the internet's, not of this machine or its network."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_global

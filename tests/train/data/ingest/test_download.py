@@ -194,7 +194,19 @@ def test_a_private_address_is_refused_before_it_is_asked_anything(server, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1", "10.1.2.3", "192.168.0.1", "169.254.169.254", "::1", "fe80::1%eth0", "::ffff:10.0.0.1"]
+    "address",
+    ["127.0.0.1", "10.1.2.3", "192.168.0.1", "169.254.169.254", "::1", "fe80::1%eth0", "::ffff:10.0.0.1"]
+    + [
+        "64:ff9b::a00:1",
+        "2002:7f00:1::",
+        "::7f00:1",
+        "224.0.0.1",
+        "ff02::1",
+        "fec0::1",
+        "fd00:ec2::254",
+        "0.0.0.0",
+        "100.64.0.1",
+    ],
 )
 def test_addresses_of_a_network_of_one_s_own_are_private(address):
     assert not is_public(address)
@@ -202,6 +214,7 @@ def test_addresses_of_a_network_of_one_s_own_are_private(address):
 
 def test_addresses_of_the_internet_are_public():
     assert is_public("93.184.215.14") and is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
+    assert is_public("64:ff9b::5db8:d70e")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
