@@ -7,6 +7,9 @@ breaks the signature. `Marker` is the one place where it is made; `c2patool FILE
 
 import io
 import os
+import re
+import stat
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
 from megadit.models.shared.setting import setting
 
 MEDIA_TYPES = {
@@ -25,6 +29,11 @@ MEDIA_TYPES = {
     ".jpeg": "image/jpeg",
 }
 _VARIABLES = {"c2pa_certificate": "MEGADIT_C2PA_CERTIFICATE", "c2pa_key": "MEGADIT_C2PA_KEY"}
+_CERTIFICATE, _KEY = (
+    re.compile(b"-----BEGIN (%b)-----.+?-----END \\1-----" % kind, re.DOTALL)
+    for kind in (b"CERTIFICATE", b"[A-Z ]*PRIVATE KEY")
+)
+"""Of a PEM file, which may hold both."""
 _CREATED = {
     "action": "c2pa.created",
     "digitalSourceType": "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia",
@@ -69,9 +78,17 @@ class Marker:
 
         self._c2pa = c2pa
         try:
-            chain, secret = certificate.read_bytes(), key.read_bytes()
+            certificates, keys = certificate.read_bytes(), key.read_bytes()
+            is_seen = key.stat().st_mode & stat.S_IROTH
         except OSError as error:
             raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+        # every signed file holds the chain as it is handed over, and with it a key that stands in the same file
+        chain = b"\n".join(block[0] for block in _CERTIFICATE.finditer(certificates))
+        secret = found[0] if (found := _KEY.search(keys)) else keys
+        if not chain:
+            raise UserError(f"{certificate} and {key} cannot sign: the former holds no certificate (PEM)")
+        if is_seen:
+            print(f"note: every user of this machine may read {key}: chmod 600 {key}", file=sys.stderr, flush=True)
         settings = c2pa.Settings.from_dict({"builder": {"thumbnail": {"enabled": False}}})
         self._context = c2pa.Context(settings)
         self._claim = {
@@ -96,10 +113,8 @@ class Marker:
 
     def mark_file(self, path: Path, suffix: str) -> None:
         """Signs a file in its place, of which only parts are in memory."""
-        signed = path.with_name(f"{path.name}.signed")
-        with path.open("rb") as source, signed.open("w+b") as target:
+        with atomic_path(path) as signed, path.open("rb") as source, signed.open("w+b") as target:
             self._sign(source, target, suffix)
-        signed.replace(path)
 
     def _sign(self, source, target, suffix: str) -> None:
         with self._c2pa.Builder(self._claim, self._context) as builder:

@@ -51,6 +51,7 @@ def write_chain(folder: Path, kind: str = "p256") -> tuple[Path, Path]:
     leaf, issuer = certificate("signer", key.public_key(), False), certificate("issuer", issuer_key.public_key(), True)
     paths[0].write_bytes(leaf + issuer)
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    paths[1].touch(0o600)
     paths[1].write_bytes(key.private_bytes(*form))
     return paths
 

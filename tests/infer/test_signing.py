@@ -1,5 +1,6 @@
 """C2PA signatures: C2PA's own reader finds them valid, and no more once a byte was changed."""
 
+import base64
 import random
 
 import numpy as np
@@ -71,6 +72,22 @@ def test_what_cannot_sign_is_told_before_anything_is_made(chain, tmp_path, monke
         load_marker(SigningOptions())
     monkeypatch.setenv("MEGADIT_C2PA_CERTIFICATE", str(certificate))
     assert load_marker(SigningOptions()) is not None
+
+
+@pytest.mark.parametrize("suffix", [".png", ".mp4"])
+def test_a_key_beside_its_certificate_stays_where_it_is(chain, tmp_path, suffix, capsys):
+    """In one file, as many programs take both: what is signed holds the chain as it is handed over."""
+    both = tmp_path / "both.pem"
+    for first, last in (chain, chain[::-1]):
+        both.write_bytes(first.read_bytes() + last.read_bytes())
+        write_video(tmp_path / f"a{suffix}", FRAMES[:1], 8, mark=Marker(both, both))
+        assert state_of(signed := (tmp_path / f"a{suffix}").read_bytes(), suffix) == "Valid"
+        lines = chain[1].read_bytes().splitlines()[1:-1]
+        assert not any(line in signed for line in lines) and base64.b64decode(b"".join(lines))[36:68] not in signed
+    assert f"may read {both}: chmod 600" in capsys.readouterr().err
+    both.chmod(0o600)
+    Marker(both, both)
+    assert not capsys.readouterr().err
 
 
 def test_generated_files_are_signed_and_repeated(bundle_dir, chain, tmp_path, monkeypatch, capsys):
