@@ -1,5 +1,6 @@
 """`megadit export`: a bundle to the same bundle with verified ONNX graphs or TensorRT engines."""
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from megadit.export.to_tensorrt import EngineSettings
 from megadit.models.machine import enough_memory
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import remove_leftovers
+from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
@@ -65,7 +68,7 @@ def _export(argv: list[str]) -> None:
         description="Exports every network of a bundle, and compares each with torch. OUT is a bundle too.",
     )
     settings = replace(options.export, calibration_prompts=_read_prompts(options.calibration_prompts))
-    wants_engines, out = options.format == "tensorrt", options.out
+    wants_engines, out = options.format == "tensorrt", Path(os.path.realpath(options.out))
     if options.refit is not None and (not wants_engines or options.engines != EngineSettings()):
         raise UserError("--refit takes engines as they were built: give --format tensorrt and no other engine options")
     before = None if options.refit is None else find_refittable(options.refit)
@@ -73,13 +76,15 @@ def _export(argv: list[str]) -> None:
         settings = prepared_for_engines(settings, options.engines, before)
     if not options.even_if_too_large:
         check_memory(options.bundle, settings)
-    export_bundle(options.bundle, out, settings)
-    if wants_engines:
-        try:
-            add_engines(Path(out), options.engines, before)
-        except UserError as error:
-            raise UserError(f"{out} has its ONNX graphs, but no engines: {error}") from error
-    print(out)
+    with FolderLock(options.out, "exports", path=out.with_name(f".{out.name}.lock")):
+        remove_leftovers(out)
+        export_bundle(options.bundle, options.out, settings)
+        if wants_engines:
+            try:
+                add_engines(Path(options.out), options.engines, before)
+            except UserError as error:
+                raise UserError(f"{options.out} has its ONNX graphs, but no engines: {error}") from error
+    print(options.out)
 
 
 def _read_prompts(path: str | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -122,6 +123,14 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what `atomic_directory` began at `path` in processes that were killed: for who has `path` alone."""
+    name = re.compile(rf"\.{re.escape(path.stem)}\.[0-9a-f]{{8}}{re.escape(path.suffix)}")
+    for each in path.parent.iterdir() if path.parent.is_dir() else ():
+        if name.fullmatch(each.name) and each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each, ignore_errors=True)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import json
 import resource
 import shutil
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -340,6 +342,45 @@ def test_every_option_reaches_the_export(tmp_path, monkeypatch):
     ):
         assert export("--format", "tensorrt", *option) != engines, option
     assert export() == plain and export("--format", "tensorrt") == engines
+
+
+HALF_WAY = """
+import sys
+from pathlib import Path
+from megadit.export import command
+from megadit.models.shared.files import atomic_directory
+
+def half(source, out, settings):
+    with atomic_directory(out) as directory:
+        (directory / "half").write_text("half")
+        print("half way", flush=True)
+        sys.stdin.read()
+
+command.check_memory = lambda *_: None
+command.export_bundle = half
+command.main(["bundle", sys.argv[1]])
+"""
+
+
+def test_an_export_has_its_folder_alone_and_what_a_killed_one_left_goes(tmp_path, monkeypatch, capsys):
+    """Also where a link leads to the folder; what an earlier one wrote stays until the new one is whole."""
+    out = tmp_path / "exported"
+    out.mkdir()
+    (out / "before").touch()
+    (tmp_path / "link").symlink_to(out)
+    (tmp_path / ".exported.old").mkdir()
+    monkeypatch.setattr(command, "check_memory", lambda *_: None)
+    monkeypatch.setattr(command, "export_bundle", lambda *asked: asked)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HALF_WAY, str(out)], **pipes) as first:
+        assert first.stdout.readline() == "half way\n"
+        for name in ("exported", "link"):
+            assert command.main(["bundle", str(tmp_path / name)]) == 2
+            assert f"in use: process {first.pid} on" in capsys.readouterr().err
+        first.kill()
+    assert [path.name for path in out.iterdir()] == ["before"] and list(tmp_path.glob(".exported.*/half"))
+    assert command.main(["bundle", str(out)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"exported", "link", ".exported.old"}
 
 
 @pytest.mark.slow

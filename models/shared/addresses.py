@@ -1,0 +1,45 @@
+"""IP addresses: which are the internet's, and which lead into a network of one's own."""
+
+import ipaddress
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NAT64_OWN = ipaddress.ip_network("64:ff9b:1::/48")
+_COMPATIBLE = ipaddress.ip_network("::/96")
+_LOCAL = ipaddress.ip_network("::/127")
+"""What is nothing, and this machine."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def reached(address: str) -> Address:
+    """The address that a connection to this one reaches: an IPv4 address may stand in an IPv6 one.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return parsed
+    if parsed in _NAT64 or (parsed in _COMPATIBLE and parsed not in _LOCAL):
+        return ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+    return parsed.ipv4_mapped or parsed.sixtofour or parsed
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the internet's, not of this machine or its network."""
+    found = reached(address)
+    is_own = isinstance(found, ipaddress.IPv6Address) and (found.is_site_local or found in _NAT64_OWN)
+    return found.is_global and not found.is_multicast and not is_own
+
+
+def is_link_local(address: str) -> bool:
+    """Whether it is of this machine's wire alone, where clouds tell machines their secrets (169.254.169.254)."""
+    return reached(address).is_link_local
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is an address as such, and no name that its owner leads anywhere."""
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
