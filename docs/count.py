@@ -144,7 +144,6 @@ SHORT = {
     "train/digits/samples.py": "a data set, written like that of shapes",
     "train/shapes/samples.py": "a data set, written like that of digits",
     "train/data/ingest/flow.py": "imports torch, which a scan otherwise does without",
-    "train/data/tar_files.py": "shared by training and preparation, free of Energon",
     "serve/model_files.py": "shared by repositories of videos and of features",
     "train/pretrain_dit_model.py": "a name that users of DFM type",
     "train/recipes/experts.py": "the recipes of a family",

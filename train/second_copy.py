@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megadit.models.megatron.integrity import SUMS, file_names
+from megadit.models.shared.addresses import check_no_secret
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path
 
@@ -19,9 +20,10 @@ Checkpoint = TypeVar("Checkpoint")
 
 
 def check_url(url: str | None) -> None:
-    """Raises UserError if fsspec does not know this kind of URL, or lacks the library for it."""
+    """Raises UserError if fsspec does not know this kind of URL, or lacks the library for it; and for a password."""
     if url is None:
         return
+    check_no_secret(url, "checkpoint.copy_to")
     from fsspec import get_filesystem_class
     from fsspec.core import split_protocol
 

@@ -27,6 +27,8 @@ PATIENCE_SECONDS = 120.0
 MOST_PAUSE_SECONDS = 30.0
 """Longest pause that a service may ask for; a longer one, such as a daily quota's, ends the command."""
 _MAX_VIDEO_BYTES = 1 << 30
+_SECONDS_OF_AN_ANSWER, _LEAST_BYTES_A_SECOND = 60.0, 1 << 14
+"""Beyond its first seconds it comes at least so fast."""
 _POLL_SECONDS = (0.05, 0.5)
 """The shortest and the longest pause between two questions for a video."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -158,9 +160,13 @@ class ServiceMaker:
             time.sleep(pause)
 
     def _content(self, answer: httpx.Response, path: str) -> bytes:
-        parts, size = [], 0
+        parts, size, began = [], 0, time.monotonic()
         for part in answer.iter_bytes():
             size += len(part)
+            if time.monotonic() - began > _SECONDS_OF_AN_ANSWER + size / _LEAST_BYTES_A_SECOND:
+                raise UserError(
+                    f"the answer of {self._url}{path} drips: {size:,} bytes in {time.monotonic() - began:.0f} s"
+                )
             check_size(size, f"the answer of {self._url}{path}", _MAX_VIDEO_BYTES)
             parts.append(part)
         return b"".join(parts)

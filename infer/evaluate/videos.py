@@ -28,12 +28,14 @@ from megadit.models.shared.documents import check_size, check_tensor_header, par
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, record_path, sha256_of
 from megadit.models.shared.outside import files_under, leads_out
+from megadit.models.shared.tar_files import MAX_MEMBER_BYTES, ForeignTarFile
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 PART = 16
 """Videos of a part: what is made, read and looked at together, and what a killed command loses."""
 MAX_VIDEO_BYTES = 1 << 31
-MAX_MEMBER_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 34
+"""Of a file of a folder, which is read whole for its checksum."""
 MAX_CAPTION_BYTES = 1 << 16
 
 
@@ -143,6 +145,8 @@ def _of_folder(folder: Path, most: int | None, unread: list[str]) -> list[Part]:
 def _opens(path: Path) -> bool:
     """Whether a file begins as a video or an image does; what follows may still be damaged."""
     try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return False
         if path.suffix.lower() != ".mp4":
             with Image.open(path):
                 return True
@@ -216,8 +220,10 @@ def _frames(file: BinaryIO, where: str) -> tuple[np.ndarray, float]:
 def _of_dataset(root: Path, most: int | None, split: str | None) -> list[Part]:
     """Samples of more than one frame, or pictures where it has no others; stored latents are decoded by the data set's
     tokenizer."""
-    by_split = {name: sorted(root.glob(f"{name}-*.tar")) for name in ([split] if split else ["val", "train"])}
-    shards = next((found for found in by_split.values() if found), [])
+    splits = [split] if split else ["val", "train"]
+    found = [path for path in files_under(root) if path.parent == root]  # no pipe, no link that leads out
+    by_split = {name: [path for path in found if path.match(f"{name}-*.tar")] for name in splits}
+    shards = next((shards for shards in by_split.values() if shards), [])
     tokenizer: list[VideoTokenizer] = []  # loaded by whoever decodes first
 
     def decode(tensors: bytes) -> np.ndarray:
@@ -292,7 +298,7 @@ def _decoded_latents(tensors: bytes, tokenizer: VideoTokenizer) -> np.ndarray:
 def _members(shard: Path, wants: Callable[[str, str], bool]) -> Iterator[tuple[str, str, bytes]]:
     """(sample, suffix, content) of the members that are wanted."""
     try:
-        with tarfile.open(shard) as tar:
+        with ForeignTarFile.open(shard, "r:") as tar:
             for member in tar:
                 key, _, suffix = member.name.partition(".")
                 if member.isfile() and wants(key, suffix):

@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 
 from megadit.infer.contact_sheet import contact_sheet, grid_columns
-from megadit.models.shared.documents import parse_json
+from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
+from megadit.models.shared.tar_files import MAX_MEMBER_BYTES, ForeignTarFile
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 FRAMES_OF_A_STRIP = 6
@@ -56,15 +57,19 @@ def sample_members(dataset: Path, count: int) -> Iterator[tuple[str, dict[str, b
 
 def _members(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     key, members = None, {}
-    with tarfile.open(shard) as tar:
-        for member in tar:
-            name, _, suffix = member.name.rpartition(".")
-            if key not in (None, name):
-                yield key, members
-                members = {}
-            key = name
-            if member.isfile():
-                members[suffix] = tar.extractfile(member).read()
+    try:
+        with ForeignTarFile.open(shard, "r:") as tar:
+            for member in tar:
+                name, _, suffix = member.name.rpartition(".")
+                if key not in (None, name):
+                    yield key, members
+                    members = {}
+                key = name
+                if member.isfile():
+                    check_size(member.size, f"{member.name} of {shard}", MAX_MEMBER_BYTES)
+                    members[suffix] = tar.extractfile(member).read()
+    except tarfile.TarError as error:
+        raise UserError(f"{shard} cannot be read: {error}") from None
     if key is not None:
         yield key, members
 

@@ -10,8 +10,9 @@ from typing import Any
 from megadit.infer.animations import ANIMATION_SUFFIXES
 from megadit.infer.outputs import read_record
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
-from megadit.models.shared.documents import parse_json
+from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.tar_files import ForeignTarFile
 
 MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".mov", ".mkv", ".webm", ".avi", ".m4v")
 LOOKED_AT = 500
@@ -88,9 +89,9 @@ def _descriptions(dataset: Path) -> Iterator[dict[str, Any]]:
     """The JSON beside samples, which anybody may have written."""
     for shard in sorted(dataset.glob("train-*.tar")):
         try:
-            with tarfile.open(shard) as tar:
+            with ForeignTarFile.open(shard, "r:") as tar:
                 for member in tar:
-                    if member.isfile() and member.name.endswith(".json"):
+                    if member.isfile() and member.name.endswith(".json") and member.size <= MAX_BYTES:
                         yield dict(parse_json(tar.extractfile(member).read(), member.name))
         except (OSError, UserError, ValueError, TypeError, tarfile.TarError):  # what is broken is told by its readers
             return

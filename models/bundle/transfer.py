@@ -19,6 +19,7 @@ from typing import Any
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.manifest import MANIFEST_FILE, check_replaceable
 from megadit.models.convert.adapter_files import check_adapter, is_adapter
+from megadit.models.shared.addresses import check_no_secret
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json
@@ -153,6 +154,7 @@ def _store(url: str) -> tuple[Any, str]:
         raise UserError(f"{url} needs the library fsspec: pip install fsspec") from None
     if "://" not in url:
         raise UserError(f"{url!r} is no URL: write hf://OWNER/NAME, or for instance s3://BUCKET/PATH")
+    check_no_secret(url, "the place")
     try:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -1,6 +1,9 @@
-"""IP addresses: which are the internet's, and which lead into a network of one's own."""
+"""Which IP addresses are the internet's, and which lead into a network of one's own; what URLs give away."""
 
 import ipaddress
+import re
+
+from megadit.models.shared.errors import UserError
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _NAT64_OWN = ipaddress.ip_network("64:ff9b:1::/48")
@@ -43,3 +46,19 @@ def is_address(host: str) -> bool:
         return bool(ipaddress.ip_address(host))
     except ValueError:
         return False
+
+
+def shown(url: str) -> str:
+    """A URL as messages and logs may have it: without user and password, however malformed it is."""
+    url = re.sub(r":/+.*@", "://***@", url, flags=re.DOTALL)
+    return re.sub(r"(?i)(password|secret|token|signature|sig)=[^&]*", r"\1=***", url)
+
+
+def check_no_secret(url: str, name: str) -> None:
+    """Raises UserError for a URL with a password in it, which the process list, logs and records would hold."""
+    _, _, rest = url.partition("://")
+    if ":" in rest.rpartition("@")[0] or "=***" in shown(rest.partition("?")[2]):
+        raise UserError(
+            f"{name}={shown(url)} holds a password, which the process list, logs and records would show: leave it to "
+            "the environment, or to fsspec's configuration (~/.config/fsspec)"
+        )

@@ -49,6 +49,8 @@ class FolderLock:
         """`does` says what the holder does there: "trains"; `path` is where the lock lies if not in the folder."""
         self._folder, self._path = Path(folder), path or Path(folder) / FILE
         self._record = {"token": secrets.token_hex(8), "does": does, "beats": 0, **_this_process()}
+        self._guards: dict[tuple[int, int], float] = {}
+        """Of others that were seen (`_remove`): since when."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
 
@@ -124,8 +126,9 @@ class FolderLock:
             guard.open("x").close()
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - guard.stat().st_mtime > _SILENT_SECONDS:  # of a process that ended meanwhile
-                    guard.unlink()
+                about, now = guard.stat(), time.monotonic()  # not the clock of the machine or the disk, which jumps
+                if now - self._guards.setdefault((about.st_ino, about.st_mtime_ns), now) > _SILENT_SECONDS:
+                    guard.unlink()  # of a process that ended meanwhile
             time.sleep(0.01)
             return
         try:

@@ -4,7 +4,6 @@ Durations are measured on the store's own clock (`clock.seconds`, see `clock.py`
 touches. Times named `*_at` are wall-clock seconds since 1970, for people to read; nothing is decided by them.
 """
 
-import re
 import secrets
 import sqlite3
 import time
@@ -36,6 +35,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from megadit.models.shared.addresses import shown
 from megadit.models.shared.errors import UserError
 from megadit.serve.gateway import patience
 
@@ -229,12 +229,6 @@ class Database:
 def store_url(store: str) -> str:
     """The URL of a store given as a URL or as a path of a file."""
     return store if "://" in store else f"sqlite:///{Path(store).absolute()}"
-
-
-def shown(url: str) -> str:
-    """A URL as messages and logs may have it: without user and password, however malformed it is."""
-    url = re.sub(r":/+.*@", "://***@", url, flags=re.DOTALL)
-    return re.sub(r"(?i)(password|secret|token)=[^&]*", r"\1=***", url)
 
 
 def holds_password(url: str) -> bool:

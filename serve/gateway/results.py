@@ -15,9 +15,9 @@ from typing import IO
 
 import fsspec
 
+from megadit.models.shared.addresses import check_no_secret, shown
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
-from megadit.serve.gateway.database import shown
 from megadit.serve.gateway.jobs import Job, Result
 
 SUFFIXES = {"video/mp4": ".mp4", "image/png": ".png"}
@@ -34,6 +34,7 @@ class Results:
         """Raises:
         UserError: for a place that cannot be used.
         """
+        check_no_secret(url, "results")
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
             self.is_local = "file" in (self._files.protocol if isinstance(self._files.protocol, tuple) else ())

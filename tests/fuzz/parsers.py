@@ -8,14 +8,20 @@ import asyncio
 import io
 import json
 import struct
+import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.itar import ITAR_SUFFIX
+from megatron.energon.flavors.webdataset.structs import ShardInfo
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from megadit.infer.evaluate.videos import _members as _shard_members
+from megadit.infer.inspect import dataset_sheet, files
 from megadit.infer.media import decode
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.manifest import MANIFEST_FILE
@@ -27,6 +33,7 @@ from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.given import values_of
+from megadit.train.data.shards import SUFFIXES, ShardReader
 from tests.serve.media import GIF, MP4, PNG
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -71,6 +78,35 @@ def _form(data: bytes) -> object:
     return asyncio.run(read())
 
 
+def _tar(*names: str) -> bytes:
+    with tarfile.open(fileobj=(file := io.BytesIO()), mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name in names:
+            (member := tarfile.TarInfo(name)).size = 2
+            tar.addfile(member, io.BytesIO(b"{}"))
+    return file.getvalue()
+
+
+_SHARD = _tar("a.json", "b.json")
+_INDEX = struct.pack("<3Q", 0, 1024, 2048)
+
+
+def _members(path: Path) -> object:
+    """Of a shard that is evaluated, described and shown."""
+    described = list(files._descriptions(path.parent))
+    return list(_shard_members(path, lambda key, suffix: True)), described, list(dataset_sheet._members(path))
+
+
+def _samples(shard: bytes, index: bytes) -> list:
+    """Of a shard that is trained on: what cannot be read is a sample that says so, `BROKEN`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "s.tar"
+        path.write_bytes(shard)
+        path.with_suffix(ITAR_SUFFIX).write_bytes(index)
+        shards = [ShardInfo(name=path.name, path=EPath(str(path)), count=2)]
+        reader = ShardReader(EPath(folder), shards, part_filter=SUFFIXES.__contains__)
+        return [reader[number] for number in range(2)]
+
+
 _LORA = {
     "__metadata__": {"megadit": json.dumps({"format_version": 1, "defaults": {"num_steps": 2}})},
     "transformer.blocks.0.attn1.to_q.lora_A.weight": {"dtype": "F32", "shape": [1, 8], "data_offsets": [0, 32]},
@@ -94,6 +130,9 @@ PARSERS = {
     "yaml": Parser(read=lambda data: parse_yaml(data, "it"), seeds=(b"a: [1, {b: c}]\nd: 1e3\n",)),
     "multipart": Parser(read=_form, seeds=(_PART,), refuses=(UserError, ApiError, MultiPartException)),
     "media": Parser(read=lambda data: decode(data, _LIMITS), seeds=(PNG, GIF, MP4)),
+    "evaluated tar": Parser(read=_of_file(_members, "train-000000.tar"), seeds=(_SHARD,)),
+    "trained tar": Parser(read=lambda data: _samples(data, _INDEX), seeds=(_SHARD,)),
+    "tar index": Parser(read=lambda data: _samples(_SHARD, data), seeds=(_INDEX,)),
     "manifest": Parser(
         read=_of_file(lambda path: Bundle.open(path.parent), MANIFEST_FILE), seeds=(json.dumps(_MANIFEST).encode(),)
     ),

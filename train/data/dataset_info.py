@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from megadit.models.shared.documents import check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
+from megadit.models.shared.tar_files import ForeignTarFile
 from megadit.train.data.description import (
     MAX_DESCRIPTION_BYTES,
     MAX_HEADER_BYTES,
@@ -22,7 +23,6 @@ from megadit.train.data.description import (
 )
 from megadit.train.data.energon_files import CRUDE, FOLDER, check_blend, check_data_set
 from megadit.train.data.places import is_url, local_copy, place
-from megadit.train.data.tar_files import ForeignTarFile
 
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath

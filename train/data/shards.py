@@ -14,13 +14,12 @@ from megatron.energon.flavors.webdataset.structs import FilteredSample
 from megatron.energon.source_info import SourceInfo
 
 from megadit.models.shared.errors import UserError
-from megadit.train.data.tar_files import checked
+from megadit.models.shared.tar_files import MAX_MEMBER_BYTES, checked
 
 BROKEN = "__broken__"
 """Field with the reason why a crude sample could not be read."""
 SUFFIXES = ("json", "safetensors", "mp4", "png")
 """Suffixes of the members that training reads."""
-MAX_MEMBER_BYTES = 1 << 30
 LONGEST_KEY = 255
 
 

@@ -1,6 +1,8 @@
 """Sets of videos: folders, data sets, what is in memory; what is looked at; what is refused."""
 
 import io
+import os
+import shutil
 import tarfile
 
 import numpy as np
@@ -102,6 +104,28 @@ def test_a_hostile_data_set_is_one_line(tmp_path, members, says):
             add(tar, f"sample.{suffix}", content)
     with pytest.raises(UserError, match=says):
         open_videos(tmp_path).parts[0].read()
+
+
+def test_pipes_links_and_files_without_end_are_left_out(tmp_path):
+    """Of a folder and of a data set: a pipe is never opened, which would wait for ever."""
+    folder = write_folder(tmp_path / "folder", 2)
+    outside = (folder / "001.mp4").rename(tmp_path / "private.mp4")
+    (folder / "link.mp4").symlink_to(outside)
+    os.mkfifo(folder / "pipe.mp4")
+    os.mkfifo(folder / "000.json")
+    shutil.copy(folder / "000.mp4", folder / "endless.mp4")
+    os.truncate(folder / "endless.mp4", videos_module.MAX_FILE_BYTES + 1)  # a file with holes
+    (folder / "$(touch x)\n'.mp4").symlink_to("000.mp4")
+    found = open_videos(folder)
+    assert [name for part in found.parts for name in part.names] == ["$(touch x)\n'.mp4", "000.mp4"]
+    assert found.unread == ("endless.mp4",)
+    write_dataset(tmp_path / "set")
+    (shard, *_) = sorted((tmp_path / "set").glob("train-*.tar"))
+    before = open_videos(tmp_path / "set", split="train").count
+    (tmp_path / "set" / "train-999998.tar").symlink_to(shard.rename(tmp_path / "private.tar"))
+    os.mkfifo(tmp_path / "set" / "train-999999.tar")
+    shutil.copy(tmp_path / "private.tar", shard)
+    assert open_videos(tmp_path / "set", split="train").count == before
 
 
 def test_a_video_longer_than_memory_is_refused(tmp_path, monkeypatch):

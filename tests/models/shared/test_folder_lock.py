@@ -105,6 +105,16 @@ def test_a_damaged_lock_is_replaced(tmp_path, content):
         assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
 
 
+@pytest.mark.parametrize("years", [-1, 1])
+def test_what_a_killed_process_left_of_taking_over_goes_whatever_the_clock_says(tmp_path, years):
+    (tmp_path / FILE).write_text("{")
+    guard = tmp_path / f".{FILE}.removing"
+    guard.touch()
+    os.utime(guard, (then := time.time() + years * 31_536_000, then))
+    with FolderLock(tmp_path, "trains"):
+        assert not guard.exists()
+
+
 def test_of_many_at_once_one_holds_it(tmp_path):
     (tmp_path / FILE).write_text(
         json.dumps(

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from megadit.models.shared.addresses import check_no_secret
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import is_inner_name
 from megadit.models.shared.outside import HIDDEN, Found, is_litter, walk
@@ -130,6 +131,7 @@ def _store(url: str) -> tuple[Any, str]:
     """(file system, path in it)."""
     from fsspec.core import url_to_fs
 
+    check_no_secret(url, "the source")
     try:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -29,9 +29,9 @@ from megadit.models.shared.options import read_options
 from megadit.models.shared.outside import files_under
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
+from megadit.models.shared.tar_files import ForeignTarFile
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.data.tar_files import ForeignTarFile
 from megadit.train.data.writer import DatasetWriter, is_done
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from megadit.models.shared.captions import MAX_CAPTION_BYTES
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import HIDDEN, is_litter
+from megadit.models.shared.tar_files import ForeignTarFile
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest.files import file_size, open_file, open_folder
 from megadit.train.data.ingest.layouts import SIDE_SUFFIXES
@@ -22,7 +23,6 @@ from megadit.train.data.ingest.plan import Kind, Source
 from megadit.train.data.ingest.sniff import HEAD_BYTES, kinds_of
 from megadit.train.data.ingest.sources import caption_of
 from megadit.train.data.places import is_url
-from megadit.train.data.tar_files import ForeignTarFile
 
 ORIGINALS = "originals"
 """The folder of a data set where `megadit prepare --originals` keeps them."""

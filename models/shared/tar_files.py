@@ -2,6 +2,9 @@
 
 import tarfile
 
+MAX_MEMBER_BYTES = 1 << 30
+"""Of a sample's."""
+
 
 class ForeignTarFile(tarfile.TarFile):
     """A tar file whose members lie one behind another, as large as they say."""
