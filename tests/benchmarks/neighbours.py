@@ -22,8 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import torch
 from PIL import Image
 
+from megadit.infer.checkpoints import open_bundle
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapters import chosen_targets
+from megadit.models.convert.adapter import Adapter
+from megadit.models.convert.adapter_files import write_adapter
 from megadit.models.shared.command import run_command
 from megadit.models.shared.options import read_options
 from megadit.models.shared.ports import free_ports
@@ -37,6 +43,8 @@ _MOST_P95, _MOST = 0.25, 2.0
 """Seconds that a neighbour waits."""
 _JSON, _FORM = "application/json", "application/x-www-form-urlencoded"
 _MIB = 1 << 20
+_NUM_ADAPTERS, _RANKS = 16, (16, 512)
+"""Of which a request takes four of one rank: a usual one, and the highest that a service takes."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,12 +119,20 @@ def _streams(key: str) -> list[bytes]:
     return [_head(key, f"GET /v1/videos/{made.json()['id']}/events")] if made.status_code == 200 else []
 
 
+def _adapters(key: str) -> list[bytes]:
+    """Requests of four adapters each, of a usual rank or of the highest, no two of the same."""
+    names = list(map(str, range(_NUM_ADAPTERS)))
+    fours = [names[first : first + 4] for first in range(0, _NUM_ADAPTERS, 4)]
+    return [_post(key, _JSON, json.dumps({"prompt": "a", "adapters": four}).encode()) for four in fours]
+
+
 ATTACKS = {
     "nothing": Attack(connections=0),
     "forms": Attack(connections=64, payloads=_forms),
     "images": Attack(connections=48, payloads=_images),
     "large JSON": Attack(connections=32, payloads=_large_json),
     "tiny chunks": Attack(connections=32, payloads=_tiny_chunks),
+    "adapters": Attack(connections=16, payloads=_adapters),
     "idle connections": Attack(connections=1100),
     "drips": Attack(connections=200, payloads=_dripped, pause=0.5),
     "slow readers": Attack(connections=200, payloads=lambda key: [_head(key, "GET /v1/videos?limit=100")], reads=False),
@@ -234,9 +250,23 @@ class _Service:
         return 0.0
 
 
+def _write_adapters(bundle: str, folder: Path) -> None:
+    opened = open_bundle(bundle)
+    targets = chosen_targets(opened.config, ("blocks.*",))
+    for number in range(_NUM_ADAPTERS):
+        rank, state, generator = _RANKS[number // 4 % 2], {}, torch.Generator().manual_seed(number)
+        for name, target in targets.items():
+            state[f"{name}.down"] = 1e-3 * torch.randn(rank, target.in_features, generator=generator)
+            state[f"{name}.up"] = 1e-3 * torch.randn(target.out_features, rank, generator=generator)
+        config = AdapterConfig(rank=rank, alpha=1.0, targets=("blocks.*",))
+        write_adapter(folder / str(number), Adapter.from_state(state, config, opened.config))
+
+
 @contextmanager
 def _serving(bundle: str, folder: Path) -> Iterator[_Service]:
-    repository = build_repository(bundle, folder / "models", scheduling=Scheduling(device="cpu"))
+    _write_adapters(bundle, folder / "adapters")
+    adapters = {"adapters": folder / "adapters"}
+    repository = build_repository(bundle, folder / "models", scheduling=Scheduling(device="cpu"), **adapters)
     port, metrics, of_triton = free_ports(3)
     command = [sys.executable, "-m", "megadit.models.shared.verbs", "serve", "up", str(repository), f"--port={port}"]
     command += [f"--triton_metrics_port={of_triton}", "--", f"--metrics_port={metrics}", "--min_free_bytes=0"]

@@ -130,9 +130,9 @@ PARSERS = {
     "yaml": Parser(read=lambda data: parse_yaml(data, "it"), seeds=(b"a: [1, {b: c}]\nd: 1e3\n",)),
     "multipart": Parser(read=_form, seeds=(_PART,), refuses=(UserError, ApiError, MultiPartException)),
     "media": Parser(read=lambda data: decode(data, _LIMITS), seeds=(PNG, GIF, MP4)),
-    "evaluated tar": Parser(read=_of_file(_members, "train-000000.tar"), seeds=(_SHARD,)),
-    "trained tar": Parser(read=lambda data: _samples(data, _INDEX), seeds=(_SHARD,)),
-    "tar index": Parser(read=lambda data: _samples(_SHARD, data), seeds=(_INDEX,)),
+    "evaluated_tar": Parser(read=_of_file(_members, "train-000000.tar"), seeds=(_SHARD,)),
+    "trained_tar": Parser(read=lambda data: _samples(data, _INDEX), seeds=(_SHARD,)),
+    "tar_index": Parser(read=lambda data: _samples(_SHARD, data), seeds=(_INDEX,)),
     "manifest": Parser(
         read=_of_file(lambda path: Bundle.open(path.parent), MANIFEST_FILE), seeds=(json.dumps(_MANIFEST).encode(),)
     ),
