@@ -207,10 +207,9 @@ def prepare(kind: str, options: Options) -> None:
             raise UserError(
                 "--update is for folders and tar files; for tables, --redo failed fetches missing rows again"
             )
-        sizes, chosen = _sizes_of(kind, options, notes)
         preparation = stages.Preparation(
             notes=notes,
-            settings=_settings(common, sizes),
+            settings=_settings(options, notes),
             encodings=(
                 read_encodings(common.encodings)
                 if common.encodings
@@ -227,6 +226,10 @@ def prepare(kind: str, options: Options) -> None:
             caption_server=common.caption_server,
         )
         stages.check_encoders(preparation)
+        settings, chosen = _fitted(preparation.settings, kind, options, notes)
+        if chosen:
+            stages.check_sizes(settings, preparation.encodings)
+            preparation = replace(preparation, settings=settings)
         ray = start_ray() if is_on_ray else None
         if team.is_first:
             held.enter_context(_lock(options.out, team.part))
@@ -320,32 +323,34 @@ def commands() -> dict[str, Callable[[list[str]], int]]:
     return {kind: partial(prepare_command, kind) for kind in KINDS}
 
 
-def _sizes_of(kind: str, options: Options, notes: Notes) -> tuple[tuple[tuple[int, int], ...], str]:
-    """(height, width) of samples, as asked for or as the data set was begun with, and ""; or what most of a folder
-    fills, and a line that says so."""
-    common = options.common
+def _settings(options: Options, notes: Notes) -> Settings:
+    """As asked for, or with the sizes that the data set was begun with; with the usual size, where there are none."""
+    common, sizes = options.common, ((USUAL_SIDE, USUAL_SIDE),)
     if common.sizes:
-        return _sizes(common.sizes), ""
-    if common.height or common.width:
-        return ((common.height or USUAL_SIDE, common.width or USUAL_SIDE),), ""
-    if notes.settings.is_file() and not common.overwrite:
-        return tuple(map(tuple, read_json(notes.settings)["settings"]["sizes"])), ""
-    if not isinstance(options, FolderOptions):
-        return ((USUAL_SIDE, USUAL_SIDE),), ""
-    listing = list_folder(options.source, "video" if kind == "videos" else "image", options.captions)
-    sides = sorted(min(each.height, each.width) for each in look_at(listing.sources)[0])
+        sizes = _sizes(common.sizes)
+    elif common.height or common.width:
+        sizes = ((common.height or common.width, common.width or common.height),)
+    elif _is_begun(options, notes):
+        sizes = tuple(map(tuple, read_json(notes.settings)["settings"]["sizes"]))
+    lengths = {_whole("num_frames", part) for part in common.num_frames.split(",")}
+    return replace(common.settings, sizes=sizes, num_frames=tuple(sorted(lengths)))
+
+
+def _fitted(settings: Settings, kind: str, options: Options, notes: Notes) -> tuple[Settings, str]:
+    """The settings with the size that most of a folder fills, where none is given, and a line that says so."""
+    common = options.common
+    is_given = common.sizes or common.height or common.width or _is_begun(options, notes)
+    if is_given or not isinstance(options, FolderOptions):
+        return settings, ""
+    sides = sorted(min(each.height, each.width) for each in look_at(_listing(kind, options)().sources)[0])
     filled = sides[len(sides) // 10] if sides else USUAL_SIDE
     side = max(SIDE_STEP, min(USUAL_SIDE, filled // SIDE_STEP * SIDE_STEP))
     chosen = f"size of samples: {side}x{side}, which nine of ten {kind} fill; --size and --sizes choose others"
-    return ((side, side),), chosen
+    return replace(settings, sizes=((side, side),)), chosen
 
 
-def _settings(options: PrepareOptions, sizes: tuple[tuple[int, int], ...]) -> Settings:
-    return replace(
-        options.settings,
-        sizes=sizes,
-        num_frames=tuple(sorted({_whole("num_frames", part) for part in options.num_frames.split(",")})),
-    )
+def _is_begun(options: Options, notes: Notes) -> bool:
+    return notes.settings.is_file() and not options.common.overwrite
 
 
 def _listing(kind: str, options: FolderOptions | WebDatasetOptions) -> Callable[[], Listing]:

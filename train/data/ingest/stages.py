@@ -335,25 +335,29 @@ def load_encoders(preparation: Preparation) -> list[Encoder]:
 
 def check_encoders(preparation: Preparation) -> None:
     """Refuses filters and encoders that are not there, and sizes and lengths that the latter cannot encode, before
-    anything is decoded.
-
-    Raises:
-        UserError: naming the nearest sizes that they can.
-    """
+    anything is decoded."""
     check_not_in(preparation.settings, preparation.root)
     check_captions(preparation.settings, preparation.caption_server)
     open_judge(preparation.settings)
     if preparation.settings.min_clip_score is not None:
         check_kind(open_any_bundle(parse_least(preparation.settings.min_clip_score)[0]), "clip")
     for encoding in preparation.encodings:
-        if encoding.modality == "video":
-            name = encoding.encoder
-            tokenizer = BUILT_IN[name]() if name in BUILT_IN else load_tokenizer(name)
-            for height, width in preparation.settings.sizes:
-                for frames in preparation.settings.num_frames:
-                    tokenizer.latent_shape(frames, height, width)
-        elif encoding.encoder not in (*BUILT_IN, LABELS, TOKENS):
+        if encoding.modality != "video" and encoding.encoder not in (*BUILT_IN, LABELS, TOKENS):
             part_folder(encoding.encoder, "text_encoder")
+    check_sizes(preparation.settings, preparation.encodings)
+
+
+def check_sizes(settings: Settings, encodings: Sequence[Encoding]) -> None:
+    """Refuses sizes and lengths that an encoder of videos cannot encode.
+
+    Raises:
+        UserError: naming the nearest that it can.
+    """
+    for name in (encoding.encoder for encoding in encodings if encoding.modality == "video"):
+        tokenizer = BUILT_IN[name]() if name in BUILT_IN else load_tokenizer(name)
+        for height, width in settings.sizes:
+            for frames in settings.num_frames:
+                tokenizer.latent_shape(frames, height, width)
 
 
 def _require(path: Path, stage: str) -> None:

@@ -66,8 +66,7 @@ def test_pictures_whose_caption_fits_less_are_left_out(bundle, tmp_path, capsys)
 def test_what_is_no_score_is_refused_before_anything_is_read(bundle, tmp_path, least, capsys):
     source, out = tmp_path / "pictures", tmp_path / "out"
     source.mkdir()
-    arguments = ["images", str(source), str(out), "--sizes", "64x64"]
-    arguments += ["--min_clip_score", least.replace("BUNDLE", str(bundle))]
+    arguments = ["images", str(source), str(out), "--min_clip_score", least.replace("BUNDLE", str(bundle))]
     assert prepare.main(arguments) == 2
     error = capsys.readouterr().err
     assert ("write BUNDLE:SCORE" in error or "nowhere" in error) and error.count("\n") == 1 and not out.exists()

@@ -116,6 +116,5 @@ def test_a_mistake_is_one_line(run, options, message, capsys):
 
 
 def test_limits_without_a_judge_are_refused(tmp_path, capsys):
-    arguments = ["images", str(tmp_path), str(tmp_path / "out"), "--sizes", "64x64", "--min_score", "red=0.5"]
-    assert prepare.main(arguments) == 2
+    assert prepare.main(["images", str(tmp_path), str(tmp_path / "out"), "--min_score", "red=0.5"]) == 2
     assert "give --judge_dir DIR, too" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data import on_the_fly, prepare
 from megadit.train.data.dataset_info import DatasetInfo, iter_captions, iter_descriptions
 from megadit.train.data.description import UnreadableSampleError
-from megadit.train.data.ingest.command import FolderOptions, PrepareOptions, _sizes_of
+from megadit.train.data.ingest.command import FolderOptions, PrepareOptions, _fitted, _settings
 from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Notes, Settings, Source
 from megadit.train.data.ingest.scan import scan
@@ -442,7 +442,7 @@ def test_a_row_without_a_caption_is_a_sample_without_one(tmp_path, make_clip, ma
     [
         ({}, (96, 96)),
         ({"sizes": "64x32"}, (64, 32)),
-        ({"height": 48}, (48, 256)),
+        ({"height": 48}, (48, 48)),
         ({"height": 48, "width": 64}, (48, 64)),
     ],
 )
@@ -451,8 +451,9 @@ def test_samples_are_as_large_as_most_of_a_folder_fills(tmp_path, given, chosen)
         Image.new("RGB", (400, 100 if number else 40)).save(tmp_path / f"{number}.png")
     common = PrepareOptions(**given)
     options = FolderOptions(source=str(tmp_path), out=tmp_path / "out", common=common)
-    sizes, said = _sizes_of("images", options, Notes(root=tmp_path / "out"))
-    assert sizes == (chosen,) and ("size of samples: 96x96" in said) == (not given)
-    Notes(root=tmp_path / "out").begin(Settings(sizes=((32, 16),)), {})
-    again, _ = _sizes_of("images", options, Notes(root=tmp_path / "out"))
-    assert again == ((32, 16) if not given else chosen,), "a second run goes on as the first began"
+    notes = Notes(root=tmp_path / "out")
+    settings, said = _fitted(_settings(options, notes), "images", options, notes)
+    assert settings.sizes == (chosen,) and ("size of samples: 96x96" in said) == (not given)
+    notes.begin(Settings(sizes=((32, 16),)), {})
+    again, _ = _fitted(_settings(options, notes), "images", options, notes)
+    assert again.sizes == ((32, 16) if not given else chosen,), "a second run goes on as the first began"
