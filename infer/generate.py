@@ -35,7 +35,7 @@ from megadit.infer.specs import Grid, VideoSpec, load_media, video_grid
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.infer.windows import given_later
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.words import unseen_words
+from megadit.models.bundle.words import far_longer, unseen_words
 from megadit.models.convert.adapter_files import read_adapter_of
 from megadit.models.machine import enough_memory, free_memory
 from megadit.models.settings import SamplingSettings
@@ -145,9 +145,10 @@ def _check_videos(
         if settings.autoguidance:
             weaker_bundle(settings.autoguidance, bundle)
     # what an adapter was told, it does not say
-    warning = unseen_words([spec.prompt for spec in specs if not spec.adapters], bundle.path)
-    if warning and is_first():
-        print(f"warning: {warning}", file=sys.stderr)
+    prompts = [spec.prompt for spec in specs if not spec.adapters]
+    for warning in (unseen_words(prompts, bundle.path), far_longer(prompts, bundle.longest_caption)):
+        if warning and is_first():
+            print(f"warning: {warning}", file=sys.stderr)
     media = load_media(specs)
     takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
     plans, total_frames = bundle_plans(bundle, options.cache_measure), options.total_frames or 0

@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "own-clips.md"
 SMALL = {
     "--nproc 2": "",
     "num_layers: 6 ": "num_layers: 2 ",
-    "hidden_size: 192": "hidden_size: 96",
+    "hidden_size: 192": "hidden_size: 144",
     "seq_length: 1920": "seq_length: 640",
     "train_iters: 1000": "train_iters: 24",
     "interval: 250": "interval: 8",
@@ -91,7 +91,7 @@ def stop_by_ctrl_c(start_ranks, wait_for, *, after: str) -> str:
         assert ranks[0].poll() is None, ranks[0]._told()
         time.sleep(0.02)
     ranks[0].send_signal(signal.SIGINT)
-    (output,) = wait_for(ranks)
+    (output,) = wait_for(ranks, code=130)
     return output
 
 
@@ -123,7 +123,8 @@ def test_the_hour_of_a_newcomer(play, start_ranks, wait_for, tmp_path, monkeypat
     assert steps == list(range(1, 25))
     play("megadit info runs/my_run --html")
     page = Path("runs/my_run.html").read_text()
-    assert "data:image/png;base64," in page and page.count("data:video/mp4;base64,") >= 12 and "hidden_size: 96" in page
+    assert "data:image/png;base64," in page and page.count("data:video/mp4;base64,") >= 12
+    assert "hidden_size: 144" in page
 
     for line in told[-1].partition("next: ")[2].splitlines():  # what the run itself proposes
         play(shlex.split(line)[1:])

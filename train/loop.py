@@ -134,6 +134,7 @@ class _Run:
             validation_batches(training.config, training.groups)  # what is missing is missed now, not hours later
         self.peak = peak_flops(training.groups.device, precision(training.config)) * training.groups.world_size
         self.saved_iteration: int | None = None
+        self.saved_at = time.monotonic()
         self.num_anomalies = 0  # since the last checkpoint
         self.threads = Threads(training.config, training.groups.device)
         self.reading = ReadingTime(training.config.health)
@@ -191,7 +192,8 @@ class _Run:
         judge = Judge(self.config.health, self.state.recent_losses)
         self.threads.begin(step)
         with Statistics(self.training, is_due=self._is_due_at(step, self.config.health.statistics_interval)) as sizes:
-            result = train_step(self.training, self.batches, step, must_stop=stop.has_come, judge=judge, mark=self.mark)
+            asked = {"must_stop": stop.has_come, "must_save": self._is_time_to_save()}
+            result = train_step(self.training, self.batches, step, **asked, judge=judge, mark=self.mark)
         self.fence()
         self.state.iteration = step
         chosen = self.threads.end(step, result.seconds - result.reading_seconds)
@@ -220,9 +222,14 @@ class _Run:
         values = self._values(result) | ({"statistics": sizes.found} if sizes.found else {})
         self._tell(values, metrics, may_validate=not result.must_stop)
         self.store.poll()
-        if self._is_due(self.config.checkpoint.save_interval) or self.state.lowest.get("step") == self.state.iteration:
+        is_lowest = self.state.lowest.get("step") == self.state.iteration
+        if result.must_save or is_lowest or self._is_due(self.config.checkpoint.save_interval):
             self._save(metrics)
         return result
+
+    def _is_time_to_save(self) -> bool:
+        seconds = 60 * self.config.checkpoint.save_minutes
+        return 0 < seconds < time.monotonic() - self.saved_at
 
     def _tell(self, values: dict[str, Any], metrics: Metrics, *, may_validate: bool) -> None:
         """Reports the last step, with what is measured where that is due; a run that stops does both when continued."""
@@ -343,7 +350,7 @@ class _Run:
         self.num_anomalies = 0
         self.state.metrics_bytes = metrics.num_bytes
         self.store.save(self.state, self.training.tensors, self.batches.save_state())
-        self.saved_iteration = self.state.iteration
+        self.saved_iteration, self.saved_at = self.state.iteration, time.monotonic()
 
     def _say(self, *lines: str) -> None:
         if self.training.groups.is_first:

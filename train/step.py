@@ -51,6 +51,8 @@ class StepResult:
     """Part of `seconds` spent waiting for data on this rank."""
     must_stop: bool
     """Whether some rank was asked to stop."""
+    must_save: bool
+    """Whether some rank finds it time for a checkpoint."""
     anomaly: Anomaly | None
     """Reason why the weights were not updated, or ought not to have been."""
     critic_loss: float | None = None
@@ -63,6 +65,7 @@ def train_step(
     step: int,
     *,
     must_stop: bool = False,
+    must_save: bool = False,
     judge: Judge | None = None,
     mark: Mark = lambda step, doing: None,
 ) -> StepResult:
@@ -81,7 +84,7 @@ def train_step(
     sums = _forward_backward(training, seen)
     expert_counts = exchange_counts(training)
     mark(step, "adding up the losses of all ranks")
-    loss, totals = _loss_of(training, sums, seen, must_stop)
+    loss, totals = _loss_of(training, sums, seen, (must_stop, must_save))
     mark(step, "updating the weights")
     grad_norm, anomaly = math.nan, judge.loss(step, loss)
     if anomaly is None:
@@ -107,17 +110,18 @@ def train_step(
         expert_counts=expert_counts,
         reading_seconds=reading_seconds,
         must_stop=totals["must_stop"] > 0,
+        must_save=totals["must_save"] > 0,
         anomaly=anomaly,
         critic_loss=critic_loss,
     )
 
 
 def _loss_of(
-    training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_stop: bool = False
+    training: Training, sums: Tensor, seen: Sequence[PackedBatch], asked: tuple[bool, bool] = (False, False)
 ) -> tuple[float, dict[str, float]]:
     """The mean loss over all ranks, and all that `_reduce` gives."""
     norm = None if training.device_update is None else training.device_update.prepare()
-    totals = _reduce(training, sums, seen, must_stop, norm)
+    totals = _reduce(training, sums, seen, asked, norm)
     return math.nan if totals["bad_ranks"] else totals["weighted"] / totals["tokens"], totals
 
 
@@ -190,11 +194,12 @@ def _loss(batch: PackedBatch, sums: LossSums) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reduce(
-    training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_stop: bool, norm: Tensor | None
+    training: Training, sums: Tensor, seen: Sequence[PackedBatch], asked: tuple[bool, bool], norm: Tensor | None
 ) -> dict[str, float]:
     """Sums over all ranks, in one collective; ranks that computed the same count once.
 
-    With `norm`, which all ranks have: what the host asks a GPU for in a step, it asks for here, once.
+    `asked`: whether this rank has to stop, and to save. With `norm`, which all ranks have: what the host asks a GPU for
+    in a step, it asks for here, once.
     """
     groups, config = training.groups, training.config
     distillation = training.distillation
@@ -208,13 +213,13 @@ def _reduce(
         groups.is_last_stage * sum(batch.num_tokens for batch in seen),
         share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
         share * sum(training_flops(batch.layout, config.model, config.train.adapter, forwards) for batch in seen),
-        float(must_stop),
+        *map(float, asked),
         *(share * sum(counts) for counts in zip(*(batch.refused for batch in seen), strict=True)),
     ]
     values = torch.cat([losses, *sent_together([torch.tensor(counts, dtype=torch.float64)], losses.device)])
     dist.all_reduce(values)
     names = ("objective", "weighted", "error", "bad_ranks", "sample_checksum")
-    names = (*names, "tokens", "samples", "flops", "must_stop", *REFUSALS, "norm")
+    names = (*names, "tokens", "samples", "flops", "must_stop", "must_save", *REFUSALS, "norm")
     last = torch.full((1,), math.nan, device=losses.device) if norm is None else norm.view(1)
     return dict(zip(names, torch.cat([values / groups.tensor.size(), last.double()]).tolist(), strict=True))
 

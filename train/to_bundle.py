@@ -43,6 +43,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
 from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
+from megadit.models.text_encoders.hashed_words import split_words
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
@@ -207,6 +208,8 @@ def convert(
         return
     path, info = dataset or config.data.path, _dataset(config, dataset)
     tokenizer, text_encoder = load_tokenizer(info.tokenizer_folder), load_text_encoder(info.text_encoder_folder)
+    words, longest = training_words(config, path, info, text_encoder)
+    origin = {**_origin(config, checkpoint, ema), "prompts": prompts_of(config, path, info)}
     write_bundle(
         out,
         config=config.model,
@@ -214,8 +217,8 @@ def convert(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
         defaults=changed_defaults(sampling_defaults(config, info), defaults, config.model, tokenizer),
-        training={**_origin(config, checkpoint, ema), "prompts": prompts_of(config, path, info)},
-        words=training_words(config, path, info, text_encoder),
+        training=origin if longest is None else origin | {"longest_caption": longest},
+        words=words,
     )
 
 
@@ -228,16 +231,19 @@ def prompts_of(config: RunConfig, path: str | Path, info: DatasetInfo) -> list[s
 
 def training_words(
     config: RunConfig, path: str | Path, info: DatasetInfo, text_encoder: TextEncoder
-) -> set[str] | None:
-    """Return the words of the captions of this run and of those before it; None where they are unknown (captions of
-    conditioning are in no data set), or where the text encoder knows other words, too."""
+) -> tuple[set[str] | None, int | None]:
+    """Return the words of the captions of this run and of those before it, and how many words the longest caption had;
+    None where they are unknown (captions of conditioning are in no data set), or where the text encoder knows other
+    words, too."""
     begun = config.starting_weights
     before = set() if begun is None else read_words(Path(begun))
     is_known = isinstance(text_encoder, HashedWordEncoder) and config.checkpoint.load is None and not config.data.given
     is_few = info.num_samples["train"] <= MOST_CAPTIONS and not is_url(path)
     if not is_known or not is_few or before is None:
-        return None
-    return words_of(chain(before, captions_of(path, "train")))
+        return None, None
+    captions = list(captions_of(path, "train"))
+    longest = 0 if begun is None else open_bundle(begun).longest_caption or 0
+    return words_of(chain(before, captions)), max([longest, *(len(split_words(caption)) for caption in captions)])
 
 
 def trained_adapter(config: RunConfig, checkpoint: Path, ema: float | None) -> Adapter:

@@ -83,6 +83,12 @@ class Bundle:
         return tuple(prompt for prompt in found if isinstance(prompt, str)) if isinstance(found, list) else ()
 
     @property
+    def longest_caption(self) -> int | None:
+        """Words of the longest that it was trained on, where that is known."""
+        found = (self.manifest.get("training") or {}).get("longest_caption")
+        return found if isinstance(found, int) else None
+
+    @property
     def networks(self) -> tuple[str, ...]:
         """The folders of its networks: one, or one for high and one for low noise levels."""
         return ("transformer",) if self.boundary is None else ("transformer", LOW_NOISE)

@@ -20,6 +20,10 @@ MOST_CAPTIONS = 100_000
 _MOST_BYTES = 4 << 20
 """Maximum bytes of all words together; their file has a few more."""
 _MOST_SAID = 8
+FAR_LONGER = 2
+"""Times the longest caption."""
+_SHORT = 4
+"""Words of a caption that count at least."""
 
 
 def words_of(captions: Iterable[str]) -> set[str] | None:
@@ -65,6 +69,17 @@ def unseen_words(prompts: Iterable[str], directory: Path) -> str | None:
     return (
         f"no caption of the training data says {', '.join(said)}{more}: to this model that means nothing; "
         f"{directory / WORDS_FILE} has its words"
+    )
+
+
+def far_longer(prompts: Iterable[str], longest: int | None) -> str | None:
+    """A warning of a prompt far longer than the longest caption of training, in words; else None."""
+    most = max((len(split_words(prompt)) for prompt in prompts), default=0)
+    if longest is None or most <= FAR_LONGER * max(longest, _SHORT):
+        return None
+    return (
+        f"a prompt has {most} words, and no caption of the training data more than {longest}: this model may not do "
+        "what the later ones say"
     )
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import unicodedata
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,10 @@ class HashedWordEncoder:
 
     def encode(self, texts: list[str]) -> TextFeatures:
         """Features on the CPU; letter case, punctuation and spacing make no difference."""
-        words = [split_words(text)[: self.max_length] for text in texts]
+        words = [split_words(text) for text in texts]
+        if self.max_length is not None and (longest := max([0, *map(len, words)])) > self.max_length:
+            warnings.warn(f"a text of {longest} words is cut to its first {self.max_length}", stacklevel=2)
+            words = [row[: self.max_length] for row in words]
         length_B = torch.tensor([len(row) for row in words], dtype=torch.int64)
         longest = max([1, *map(len, words)])
         is_word_BL = torch.arange(longest) < length_B[:, None]

@@ -391,6 +391,10 @@ def test_words_that_training_never_said_are_warned_of(run, tmp_path, bundle_dir)
     assert code == 0 and stderr.count("warning:") == 1
     assert "warning: no caption of the training data says 'zeppelin': to this model that means nothing" in stderr
     assert "warning:" not in run("--prompt", "A red seven", "--num_steps", "1", checkpoint="told")[2]
+    manifest = tmp_path / "told" / "megadit.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"training": {"longest_caption": 3}}))
+    long = run("--prompt", "a red seven " * 3, "--num_steps", "1", checkpoint="told")[2]
+    assert "warning: a prompt has 9 words, and no caption of the training data more than 3" in long
 
 
 def test_a_shape_far_from_training_is_warned_of(run):

@@ -231,6 +231,7 @@ EFFECTS = {
     "parallel.recompute_num_layers": seen("recomputed", "1", "parallel.recompute_granularity=full"),
     "parallel.cuda_graph_max_segments": ends("needs a GPU", "8", "train.precision=bf16"),
     "checkpoint.save_interval": seen("there", "1"),
+    "checkpoint.save_minutes": seen("there", "1e-9"),
     "checkpoint.keep_last": seen("files", "1", "checkpoint.save_interval=1"),
     "checkpoint.copy_to": seen("files", "file://{out}/copy"),
     "checkpoint.load": told("{finished}", "train.train_iters=5"),

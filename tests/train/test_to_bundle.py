@@ -10,11 +10,13 @@ import torch
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.manifest import write_manifest
 from megadit.models.bundle.words import read_words, write_words
 from megadit.models.convert.adapter_files import read_adapter_of
 from megadit.models.megatron.checkpoint import read_adapter as read_trained
 from megadit.models.megatron.checkpoint import read_network
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
 from megadit.models.text_encoders import load_text_encoder
 from megadit.train.config.load import load_config
 from megadit.train.data.dataset_info import DatasetInfo
@@ -67,17 +69,23 @@ def test_the_bundle_knows_its_training_words_and_those_before(trained, tiny_data
     blend = tmp_path / "blend.yaml"
     blend.write_text(BLEND.format(first=tiny_dataset))
     encoder = load_text_encoder(info.text_encoder_folder)
-    assert training_words(config, str(blend), info, encoder) == {"sample", "number", *held_out}
+    assert training_words(config, str(blend), info, encoder) == ({"sample", "number", *held_out}, 3)
+    assert Bundle.open(tmp_path / "bundle").longest_caption == 3
     (first, *_) = prompts_of(config, blend, DatasetInfo.read(blend))
     assert first == "sample number 0", "what the blend takes, not what its first data set has beside"
     write_words(tmp_path / "bundle", ["before"])
-    for begun, expected in ((tmp_path / "bundle", {"before", "sample", "number", *held_out}), (trained, None)):
+    manifest = read_json(tmp_path / "bundle" / "megadit.json")
+    write_manifest(tmp_path / "bundle", manifest | {"training": {"longest_caption": 9}})
+    for begun, expected in (
+        (tmp_path / "bundle", ({"before", "sample", "number", *held_out}, 9)),
+        (trained, (None, None)),
+    ):
         after = replace(config, checkpoint=replace(config.checkpoint, init_from=str(begun)))
         assert training_words(after, str(blend), info, encoder) == expected
     model, data = replace(config.model, given_sigma=0.02), replace(config.data, given=("first_frame:0.3",))
     given = replace(config, model=model, data=data)
-    assert training_words(given, str(blend), info, encoder) is None
-    assert training_words(config, str(blend), info, object()) is None  # one with words of its own
+    assert training_words(given, str(blend), info, encoder) == (None, None)
+    assert training_words(config, str(blend), info, object()) == (None, None)  # one with words of its own
 
 
 def test_averages_and_steps_are_chosen(trained, tmp_path):

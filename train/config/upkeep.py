@@ -17,6 +17,8 @@ class CheckpointConfig:
 
     save_interval: int = setting(1000, above=0)
     """Steps between checkpoints; one more is written at the end and at SIGTERM or SIGINT."""
+    save_minutes: float = setting(30.0, low=0)
+    """Minutes after the last checkpoint at which one is written even before `save_interval` steps; 0: never."""
     keep_last: int = setting(3, above=0)
     """Checkpoints kept; older ones are deleted."""
     copy_to: str | None = None

@@ -243,16 +243,16 @@ def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
 
 
 def _worker_config(config: RunConfig, rank: int, world_size: int, num_workers: int, group: Any) -> "WorkerConfig":
-    from megatron.energon import WorkerConfig
-    from megatron.energon.errors import reraise_exception
+    from megatron.energon import WorkerConfig, errors
 
+    errors.print = lambda *_: None  # what is raised is said once, by whoever ends the run
     return WorkerConfig(
         rank=rank,
         world_size=world_size,
         num_workers=num_workers,
         data_parallel_group=group,
         seed_offset=config.train.seed,
-        global_error_handler=reraise_exception,  # broken samples are skipped by name; anything else is a fault
+        global_error_handler=errors.reraise_exception,  # broken samples are skipped by name; anything else is a fault
     )
 
 

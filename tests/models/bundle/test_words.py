@@ -6,7 +6,15 @@ import string
 
 import pytest
 
-from megadit.models.bundle.words import MOST_WORDS, WORDS_FILE, read_words, unseen_words, words_of, write_words
+from megadit.models.bundle.words import (
+    MOST_WORDS,
+    WORDS_FILE,
+    far_longer,
+    read_words,
+    unseen_words,
+    words_of,
+    write_words,
+)
 from megadit.models.shared.errors import UserError
 
 
@@ -19,6 +27,10 @@ def test_words_of_captions_are_kept_and_compared(tmp_path):
     assert said.startswith("no caption of the training data says 'bal' (but 'ball'), 'cat', 'on': ")
     assert f"{tmp_path / WORDS_FILE} has its words" in said
     assert "'k' and 2 more:" in unseen_words(["d e f g h i j k l m"], tmp_path)
+    assert far_longer(["a " * 12], 6) is far_longer(["a " * 8], 1) is far_longer(["a " * 99], None) is None
+    assert far_longer(["a", "a " * 13], 6).startswith(
+        "a prompt has 13 words, and no caption of the training data more than 6"
+    )
 
 
 def test_there_is_an_end_to_words(tmp_path):

@@ -267,10 +267,11 @@ def test_broken_files_and_bad_numbers_are_skipped(make_config, new_writer, toy, 
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_data_of_which_nothing_fits_is_an_error_not_a_hang(make_config, num_workers):
+def test_data_of_which_nothing_fits_is_an_error_not_a_hang(make_config, num_workers, capfd):
     loader = build_train_loader(make_config(seq_length=10, num_workers=num_workers), rank=0, world_size=1)
     with pytest.raises(UserError, match="more tokens than data.seq_length"):
         next(iter(loader))
+    assert "Except" not in capfd.readouterr().out, "Energon says nothing of its own"
 
 
 # --- validation ---------------------------------------------------------------------------------------------------
