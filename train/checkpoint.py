@@ -14,7 +14,7 @@ that is no longer what was written is named, and passed over for the one before 
 import dataclasses
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
+from megadit.models.shared.memory import memory_in_words
 from megadit.train.background_write import BackgroundWrite
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config.load import to_yaml
@@ -337,7 +338,7 @@ class CheckpointStore:
         raise UserError(
             f"{unfinished.name.removesuffix(UNFINISHED)} could not be written to {self.root} "
             f"({next(filter(None, problems))}); {f'{kept[0].name} is kept' if kept else 'there is none yet'}. "
-            "Make room and run the same command to continue"
+            f"Make room ({_room_in_words(self.root, kept)}) and run the same command to continue"
         )
 
     # ------------------------------------------------------------------------------------------------ describing
@@ -387,3 +388,10 @@ def _delete_old(written: Path, keep_last: int, spared: str | None = None) -> Non
     for old in outdated(find_checkpoints(written.parent), written, keep_last):
         if old.name != spared:
             delete(old)
+
+
+def _room_in_words(root: Path, kept: Sequence[Path]) -> str:
+    """How much the disk has left, and how much a checkpoint takes."""
+    left = f"{memory_in_words(shutil.disk_usage(root).free)} are left"
+    sizes = [sum(file.stat().st_size for file in each.rglob("*") if file.is_file()) for each in kept]
+    return f"{left}, and a checkpoint takes {memory_in_words(sizes[0])}" if sizes else left

@@ -119,6 +119,7 @@ def test_a_disk_that_is_full_leaves_the_last_good_checkpoint(
     assert done.returncode == 2, done.stdout + done.stderr
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
     assert "iter_0000008 could not be written to" in error and "(the disk is full); iter_0000006 is kept" in error
+    assert "iB are left, and a checkpoint takes " in error
     left = tmp_path / "left"
     assert sorted(path.name for path in (left / "checkpoints").iterdir()) == [f"iter_{step:07d}" for step in (2, 4, 6)]
     run_ranks(2, *arguments(left))  # where there is room
