@@ -75,7 +75,7 @@ def test_data_of_different_encoders_do_not_blend(blend, module_writer, toy, tmp_
         toy.add_sample(writer, "train", 0)
     path = tmp_path / "blend.yaml"
     path.write_text(blend.read_text().replace(str(blend.parent / "second"), str(writer.root)))
-    with pytest.raises(UserError, match="tokenizer_fingerprint is tokenizer-stub .* and another"):
+    with pytest.raises(UserError, match="tokenizer_fingerprint differs: tokenizer-stub in .*, another in"):
         DatasetInfo.read(path)
 
 
@@ -94,5 +94,5 @@ def test_latents_and_pixels_do_not_blend(blend, module_writer, toy, tmp_path):
     path.write_text(blend.read_text().replace(str(blend.parent / "second"), str(writer.root)))
     assert DatasetInfo.read(path).store == "latents"
     write_members(writer.root / "train-000000.tar", [("a.json", b"{}"), ("a.png", b""), ("b.json", b"{}")])
-    with pytest.raises(UserError, match="store is latents .* and raw of"):
+    with pytest.raises(UserError, match="store differs: latents in .*, raw in"):
         DatasetInfo.read(path)

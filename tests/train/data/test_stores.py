@@ -128,7 +128,7 @@ def test_a_blend_in_s3_names_places_as_energon_does(stored, make_config):
         write(place)
         assert next(iter(build_train_loader(make_config(path=url), rank=0, world_size=1))).num_tokens > 0
     write(stored)
-    with pytest.raises(UserError, match=r"the place s3://.* is called msc://_s3-.*; write that"):
+    with pytest.raises(UserError, match=r"names s3://.*, whose address in Energon is msc://_s3-.*; write that"):
         DatasetInfo.read(url)
 
 

@@ -324,7 +324,7 @@ def commands() -> dict[str, Callable[[list[str]], int]]:
 
 
 def _settings(options: Options, notes: Notes) -> Settings:
-    """As asked for, or with the sizes that the data set was begun with; with the usual size, where there are none."""
+    """Settings with the sizes of the options, else those that the data set was begun with, else the usual size."""
     common, sizes = options.common, ((USUAL_SIDE, USUAL_SIDE),)
     if common.sizes:
         sizes = _sizes(common.sizes)
