@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,9 @@ from megadit.serve.triton_binary import cache_folder
 _SECONDS_TO_ANSWER = 15
 """Time that a gateway may take to end beyond its drain."""
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_FOR_ORPHANS = 60.0
+_GATEWAY = {"megadit.models.shared.verbs", "serve", "gateway"}
+"""Words of the command line of a gateway that `serve up` began."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +86,7 @@ def _run(argv: list[str]) -> int:
     asked = {"http": options.http_port, "grpc": options.grpc_port, "metrics": options.triton_metrics_port}
     ports = Ports(**{name: port for name, port in asked.items() if port is not None})
     is_private = options.http_port is options.grpc_port is options.control_secret is None
+    _wait_for_orphans({options.port, ports.http, ports.grpc, ports.metrics})
     models = options.models or ("*",)
     if not options.even_if_too_large:
         check_memory(options.repository, models)
@@ -112,6 +116,35 @@ def _run(argv: list[str]) -> int:
             note()
 
         return supervise([triton.process, gateway], renew)
+
+
+def _wait_for_orphans(ports: set[int]) -> None:
+    """Waits while servers of a `serve up` that was killed hold these ports: they are told to end, and take a while."""
+    deadline, is_told = time.monotonic() + _SECONDS_FOR_ORPHANS, False
+    while _orphans(ports) and time.monotonic() < deadline:
+        if not is_told:
+            is_told = True
+            tell_on_stderr("servers of an earlier `serve up` still end; waiting for them")
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _orphans(ports: set[int]) -> list[int]:
+    """Processes that hold one of these ports for a `serve up` that is gone."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):  # of those that end meanwhile
+            words = _words(folder)
+            is_server = "tritonserver" in {Path(word).name for word in words} or _GATEWAY <= set(words)
+            if is_server and any(word.endswith(f"port={port}") for word in words for port in ports):
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                if "serve" not in _words(Path("/proc", parent)):
+                    found.append(int(folder.name))
+    return found
+
+
+def _words(folder: Path) -> list[str]:
+    """The command line of a process."""
+    return (folder / "cmdline").read_text(errors="replace").split("\0")
 
 
 def _log_of(port: int) -> Path | None:

@@ -294,7 +294,11 @@ SHOWN_BY = {
             --slots --job_seconds --hang_seconds --max_body_bytes --max_streams --min_free_bytes --history_seconds
             --drain_seconds --max_connections --max_upload_bytes --max_uploads --adapters --c2pa_certificate --c2pa_key
             --private_webhooks
+            --cors_origin
         """
+    },
+    "serve webhooks": {
+        "serve/gateway/test_webhooks.py::test_what_was_given_up_is_listed_and_sent_again": "--store",
     },
     "serve keys": {
         "serve/test_flags.py::test_every_option_of_a_key_is_written_down": """

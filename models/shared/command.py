@@ -26,6 +26,8 @@ OF_PATHS = {
 }
 """Error number of a failed file creation -> remedy."""
 
+_SHARED_MEMORY, _LITTLE = Path("/dev/shm"), 1 << 20
+
 
 class _Formatter(argparse.HelpFormatter):
     """Fills paragraphs, and leaves those that hold indented lines as they are: tables, examples."""
@@ -156,11 +158,31 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
         # what is still buffered would fail again when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if debug or error.errno not in OF_PATHS:
+    except (OSError, RuntimeError) as error:
+        if debug or not (told := _told_by_the_system(error)):
             raise
-        what = f"{error.filename} cannot be used: " if error.filename else ""
-        return _tell(f"{what}{error.strerror}{_left_at(error)}; {OF_PATHS[error.errno]}")
+        return _tell(told)
+
+
+def _told_by_the_system(error: OSError | RuntimeError) -> str:
+    """What the system refuses; "" for errors of another kind."""
+    if _is_of_shared_memory(error):
+        return (
+            f"{_SHARED_MEMORY} is full, through which processes hand data to each other: give the container more "
+            "(--shm-size=1g), or have training read its data itself (data.num_workers=0)"
+        )
+    if not isinstance(error, OSError) or error.errno not in OF_PATHS:
+        return ""
+    what = f"{error.filename} cannot be used: " if error.filename else ""
+    return f"{what}{error.strerror}{_left_at(error)}; {OF_PATHS[error.errno]}"
+
+
+def _is_of_shared_memory(error: OSError | RuntimeError) -> bool:
+    """Of a lock of Python's, which names no path, or of torch, which raises what the kernel says in words."""
+    if isinstance(error, OSError):
+        is_unnamed = error.errno == errno.ENOSPC and not error.filename and _SHARED_MEMORY.is_dir()
+        return is_unnamed and shutil.disk_usage(_SHARED_MEMORY).free < _LITTLE
+    return any(words in str(error) for words in ("</torch_", "shared memory (shm)", "Bus error"))
 
 
 def _left_at(error: OSError) -> str:

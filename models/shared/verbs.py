@@ -42,6 +42,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve up": ("megadit.serve.up:main", "keep a Triton server and the video API in front of it running"),
     "serve gateway": ("megadit.serve.gateway.command:main", "serve the video API in front of Triton servers"),
     "serve keys": ("megadit.serve.gateway.command:keys", "add, list and revoke keys of the gateway"),
+    "serve webhooks": ("megadit.serve.gateway.webhook_command:main", "ends of videos that an address did not take"),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
     "serve demo": ("megadit.serve.page.demo:main", "open a page to try prompts on, with a service where none runs"),
     "distill": ("megadit.train.distill.command:main", "train a student that makes a bundle's videos in few calls"),
@@ -85,7 +86,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("benchmark train", "benchmark growth", "benchmark scaling", "benchmark generate"),
     ),
     "serve": (
-        *("serve build-repository", "serve run", "serve up", "serve gateway", "serve keys", "serve ask", "serve demo"),
+        *("serve build-repository", "serve run", "serve up", "serve gateway", "serve keys", "serve webhooks"),
+        *("serve ask", "serve demo"),
     ),
     "exchange models": ("convert", "push", "pull"),
     "machines": ("doctor", "slurm", "completion"),

@@ -12,7 +12,7 @@ from megadit.serve.contract import AdapterInfo
 from megadit.serve.gateway.adapters import StoredAdapter
 from megadit.serve.gateway.errors import ApiError, unavailable
 from megadit.serve.gateway.keys import Key
-from megadit.serve.gateway.schemas import ErrorBody
+from megadit.serve.gateway.schemas import ERRORS
 from megadit.serve.gateway.service import Gateway
 
 
@@ -58,7 +58,7 @@ _BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"
 
 
 def adapter_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["adapters"], responses={"default": {"model": ErrorBody}})
+    router = APIRouter(prefix="/v1", tags=["adapters"], responses=ERRORS)
     Authenticated = Annotated[Key, Depends(authenticate)]
     one_at_a_time = CapacityLimiter(1)  # each has a torch of its own; who waits holds no thread that others need
 

@@ -3,24 +3,31 @@
 import base64
 import binascii
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
 
 from megadit.serve.gateway import errors
 from megadit.serve.gateway.adapter_routes import adapter_routes
+from megadit.serve.gateway.docs_page import HEADERS, docs_page
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.middleware import Surroundings
 from megadit.serve.gateway.routes import video_routes
-from megadit.serve.gateway.schemas import Health
+from megadit.serve.gateway.schemas import BODIES, Health
 from megadit.serve.gateway.service import Gateway
 
 _DESCRIPTION = """Videos from text. `POST /v1/videos` takes a request, `GET /v1/videos/{id}` tells how far it is (or
 `/events`, as a stream), and `GET /v1/videos/{id}/content` gives the video. `GET /v1/models`
 has the models with their defaults and limits."""
+_CORS = {
+    "allow_methods": ["GET", "HEAD", "POST", "DELETE"],
+    "allow_headers": ["authorization", "content-type", "idempotency-key", "if-none-match", "if-range", "range"],
+    "expose_headers": ["content-disposition", "content-range", "etag", "retry-after", "x-request-id", "x-video-id"],
+}
+"""Pages bring their key as a header, never as a cookie."""
 _bearer = HTTPBearer(auto_error=False, description="A key made by `megadit serve keys add`")
 
 
@@ -33,6 +40,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,  # which would send clients to whatever host they name
+        generate_unique_id_function=lambda route: route.name,  # a generated client's `create_video`
     )
     errors.install(app)
     authenticate = _authentication(gateway)
@@ -47,6 +55,8 @@ def create_app(gateway: Gateway) -> FastAPI:
         tracing=gateway.tracing,
         max_body_bytes=gateway.settings.max_body_bytes,
     )
+    if gateway.settings.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=gateway.settings.cors_origins, **_CORS)
     return app
 
 
@@ -110,6 +120,14 @@ def _add_front(app: FastAPI) -> None:
 
 def _add_documentation(app: FastAPI, gateway: Gateway) -> None:
     """The OpenAPI page, for browsers too: they ask for a name and a password, and the password is the key."""
+    described = app.openapi
+
+    def with_bodies() -> dict[str, Any]:
+        schema = described()
+        schema["components"]["schemas"] |= BODIES
+        return schema
+
+    app.openapi = with_bodies
 
     def is_known(request: Request) -> bool:
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
@@ -129,5 +147,4 @@ def _add_documentation(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/docs", include_in_schema=False)
     def page(request: Request) -> Response:
-        shown: HTMLResponse = get_swagger_ui_html(openapi_url="/openapi.json", title="megadit")
-        return shown if is_known(request) else refusal()
+        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS) if is_known(request) else refusal()

@@ -42,7 +42,7 @@ class GatewayOptions:
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "most used": ("servers", "models", "host", "port", "store", "results", "adapters"),
+    "most used": ("servers", "models", "host", "port", "store", "results", "adapters", "cors_origins"),
     "limits": (
         *("slots", "max_body_bytes", "max_upload_bytes", "max_uploads", "max_streams", "max_connections"),
         *("min_free_bytes", "private_webhooks"),

@@ -1,4 +1,4 @@
-"""A finished video, or a picture of it, as an answer: all, or the range of bytes asked for (RFC 9110, section 14)."""
+"""A finished video, or a picture of it, as an answer: all, a range of its bytes, or that none is new (RFC 9110)."""
 
 import hashlib
 import io
@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Annotated
 
-from fastapi import Response
+from fastapi import Header, Response
 from fastapi.responses import StreamingResponse
 
 from megadit.infer.signing import Marker
@@ -33,8 +33,22 @@ class _Content:
     sha256: str
 
 
-def content_of(results: Results, job: Job, *, asked: str | None, if_range: str | None) -> Response:
-    """The answer to whoever wants the video; `asked` and `if_range` are the headers `Range` and `If-Range`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the headers of a request ask of the bytes."""
+
+    range: Annotated[str | None, Header()] = None
+    if_range: Annotated[str | None, Header()] = None
+    if_none_match: Annotated[str | None, Header()] = None
+
+    def is_known(self, etag: str) -> bool:
+        """Whether the client has these very bytes (RFC 9110, 13.1.2: weak comparison)."""
+        known = [each.strip().removeprefix("W/") for each in (self.if_none_match or "").split(",")]
+        return etag in known or known == ["*"]
+
+
+def content_of(results: Results, job: Job, asked: Asked = Asked()) -> Response:
+    """The answer to whoever wants the video.
 
     Raises:
         ApiError: for a video that is not there.
@@ -46,12 +60,10 @@ def content_of(results: Results, job: Job, *, asked: str | None, if_range: str |
         num_bytes=job.num_bytes,
         sha256=job.sha256,
     )
-    return _answer(content, asked, if_range)
+    return _answer(content, asked)
 
 
-def picture_content_of(
-    results: Results, job: Job, variant: str, *, mark: Marker | None, asked: str | None, if_range: str | None
-) -> Response:
+def picture_content_of(results: Results, job: Job, variant: str, asked: Asked, *, mark: Marker | None) -> Response:
     """The same for one of the `VARIANTS` of a video, which `mark` signs.
 
     Raises:
@@ -71,19 +83,21 @@ def picture_content_of(
         num_bytes=len(picture),
         sha256=hashlib.sha256(picture).hexdigest(),
     )
-    return _answer(content, asked, if_range)
+    return _answer(content, asked)
 
 
-def _answer(content: _Content, asked: str | None, if_range: str | None) -> Response:
+def _answer(content: _Content, asked: Asked) -> Response:
     etag, size = f'"{content.sha256}"', content.num_bytes
-    headers = {
+    headers = {"cache-control": "private, no-store", "etag": etag}
+    if asked.is_known(etag):
+        content.file.close()
+        return Response(status_code=304, headers=headers)
+    headers |= {
         "accept-ranges": "bytes",
-        "cache-control": "private, no-store",
         "content-disposition": f'attachment; filename="{content.name}"',
-        "etag": etag,
         "x-content-type-options": "nosniff",
     }
-    part = asked_range(asked, size) if if_range in (None, etag) else None
+    part = asked_range(asked.range, size) if asked.if_range in (None, etag) else None
     if part is None:
         part, status = range(size), 200
     elif part:

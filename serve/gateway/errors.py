@@ -8,12 +8,14 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from megadit.models.shared.errors import did_you_mean
 from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.logs import log
 
 _RETRY_SECONDS = 2
+_METHODS = ("GET", "HEAD", "POST", "DELETE")
 IN_WORDS = {"size": "give WIDTHxHEIGHT in pixels, such as 512x288"}
 """Field with a pattern -> what it wants, in place of a regular expression."""
 
@@ -59,12 +61,23 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     def refused(request: Request, error: HTTPException) -> JSONResponse:
-        return answer(ApiError(error.status_code, "invalid_request", str(error.detail)), error.headers)
+        headers = error.headers if error.status_code != 405 else {"allow": ", ".join(_allowed(app, request))}
+        return answer(ApiError(error.status_code, "invalid_request", str(error.detail)), headers)
 
     @app.exception_handler(SQLAlchemyError)
     def store_failed(request: Request, error: SQLAlchemyError) -> JSONResponse:
         log("store failed", reason=in_a_line(error))
         return answer(unavailable("store_unavailable", "the job store cannot be used at the moment"))
+
+
+def _allowed(app: FastAPI, request: Request) -> list[str]:
+    """The methods that the path of a request takes, whichever routes take them."""
+
+    def is_taken(method: str) -> bool:
+        asked = {**request.scope, "method": method}
+        return any(route.matches(asked)[0] is Match.FULL for route in app.router.routes)
+
+    return [method for method in _METHODS if is_taken("GET" if method == "HEAD" else method)]
 
 
 def answer(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -61,6 +61,7 @@ def form_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     described = "A frame by its number: files in the fields keyframe[0], keyframe[24], ..."
     return {
         **schema,
+        "title": f"{schema['title']}Form",
         "properties": properties,
         "patternProperties": {r"^keyframe\[[0-9]+\]$": {"description": described}},
     }

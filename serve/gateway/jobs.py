@@ -37,8 +37,8 @@ class Job:
     created_at: float
     started_at: float | None
     completed_at: float | None
-    seconds_to_live: float | None
-    """Seconds until the result expires; negative once it is gone."""
+    expires_at: float | None
+    """When the result is removed, by the clock that told its end; the store itself counts ticks."""
     media_type: str | None
     num_bytes: int | None
     sha256: str | None
@@ -120,14 +120,14 @@ def failure(now: float, code: str, message: str) -> dict[str, Any]:
 _IN_JSON = ("request", "scores")
 
 
-def job_of(row: Row, now: float) -> Job:
-    """The job that a row of the table is; `now` is of the store's clock."""
+def job_of(row: Row) -> Job:
+    """The job that a row of the table is."""
     plain = {name: getattr(row, name) for name in Job.__dataclass_fields__ if name in JOBS.c and name not in _IN_JSON}
     return Job(
         **plain,
         request=VideoRequest(**json.loads(row.request, object_hook=_with_tuples)),
         scores=None if row.scores is None else json.loads(row.scores),
-        seconds_to_live=None if row.expires_tick is None else row.expires_tick - now,
+        expires_at=None if row.expires_tick is None else row.completed_at + row.expires_tick - row.ended_tick,
     )
 
 

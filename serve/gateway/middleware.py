@@ -5,6 +5,7 @@ import logging
 import re
 import secrets
 import time
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -20,8 +21,6 @@ _PLAIN = re.compile(rb"[0-9A-Za-z._-]{1,64}")
 """A request id of a client's that may be repeated in a header and in the log."""
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 """Methods that are counted under their names; clients can make up any number of others."""
-
-
 _CLIENT_LEFT = 499
 """Status of a request whose client hangs up before the answer, as nginx counts it: no fault of the service's."""
 _SECONDS_OF_A_BODY = 30.0
@@ -41,8 +40,12 @@ class _BodyTooSlowError(Exception):
     pass
 
 
+class _HeadIsAllError(OSError):
+    """Nothing more of the answer is wanted; an OSError ends a stream as a client that is gone does."""
+
+
 class Surroundings:
-    """Plain ASGI, so that streams pass through as they come."""
+    """Plain ASGI, so that streams pass through as they come. HEAD is what GET answers, without its body."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, tracing: Tracing, max_body_bytes: int) -> None:
         self._tracing = tracing
@@ -52,7 +55,9 @@ class Surroundings:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), 0
+        began, status, method = time.monotonic(), 0, scope["method"]
+        if method == "HEAD":
+            scope = scope | {"method": "GET"}
         request_id = _request_id(scope)
         token, span = REQUEST_ID.set(request_id), self._span(scope, request_id)
         place = HERE.set(span.traceparent)
@@ -63,20 +68,24 @@ class Surroundings:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+            elif method == "HEAD":
+                await send({"type": "http.response.body"})
+                raise _HeadIsAllError
             await send(message)
 
         try:
             with patient():
                 await self._app(scope, self._limited(receive, state), sending)
-        except ClientDisconnect:  # in the midst of its own request
+        except (ClientDisconnect, _HeadIsAllError):  # in the midst of its own request, or with all that it wanted
             status = status or _CLIENT_LEFT
         except Exception as error:
             if not isinstance(error, (_BodyTooLargeError, _BodyTooSlowError)):
                 log("request failed", error=error)
             if not status:
-                await answer(self._told(error))(scope, receive, sending)
+                with suppress(_HeadIsAllError):
+                    await answer(self._told(error))(scope, receive, sending)
         finally:
-            self._note(scope, status, time.monotonic() - began, span)
+            self._note(scope | {"method": method}, status, time.monotonic() - began, span)
             REQUEST_ID.reset(token)
             HERE.reset(place)
 

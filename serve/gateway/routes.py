@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,29 +15,31 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from megadit.models.given_settings import GIVEN
 from megadit.models.shared.errors import UserError
 from megadit.serve.answers import AdapterNotFoundError, InvalidRequestError
 from megadit.serve.contract import ServiceInfo
-from megadit.serve.gateway.content import content_of, picture_content_of, read_video
+from megadit.serve.gateway.content import Asked, content_of, picture_content_of, read_video
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
-from megadit.serve.gateway.given import MOST_FILES, form_schema, pack, values_of
-from megadit.serve.gateway.jobs import QUEUED, Job, NewJob, new_id
+from megadit.serve.gateway.given import MOST_FILES, pack, values_of
+from megadit.serve.gateway.jobs import FAILED, QUEUED, Job, NewJob, new_id
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.pictures import VARIANTS
 from megadit.serve.gateway.results import SUFFIXES
 from megadit.serve.gateway.room import QuotaExceededError, TooManyActiveError
 from megadit.serve.gateway.schemas import (
+    ERRORS,
     CreateVideo,
-    ErrorBody,
     Model,
     ModelList,
     RemixVideo,
     Video,
     VideoDeleted,
     VideoPage,
+    body_of,
     check,
 )
 from megadit.serve.gateway.service import Gateway
@@ -55,28 +56,27 @@ _MOST_MARKS = 1 << 19
 """Quotes, commas and brackets of a JSON body: reading them holds everybody up, as base64, which has none, does not."""
 _SMALL = 1 << 16
 """Bytes of a body that is read at once; larger ones take turns."""
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": CreateVideo.model_json_schema()},
-            "multipart/form-data": {"schema": form_schema(CreateVideo.model_json_schema())},
-        },
-    }
-}
-_REMIX_BODY = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": RemixVideo.model_json_schema()}}}
-}
+
+
+def _content(*kinds: str, statuses: tuple[int, ...] = (200,)) -> dict[int | str, dict[str, Any]]:
+    content = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in kinds}
+    return {status: {"content": content} for status in statuses}
+
+
+_CREATE = body_of(json="CreateVideo", form="CreateVideoForm")
+_MAKE = {"response_class": Response, "responses": _content(*SUFFIXES), "openapi_extra": _CREATE}
+_STATUSES = {"invalid_request": 400, "adapter_not_found": 400, "guardrail": 400, "timed_out": 504}
+"""Of failures that are not the service's fault, or take too long; any other is a 500."""
 _IdempotencyKey = Annotated[str | None, Header(pattern=r"^[\x21-\x7e]{1,255}$")]
 
 
 def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["videos"], responses={"default": {"model": ErrorBody}})
+    router = APIRouter(prefix="/v1", tags=["videos"], responses=ERRORS)
     Authenticated = Annotated[Key, Depends(authenticate)]
     streams = Streams(gateway)
     one_at_a_time = CapacityLimiter(1)  # pictures, each of which takes a core; who waits holds no thread of others
 
-    @router.post("/videos", response_model=Video, openapi_extra=_BODY)
+    @router.post("/videos", response_model=Video, openapi_extra=_CREATE)
     async def create_video(
         request: Request,
         key: Authenticated,
@@ -86,13 +86,29 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
 
         Files (`input_reference`, `image`, `video`, ...) come in a form, or in JSON as base64; no address is fetched.
         """
-        with gateway.uploads.admitted(request, key):
-            if "max_body_bytes" in request.scope["state"]:  # a key without room need not send so much
-                await run_in_threadpool(_with_room, gateway, key, gateway.store.check_room)
-            body = await _read(gateway, key, request, CreateVideo)
-            return await _taken(gateway, key, await run_in_threadpool(_new_video, gateway, key, body, idempotency_key))
+        return await _accepted(gateway, key, request, idempotency_key)
 
-    @router.post("/videos/{video_id}/remix", response_model=Video, openapi_extra=_REMIX_BODY)
+    @router.post("/videos/generations", operation_id="generate_video", **_MAKE)
+    @router.post("/videos/sync", **_MAKE)
+    async def make_video(request: Request, key: Authenticated, idempotency_key: _IdempotencyKey = None) -> Response:
+        """Takes a request, waits, and answers with the video itself; `x-video-id` names it.
+
+        A client that hangs up cancels its video, unless it has an `Idempotency-Key`, with which it may ask again.
+        """
+        video = await _accepted(gateway, key, request, idempotency_key)
+        try:
+            job = await streams.end_of(key, video.id, request)
+        except ClientDisconnect:
+            if idempotency_key is None:
+                await run_in_threadpool(_delete, gateway, key, video.id)
+            raise
+        if job is None or job.status == FAILED:
+            raise _failure(job, video.id)
+        answer = await run_in_threadpool(content_of, gateway.results, job)
+        answer.headers["x-video-id"] = job.id
+        return answer
+
+    @router.post("/videos/{video_id}/remix", response_model=Video, openapi_extra=body_of(json="RemixVideo"))
     async def remix_video(
         request: Request, key: Authenticated, video_id: str, idempotency_key: _IdempotencyKey = None
     ) -> Video:
@@ -115,14 +131,14 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         page = gateway.store.page(key.id, after=after, limit=limit, newest_first=order == "desc")
         if page is None:
             raise not_found(after)
-        videos = [Video.of(job, now=time.time()) for job in page[0]]
+        videos = [Video.of(job) for job in page[0]]
         first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
         return VideoPage(data=videos, first_id=first, last_id=last, has_more=page[1])
 
     @router.get("/videos/{video_id}", response_model=Video)
     def get_video(key: Authenticated, video_id: str) -> Video:
         """Progress of a video."""
-        return Video.of(_find(gateway, key, video_id), now=time.time())
+        return Video.of(_find(gateway, key, video_id))
 
     @router.get("/videos/{video_id}/events", response_class=StreamingResponse, responses=_content("text/event-stream"))
     async def follow_video(key: Authenticated, video_id: str) -> StreamingResponse:
@@ -141,35 +157,23 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
     async def get_content(
         key: Authenticated,
         video_id: str,
+        asked: Annotated[Asked, Depends()],
         variant: Literal["video", "thumbnail", "spritesheet"] = "video",
-        asked: Annotated[str | None, Header(alias="range")] = None,
-        if_range: Annotated[str | None, Header()] = None,
     ) -> Response:
         """The finished video itself, or one range of its bytes.
 
         Its `thumbnail` is a webp of the first frame, its `spritesheet` a jpg of up to 16 frames in rows of four.
         """
         job = await run_in_threadpool(_find, gateway, key, video_id)
-        headers = {"asked": asked, "if_range": if_range}
         if variant == "video":
-            return await run_in_threadpool(content_of, gateway.results, job, **headers)
-        make = partial(picture_content_of, gateway.results, job, variant, mark=gateway.mark, **headers)
+            return await run_in_threadpool(content_of, gateway.results, job, asked)
+        make = partial(picture_content_of, gateway.results, job, variant, asked, mark=gateway.mark)
         return await to_thread.run_sync(make, limiter=one_at_a_time)
 
     @router.delete("/videos/{video_id}", response_model=VideoDeleted)
     def delete_video(key: Authenticated, video_id: str) -> VideoDeleted:
         """Removes a video. One that is being made is cancelled: no step is computed after the one that is under way."""
-        job = gateway.store.delete(key.id, video_id) if _ID.fullmatch(video_id) else None
-        if job is None:
-            raise not_found(video_id)
-        gateway.runner.cancel(video_id)
-        if job.status == QUEUED:  # the end of one that runs is counted by who runs it
-            gateway.metrics.videos.labels(key.id, job.model, "cancelled").inc()
-        try:
-            gateway.results.remove(job.result_name)
-        except Exception as error:  # whatever a file system raises; the next start sweeps the video away
-            log("result not removed", error=error, job=video_id)
-        return VideoDeleted(id=video_id)
+        return _delete(gateway, key, video_id)
 
     @router.get("/models", response_model=ModelList)
     def list_models(key: Authenticated) -> ModelList:
@@ -182,16 +186,41 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
     return router
 
 
-def _content(*kinds: str, statuses: tuple[int, ...] = (200,)) -> dict[int | str, dict[str, Any]]:
-    content = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in kinds}
-    return {status: {"content": content} for status in statuses}
-
-
 def _find(gateway: Gateway, key: Key, video_id: str) -> Job:
     job = gateway.store.get(key.id, video_id) if _ID.fullmatch(video_id) else None
     if job is None:
         raise not_found(video_id)
     return job
+
+
+def _delete(gateway: Gateway, key: Key, video_id: str) -> VideoDeleted:
+    job = gateway.store.delete(key.id, video_id) if _ID.fullmatch(video_id) else None
+    if job is None:
+        raise not_found(video_id)
+    gateway.runner.cancel(video_id)
+    if job.status == QUEUED:  # the end of one that runs is counted by who runs it
+        gateway.metrics.videos.labels(key.id, job.model, "cancelled").inc()
+    try:
+        gateway.results.remove(job.result_name)
+    except Exception as error:  # whatever a file system raises; the next start sweeps the video away
+        log("result not removed", error=error, job=video_id)
+    return VideoDeleted(id=video_id)
+
+
+def _failure(job: Job | None, video_id: str) -> ApiError:
+    """Why a video that a client waited for did not come."""
+    if job is None:
+        return ApiError(404, "deleted", f"{video_id} was deleted")
+    code = job.error_code or "server_failed"
+    return ApiError(_STATUSES.get(code, 500), code, f"{job.error_message} ({video_id})")
+
+
+async def _accepted(gateway: Gateway, key: Key, request: Request, idempotency_key: str | None) -> Video:
+    with gateway.uploads.admitted(request, key):
+        if "max_body_bytes" in request.scope["state"]:  # a key without room need not send so much
+            await run_in_threadpool(_with_room, gateway, key, gateway.store.check_room)
+        body = await _read(gateway, key, request, CreateVideo)
+        return await _taken(gateway, key, await run_in_threadpool(_new_video, gateway, key, body, idempotency_key))
 
 
 async def _read(gateway: Gateway, key: Key, request: Request, model: type[_Body]) -> _Body:
@@ -306,7 +335,7 @@ def _take(gateway: Gateway, key: Key, new: NewJob) -> Video:
         raise unavailable("storage_full", "there is no room for more videos at the moment")
     job = _stored(gateway, key, replace(new, traceparent=HERE.get()))
     gateway.runner.tell_news()
-    return Video.of(job, now=time.time())
+    return Video.of(job)
 
 
 def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:

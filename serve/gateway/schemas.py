@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic.json_schema import models_json_schema
 from pydantic_core import from_json
 
 from megadit.models.given_settings import GIVEN, MEDIA
@@ -10,11 +11,11 @@ from megadit.models.settings import SERVED
 from megadit.models.shared.setting import Setting, other_names, under_own_names
 from megadit.serve.answers import InvalidRequestError
 from megadit.serve.contract import ServiceInfo, VideoRequest
-from megadit.serve.gateway.given import MOST_FILES, File, Keyframe, reference_as
+from megadit.serve.gateway.given import MOST_FILES, File, Keyframe, form_schema, reference_as
 from megadit.serve.gateway.jobs import COMPLETED, FAILED, Job
 
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
-
+_SCHEMAS = "#/components/schemas/"
 
 _MOST = {str: 100_000, int: _INT32, float: 1e6}
 """The largest number, or characters, of a setting that has no upper bound of its own."""
@@ -84,7 +85,12 @@ class _VideoBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _by_own_names(cls, body: Any) -> Any:
-        return under_own_names(body, SERVED) if isinstance(body, dict) else body
+        if not isinstance(body, dict):
+            return body
+        if "size" not in body and {"width", "height"} <= set(body):  # as vLLM-Omni's clients send them
+            rest = {name: value for name, value in body.items() if name not in ("width", "height")}
+            body = rest | {"size": f"{body['width']}x{body['height']}"}
+        return under_own_names(body, SERVED)
 
     def request(self, info: ServiceInfo) -> VideoRequest:
         """The request that this amounts to; what is left out is None.
@@ -135,6 +141,23 @@ class RemixVideo(BaseModel):
     prompt: str = Field(min_length=1, max_length=_MOST[str], examples=["make it red"])
 
 
+def _bodies() -> dict[str, Any]:
+    asked = [(model, "validation") for model in (CreateVideo, RemixVideo)]
+    schemas = models_json_schema(asked, ref_template=f"{_SCHEMAS}{{model}}")[1]["$defs"]
+    return schemas | {"CreateVideoForm": form_schema(schemas["CreateVideo"])}
+
+
+BODIES = _bodies()
+"""The schemas of bodies that routes read by themselves, by name: FastAPI describes all others."""
+
+
+def body_of(**kinds: str) -> dict[str, Any]:
+    """What OpenAPI says of a route that reads one of these: `json` and `form` name its schema."""
+    types = {"json": "application/json", "form": "multipart/form-data"}
+    content = {types[kind]: {"schema": {"$ref": f"{_SCHEMAS}{name}"}} for kind, name in kinds.items()}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 class VideoError(BaseModel):
     code: str
     message: str
@@ -163,7 +186,7 @@ class Video(BaseModel):
     settings: dict[str, Any] = Field(description="Everything that decides the video")
 
     @classmethod
-    def of(cls, job: Job, *, now: float) -> "Video":
+    def of(cls, job: Job) -> "Video":
         request = job.request
         is_there = job.status == COMPLETED and job.num_bytes is not None
         return cls(
@@ -173,7 +196,7 @@ class Video(BaseModel):
             progress=job.progress,
             created_at=int(job.created_at),
             completed_at=None if job.completed_at is None else int(job.completed_at),
-            expires_at=int(now + job.seconds_to_live) if is_there and job.seconds_to_live is not None else None,
+            expires_at=int(job.expires_at) if is_there and job.expires_at is not None else None,
             error=VideoError(code=job.error_code, message=job.error_message) if job.status == FAILED else None,
             prompt=request.text,
             seconds=f"{request.num_frames / request.fps:g}" if request.fps else "0",
@@ -235,6 +258,10 @@ class ErrorDetail(BaseModel):
 
 class ErrorBody(BaseModel):
     error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+"""Not `default`, which generated clients read as the answer where no other is JSON: a video itself."""
 
 
 class Health(BaseModel):

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import shutil
 import socket
 import threading
@@ -69,6 +70,13 @@ class GatewaySettings:
     adapters: str = setting(
         "", "folder of adapters, that of `build-repository`; keys may add their own (default: none)", metavar="DIR"
     )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "origin whose pages may ask from browsers, https://HOST or *; may be repeated (default: none)",
+        names=("--cors_origin",),
+        metavar="ORIGIN",
+        repeated=True,
+    )
     name: str = setting("", "unique name of this gateway at its store (default: HOST:PORT)")
     slots: int = setting(8, "jobs given to each server at once (default: {default})", low=1, metavar="N")
     max_body_bytes: int = setting(1 << 20, "bytes of a request (default: 1 MiB)", low=1, metavar="N")
@@ -76,7 +84,9 @@ class GatewaySettings:
     max_uploads: int = setting(
         4, "requests with files that a key sends at once (default: {default})", low=1, metavar="N"
     )
-    max_streams: int = setting(32, "progress streams of a key (default: {default})", low=1, metavar="N")
+    max_streams: int = setting(
+        32, "progress streams of a key, and videos that it waits for (default: {default})", low=1, metavar="N"
+    )
     min_free_bytes: int = setting(1 << 28, "bytes to leave free on disks (default: 256 MiB)", metavar="N")
     """Disks of the store and the results; with less room, no job is taken."""
     history_seconds: float = setting(
@@ -90,6 +100,9 @@ class GatewaySettings:
         check_settings(self)
         if not self.servers:
             raise UserError("give at least one server, such as grpc://127.0.0.1:8001")
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise UserError(f"--cors_origin {origin}: give scheme and host alone, such as https://videos.example")
         if holds_password(self.store):
             raise UserError(
                 "the store's URL holds a password, which every user of this machine would see in the process list; "

@@ -90,7 +90,7 @@ class JobStore:
                 raise KeyRevokedError("this key was revoked")
             now = store_seconds(connection)
             if new.idempotency_key is not None:
-                known = _one(connection, now, JOBS.c.key_id == key.id, JOBS.c.idempotency_key == new.idempotency_key)
+                known = _one(connection, JOBS.c.key_id == key.id, JOBS.c.idempotency_key == new.idempotency_key)
                 if known is not None:
                     return self._known(connection, known, new), False
             given, job_id = new.given, new.id or new_id()
@@ -117,7 +117,7 @@ class JobStore:
                     webhook=_WANTED if key.webhook_url else None,
                 )
             )
-            return _one(connection, now, JOBS.c.id == job_id), True
+            return _one(connection, JOBS.c.id == job_id), True
 
     def _known(self, connection: Connection, job: Job, new: NewJob) -> Job:
         fingerprint = connection.execute(select(JOBS.c.fingerprint).where(JOBS.c.id == job.id)).scalar_one()
@@ -130,9 +130,8 @@ class JobStore:
     def get(self, key_id: str, job_id: str) -> Job | None:
         """A job of this key that was not deleted."""
         with self._database.reading() as connection:
-            now = store_seconds(connection)
             row = connection.execute(_WITH_ID, {"of_key": key_id, "with_id": job_id}).one_or_none()
-            return None if row is None else job_of(row, now)
+            return None if row is None else job_of(row)
 
     def preview(self, job: Job, *, but: int) -> tuple[int, bytes] | None:
         """(step, JPEG) of a running job, if there is any but that of one step."""
@@ -147,21 +146,20 @@ class JobStore:
         """Jobs of a key, and whether there are more; None if `after` is none of them."""
         conditions = list(_of_key(key_id))
         with self._database.reading() as connection:
-            now = store_seconds(connection)
             if after is not None:
-                last = _one(connection, now, *conditions, JOBS.c.id == after)
+                last = _one(connection, *conditions, JOBS.c.id == after)
                 if last is None:
                     return None
                 conditions.append(JOBS.c.number < last.number if newest_first else JOBS.c.number > last.number)
             order = JOBS.c.number.desc() if newest_first else JOBS.c.number
             rows = connection.execute(select(JOBS).where(*conditions).order_by(order).limit(limit + 1)).all()
-        return [job_of(row, now) for row in rows[:limit]], len(rows) > limit
+        return [job_of(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, key_id: str, job_id: str) -> Job | None:
         """The job as it was before; None where there was none."""
         with self._database.writing() as connection:
             now = store_seconds(connection)
-            job = _one(connection, now, *_of_key(key_id), JOBS.c.id == job_id)
+            job = _one(connection, *_of_key(key_id), JOBS.c.id == job_id)
             if job is not None:
                 values = {"status": DELETED, "ended_tick": now, "expires_tick": None}
                 connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(**values))
@@ -183,12 +181,11 @@ class JobStore:
         told = {"models": list(models)}
         with self._database.writing() as connection:
             self._database.alone(connection, CLAIMING)
-            now = store_seconds(connection)
             for key_id in connection.execute(_TURNS, told).scalars():
                 first = connection.execute(_NEXT_OF_KEY, told | {"of_key": key_id})
                 if (number := first.scalar_one_or_none()) is not None:
                     if self._take(connection, number, key_id):
-                        return _one(connection, now, JOBS.c.number == number)
+                        return _one(connection, JOBS.c.number == number)
         return None
 
     def _take(self, connection: Connection, number: int, key_id: str) -> bool:
@@ -252,9 +249,8 @@ class JobStore:
     def interrupt_all(self, owner: str) -> list[Job]:
         """Puts back into the queue what a gateway ran that is no more, however often: its end is no fault of theirs."""
         with self._database.reading() as connection:
-            now = store_seconds(connection)
             rows = connection.execute(select(JOBS).where(JOBS.c.status == IN_PROGRESS, JOBS.c.owner == owner)).all()
-        jobs = [job for row in rows if self._change(job := job_of(row, now), lambda now: _waiting())]
+        jobs = [job for row in rows if self._change(job := job_of(row), lambda now: _waiting())]
         with self._database.writing() as connection:  # what it had to tell is ours to tell
             untold = and_(JOBS.c.webhook == _WANTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
             connection.execute(update(JOBS).where(untold).values(owner=self.owner))
@@ -285,12 +281,17 @@ class JobStore:
     def untold(self, key_id: str) -> list[Job]:
         """The oldest of these jobs of one key."""
         with self._database.reading() as connection:
-            now = store_seconds(connection)
             untold = select(JOBS).where(self._is_untold(), JOBS.c.key_id == key_id).order_by(JOBS.c.number)
-            return [job_of(row, now) for row in connection.execute(untold.limit(_AT_ONCE))]
+            return [job_of(row) for row in connection.execute(untold.limit(_AT_ONCE))]
 
     def _is_untold(self) -> ColumnElement[bool]:
         return and_(JOBS.c.webhook == _WANTED, JOBS.c.status.in_((COMPLETED, FAILED)), JOBS.c.owner == self.owner)
+
+    def with_webhook(self) -> list[tuple[Job, str]]:
+        """Jobs that have ended and whose key has an address, the oldest first; and whether it was told."""
+        ended = select(JOBS).where(JOBS.c.webhook.is_not(None), JOBS.c.status.in_((COMPLETED, FAILED)))
+        with self._database.reading() as connection:
+            return [(job_of(row), row.webhook) for row in connection.execute(ended.order_by(JOBS.c.number))]
 
     def note_told(self, job: Job, outcome: str) -> None:
         with self._database.writing() as connection:
@@ -303,7 +304,7 @@ class JobStore:
         with self._database.reading() as connection:
             now = store_seconds(connection)
             gone = select(JOBS).where(JOBS.c.num_bytes.is_not(None), JOBS.c.expires_tick < now).limit(_AT_ONCE)
-            return [job_of(row, now) for row in connection.execute(gone)]
+            return [job_of(row) for row in connection.execute(gone)]
 
     def forget_result(self, job: Job) -> None:
         with self._database.writing() as connection:
@@ -312,9 +313,8 @@ class JobStore:
     def ended_with_given(self) -> list[Job]:
         """Jobs that have ended, whose conditioning media are not yet removed (see `forget_given`)."""
         with self._database.reading() as connection:
-            now = store_seconds(connection)
             ended = JOBS.c.given_name.is_not(None) & JOBS.c.status.not_in((QUEUED, IN_PROGRESS))
-            return [job_of(row, now) for row in connection.execute(select(JOBS).where(ended).limit(_AT_ONCE))]
+            return [job_of(row) for row in connection.execute(select(JOBS).where(ended).limit(_AT_ONCE))]
 
     def forget_given(self, job: Job) -> None:
         with self._database.writing() as connection:
@@ -369,6 +369,6 @@ def _of_key(key_id: str) -> tuple[ColumnElement[bool], ...]:
     return JOBS.c.key_id == key_id, JOBS.c.status != DELETED
 
 
-def _one(connection: Connection, now: float, *conditions: ColumnElement[bool]) -> Job | None:
+def _one(connection: Connection, *conditions: ColumnElement[bool]) -> Job | None:
     row = connection.execute(select(JOBS).where(*conditions)).one_or_none()
-    return None if row is None else job_of(row, now)
+    return None if row is None else job_of(row)

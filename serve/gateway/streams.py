@@ -1,4 +1,4 @@
-"""Streams of a video's progress, as server-sent events."""
+"""Waiting for a video: its progress as server-sent events, or its end."""
 
 import asyncio
 import base64
@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from megadit.serve.gateway.errors import ApiError
-from megadit.serve.gateway.jobs import Job
+from megadit.serve.gateway.errors import ApiError, unavailable
+from megadit.serve.gateway.jobs import QUEUED, Job
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.patience import patient
 from megadit.serve.gateway.schemas import Video, VideoPreview
@@ -39,7 +41,7 @@ class _Stream(StreamingResponse):
 
 
 class Streams:
-    """Progress streams, of which each key may read a few at once."""
+    """Clients that wait, of which each key may have a few at once."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -52,17 +54,42 @@ class Streams:
         Raises:
             ApiError: if this key reads as many as it may.
         """
-        with self._lock:
-            if self._open[key.id] >= self._gateway.settings.max_streams:
-                message = f"this key may read {self._gateway.settings.max_streams} streams at once"
-                raise ApiError(429, "too_many_streams", message, retry_after=5)
-            self._count(key, 1)
+        self._begin(key)
         return _Stream(
             self._events(key, video_id),
             on_end=lambda: self._end(key),
             headers=headers,
             media_type="text/event-stream",
         )
+
+    async def end_of(self, key: Key, video_id: str, request: Request) -> Job | None:
+        """The job once it has ended, None once it is deleted; whoever waits for it counts as a stream.
+
+        Raises:
+            ApiError: if this key reads as many as it may, or the gateway ends before the video is begun.
+            ClientDisconnect: if the client hangs up.
+        """
+        self._begin(key)
+        try:
+            while True:
+                with patient():  # each look by itself
+                    job = await run_in_threadpool(self._gateway.store.get, key.id, video_id)
+                if job is None or job.has_ended:
+                    return job
+                if self._gateway.runner.is_draining and job.status == QUEUED:
+                    raise unavailable("draining", f"this gateway is about to end; ask for {video_id} again")
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        finally:
+            self._end(key)
+
+    def _begin(self, key: Key) -> None:
+        with self._lock:
+            if self._open[key.id] >= self._gateway.settings.max_streams:
+                message = f"this key may read {self._gateway.settings.max_streams} streams at once"
+                raise ApiError(429, "too_many_streams", message, retry_after=5)
+            self._count(key, 1)
 
     def _end(self, key: Key) -> None:
         with self._lock:
@@ -81,7 +108,7 @@ class Streams:
                 yield _event("video.preview", preview)
             if (job.status, job.step) != last:
                 last, told_at = (job.status, job.step), time.monotonic()
-                yield _event(f"video.{job.status}", Video.of(job, now=time.time()))
+                yield _event(f"video.{job.status}", Video.of(job))
             elif time.monotonic() - told_at > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
                 told_at = time.monotonic()
                 yield ": still here\n\n"

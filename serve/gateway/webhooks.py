@@ -88,7 +88,7 @@ class Webhooks:
 
     def _try(self, key: Key | None, job: Job, tries: dict[str, tuple[int, float]]) -> bool:
         is_wanted = key is not None and not key.is_revoked
-        result = _send(key, job, may_be_private=self._may_be_private) if is_wanted else "key revoked"
+        result = send(key, job, may_be_private=self._may_be_private) if is_wanted else "key revoked"
         count = tries.get(job.id, (0, 0.0))[0] + 1
         is_taken = result.startswith("2")
         self._metrics.webhook_attempts.labels(f"{result[0]}xx" if result.isdecimal() else result).inc()
@@ -105,7 +105,7 @@ class Webhooks:
         return is_taken
 
 
-def _send(key: Key, job: Job, *, may_be_private: bool) -> str:
+def send(key: Key, job: Job, *, may_be_private: bool) -> str:
     """The status with which the address answers, or why it does not."""
     event = {
         "id": f"evt_{job.id}",

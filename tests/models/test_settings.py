@@ -171,7 +171,7 @@ def test_one_line_adds_a_setting_everywhere(tmp_path):
         assert "--swirl NUMBER" in help and "how much the video turns" in help
     assert json.loads(jsonl) == [2, 1]
     assert '{ name: "swirl" data_type: TYPE_FP32 dims: [ 1 ] optional: true }' in triton
-    body = json.loads(openapi)["paths"]["/v1/videos"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = json.loads(openapi)["components"]["schemas"]["CreateVideo"]
     number = {"maximum": 2, "minimum": 0, "type": "number"}
     swirl = {"anyOf": [number, {"type": "null"}], "default": None, "description": "how much the video turns"}
     assert body["properties"]["swirl"].items() <= (swirl | {"title": "Swirl"}).items()

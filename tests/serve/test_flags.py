@@ -155,6 +155,7 @@ GATEWAY = (
     *(("--min_free_bytes", "5"), ("--history_seconds", "6"), ("--drain_seconds", "7")),
     *(("--max_connections", "20"), ("--max_upload_bytes", "8"), ("--max_uploads", "9"), ("--adapters", "zogs")),
     *(("--c2pa_certificate", "mine.crt"), ("--c2pa_key", "mine.key"), ("--private_webhooks",)),
+    ("--cors_origin", "https://a.example"),
 )
 
 

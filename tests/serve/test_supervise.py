@@ -14,6 +14,8 @@ from itertools import count
 import pytest
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.ports import free_ports
+from megadit.serve import up
 from megadit.serve.supervise import Child, OwnedProcess, answers, keep_running
 from megadit.serve.up import _renew, ask_to_renew, noted, supervise
 
@@ -185,3 +187,20 @@ def test_a_child_makes_files_of_its_own_whatever_it_asks_for(tmp_path):
     child = Child([sys.executable, "-c", code, str(made), str(opened)], environment=os.environ, log=None)
     assert child.wait(lambda: None) == 0
     assert [stat.S_IMODE(path.stat().st_mode) for path in (made, opened)] == [0o600, 0o644]
+
+
+@pytest.mark.parametrize("words", [["tritonserver", "--metrics-port={}"], [*sorted(up._GATEWAY), "--port={}"]])
+def test_servers_of_a_service_that_was_killed_are_waited_for(words, capsys, monkeypatch):
+    """They still hold the ports for some seconds; those of one that lives are none of these."""
+    monkeypatch.setattr(up, "_SECONDS_BETWEEN_LOOKS", 0.05)
+    port, other = free_ports(2)
+    command = [sys.executable, "-c", "input()", *(word.format(port) for word in words)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as orphan:
+        assert up._orphans({port}) == [orphan.pid] and up._orphans({other}) == []
+        threading.Timer(0.3, orphan.kill).start()
+        up._wait_for_orphans({port, other})
+        assert orphan.poll() is not None and "waiting for them" in capsys.readouterr().err
+    code = f"import subprocess; subprocess.run({command!r})"
+    with subprocess.Popen([sys.executable, "-c", code, "serve", "up"], stdin=subprocess.PIPE) as living:
+        assert up._orphans({port}) == []
+        living.stdin.close()

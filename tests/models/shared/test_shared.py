@@ -11,9 +11,11 @@ import sys
 import termios
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
+from megadit.models.shared import command
 from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest, nearest_multiples
 from megadit.models.shared.files import (
@@ -398,3 +400,22 @@ def test_a_full_disk_is_told_with_its_path_and_what_is_left(tmp_path, capsys):
     with pytest.raises(OSError) as told, atomic_directory(tmp_path / "folder"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert told.value.filename == str(tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)"),
+        RuntimeError("DataLoader worker (pid 1) is killed by signal: Bus error. It is possible that ..."),
+    ],
+    ids=["a lock", "a tensor", "a reader"],
+)
+def test_full_shared_memory_is_told_by_its_name(error, capsys, monkeypatch):
+    def fail(argv):
+        raise error
+
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    assert run_command(fail, []) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in ("/dev/shm", "--shm-size", "data.num_workers=0")) and told.count("\n") == 1

@@ -1,6 +1,7 @@
 """A proxy that breaks what passes through it, as networks, balancers and dying gateways do."""
 
 import contextlib
+import random
 import re
 import socket
 import struct
@@ -23,7 +24,8 @@ class Fault:
 
 @dataclass
 class FaultyProxy:
-    upstream: tuple[str, int]
+    upstreams: list[tuple[str, int]]
+    """Any that takes a connection gets a request."""
     faults: list[Fault] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     """Method and path of all requests that were passed on."""
@@ -59,9 +61,16 @@ class FaultyProxy:
                 _reset(client)
                 return
             self.asked.append(asked)
-            with socket.create_connection(self.upstream) as gateway:
+            with self._connect() as gateway:
                 gateway.sendall(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
                 self._answer(client, _pieces(gateway), kind)
+
+    def _connect(self) -> socket.socket:
+        *others, last = random.sample(self.upstreams, len(self.upstreams))
+        for upstream in others:
+            with contextlib.suppress(OSError):
+                return socket.create_connection(upstream)
+        return socket.create_connection(last)
 
     def _answer(self, client: socket.socket, pieces: Iterator[bytes], kind: str | None) -> None:
         if kind in ("kill", "hang"):

@@ -27,7 +27,7 @@ def proxy(url, monkeypatch):
     monkeypatch.setattr(client_module, "_SILENT_SECONDS", 2.0)
     monkeypatch.setattr(client_module, "_FIRST_PAUSE", 0.02)
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE", 0.1)
-    proxy = FaultyProxy((urlsplit(url).hostname, urlsplit(url).port))
+    proxy = FaultyProxy([(urlsplit(url).hostname, urlsplit(url).port)])
     yield proxy
     proxy.close()
 

@@ -1,4 +1,4 @@
-"""Manifests: by the schemas of Kubernetes and of docker compose, and by the options that our commands know."""
+"""Manifests: by what Kubernetes, docker compose and systemd take, and by the options that our commands know."""
 
 import re
 import shutil
@@ -13,8 +13,10 @@ from megadit.models.shared.options import every_setting, read_options
 from megadit.serve.gateway import command
 from megadit.serve.page.demo import PageOptions
 from megadit.serve.run import RunOptions
+from megadit.serve.up import UpOptions
 
 SERVE = Path(__file__).resolve().parents[3] / "serve"
+UNIT = SERVE / "systemd" / "megadit.service"
 KUBERNETES = sorted((SERVE / "kubernetes").glob("*.yaml"))
 DOCUMENTS = [
     document
@@ -112,3 +114,20 @@ def test_compose_knows_every_field(tmp_path):
     spoiled["services"]["gateway"]["comand"] = "x"
     (tmp_path / "spoiled.yml").write_text(yaml.safe_dump(spoiled))
     assert subprocess.run([*check, str(tmp_path / "spoiled.yml")], capture_output=True).returncode != 0
+
+
+def test_systemd_knows_every_line(tmp_path):
+    tool, text = shutil.which("systemd-analyze"), UNIT.read_text()
+    command = next(line for line in text.splitlines() if line.startswith("ExecStart="))
+    arguments = command.partition(" serve up ")[2].split()
+    names = [name for name, about in every_setting(UpOptions).items() if not about.positional]
+    read_options(UpOptions, arguments[: arguments.index("--")], prog="up", groups={"all": names})
+    if tool is None:
+        pytest.skip("no systemd-analyze; on Debian: apt-get install systemd")
+    there = text.replace("/opt/megadit/bin/megadit", sys.executable)  # which has to be there
+    spoiled = there.replace("Restart=always", "Restart=whenever")
+    for name, content, is_right in (("right", there, True), ("spoiled", spoiled, False)):
+        unit = tmp_path / f"{name}.service"
+        unit.write_text(content)
+        done = subprocess.run([tool, "verify", "--man=no", str(unit)], capture_output=True, text=True)
+        assert (unit.name not in done.stderr and done.returncode == 0) == is_right, done.stderr

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from megadit.serve.local_server import LocalServer
 
@@ -169,3 +173,29 @@ def test_a_cancel_is_the_end_of_its_steps(start_gateway, slow_server, request, e
         after_each.append(steps(prompt) - when_deleted)
     print(f"\nsteps begun after each of {len(after_each)} cancels: {sorted(after_each)}")
     assert max(after_each) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_aiperf_drives_the_service(start_gateway, server, request, tmp_path):
+    """NVIDIA's load generator as it is: what it posts, polls and downloads, this gateway has."""
+    aiperf = shutil.which(os.environ.get("MEGADIT_AIPERF", "aiperf"))
+    if aiperf is None:
+        pytest.skip("no aiperf: install it into an environment of its own and name it in MEGADIT_AIPERF")
+    count = request.config.getoption("--cases") or 8
+    gateway = start_gateway(f"grpc://{server.grpc_url}")
+    words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))  # its own would be fetched
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"text": "number {index}"}}\n' for index in range(count)))
+    command = [aiperf, "profile", "--url", gateway.url, "--api-key", gateway.new_key(), "--model", "text_to_video"]
+    command += ["--endpoint-type", "video_generation", "--download-video-content"]
+    command += ["--tokenizer", str(tmp_path / "tokenizer")]
+    command += ["--input-file", "prompts.jsonl", "--custom-dataset-type", "single_turn", "--ui", "none"]
+    command += ["--extra-inputs", "size:24x16", "num_frames:5", "num_inference_steps:2", "seed:7"]
+    command += ["--concurrency", "4", "--request-count", str(count), "--artifact-dir", "aiperf"]
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "aiperf" / "profile_export_aiperf.json").read_text())
+    print(f"\n{count} requests, 4 at once: {told['request_throughput']}, {told['request_latency']}")
+    assert told["request_count"]["avg"] == count and not told.get("error_summary")

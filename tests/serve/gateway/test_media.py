@@ -183,7 +183,7 @@ def test_a_remix_changes_a_finished_video(client, gateway, visit, given_of):
 
 
 def test_the_description_shows_files(client):
-    content = client.app.openapi()["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
-    form, body = (content[kind]["schema"]["properties"] for kind in ("multipart/form-data", "application/json"))
+    schemas = client.app.openapi()["components"]["schemas"]
+    form, body = (schemas[name]["properties"] for name in ("CreateVideoForm", "CreateVideo"))
     assert form["image"]["format"] == "binary" and form["input_reference"]["format"] == "binary"
     assert "contentEncoding" in json.dumps(body["image"]) and "strength" in form

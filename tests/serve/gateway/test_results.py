@@ -113,7 +113,7 @@ def test_a_video_that_is_deleted_while_it_is_read_is_read_to_its_end(visit, gate
     job = gateway.store.claim(MODELS)
     gateway.store.complete(job, gateway.results.put(job.id, DATA, "video/mp4"), seconds_to_live=1000)
     job = gateway.store.get(job.key_id, job.id)
-    answer = content_of(gateway.results, job, asked=None, if_range=None)
+    answer = content_of(gateway.results, job)
     gateway.results.remove(job.result_name)
 
     async def read() -> bytes:
@@ -121,7 +121,7 @@ def test_a_video_that_is_deleted_while_it_is_read_is_read_to_its_end(visit, gate
 
     assert asyncio.run(read()) == DATA
     with pytest.raises(ApiError, match="not there any more"):
-        content_of(gateway.results, job, asked=None, if_range=None)
+        content_of(gateway.results, job)
 
 
 def test_what_is_lost_or_half_there_is_not_served(completed, url):

@@ -1,6 +1,6 @@
-"""Real gateways under siege: connections that ask for nothing, and a gateway that stands still at random moments.
+"""Real gateways under siege: connections that ask for nothing, and gateways that stand still or die at any moment.
 
-`--cases N` is the number of idle connections (2,000 in all its size), or of stops (100).
+`--cases N` is the number of idle connections (2,000 in all its size), of stops (100), or of jobs (1,000).
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from megadit.serve.contract import VideoRequest
+from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.gateway.database import JOBS, Database
+
+from .faulty_proxy import FaultyProxy
 
 JOB = {"prompt": "an honest one", "num_steps": 2, "num_frames": 1}
 RUNNING = {"prompt": "a long one", "num_steps": 60, "num_frames": 1}
@@ -116,3 +121,74 @@ def test_a_gateway_that_stands_still_at_any_moment_loses_and_doubles_no_video(
     with contextlib.closing(Database(postgres)) as database, database.reading() as connection:
         again = sum(attempts > 1 for attempts in connection.execute(select(JOBS.c.attempts)).scalars())
     print(f"\n{cases} stops, {len(ids)} jobs, {again} of them begun again, {len(failed)} twice in vain")
+
+
+@contextlib.contextmanager
+def killed_in_turn(gateways, *, times: int, seconds: float):
+    """Kills one of the gateways every so many seconds and starts it again, so often; yields the number of kills."""
+    over, done = threading.Event(), []
+
+    def kill() -> None:
+        for number in range(times):
+            if over.wait(seconds):
+                return
+            place = number % len(gateways)
+            gateways[place].process.kill()
+            gateways[place].process.wait()
+            gateways[place] = gateways[place].restart()
+            done.append(place)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield done
+    finally:
+        over.set()
+        thread.join()
+        for gateway in gateways:
+            gateway.process.kill()
+            gateway.process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_gateways_that_are_killed_lose_and_double_no_job(start_gateway, server, postgres, tmp_path, request):
+    """Behind a proxy that takes whichever is there; every client fetches each of its videos, made of one request."""
+    count = request.config.getoption("--cases") or 24
+    chance, (num_clients, kills, seconds) = random.Random(0), (20, 18, 10) if count >= 1000 else (4, 3, 4)
+    gateways = [
+        start_gateway(
+            f"grpc://{server.grpc_url}", store=postgres, log=tmp_path / f"{name}.log",
+            arguments=(f"--name={name}", "--slots=4"),
+        )
+        for name in ("one", "two")
+    ]  # fmt: skip
+    key = gateways[0].new_key()
+    proxy = FaultyProxy([("127.0.0.1", gateway.port) for gateway in gateways])
+    jobs = [{"prompt": f"job {number}", "seed": number, "num_steps": chance.randint(1, 60)} for number in range(count)]
+
+    def work(place: int) -> list[float]:
+        client, taken = GatewayClient(proxy.url, key, patience=600), []
+        for number, job in enumerate(mine := jobs[place::num_clients]):
+            over.wait(start + kills * seconds * number / len(mine) - time.monotonic())  # to the end of the siege
+            began = time.monotonic()
+            (video,) = client.generate(VideoRequest(**job, num_frames=1))
+            assert (video.prompt, video.seed, video.media_type) == (job["prompt"], job["seed"], "image/png")
+            taken.append(time.monotonic() - began)
+        return taken
+
+    start, over = time.monotonic(), threading.Event()
+    with killed_in_turn(gateways, times=kills, seconds=seconds) as killed:
+        with ThreadPoolExecutor(num_clients) as threads:
+            taken = sorted(each for result in threads.map(work, range(num_clients)) for each in result)
+    proxy.close()
+    print(
+        f"\n{count} jobs of {num_clients} clients in {time.monotonic() - start:.0f} s, {len(killed)} kills, "
+        f"median {statistics.median(taken):.1f} s, longest {taken[-1]:.1f} s", end=""
+    )  # fmt: skip
+    assert len(killed) >= kills - 1, "to the end"
+    with contextlib.closing(Database(postgres)) as database, database.reading() as connection:
+        rows = connection.execute(select(JOBS)).all()
+    print(f"; {sum(row.attempts > 1 for row in rows)} begun again")
+    assert len(rows) == count and len({row.fingerprint for row in rows}) == count, "none was taken twice"
+    assert all(row.sha256 and row.status in ("completed", "deleted") for row in rows)

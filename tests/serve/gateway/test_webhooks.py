@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megadit.models.shared import verbs
 from megadit.models.shared.addresses import is_link_local
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
@@ -97,6 +98,28 @@ def test_an_address_that_never_answers_is_given_up(gateway, ended, eventually, m
     assert gateway.metrics.webhook_attempts.labels("unreachable")._value.get() == 20
 
 
+def test_what_was_given_up_is_listed_and_sent_again(gateway, receiver, ended, capsys):
+    """The address refuses the first two calls."""
+    _, good, bad = ended(receiver.url)
+    gateway.store.note_told(good, "given_up")
+    store = f"--store={gateway.settings.store}"
+
+    def run(*words: str) -> tuple[int, str]:
+        code = verbs.main(["serve", "webhooks", *words, store])
+        return code, "".join(capsys.readouterr())
+
+    shown = run("list")[1]
+    assert f"{good.id}  given up  completed" in shown and f"{bad.id}  wanted  failed" in shown and receiver.url in shown
+    assert run("resend") == (1, f"{good.id}  500\n")
+    assert run("resend", bad.id) == (1, f"{bad.id}  302\n")
+    assert run("resend") == (0, f"{good.id}  204\n") and run("resend", bad.id)[0] == 0
+    assert run("list") == (0, "") and run("resend") == (0, "")
+    assert run("resend", "video_0") == (
+        2,
+        "error: video_0 is no ended video of a key with a webhook; `megadit serve webhooks list`\n",
+    )
+
+
 def test_what_a_dead_gateway_had_to_tell_is_told_by_who_buries_it(gateway, ended):
     key, *_ = ended("http://127.0.0.1:1/hook")
     other = JobStore(gateway.database, owner="other")
@@ -147,9 +170,9 @@ def test_a_name_leads_to_the_internet_or_nowhere(gateway, receiver, ended, monke
     key, job, _ = ended(f"http://{host}:{receiver.server_port}/hook")
     received = receiver.received
     next(receiver.answers), next(receiver.answers)
-    assert webhooks._send(key, job, may_be_private=False) == result
+    assert webhooks.send(key, job, may_be_private=False) == result
     assert bool(received) == (result == "204")
-    assert webhooks._send(key, job, may_be_private=True) == "204"
+    assert webhooks.send(key, job, may_be_private=True) == "204"
 
 
 def test_what_a_cloud_tells_a_machine_is_no_webhook(gateway, ended, monkeypatch):
@@ -169,7 +192,7 @@ def test_what_a_cloud_tells_a_machine_is_no_webhook(gateway, ended, monkeypatch)
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", server.getsockname())]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         monkeypatch.setattr(webhooks, "is_link_local", lambda _: is_link_local("169.254.169.254"))
-        assert webhooks._send(key, job, may_be_private=True) == "private address"
+        assert webhooks.send(key, job, may_be_private=True) == "private address"
 
 
 def test_an_answer_without_end_is_over_in_time(gateway, ended, monkeypatch):
@@ -188,7 +211,7 @@ def test_an_answer_without_end_is_over_in_time(gateway, ended, monkeypatch):
 
             thread = threading.Thread(target=flood)
             thread.start()
-            assert webhooks._send(key, job, may_be_private=False) in ("timeout", "unreachable")
+            assert webhooks.send(key, job, may_be_private=False) in ("timeout", "unreachable")
             thread.join()
 
 

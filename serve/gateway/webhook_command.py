@@ -1,0 +1,72 @@
+"""`megadit serve webhooks`: which ends of videos were not told to their key's address, and telling them now."""
+
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from megadit.models.shared.command import run_command
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import group, setting
+from megadit.serve.gateway.database import Database, told_in_a_line
+from megadit.serve.gateway.keys import KeyRing
+from megadit.serve.gateway.service import GatewaySettings
+from megadit.serve.gateway.store import JobStore
+from megadit.serve.gateway.webhooks import send
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WebhookOptions:
+    action: Literal["list", "resend"] = setting(positional=True)
+    video: str | None = setting(
+        None, "id for `resend`; without it, all that were given up", positional=True, metavar="VIDEO"
+    )
+    gateway: GatewaySettings = group(GatewaySettings, only=("store", "private_webhooks"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Lists or sends webhooks; returns the exit code, 1 if an address does not take one."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    about = "Ends of videos that the address of their key has not taken."
+    options = read_options(WebhookOptions, argv, prog="megadit serve webhooks", description=about)
+    place = options.gateway.store
+    if "://" not in place and not Path(place).exists():
+        raise UserError(f"there is no store at {Path(place).absolute()}; give the gateway's --store")
+    with told_in_a_line(place):
+        database = Database(place)
+        return (_list if options.action == "list" else _resend)(
+            options, JobStore(database, owner=""), KeyRing(database)
+        )
+
+
+def _list(options: WebhookOptions, store: JobStore, keys: KeyRing) -> int:
+    addresses = {key.id: key.webhook_url for key in keys.all()}
+    for job, state in store.with_webhook():
+        if state != "delivered":
+            ended = datetime.fromtimestamp(job.completed_at, UTC).isoformat(timespec="seconds")
+            print(f"{job.id}  {state.replace('_', ' ')}  {job.status} {ended}  {job.key_id}  {addresses[job.key_id]}")
+    return 0
+
+
+def _resend(options: WebhookOptions, store: JobStore, keys: KeyRing) -> int:
+    """Whether the gateway runs or not; one that is about to send the same is no harm: receivers know it by its id."""
+    jobs = [
+        job
+        for job, state in store.with_webhook()
+        if options.video == job.id or not options.video and state == "given_up"
+    ]
+    if options.video and not jobs:
+        raise UserError(f"{options.video} is no ended video of a key with a webhook; `megadit serve webhooks list`")
+    results, private = [], options.gateway.private_webhooks
+    for job in jobs:
+        key = keys.find(job.key_id)
+        results.append("key revoked" if key is None or key.is_revoked else send(key, job, may_be_private=private))
+        if results[-1].startswith("2"):
+            store.note_told(job, "delivered")
+        print(f"{job.id}  {results[-1]}")
+    return int(not all(result.startswith("2") for result in results))
