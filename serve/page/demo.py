@@ -223,7 +223,7 @@ class Studio:
 
     def run_side_by_side(
         self, session: str, requests: list[VideoRequest], ways: Sequence[str | None] = (None, None)
-    ) -> Iterator[tuple[int, Event | ServiceError]]:
+    ) -> Iterator[tuple[int, Event | ServiceError | UserError]]:
         """(which, event) of several requests at once; one that fails gives its error."""
         events: queue.Queue = queue.Queue()
 
@@ -231,7 +231,7 @@ class Studio:
             try:
                 for event in self.run(session, request, ways[index]):
                     events.put((index, event))
-            except ServiceError as error:
+            except (ServiceError, UserError) as error:
                 events.put((index, error))
             finally:
                 events.put(None)

@@ -1,6 +1,7 @@
 """The demo page itself, in Gradio: what is where, and what a click does. `Studio` (demo.py) does the work."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import CancelledError, ServiceError, StepDone
+from megadit.serve.answers import CancelledError, InvalidRequestError, ServiceError, StepDone
 from megadit.serve.contract import VideoRequest
 from megadit.serve.page import view
 from megadit.serve.page.demo import Studio, Take
@@ -92,6 +93,7 @@ class _VideoTab:
 
     def _lay_out_inputs(self) -> None:
         asks = "what should be seen?" if view.makes_images(self.studio.info) else "what should happen?"
+        asks += " Shift+Enter makes it."
         self.prompt = gr.Textbox(label="Prompt", lines=2, autofocus=True, placeholder=asks, elem_id="prompt")
         samples = [[text] for text in self.studio.info.examples]
         self.examples = gr.Dataset(
@@ -177,6 +179,7 @@ class _VideoTab:
             self.facts: view.facts(request, note=note, way=self.studio.told(way)),
             self.make: gr.Button(interactive=False),
             self.again: gr.Button(interactive=False),
+            self.download: gr.DownloadButton(interactive=False),
             self.cancel: gr.Button(interactive=True),
             self.seed.number: request.seed,
         }
@@ -189,8 +192,8 @@ class _VideoTab:
                 take = self.studio.keep(request, event, way)
                 kept = [take, *kept]
                 ended |= self._finished(take, note) | {self.takes: kept, self.gallery: _pictures(kept)}
-        except ServiceError as error:
-            ended |= {self.stage: _failed_stage(request, error), self.again: gr.Button(interactive=bool(kept))}
+        except (ServiceError, UserError) as error:
+            ended |= {self.stage: _failed_stage(request, error)}
         yield ended
 
     def _finished(self, take: Take, note: str = "") -> dict:
@@ -253,7 +256,7 @@ class _CompareTab:
             self.make: gr.Button(interactive=False),
         }
         for side, event in self.studio.run_side_by_side(session.session_hash, requests, ways):
-            if isinstance(event, ServiceError):
+            if isinstance(event, (ServiceError, UserError)):
                 yield {self.stages[side]: _failed_stage(first, event)}
             elif isinstance(event, StepDone):
                 yield {self.stages[side]: view.progress_stage(_size(first), event)}
@@ -279,10 +282,15 @@ def _finished_stage(take: Take) -> str:
     return view.finished_stage(_size(take.request), f"/gradio_api/file={take.path}", take.media_type)
 
 
-def _failed_stage(request: VideoRequest, error: ServiceError) -> str:
+def _failed_stage(request: VideoRequest, error: ServiceError | UserError) -> str:
+    """What a visitor can do about it; addresses and the like are for whoever runs the page."""
     if isinstance(error, CancelledError):
         return view.told_stage(_size(request), "Cancelled", "Nothing more is computed for it.")
-    return view.told_stage(_size(request), "That did not work", str(error), is_error=True)
+    if isinstance(error, InvalidRequestError):
+        return view.told_stage(_size(request), "That did not work", str(error), is_error=True)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    text = "The service cannot make it at the moment. Try again in a while."
+    return view.told_stage(_size(request), "That did not work", text, is_error=True)
 
 
 def _pictures(takes: list[Take]) -> gr.Gallery:

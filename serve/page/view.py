@@ -37,7 +37,8 @@ CSS = """
 .facts span { background: var(--background-fill-secondary); border: 1px solid var(--border-color-primary);
   border-radius: 999px; padding: 0.12rem 0.7rem; font-size: 0.82rem; color: var(--body-text-color); }
 .facts .prompt { border: none; background: none; font-weight: 600; flex-basis: 100%; font-size: 0.95rem;
-  text-align: center; }
+  text-align: center; max-height: 4.2rem; overflow-y: auto; overflow-wrap: anywhere; }
+.stage .hint { max-height: 100%; overflow-y: auto; overflow-wrap: anywhere; }
 #gallery { border: none !important; outline: none; background: none; min-height: 0 !important; }
 #gallery .grid-wrap { height: auto !important; min-height: 0 !important; max-height: none !important; }
 #gallery .grid-container { grid-template-columns: repeat(6, 1fr) !important; grid-template-rows: none !important; }
@@ -53,6 +54,10 @@ CSS = """
   #gallery .grid-container { grid-template-columns: repeat(3, 1fr) !important; }
 }
 """
+
+
+_KEYS = "if (event.key === 'f') this.requestFullscreen()"
+"""Beside those of browsers: space plays and pauses, arrows seek."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,10 +157,10 @@ def progress_stage(preset: Preset, progress: StepDone) -> str:
 
 
 def finished_stage(preset: Preset, url: str, media_type: str) -> str:
-    """The video, playing in a loop until it is clicked, or the image."""
+    """The video, playing in a loop, with the browser's own controls, which a keyboard reaches; or the image."""
     if media_type.startswith("video/"):
-        click = "this.paused ? this.play() : this.pause()"
-        return _stage(preset, f'<video src="{escape(url)}" autoplay loop muted playsinline onclick="{click}"></video>')
+        told = 'autoplay loop muted playsinline controls tabindex="0" aria-label="the video"'
+        return _stage(preset, f'<video src="{escape(url)}" {told} onkeydown="{_KEYS}"></video>')
     return _stage(preset, f'<img class="final" src="{escape(url)}" alt="the image">')
 
 

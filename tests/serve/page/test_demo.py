@@ -13,7 +13,7 @@ import pytest
 from megadit.infer.video_io import encode_mp4, read_video, write_video
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import CancelledError, ServiceError, StepDone, VideoResult
+from megadit.serve.answers import CancelledError, ServiceError, StepDone, UnavailableError, VideoResult
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
 from megadit.serve.page import demo
@@ -23,6 +23,8 @@ from megadit.serve.page.ways import Way
 
 from ..test_triton import frames_of
 
+SCREENS = {"desktop": (1280, 900), "phone": (390, 844)}
+on_every_screen = pytest.mark.parametrize("visit", SCREENS.values(), ids=SCREENS, indirect=True)
 PRESET = Preset(name="Video", num_frames=5, height=16, width=24)
 
 
@@ -175,8 +177,9 @@ def address(studio):
 
 @pytest.fixture
 def visit(chromium, address, request):
-    page = chromium.new_page(viewport={"width": 1280, "height": 900})
-    page.set_default_timeout(30_000)
+    width, height = getattr(request, "param", SCREENS["desktop"])
+    page = chromium.new_page(viewport={"width": width, "height": height})
+    page.set_default_timeout(60_000)
     problems = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(address)
@@ -231,6 +234,58 @@ def test_progress_moves_and_cancel_ends_it(visit, studio, monkeypatch):
     page.click("#cancel")
     page.wait_for_function("document.querySelector('#stage').innerText.includes('Cancelled')")
     page.wait_for_selector("#make:not([disabled])")
+
+
+@pytest.mark.slow
+@on_every_screen
+def test_a_video_is_paused_sought_and_made_large_by_keyboard(visit):
+    """And however long its prompt is, its buttons stay beside it."""
+    page, prompt = visit, "a red seven moves left. " * 80
+    page.fill("#prompt textarea", prompt)
+    page.press("#prompt textarea", "Shift+Enter")
+    page.wait_for_selector("#stage video")
+    stage, button = (page.locator(name).bounding_box() for name in ("#stage", "#download"))
+    assert button["y"] < stage["y"] + stage["height"] + 200 and prompt.strip() in page.locator("#facts").text_content()
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+    video = page.locator("#stage video")
+    assert video.get_attribute("controls") is not None
+    video.focus()
+    page.wait_for_function("!document.querySelector('#stage video').paused")
+    page.keyboard.press("Space")
+    page.wait_for_function("document.querySelector('#stage video').paused")
+    before = video.evaluate("video => { video.currentTime = 0; return video.currentTime }")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("before => document.querySelector('#stage video').currentTime != before", arg=before)
+    page.keyboard.press("f")
+    page.wait_for_function("document.fullscreenElement?.tagName === 'VIDEO'")
+
+
+@pytest.mark.slow
+@on_every_screen
+def test_a_failure_offers_no_other_video_and_names_no_address(visit, studio, monkeypatch, capfd):
+    page = visit
+    page.fill("#prompt textarea", "a red seven")
+    page.click("#make")
+    page.wait_for_selector("#download:not([disabled])")
+
+    def fails(*_):
+        raise UnavailableError("no gateway answers at http://10.0.0.7:8080: [Errno 111] refused")
+        yield
+
+    monkeypatch.setattr(studio, "run", fails)
+    for button, stage in (("#make", "#stage"), ("#make2", "#stage_left")):
+        if button == "#make2":
+            page.get_by_role("tab", name="Side by side").click()
+            page.fill("#prompt2 textarea", "a red seven")
+        page.click(button)
+        page.wait_for_function(f"document.querySelector('{stage}').innerText.includes('That did not work')")
+        assert "10.0.0.7" not in page.content() and "Try again" in page.locator(stage).inner_text()
+        if button == "#make":
+            assert page.locator("#download").is_disabled() and page.locator("#again").is_disabled()
+    assert "http://10.0.0.7:8080" in capfd.readouterr().err, "whoever runs the page is told"
+    page.get_by_role("tab", name="Make a video").click()
+    page.locator("#gallery button").first.click()
+    page.wait_for_selector("#download:not([disabled])")
 
 
 @pytest.mark.slow
