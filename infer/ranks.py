@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megadit.infer.guidance import Ask, Branch, Evaluate, in_one_batch
+from megadit.models.megatron.rendezvous import join_ranks
 from megadit.models.shared.errors import UserError
 
 HALVES = 2
@@ -78,7 +79,7 @@ def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
     if world == 1:
         return ALONE
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        join_ranks("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     halves = _halves(rank, shared, world) if split_guidance else None
     return Ranks(

@@ -79,6 +79,8 @@ class Judge:
 
 CHOSEN = frozenset({"low_score"})
 """Reasons to leave a sample out that are settings, not faults."""
+_SHARDS_NAMED = 3
+"""In an error."""
 REFUSALS_WINDOW = 2000
 """Samples over which the share of refused ones is judged, at least."""
 
@@ -112,6 +114,12 @@ class Refusals:
 
 def _read_in(step: tuple[int, dict[str, int]]) -> int:
     return step[0] + sum(step[1].values())
+
+
+def worst_shards(shards: Counter[str]) -> str:
+    """The shards with most unreadable samples, in brackets; nothing where there are none."""
+    named = ", ".join(f"{count:,} of {shard}" for shard, count in shards.most_common(_SHARDS_NAMED))
+    return f" ({named})" if named else ""
 
 
 class ReadingTime:

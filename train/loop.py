@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from megadit.train.balance import largest_load, restore_counts
 from megadit.train.checkpoint import CheckpointStore, Fence, RunState
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches, validation_batches
-from megadit.train.health import Anomaly, Judge, ReadingTime, Refusals
+from megadit.train.health import Anomaly, Judge, ReadingTime, Refusals, worst_shards
 from megadit.train.metrics import Metrics
 from megadit.train.narration import beginning, ending, evaluated, expected_seconds, validated
 from megadit.train.optimizer import precision, restore_scaler, scaler_state
@@ -140,6 +141,7 @@ class _Run:
         self.reading = ReadingTime(training.config.health)
         readers = training.groups.readers.size() * max(1, training.config.data.num_workers)
         ahead = 2 * readers * training.config.data.packing_buffer_size
+        self.unreadable_shards = Counter[str]()
         self.refusals = Refusals(training.config.health, read_ahead=ahead)
         self.caption: str | None = None
         """Caption of the last video that validation made."""
@@ -204,10 +206,14 @@ class _Run:
         self.state.consumed_tokens += result.tokens
         for reason, count in result.refused.items():
             self.state.refused_samples[reason] = self.state.refused_samples.get(reason, 0) + count
+        self.unreadable_shards.update(result.unreadable_shards)
         if (complaint := self.refusals.complaint(used=result.samples, refused=result.refused)) is not None:
+            everyones: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyones, self.unreadable_shards)
+            shards = worst_shards(sum(everyones, Counter[str]()))
             self._fail(
-                f"{complaint}. `skipped sample` lines above name samples and shards; `megadit info "
-                f"{self.config.data.path} --verify` compares all shards with what was written"
+                f"{complaint}{shards}. `megadit info {self.config.data.path} --verify` compares all shards with what "
+                "was written; `skipped sample` lines above name samples"
             )
         if result.anomaly is not None and not self._get_over(result.anomaly, metrics):
             return result

@@ -5,12 +5,14 @@ All facts are known anyway: nothing here asks a device or another rank.
 
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.models.families import Task
 from megadit.models.machine import cost_in_words, free_memory
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import memory_in_words
 from megadit.models.shared.progress import duration
 from megadit.train.config.facts import OF_DATASET, agree
@@ -117,9 +119,21 @@ def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, 
         f"done: {state.iteration:,} of {config.train.train_iters:,} steps, {steps:,} of them in the last "
         f"{duration(seconds)}{best}",
         f"look at: {picture}`megadit info {shlex.quote(str(out))} --html {shlex.quote(f'{out}.html')}`",
+        *_passes(config, state),
         *_refused(state),
         *_next(config, out, caption, state.lowest.get("step")),
     ]
+
+
+def _passes(config: RunConfig, state: "RunState") -> list[str]:
+    """How much of the data was seen; nothing of mock data, of blends, and where the data are gone by now."""
+    with suppress(UserError):
+        if not config.data.mock and (count := check_dataset(config).num_samples.get("train")):
+            return [
+                f"seen: {state.consumed_samples:,} samples, {state.consumed_samples / count:.3g} passes over the "
+                f"{count:,} of the training split; packs take as many as fit, so that few runs end with a whole pass"
+            ]
+    return []
 
 
 def _refused(state: "RunState") -> list[str]:

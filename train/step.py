@@ -41,6 +41,8 @@ class StepResult:
     samples: int
     refused: dict[str, int]
     """Samples that the readers left out meanwhile, by reason (those of which there were any)."""
+    unreadable_shards: list[str]
+    """Of those of this rank's reader that it could not read."""
     flops: int
     seconds: float
     sample_checksum: int
@@ -104,6 +106,7 @@ def train_step(
         tokens=round(totals["tokens"]),
         samples=round(totals["samples"]),
         refused={kind: round(totals[kind]) for kind in REFUSALS if totals[kind]},
+        unreadable_shards=[shard for batch in seen for shard in batch.unreadable_shards],
         flops=round(totals["flops"]),
         seconds=time.perf_counter() - start,
         sample_checksum=round(totals["sample_checksum"]),

@@ -15,6 +15,7 @@ from megadit.models.megatron.context_parallel import ContextGroups
 from megadit.models.megatron.interfaces import name_gloos_interface
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.megatron.plan import Axes
+from megadit.models.megatron.rendezvous import join_ranks
 from megadit.models.segments import TokenMesh
 
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
@@ -207,6 +208,6 @@ def _start_torch_distributed(device: torch.device) -> None:
     # gloo beside nccl carries what lives on the CPU (objects, checkpoints' plans)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+        join_ranks(backend, timeout=_TIMEOUT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)

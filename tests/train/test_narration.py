@@ -51,6 +51,7 @@ def test_what_a_run_says(told, tiny_dataset):
         rf"checkpoint: {out}/checkpoints/iter_0000004",
         r"done: 4 of 4 steps, 4 of them in the last \d+ s; validation loss \S+",
         rf"look at: `megadit info {out} --html {out}.html`",
+        r"seen: \d+ samples, \S+ passes over the 32 of the training split; .*",
         rf"next: megadit bundle {out} {out}/bundle",
     ):
         assert re.search(f"^{line}$", first, re.MULTILINE), line

@@ -59,6 +59,8 @@ class PackedBatch:
     """One for each segment, "" for padding."""
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
     """Samples that its reader left out since the batch before, by reason."""
+    unreadable_shards: tuple[str, ...] = ()
+    """Of those that it could not read, where this rank has read the batch itself."""
     guidance_G: Tensor | None = None
     """float32, the scale of guidance that a network is told of each sample; who computes with the pack adds it."""
     real_S1P: Tensor | None = None
@@ -136,6 +138,7 @@ class PackedBatch:
             partner_G=torch.cat([pack.partner_G for pack in packs]),
             sample_ids=tuple(sample_id for pack in packs for sample_id in pack.sample_ids),
             refused=tuple(map(sum, zip(*(pack.refused for pack in packs), strict=True))),
+            unreadable_shards=tuple(shard for pack in packs for shard in pack.unreadable_shards),
         )
 
 

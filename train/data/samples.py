@@ -3,7 +3,7 @@
 Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -147,9 +147,17 @@ class PassCounter(BaseWrapperDataset[dict, dict]):
 
     _savable_fields = ("_pass",)
 
-    def __init__(self, dataset: SavableDataset[dict], *, worker_config: WorkerConfig, first_pass: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: SavableDataset[dict],
+        *,
+        worker_config: WorkerConfig,
+        first_pass: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check` is asked before each sample, and may end it all."""
         super().__init__(dataset, worker_config=worker_config)
-        self._first_pass = first_pass
+        self._first_pass, self._check = first_pass, check
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
@@ -160,6 +168,7 @@ class PassCounter(BaseWrapperDataset[dict, dict]):
 
     def __iter__(self) -> Iterator[dict]:
         for crude in self.dataset:
+            self._check()
             yield self._mark(crude, self._pass)
         self._pass += 1
 

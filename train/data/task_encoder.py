@@ -23,6 +23,7 @@ from megadit.train.data.rules import Rules
 from megadit.train.data.samples import LatentPack, LatentSample, PassCounter, decode
 from megadit.train.data.shards import BROKEN, ShardReader
 from megadit.train.data.training_sample import TrainingSample
+from megadit.train.health import worst_shards
 
 MAX_REFUSED_IN_A_ROW = 1000
 LONGEST_DETAIL = 200
@@ -37,32 +38,48 @@ class RefusedSamples:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._untold: Counter[str] = Counter()
+        self._shards: Counter[str] = Counter()
+        """Of unreadable samples since the last good one."""
+        self._untold_shards: list[str] = []
         self._in_a_row = 0
 
     def accept(self) -> None:
         self._in_a_row = 0
+        self._shards.clear()
 
-    def take(self) -> tuple[int, ...]:
-        """Numbers of rejected samples since the last call, in the order of `REFUSALS`."""
+    def take(self) -> dict[str, tuple[Any, ...]]:
+        """Numbers of rejected samples since the last call, in the order of `REFUSALS`, and their shards."""
         untold, self._untold = self._untold, Counter()
-        return tuple(untold[kind] for kind in REFUSALS)
+        shards, self._untold_shards = self._untold_shards, []
+        return {"refused": tuple(untold[kind] for kind in REFUSALS), "unreadable_shards": tuple(shards)}
 
-    def refuse(self, sample_id: str, kind: str, reason: str, detail: str = "") -> NoReturn:
-        """Raises SkipSample, or UserError after a thousand refusals without one good sample in between."""
+    def refuse(self, sample_id: str, kind: str, reason: str, detail: str = "", shard: str = "") -> NoReturn:
+        """Raises SkipSample."""
         self._untold[kind] += 1
+        if shard:
+            self._shards[shard] += 1
+            self._untold_shards.append(shard)
         self.counts[reason] += 1
         self._in_a_row += 1
         count = self.counts[reason]
         if str(count).strip("0") == "1":
             detail = detail and f"[{ascii(detail[:LONGEST_DETAIL])[1:-1]}] "  # it may quote what a stranger wrote
             logger.warning("skipped sample %s: %s %s(%d so far)", sample_id, reason, detail, count)
+        raise SkipSample
+
+    def check(self) -> None:
+        """Asked before each sample, outside of the handlers in which Energon prints every error as it is.
+
+        Raises:
+            UserError: after a thousand refusals without one good sample in between.
+        """
         if self._in_a_row >= MAX_REFUSED_IN_A_ROW:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self.counts.most_common())
             raise UserError(
-                f"the last {self._in_a_row} samples read could not be used: {reasons}; `megadit info DATA --verify` "
-                "finds damaged shards, and the reasons name the setting of data.* where there is one"
+                f"the last {self._in_a_row} samples read could not be used: {reasons}{worst_shards(self._shards)}; "
+                "`megadit info DATA --verify` finds damaged shards, and the reasons name the setting of data.* where "
+                "there is one"
             )
-        raise SkipSample
 
 
 class LatentTaskEncoder(TaskEncoder):
@@ -86,7 +103,8 @@ class LatentTaskEncoder(TaskEncoder):
         self, dataset: SavableDataset, *, worker_config: WorkerConfig, **kwargs: Any
     ) -> SavableDataset:
         samples = ShardReader.in_place_of(dataset)
-        counted = PassCounter(samples, worker_config=worker_config, first_pass=self.first_pass)
+        check = self.refused.check
+        counted = PassCounter(samples, worker_config=worker_config, first_pass=self.first_pass, check=check)
         return super().build_cook_crude_sample(counted, worker_config=worker_config, **kwargs)
 
     @stateless
@@ -96,8 +114,9 @@ class LatentTaskEncoder(TaskEncoder):
                 raise UnreadableSampleError(crude[BROKEN])
             content = self.read(crude)
         except UnreadableSampleError as error:
-            where = f"{shard}: {error}" if (shard := crude.get("__shard__")) else str(error)
-            self.refused.refuse(crude["__key__"], "unreadable", "unreadable", where)
+            shard = crude.get("__shard__") or ""
+            where = f"{shard}: {error}" if shard else str(error)
+            self.refused.refuse(crude["__key__"], "unreadable", "unreadable", where, shard)
         if found := self.rules.long_text(content):
             self.refused.refuse(content.sample_id, *found, f"{len(content.text_LE)} tokens")
         return LatentSample(**basic_sample_keys(crude), content=content)
@@ -133,7 +152,7 @@ class LatentTaskEncoder(TaskEncoder):
 
     @stateless
     def batch(self, samples: Sequence[LatentPack]) -> PackedBatch:
-        return replace(PackedBatch.concatenate([sample.content for sample in samples]), refused=self.refused.take())
+        return replace(PackedBatch.concatenate([sample.content for sample in samples]), **self.refused.take())
 
     def build_batch(
         self,

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megadit.models.megatron.interfaces import interface_towards, name_gloos_interface
+from megadit.models.megatron.rendezvous import join_ranks
+from megadit.models.shared.errors import UserError
 
 PROGRAM = """
 import os, sys
@@ -85,3 +88,13 @@ def test_what_the_user_named_stays_and_one_node_needs_no_name(monkeypatch):
     name_gloos_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert interface_towards("no.such.host.invalid") is None
+
+
+def test_a_port_that_is_taken_is_told_in_one_line(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"MASTER_PORT={port}: the port is in use .* set another") as told:
+            join_ranks("gloo")
+    assert "\n" not in str(told.value)

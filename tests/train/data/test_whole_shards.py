@@ -1,6 +1,7 @@
 """Data that are not what was written are noticed before the first step, what is of no use while training goes on."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -90,9 +91,21 @@ def test_a_run_on_samples_that_cannot_be_used_ends(dataset, tiny_arguments, run_
     told = run_ranks(2, *tiny_arguments, *settings, *paths, code=2)
     (line,) = [line for each in told for line in each.splitlines() if line.startswith("error: ")]
     assert "could not be used (" in line and "health.max_refused_share=0.05" in line and "--verify" in line
+    assert re.search(rf"share=0.05 \([1-9]\d* of {SHARD}\)", line), "though the first rank reads but half of it"
     assert any(f"[{SHARD}: " in each for each in told)
     (told,) = run_ranks(1, *tiny_arguments, *settings, *paths, "health.max_refused_share=1", "train.train_iters=4")
     assert "left out: " in told
+    assert info.main([str(tmp_path / "run"), "--html", str(tmp_path / "run.html")]) == 0
+    assert "samples left out" in (tmp_path / "run.html").read_text()
+
+
+def test_a_shard_of_which_nothing_can_be_read_is_named_in_one_line(dataset, tiny_arguments, run_ranks, tmp_path):
+    (dataset / SHARDS_FILE).unlink()
+    overwrite(dataset / SHARD, 0, 1)
+    paths = (f"data.path={dataset}", f"train.output_dir={tmp_path / 'run'}", "validation.interval=0")
+    told = run_ranks(1, *tiny_arguments, *paths, code=2)[0]
+    (line,) = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert f"1,000 of {SHARD}" in line and "Except " not in told and "functools" not in told
 
 
 @pytest.mark.parametrize(

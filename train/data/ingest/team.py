@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megadit.models.megatron.rendezvous import join_ranks
 from megadit.models.shared.errors import UserError
 
 LONGEST_WAIT = timedelta(days=7)
@@ -74,7 +75,7 @@ def join_team(part: Part) -> Iterator[Team]:
     if size == 1:
         yield Team(part=part)
         return
-    dist.init_process_group("gloo", timeout=LONGEST_WAIT)
+    join_ranks("gloo", timeout=LONGEST_WAIT)
     try:
         yield Team(rank=dist.get_rank(), size=size, part=part)
     finally:
