@@ -71,6 +71,7 @@ lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python tests/import_rules.py --no-cache
+	@$(BIN)/python docs/prose.py
 
 format: $(READY)
 	@$(BIN)/ruff check --fix .

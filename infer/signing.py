@@ -33,7 +33,7 @@ _CERTIFICATE, _KEY = (
     re.compile(b"-----BEGIN (%b)-----.+?-----END \\1-----" % kind, re.DOTALL)
     for kind in (b"CERTIFICATE", b"[A-Z ]*PRIVATE KEY")
 )
-"""Of a PEM file, which may hold both."""
+"""Patterns of certificates and private keys: a PEM file may hold both."""
 _CREATED = {
     "action": "c2pa.created",
     "digitalSourceType": "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia",

@@ -298,7 +298,7 @@ SHOWN_BY = {
         """
     },
     "serve webhooks": {
-        "serve/gateway/test_webhooks.py::test_what_was_given_up_is_listed_and_sent_again": "--store",
+        "serve/gateway/test_webhooks.py::test_what_was_given_up_is_listed_and_sent_again": "--store --private_webhooks",
     },
     "serve keys": {
         "serve/test_flags.py::test_every_option_of_a_key_is_written_down": """

@@ -80,7 +80,7 @@ class Judge:
 CHOSEN = frozenset({"low_score"})
 """Reasons to leave a sample out that are settings, not faults."""
 _SHARDS_NAMED = 3
-"""In an error."""
+"""Number of shards that an error names."""
 REFUSALS_WINDOW = 2000
 """Samples over which the share of refused ones is judged, at least."""
 

@@ -42,7 +42,7 @@ class StepResult:
     refused: dict[str, int]
     """Samples that the readers left out meanwhile, by reason (those of which there were any)."""
     unreadable_shards: list[str]
-    """Of those of this rank's reader that it could not read."""
+    """Shards of the samples that this rank's reader could not read."""
     flops: int
     seconds: float
     sample_checksum: int

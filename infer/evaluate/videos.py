@@ -35,7 +35,7 @@ PART = 16
 """Videos of a part: what is made, read and looked at together, and what a killed command loses."""
 MAX_VIDEO_BYTES = 1 << 31
 MAX_FILE_BYTES = 1 << 34
-"""Of a file of a folder, which is read whole for its checksum."""
+"""Maximum size of a file in a folder: each is read whole for its checksum."""
 MAX_CAPTION_BYTES = 1 << 16
 
 

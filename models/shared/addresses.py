@@ -1,4 +1,4 @@
-"""Which IP addresses are the internet's, and which lead into a network of one's own; what URLs give away."""
+"""Public and private IP addresses, and URLs without their passwords."""
 
 import ipaddress
 import re
@@ -9,7 +9,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _NAT64_OWN = ipaddress.ip_network("64:ff9b:1::/48")
 _COMPATIBLE = ipaddress.ip_network("::/96")
 _LOCAL = ipaddress.ip_network("::/127")
-"""What is nothing, and this machine."""
+"""The unspecified address and the loopback address, which are no embedded IPv4 addresses."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

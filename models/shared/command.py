@@ -165,7 +165,7 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
 
 
 def _told_by_the_system(error: OSError | RuntimeError) -> str:
-    """What the system refuses; "" for errors of another kind."""
+    """Explain a refusal of the operating system; "" for errors of another kind."""
     if _is_of_shared_memory(error):
         return (
             f"{_SHARED_MEMORY} is full, through which processes hand data to each other: give the container more "
@@ -178,7 +178,7 @@ def _told_by_the_system(error: OSError | RuntimeError) -> str:
 
 
 def _is_of_shared_memory(error: OSError | RuntimeError) -> bool:
-    """Of a lock of Python's, which names no path, or of torch, which raises what the kernel says in words."""
+    """Whether shared memory is full: Python's locks name no path, and torch raises the kernel's message as text."""
     if isinstance(error, OSError):
         is_unnamed = error.errno == errno.ENOSPC and not error.filename and _SHARED_MEMORY.is_dir()
         return is_unnamed and shutil.disk_usage(_SHARED_MEMORY).free < _LITTLE

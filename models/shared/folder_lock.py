@@ -50,7 +50,7 @@ class FolderLock:
         self._folder, self._path = Path(folder), path or Path(folder) / FILE
         self._record = {"token": secrets.token_hex(8), "does": does, "beats": 0, **_this_process()}
         self._guards: dict[tuple[int, int], float] = {}
-        """Of others that were seen (`_remove`): since when."""
+        """Identity of each guard file that was seen (`_remove`) -> time since when."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
 

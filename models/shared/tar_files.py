@@ -3,7 +3,7 @@
 import tarfile
 
 MAX_MEMBER_BYTES = 1 << 30
-"""Of a sample's."""
+"""Maximum size of a member of a sample."""
 
 
 class ForeignTarFile(tarfile.TarFile):

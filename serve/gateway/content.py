@@ -35,7 +35,7 @@ class _Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What the headers of a request ask of the bytes."""
+    """Headers of a request that choose bytes or a cached copy."""
 
     range: Annotated[str | None, Header()] = None
     if_range: Annotated[str | None, Header()] = None

@@ -66,7 +66,7 @@ def _content(*kinds: str, statuses: tuple[int, ...] = (200,)) -> dict[int | str,
 _CREATE = body_of(json="CreateVideo", form="CreateVideoForm")
 _MAKE = {"response_class": Response, "responses": _content(*SUFFIXES), "openapi_extra": _CREATE}
 _STATUSES = {"invalid_request": 400, "adapter_not_found": 400, "guardrail": 400, "timed_out": 504}
-"""Of failures that are not the service's fault, or take too long; any other is a 500."""
+"""HTTP status of failures that are not the service's fault or take too long; any other is a 500."""
 _IdempotencyKey = Annotated[str | None, Header(pattern=r"^[\x21-\x7e]{1,255}$")]
 
 

@@ -152,7 +152,7 @@ BODIES = _bodies()
 
 
 def body_of(**kinds: str) -> dict[str, Any]:
-    """What OpenAPI says of a route that reads one of these: `json` and `form` name its schema."""
+    """OpenAPI description of a route that reads one of these bodies: `json` and `form` name its schema."""
     types = {"json": "application/json", "form": "multipart/form-data"}
     content = {types[kind]: {"schema": {"$ref": f"{_SCHEMAS}{name}"}} for kind, name in kinds.items()}
     return {"requestBody": {"required": True, "content": content}}

@@ -283,7 +283,7 @@ def _finished_stage(take: Take) -> str:
 
 
 def _failed_stage(request: VideoRequest, error: ServiceError | UserError) -> str:
-    """What a visitor can do about it; addresses and the like are for whoever runs the page."""
+    """Tell a visitor how to go on; addresses and other details go to the log of whoever runs the page."""
     if isinstance(error, CancelledError):
         return view.told_stage(_size(request), "Cancelled", "Nothing more is computed for it.")
     if isinstance(error, InvalidRequestError):

@@ -60,7 +60,7 @@ class PackedBatch:
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
     """Samples that its reader left out since the batch before, by reason."""
     unreadable_shards: tuple[str, ...] = ()
-    """Of those that it could not read, where this rank has read the batch itself."""
+    """Shards of the samples that could not be read, on the rank that read the batch itself."""
     guidance_G: Tensor | None = None
     """float32, the scale of guidance that a network is told of each sample; who computes with the pack adds it."""
     real_S1P: Tensor | None = None

@@ -39,7 +39,7 @@ class RefusedSamples:
         self.counts: Counter[str] = Counter()
         self._untold: Counter[str] = Counter()
         self._shards: Counter[str] = Counter()
-        """Of unreadable samples since the last good one."""
+        """Unreadable samples since the last good one, by shard."""
         self._untold_shards: list[str] = []
         self._in_a_row = 0
 

@@ -143,7 +143,7 @@ def test_hostile_files_are_refused_at_the_door(client, gateway):
 def test_what_the_model_does_not_take_is_told(client, gateway):
     gateway.servers.all[0].infos["text_to_video"] = INFO
     answer = client.post("/v1/videos", json=VIDEO | {"last_image": text(PNG)})
-    assert answer.status_code == 400 and "was not trained for last_frame; it takes nothing" in answer.text
+    assert answer.status_code == 400 and "was not trained for last_frame (supported: none)" in answer.text
 
 
 def test_uploads_have_limits_before_they_are_read(visit, new_key, gateway, client, monkeypatch):

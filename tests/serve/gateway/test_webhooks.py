@@ -98,7 +98,7 @@ def test_an_address_that_never_answers_is_given_up(gateway, ended, eventually, m
     assert gateway.metrics.webhook_attempts.labels("unreachable")._value.get() == 20
 
 
-def test_what_was_given_up_is_listed_and_sent_again(gateway, receiver, ended, capsys):
+def test_what_was_given_up_is_listed_and_sent_again(gateway, receiver, ended, capsys, monkeypatch):
     """The address refuses the first two calls."""
     _, good, bad = ended(receiver.url)
     gateway.store.note_told(good, "given_up")
@@ -118,6 +118,11 @@ def test_what_was_given_up_is_listed_and_sent_again(gateway, receiver, ended, ca
         2,
         "error: video_0 is no ended video of a key with a webhook; `megadit serve webhooks list`\n",
     )
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", receiver.server_port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    _, inner, _ = ended(f"http://hook.example:{receiver.server_port}/hook")
+    assert run("resend", inner.id) == (1, f"{inner.id}  private address\n")
+    assert run("resend", inner.id, "--private_webhooks") == (0, f"{inner.id}  204\n")
 
 
 def test_what_a_dead_gateway_had_to_tell_is_told_by_who_buries_it(gateway, ended):

@@ -245,7 +245,7 @@ def test_a_video_is_paused_sought_and_made_large_by_keyboard(visit):
     page.press("#prompt textarea", "Shift+Enter")
     page.wait_for_selector("#stage video")
     stage, button = (page.locator(name).bounding_box() for name in ("#stage", "#download"))
-    assert button["y"] < stage["y"] + stage["height"] + 200 and prompt.strip() in page.locator("#facts").text_content()
+    assert button["y"] < stage["y"] + stage["height"] + 300 and prompt.strip() in page.locator("#facts").text_content()
     assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
     video = page.locator("#stage video")
     assert video.get_attribute("controls") is not None
