@@ -132,7 +132,7 @@ def test_a_network_that_takes_nothing_is_held_to_frames_as_generate_does(pipelin
     assert engine.info.takes == ()
     held, refused = Asker(request_of("first frame")), Asker(request_of("both ends"))
     run(engine, held, refused)
-    assert held.endings == [None] and "was not trained for last_frame; it takes nothing" in str(refused.endings[0])
+    assert held.endings == [None] and "was not trained for last_frame (supported: none)" in str(refused.endings[0])
 
 
 def test_the_files_of_a_request_have_one_limit_together(engine, able):
