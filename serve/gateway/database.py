@@ -4,11 +4,12 @@ Durations are measured on the store's own clock (`clock.seconds`, see `clock.py`
 touches. Times named `*_at` are wall-clock seconds since 1970, for people to read; nothing is decided by them.
 """
 
+import math
 import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ _SECONDS_TO_CONNECT = 5
 _SECONDS_OF_A_STATEMENT = 15.0
 _SECONDS_TO_ANSWER = 20.0
 """Time for a database that would have ended the statement by itself, were it there: its network is silent."""
-_SECONDS_FOR_A_PLACE = 10.0
+_SECONDS_FOR_A_PLACE = patience.SECONDS
 """Time until one of so many connections is free."""
 MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
 """Work that one gateway does while the others wait, as numbers of PostgreSQL's advisory locks."""
@@ -202,12 +203,16 @@ class Database:
             self.store_id: str = connection.execute(select(VERSION.c.store_id)).scalar_one()
             """Id of this store and no other, however often it moves."""
 
-    def reading(self) -> AbstractContextManager[Connection]:
-        return self._reader.begin()
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        with patience.spending(), self._reader.begin() as connection:
+            yield connection
 
-    def writing(self) -> AbstractContextManager[Connection]:
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
         """Takes SQLite's write lock at once, so that what was read in the transaction still holds when it writes."""
-        return self._engine.begin()
+        with patience.spending(), self._engine.begin() as connection:
+            yield connection
 
     def check_writable(self) -> None:
         """Raises SQLAlchemyError where nobody could write now, as while a backup holds SQLite's lock."""
@@ -270,13 +275,13 @@ def _engine(url: str) -> Engine:
             engine = create_engine(parsed, **_POOL, connect_args=waiting)
             event.listen(engine, "connect", _prepare_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
-            return _timed(engine)
+            return engine
         engine = create_engine(parsed, **_POOL, pool_pre_ping=True)
         if parsed.get_backend_name() == "postgresql":
             event.listen(engine, "do_connect", _connect_postgresql)
             event.listen(engine, "connect", _prepare_postgresql)
             event.listen(engine, "begin", _begin_postgresql)
-        return _timed(engine)
+        return engine
     except (ArgumentError, ValueError):  # whose own words hold the URL
         raise UserError(
             f"{shown(url)!r} is no job store; give a file, or a URL such as postgresql+psycopg://..."
@@ -287,13 +292,6 @@ def _engine(url: str) -> Engine:
         raise UserError(f"the job store {shown(url)} cannot be opened: {error.strerror}") from error
 
 
-def _timed(engine: Engine) -> Engine:
-    event.listen(engine, "begin", patience.began, insert=True)
-    for end in ("commit", "rollback"):
-        event.listen(engine, end, patience.ended)
-    return engine
-
-
 def _prepare_sqlite(connection, _record) -> None:
     connection.isolation_level = None  # transactions begin where `_begin_sqlite` says, not where the driver guesses
     _turn_to_wal(connection)
@@ -302,7 +300,7 @@ def _prepare_sqlite(connection, _record) -> None:
 
 
 def _connect_postgresql(_dialect, _record, arguments: list, settings: dict[str, Any]) -> Any:
-    settings = {"connect_timeout": _SECONDS_TO_CONNECT} | settings
+    settings = {"connect_timeout": math.ceil(patience.seconds_to_answer(_SECONDS_TO_CONNECT))} | settings
     return _impatient_connection().connect(*arguments, **settings)
 
 
@@ -314,7 +312,9 @@ def _impatient_connection() -> Any:
     class Impatient(psycopg.Connection):
         def wait(self, *arguments: Any, **settings: Any) -> Any:
             try:
-                return super().wait(*arguments, **{"timeout": _SECONDS_TO_ANSWER} | settings)
+                return super().wait(
+                    *arguments, **{"timeout": patience.seconds_to_answer(_SECONDS_TO_ANSWER)} | settings
+                )
             except psycopg.OperationalError:
                 if self.info.transaction_status == psycopg.pq.TransactionStatus.ACTIVE:
                     self.close()  # the answer may come after all, and would be taken for that to another question
@@ -346,7 +346,6 @@ def _turn_to_wal(connection: sqlite3.Connection) -> None:
             return
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() - began > seconds:
-                patience.spend(time.monotonic() - began)
                 raise
             time.sleep(0.01)
 

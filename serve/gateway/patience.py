@@ -1,4 +1,4 @@
-"""Time that a request waits for the store: so long in all, however many questions it asks.
+"""How long a request waits for the store: so long in all, however many questions it asks.
 
 A backup, or an operator's own client, may hold the store's lock for minutes; who asks is told to ask again.
 """
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from sqlalchemy import Connection
 from sqlalchemy.exc import TimeoutError
 
 SECONDS = 5.0
@@ -20,6 +19,11 @@ class _Patience:
     """Shared by the threads that one request runs in."""
 
     seconds: float
+    since: float | None = None
+    """When the transaction began that takes some of them now."""
+
+    def left(self) -> float:
+        return self.seconds - (0.0 if self.since is None else time.monotonic() - self.since)
 
 
 _PATIENCE: ContextVar[_Patience | None] = ContextVar("patience", default=None)
@@ -28,7 +32,7 @@ _PATIENCE: ContextVar[_Patience | None] = ContextVar("patience", default=None)
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Context in which transactions, also those of what it starts, take `SECONDS` together."""
+    """Within the block, and in what it starts, transactions take `SECONDS` together."""
     token = _PATIENCE.set(_Patience(SECONDS))
     try:
         yield
@@ -45,21 +49,31 @@ def seconds_left(most: float) -> float:
     patience = _PATIENCE.get()
     if patience is None:
         return most
-    if patience.seconds <= 0:
+    if patience.left() <= 0:
         raise TimeoutError("it has not answered for as long as a request waits")
-    return min(most, patience.seconds)
+    return min(most, patience.left())
 
 
-def began(connection: Connection) -> None:
-    connection.info["began"] = time.monotonic()
+def seconds_to_answer(most: float) -> float:
+    """How long a driver waits for an answer: a second more than what is left, within which the database gives up."""
+    patience = _PATIENCE.get()
+    return most if patience is None else min(most, max(0.0, patience.left()) + 1)
 
 
-def ended(connection: Connection) -> None:
-    """Take the time of a transaction from the request that it was part of."""
-    if (began := connection.info.pop("began", None)) is not None:
-        spend(time.monotonic() - began)
+@contextmanager
+def spending() -> Iterator[None]:
+    """What the block takes, with all that it waits for, is taken from the request that it is part of.
 
-
-def spend(seconds: float) -> None:
-    if (patience := _PATIENCE.get()) is not None:
-        patience.seconds -= seconds
+    Raises:
+        TimeoutError: if nothing is left.
+    """
+    seconds_left(0)
+    patience = _PATIENCE.get()
+    if patience is None or patience.since is not None:  # another of its threads counts already
+        yield
+        return
+    patience.since = time.monotonic()
+    try:
+        yield
+    finally:
+        patience.seconds, patience.since = patience.left(), None

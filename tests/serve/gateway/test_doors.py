@@ -17,7 +17,7 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.answers import ServiceError, VideoResult
 from megadit.serve.client import Generation
 from megadit.serve.contract import VideoRequest
-from megadit.serve.gateway import connections, database, middleware, webhooks
+from megadit.serve.gateway import connections, database, middleware, patience, webhooks
 from megadit.serve.gateway.connections import most_connections
 from megadit.serve.gateway.database import Database, holds_password, shown
 from megadit.serve.gateway.jobs import NewJob
@@ -415,6 +415,14 @@ def test_a_postgresql_behind_a_silent_network_is_given_up(proxied, monkeypatch):
             with pytest.raises(SQLAlchemyError):
                 ask_store()
             assert time.monotonic() - began < 30
+        for name, seconds in (("_SECONDS_TO_ANSWER", 1000.0), ("_SECONDS_TO_CONNECT", 1000)):
+            monkeypatch.setattr(database, name, seconds)
+        monkeypatch.setattr(patience, "SECONDS", 0.5)
+        for _ in range(2):
+            began = time.monotonic()
+            with patience.patient(), pytest.raises(SQLAlchemyError):  # a request, which waits for less
+                jobs.get(key.id, job.id)
+            assert time.monotonic() - began < 60
         proxy.is_silent.clear()
         assert jobs.get(key.id, job.id).id == job.id, "it is asked again once it answers"
 

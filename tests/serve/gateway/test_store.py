@@ -146,7 +146,7 @@ def test_a_gateway_that_stands_still_in_a_transaction_holds_nobody_up(postgres, 
 @pytest.mark.parametrize("lock", ["BEGIN EXCLUSIVE", "PRAGMA locking_mode=EXCLUSIVE; BEGIN EXCLUSIVE"])
 def test_a_store_that_somebody_else_holds_is_told_of_soon(gateway, visit, monkeypatch, lock):
     """As a backup does, or an operator's own client: one deadline for all that a request asks of the store."""
-    monkeypatch.setattr(patience, "SECONDS", 0.4)
+    monkeypatch.setattr(patience, "SECONDS", 2.0)
     gateway.servers.all[0].silent_since, gateway.servers.all[0].is_proven = None, True
     client, anybody = visit(), visit(anonymous=True)
     made = client.post("/v1/videos", json={"prompt": "a"}).json()["id"]
