@@ -10,7 +10,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.decode import read_image, read_timeline
 from megadit.train.data.ingest.files import open_folder
 from megadit.train.data.ingest.plan import Kind, Settings, Source
-from megadit.train.data.ingest.sources import SUFFIXES, is_of_kind, list_folder
+from megadit.train.data.ingest.sources import SUFFIXES, kinds_in, list_folder
 
 LOOKED_AT = 48
 """Number of sources to open, evenly over all."""
@@ -56,7 +56,7 @@ def look(root: str, table: str | None = None) -> Look:
     folder = open_folder(root)
     if folder is None:
         raise UserError(f"{root} is not a folder, or does not exist; give one of videos or images")
-    kinds = [kind for kind in ("video", "image") if any(is_of_kind(folder, name, kind) for name in folder.names())]
+    kinds = [kind for kind in ("video", "image") if any(kind in kinds_in(folder, name) for name in folder.names())]
     if not kinds and table is None:
         raise UserError(f"{root} holds neither videos ({', '.join(SUFFIXES['video'])}) nor images; give another folder")
     kind: Kind = kinds[0] if kinds else "image"

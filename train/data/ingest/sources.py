@@ -38,7 +38,7 @@ from megadit.train.data.ingest.layouts import (
     split_of,
 )
 from megadit.train.data.ingest.listing import Listing, Reading, as_text, stamp_of
-from megadit.train.data.ingest.plan import Kind, Source
+from megadit.train.data.ingest.plan import Kind, Skip, Source
 from megadit.train.data.ingest.rows import REST, TABLES, open_text
 from megadit.train.data.ingest.sniff import HEAD_BYTES, SUFFIXES, kinds_of
 from megadit.train.data.places import is_url
@@ -48,6 +48,7 @@ LABELS = ("labels.txt", "words.txt", "LOC_synset_mapping.txt")
 MAX_LABEL_CHARACTERS = 1 << 24
 BY_FOLDER = "folders"
 """Value in place of a table of captions: the name of a picture's folder is its label."""
+MOVES = "picture that moves, its first frame is used (megadit prepare videos uses every frame)"
 QUIET_ROWS = 50_000
 """Rows of a table that are read before progress is shown."""
 
@@ -83,9 +84,9 @@ def list_folder(
     return listing.sorted()
 
 
-def is_of_kind(folder: Folder, name: str, kind: Kind) -> bool:
-    """Whether a file is one, as its name says; as its first bytes say, where that says too little."""
-    return kind in kinds_of(name, lambda: _beginning(folder.path(name), HEAD_BYTES))
+def kinds_in(folder: Folder, name: str) -> tuple[Kind, ...]:
+    """What a file can be read as, as its name says; as its first bytes say, where that says too little."""
+    return kinds_of(name, lambda: _beginning(folder.path(name), HEAD_BYTES))
 
 
 @dataclass
@@ -101,6 +102,8 @@ class _Lister:
     """Captions, tables and files that need no further account."""
     _listed: dict[str, int | None] = field(default_factory=dict)
     """Name -> number in the listing; None of one that is left out."""
+    _moving: set[str] = field(default_factory=set)
+    """Pictures of several frames."""
     _scopes: dict[str, str] = field(default_factory=dict)
     """Folder of which a table names the files -> that table."""
 
@@ -117,7 +120,7 @@ class _Lister:
         for name in self.folder.names():
             if name in self._listed or name in self._read or name.partition("/")[0] in others:
                 continue
-            if not is_of_kind(self.folder, name, self.kind):
+            if not self._is_of_kind(name):
                 continue
             if (scope := self._scope_of(name)) is not None:
                 self._listed[name] = None
@@ -145,10 +148,18 @@ class _Lister:
                 stamp=stamp_of(path),
             )
         )
+        if name in self._moving:
+            self.listing.remarks.append(Skip(source=name, reason=MOVES, detail=""))
 
     def _leave_out(self, name: str, trouble: str) -> None:
         self._listed[name] = None
         self.listing.skip(name, "unreadable caption", trouble)
+
+    def _is_of_kind(self, name: str) -> bool:
+        kinds = kinds_in(self.folder, name)
+        if self.kind == "image" and kinds == ("video", "image") and not name.lower().endswith(".gif"):
+            self._moving.add(name)  # a GIF that is listed as both shows one frame
+        return self.kind in kinds
 
     # --- tables
 
@@ -185,7 +196,7 @@ class _Lister:
         found = [name for name in map(resolver.resolve, said) if name]
         if not found and (reason := resolver.why_not(said[0])):
             self.listing.skip(said[0], reason, place)
-        return next((name for name in found if is_of_kind(self.folder, name, self.kind)), None)
+        return next(filter(self._is_of_kind, found), None)
 
     def _take_row(self, name: str, row: dict[str, Any], place: str, first: int) -> bool:
         """Whether it is this table that gives the file its captions; `first` is the number of its first source."""
@@ -281,7 +292,7 @@ class _Lister:
     def _why_not(self, name: str) -> str:
         suffix = PurePosixPath(name).suffix.lower()
         other: Kind = "image" if self.kind == "video" else "video"
-        if is_of_kind(self.folder, name, other):
+        if other in kinds_in(self.folder, name):
             return f"{other} (megadit prepare {other}s)"
         if suffix in TABLES:
             return f"{suffix} of no {self.kind}"

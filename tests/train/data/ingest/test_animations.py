@@ -12,6 +12,7 @@ from megadit.infer.decoding.rules import TRANSPARENT, UnusableSourceError
 from megadit.train.data import prepare
 from megadit.train.data.ingest.decode import read_frames, read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
+from megadit.train.data.ingest.sources import list_folder
 
 SETTINGS = Settings(sizes=((64, 64),), num_frames=(9,), fps=60.0)
 MILLISECONDS = 40
@@ -95,6 +96,10 @@ def test_a_folder_of_477_animations_becomes_clips(tmp_path, make_pan, capsys):
     Image.fromarray(frames[0]).save(tmp_path / "stills/a.webp")
     assert prepare.main(["videos", str(tmp_path / "stills"), str(tmp_path / "none"), *OPTIONS, *options]) == 2
     assert "holds no videos to use: 1 x image" in capsys.readouterr().err
+    for name in ("0.webp", "1.webp", "still.webp"):
+        (tmp_path / "stills" / name).write_bytes((folder / name).read_bytes())
+    Image.fromarray(frames[0]).save(tmp_path / "stills/one.gif")
+    assert [skip.source for skip in list_folder(tmp_path / "stills", "image").remarks] == ["0.webp", "1.webp"]
 
 
 def test_folders_are_labels(tmp_path, make_pan):
