@@ -160,7 +160,7 @@ def under_own_names(values: Mapping[str, Any], known: Mapping[str, Setting], *, 
     for name, value in values.items():
         target = others.get(name, name)
         if target in own:
-            raise UserError(f"{where}{given[target]} and {name} are two names of one setting; give one of them")
+            raise UserError(f"{where}{given[target]} and {name} are names of one setting; give one of them")
         given[target], own[target] = name, value
     return own
 
