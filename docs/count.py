@@ -132,8 +132,6 @@ SHORT = {
     "infer/evaluate/compare.py": "a command of its own",
     "infer/inference_dit_model.py": "a name that users of NeMo type",
     "models/adapter_config.py": "settings, free of torch",
-    "models/megatron/interfaces.py": "asks the system alone",
-    "models/megatron/rendezvous.py": "shared by training, preparation and sampling, free of Megatron",
     "models/megatron/extensions.py": "asked before a run starts, without Megatron",
     "models/tokenizers/sizes.py": "shared by tokenizers, free of torch",
     "models/shared/ports.py": "shared by ranks and servers",

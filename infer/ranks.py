@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megadit.infer.guidance import Ask, Branch, Evaluate, in_one_batch
-from megadit.models.megatron.rendezvous import join_ranks
+from megadit.models.megatron.interfaces import join_ranks
 from megadit.models.shared.errors import UserError
 
 HALVES = 2

@@ -1,10 +1,15 @@
-"""The network interface by which the ranks of several nodes find each other."""
+"""How the ranks of a run find each other: over which network interface of several nodes, and at whose port."""
 
 import fcntl
 import os
 import socket
 import struct
 from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from megadit.models.shared.errors import UserError
 
 SIOCGIFADDR = 0x8915
 """Asks for the address of an interface (netdevice(7))."""
@@ -36,3 +41,21 @@ def interface_towards(host: str) -> str | None:
                 if found == own and not own.startswith(b"\x7f"):
                     return name
     return None
+
+
+def join_ranks(backend: str, **settings: Any) -> None:
+    """Joins the other ranks.
+
+    Raises:
+        UserError: where they cannot meet: the port is another program's, or nobody answers.
+    """
+    try:
+        dist.init_process_group(backend, **settings)
+    except dist.DistNetworkError as error:
+        place = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"{place}: the port is in use on this machine, perhaps by another run; set another MASTER_PORT for all "
+                "ranks, or start them with --nproc or torchrun, which find one"
+            ) from error
+        raise UserError(f"the ranks cannot meet at {place}: {str(error).splitlines()[0]}") from error

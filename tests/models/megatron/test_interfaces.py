@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.megatron.interfaces import interface_towards, name_gloos_interface
-from megadit.models.megatron.rendezvous import join_ranks
+from megadit.models.megatron.interfaces import interface_towards, join_ranks, name_gloos_interface
 from megadit.models.shared.errors import UserError
 
 PROGRAM = """

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megadit.models.megatron.rendezvous import join_ranks
+from megadit.models.megatron.interfaces import join_ranks
 from megadit.models.shared.errors import UserError
 
 LONGEST_WAIT = timedelta(days=7)
