@@ -62,7 +62,7 @@ def seconds_to_answer(most: float) -> float:
 
 @contextmanager
 def spending() -> Iterator[None]:
-    """What the block takes, with all that it waits for, is taken from the request that it is part of.
+    """Charge the time of the block, waits included, to the deadline of the request that it is part of.
 
     Raises:
         TimeoutError: if nothing is left.
