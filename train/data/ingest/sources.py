@@ -85,7 +85,7 @@ def list_folder(
 
 
 def kinds_in(folder: Folder, name: str) -> tuple[Kind, ...]:
-    """What a file can be read as, as its name says; as its first bytes say, where that says too little."""
+    """Kinds that a file can be read as, by its name, or by its first bytes where the name says too little."""
     return kinds_of(name, lambda: _beginning(folder.path(name), HEAD_BYTES))
 
 
