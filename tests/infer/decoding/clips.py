@@ -1,7 +1,9 @@
 """Rows of the table: containers, codecs, pixel formats, matrices of colour and of display, and times of videos."""
 
 import io
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -34,7 +36,7 @@ def write(
     """`times` in milliseconds; `matrix` of display, `tags` of colour."""
     pictures = frames() if pictures is None else pictures
     file, movflags = path if hasattr(path, "write") else str(path), {"movflags": flags} if flags else {}
-    with av.open(file, "w", format=format, options=movflags) as container:
+    with same_priority(), av.open(file, "w", format=format, options=movflags) as container:
         stream = container.add_stream(codec, rate=rate, options=options or {})
         stream.height, stream.width = pictures[0].shape[:2]
         stream.pix_fmt, stream.thread_count = pix_fmt, 1
@@ -53,6 +55,16 @@ def write(
                 frame.pts, frame.time_base = times[number], Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+
+
+@contextmanager
+def same_priority() -> Iterator[None]:
+    """Restore the scheduling policy: as root SVT-AV1 leaves its caller in real time, above all other processes."""
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
 
 
 def video(name: str, codec: str = "libx264", pix_fmt: str = "yuv420p", **values: Any) -> Row:
