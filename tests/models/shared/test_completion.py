@@ -9,7 +9,7 @@ from megadit.models.shared.completion import main
 
 CASES = {
     "megadit ge": "generate",
-    "megadit serve ": "build-repository run up gateway keys ask demo",
+    "megadit serve ": "build-repository run up gateway keys webhooks ask demo",
     "megadit serve up --drain_": "--drain_seconds",
     "megadit generate --pro": "--prompt --prompt_file",
     "megadit generate --format ": "mp4 gif webp png jpg safetensors",
