@@ -143,7 +143,7 @@ def test_a_file_changes_a_network_as_in_diffusers(made, tmp_path, form):
             with loaded(pipeline, path, scale):
                 expected = by_diffusers(pipeline, x, conditioning, steps)
             set_scale(network, scale)
-            torch.testing.assert_close(network(x, steps, conditioning), expected, rtol=1e-5, atol=1e-5)
+            assert (network(x, steps, conditioning) - expected).norm() <= 1e-5 * expected.norm()
             assert (expected - base).abs().max() > 1e-2, "negative control: it must matter"
         set_scale(network, 0.0)
         torch.testing.assert_close(network(x, steps, conditioning), base, rtol=0, atol=1e-6)
