@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.evaluate.command import prompts_of
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.features import FeatureStore
 from megadit.infer.evaluate.judged import JudgeScorer
 from megadit.infer.evaluate.made import BundleMaker, Request, made_videos, make_videos
 from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
-from megadit.infer.evaluate.videos import open_videos
+from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.evaluate.window import window_of
 from megadit.infer.options import DEFAULT_DTYPE, refuse
 from megadit.infer.ranks import ALONE

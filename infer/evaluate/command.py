@@ -31,7 +31,7 @@ from megadit.infer.evaluate.made import BundleMaker, Maker, Request, made_videos
 from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
 from megadit.infer.evaluate.motion import MotionClips
 from megadit.infer.evaluate.show import write_report
-from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos
+from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos, prompts_of
 from megadit.infer.evaluate.window import MOST_FRAMES, Window, window_of
 from megadit.infer.options import DEFAULT_DTYPE, refuse
 from megadit.infer.ranks import Ranks, device_name, finish, is_first, start, world_size
@@ -39,7 +39,6 @@ from megadit.infer.resolve import resolve_settings
 from megadit.infer.results import checkpoint_fingerprint
 from megadit.infer.runtimes.chosen_dtype import tell_dtype
 from megadit.infer.runtimes.torch import find_device
-from megadit.infer.specs import prompt_lines
 from megadit.models.settings import OF_PROMPTS, GivenSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one, told_once
@@ -230,16 +229,6 @@ def _extractors(paths: Sequence[Path], device: torch.device, window: Window) -> 
         several = open_extractors(path, device)
         found += [each for each in several if each.fewest_frames <= window.frames] or several
     return [*found, MotionClips()] if window.frames >= MotionClips.fewest_frames else found
-
-
-def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int | None) -> list[str]:
-    """Return a prompt for each of `count` videos of a model, from a file or the captions of real videos (`source`)."""
-    prompts = [line["prompt"] for line in prompt_lines(path)]
-    if not path:
-        prompts = real.prompts
-        refuse(not all(prompts), f"{source} has videos without captions: give --prompts FILE")
-    refuse(not prompts, f"{path} holds no prompt")
-    return [prompts[number % len(prompts)] for number in range(count or len(prompts))]
 
 
 def _subjects(

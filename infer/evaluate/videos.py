@@ -22,6 +22,8 @@ from PIL import Image
 
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import read_all
+from megadit.infer.options import refuse
+from megadit.infer.specs import prompt_lines
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container
 from megadit.models.shared.captions import captions_in, texts_of
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
@@ -102,6 +104,16 @@ def open_videos(path: Path, most: int | None = None, split: str | None = None) -
             )
         raise UserError(f"{path} holds no videos: files that end in {known}, or the shards of a data set")
     return VideoSet(label=path.resolve().name, parts=parts, unread=tuple(unread))
+
+
+def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int | None) -> list[str]:
+    """One for each of `count` videos of a model: those of a file, or the captions of the real videos of `source`."""
+    prompts = [line["prompt"] for line in prompt_lines(path)]
+    if not path:
+        prompts = real.prompts
+        refuse(not all(prompts), f"{source} has videos without captions: give --prompts FILE")
+    refuse(not prompts, f"{path} holds no prompt")
+    return [prompts[number % len(prompts)] for number in range(count or len(prompts))]
 
 
 def videos_in_memory(label: str, video_NTHWC: np.ndarray, prompts: Sequence[str], fps: float) -> VideoSet:

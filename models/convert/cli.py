@@ -28,6 +28,7 @@ from megadit.models.bundle.licence import Licence, find_licence
 from megadit.models.bundle.manifest import is_bundle
 from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
+from megadit.models.convert import schedulers
 from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_base, write_adapter
 from megadit.models.convert.published import (
     TRANSFORMERS,
@@ -38,9 +39,8 @@ from megadit.models.convert.published import (
     transformers_type,
 )
 from megadit.models.convert.published_defaults import kind_of, published_defaults
-from megadit.models.convert.schedulers import departures
 from megadit.models.convert.written import diffusers_folder, write_diffusers, write_original, write_transformers
-from megadit.models.image_encoder import ImageEncoder
+from megadit.models.image_encoder import RELEASED, ImageEncoder
 from megadit.models.named_adapters import split_expert
 from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
@@ -204,7 +204,8 @@ def _tell_sampling(published: Published, defaults: SamplingSettings) -> None:
     how = f"sampler {defaults.sampler}, schedule {defaults.schedule}, shift {defaults.shift:g}"
     of = "its scheduler_config.json" if published.scheduler else "its publication: it has no scheduler_config.json"
     print(f"sampled by default with {how}, after {of}", flush=True)
-    if departing := departures(kind_of(published), published.scheduler):
+    kind = kind_of(published.config, projects_text=bool(published.text_projection))
+    if departing := schedulers.departures(kind, published.scheduler):
         print(f"NOTE: of scheduler_config.json, {', '.join(departing)} is not taken", file=sys.stderr)
 
 
@@ -285,7 +286,8 @@ _TEXT_ENCODERS: dict[str, Callable[[Published, str | None], TextEncoder]] = {
 def _choose_image_encoder(source: Path, config: NetworkConfig, given: str | None) -> ImageEncoder | None:
     if config.image_size is None:
         return None
-    of_pipeline = str(source) if (source / "image_encoder").is_dir() else None
+    has_own = (source / "image_encoder").is_dir() or (source.is_dir() and any(source.glob(RELEASED)))
+    of_pipeline = str(source) if has_own else None
     if given is None and of_pipeline is None:
         raise UserError(f"{source} reads conditioning images by a CLIP: give --image_encoder, its directory or name")
     encoder = ImageEncoder(model=given or of_pipeline)
@@ -323,10 +325,25 @@ def _export(source: Path, out: Path, form: str) -> None:
                 folder.mkdir()
                 write_diffusers(folder, bundle.config, tensors, side, projection)
             _export_tokenizer(tokenizer, directory / "vae")
+            _export_scheduler(kind_of(bundle.config, projects_text=bool(projection)), bundle.defaults, directory)
         if (source / "notices").is_dir():
             for notice in (source / "notices").iterdir():
                 (directory / notice.name).write_bytes(notice.read_bytes())
     print(out)
+
+
+def _export_scheduler(kind: str, defaults: SamplingSettings, directory: Path) -> None:
+    """The one by which diffusers samples as the bundle does, or most nearly."""
+    values, other = schedulers.scheduler_values(kind, defaults)
+    if not values:
+        how = f"sampler {defaults.sampler}, schedule {defaults.schedule}, shift {defaults.shift}"
+        print(f"NOTE: no {schedulers.FILE} is written: choose a scheduler near {how}", file=sys.stderr)
+        return
+    (directory / schedulers.FILE).parent.mkdir()
+    write_json(directory / schedulers.FILE, values)
+    if other:
+        name = values["_class_name"]
+        print(f"NOTE: the {name} in {schedulers.FILE} is near the bundle's {', '.join(other)}", file=sys.stderr)
 
 
 def _export_tokenizer(tokenizer: VideoTokenizer, directory: Path) -> None:

@@ -1,5 +1,6 @@
 """CLIP (arXiv 2103.00020) as transformers has it: `CLIPModel`."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,14 @@ def pixels_of(directory: Path) -> HaarTokenizer:
     """Pixels with the mean and deviation that a checkpoint was trained with."""
     path = directory / PREPROCESSOR
     values = read_preprocessor(path)
-    mean = torch.tensor(values.get("image_mean", MEAN))
-    deviation = torch.tensor(values.get("image_std", DEVIATION))
-    if mean.shape != (3,) or deviation.shape != (3,) or not deviation.min() > 0:
-        raise UserError(f"{path} has no mean and deviation of three colours")
+    told = {"image_mean": values.get("image_mean", MEAN), "image_std": values.get("image_std", DEVIATION)}
+    for name, numbers in told.items():
+        is_list = isinstance(numbers, list | tuple) and len(numbers) == 3
+        if not (is_list and all(isinstance(each, int | float) and math.isfinite(each) for each in numbers)):
+            raise UserError(f"{path}: {name}={numbers!r:.60} must be three numbers, one for each colour")
+    if not min(told["image_std"]) > 0:
+        raise UserError(f"{path}: image_std={told['image_std']!r:.60} must be greater than 0")
+    mean, deviation = (torch.tensor(numbers, dtype=torch.float32) for numbers in told.values())
     basis = LinearBasis(mean_R=2 * mean - 1, basis_RC=torch.eye(3), scale_C=2 * deviation)
     return HaarTokenizer(temporal_compression=1, spatial_compression=1, sigma_data=1.0, pca=basis)
 

@@ -226,26 +226,38 @@ _OTHERS = (1, 2, 16, 1.0, [1, 2, 2], [128, 240, 240], None)
 def config_of(known: Any, values: Mapping[str, Any], path: Path) -> NetworkConfig:
     """Call `known.config_from_diffusers` on the `values` of `path`; unexpected errors become UserErrors that name the
     setting."""
+    return _read_settings(known.config_from_diffusers, values, path, known.DIFFUSERS_CLASS, getattr(known, "USUAL", {}))
+
+
+def _read_settings(
+    read: Callable[[Mapping[str, Any]], NetworkConfig], values: Any, path: Path, what: str, usual: Mapping[str, Any]
+) -> NetworkConfig:
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is no table of settings")
     try:
-        return known.config_from_diffusers(values)
+        return read(values)
     except KeyError as missing:
-        raise UserError(f"{path} lacks {missing}, which every {known.DIFFUSERS_CLASS} has") from None
+        raise UserError(f"{path} lacks {missing}, which every {what} has") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:  # a UserError is a ValueError
         if isinstance(error, UserError) and any(f"{name}=" in str(error) for name in values):
             raise UserError(f"{path}: {error}") from None
-        named = next(
-            (f"{name}={values[name]!r:.40}" for name in values if _is_at_fault(known, values, name)), "settings"
-        )
-        raise UserError(f"{path}: {named} is not a valid setting of a {known.DIFFUSERS_CLASS} ({error})") from None
+        named = _at_fault(read, values, usual) or "settings"
+        raise UserError(f"{path}: {named} is not a valid setting of a {what} ({error})") from None
 
 
-def _is_at_fault(known: Any, values: Mapping[str, Any], name: str) -> bool:
-    """Whether nothing is wrong with another value of this setting."""
-    for other in (*_OTHERS, *values.values(), getattr(known, "USUAL", {}).get(name)):
-        with suppress(Exception):
-            known.config_from_diffusers({**values, name: other})
-            return True
-    return False
+def _at_fault(read: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """The setting with another value of which nothing is wrong, as NAME=VALUE; "": there is none."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            inner = _at_fault(lambda other, name=name: read({**values, name: other}), value, usual)
+            if inner:
+                return f"{name}.{inner}"
+        plain = [other for other in values.values() if not isinstance(other, dict)]
+        for other in (*_OTHERS, *plain, usual.get(name)):
+            with suppress(Exception):
+                read({**values, name: other})
+                return f"{name}={value!r:.40}"
+    return ""
 
 
 def transformers_type(path: Path) -> str | None:
@@ -259,10 +271,9 @@ def _from_transformers(path: Path, kind: str) -> Published:
     known = TRANSFORMERS[kind]
     known.pixels_of(path)  # which refuses those of another range
     values, source = read_json(path / "config.json"), _open(path, OF_TRANSFORMERS, f"pytorch_{OF_TRANSFORMERS}")
-    try:
-        config = known.config_from_transformers(values, source.shapes)
-    except KeyError as missing:
-        raise UserError(f"{path / 'config.json'} lacks {missing}, which every {kind} has") from None
+    config = _read_settings(
+        lambda values: known.config_from_transformers(values, source.shapes), values, path / "config.json", kind, {}
+    )
     return Published(
         config=config,
         tensors=to_ours(source, known.entries(config), config, ignored=known.IGNORED),

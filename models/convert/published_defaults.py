@@ -6,6 +6,7 @@ from typing import Any
 from megadit.models.config import DiTConfig
 from megadit.models.convert.published import Published
 from megadit.models.convert.schedulers import scheduler_settings
+from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -46,16 +47,17 @@ def published_defaults(published: Published, tokenizer: VideoTokenizer) -> Sampl
     config = published.config
     if config.task != "denoise":
         return of_classifier(config, tokenizer)
-    return replace(_usual(published, tokenizer), **scheduler_settings(kind_of(published), published.scheduler))
+    kind = kind_of(config, projects_text=bool(published.text_projection))
+    return replace(_usual(published, tokenizer), **scheduler_settings(kind, published.scheduler))
 
 
-def kind_of(published: Published) -> str:
-    """A family, or its member that is published with another scheduler."""
-    if published.config.family != "cosmos":
-        return published.config.family
-    if published.text_projection:
+def kind_of(config: NetworkConfig, *, projects_text: bool) -> str:
+    """A family, or its member that is published with another scheduler; `projects_text` is Predict2.5."""
+    if config.family != "cosmos":
+        return config.family
+    if projects_text:
         return "cosmos2_5"
-    return "cosmos1" if published.config.preconditioner == "edm" else "cosmos2"
+    return "cosmos1" if config.preconditioner == "edm" else "cosmos2"
 
 
 def _usual(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:

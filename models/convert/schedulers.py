@@ -1,11 +1,13 @@
-"""How a pipeline of diffusers is sampled by its own scheduler: scheduler_config.json as settings of ours."""
+"""How a pipeline of diffusers is sampled by its own scheduler: scheduler_config.json as settings of ours, and back."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megadit.models.ddpm import BETAS, DDPM_STEPS
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 
@@ -151,7 +153,7 @@ def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
         return {}
     name = values.get("_class_name")
     instead = f"; to sample by the defaults of its publication, delete {FILE}"
-    choose_one(name, known, f"{FILE}: a {name} is no scheduler that this network is sampled by here{instead}")
+    choose_one(str(name), known, f"{FILE}: a {name} is no scheduler that this network is sampled by here{instead}")
     scheduler = known[name]
     found = {**scheduler.only, **scheduler.defaults, **values}
     for setting, only in scheduler.only.items():
@@ -162,9 +164,36 @@ def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
         if not setting.startswith("_"):
             raise UserError(f"{FILE}: {setting!r} is no setting of a {name} that this version knows{instead}")
     for setting in scheduler.defaults:
-        if setting not in scheduler.only and not (isinstance(found[setting], int | float) and found[setting] > 0):
-            raise UserError(f"{FILE}: {setting}={found[setting]!r:.40} must be a number greater than 0")
+        value = found[setting]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if setting not in scheduler.only and not (is_number and 0 < value < math.inf):
+            raise UserError(f"{FILE}: {setting}={value!r:.40} must be a number greater than 0")
     return scheduler.used(found)
+
+
+def scheduler_values(kind: str, settings: SamplingSettings) -> tuple[Values, list[str]]:
+    """The inverse of `scheduler_settings`: scheduler_config.json of the settings, {} where none is known that samples
+    nearly so; and the settings that it does not have, as NAME=VALUE."""
+    of = {name: _written(name, scheduler, settings) for name, scheduler in _KNOWN.get(kind, {}).items()}
+    if not (fitting := {name: values for name, values in of.items() if values}):
+        return {}, []
+    name = min(fitting, key=lambda name: len(_other(_KNOWN[kind][name], fitting[name], settings)))
+    return fitting[name], _other(_KNOWN[kind][name], fitting[name], settings)
+
+
+def _written(name: str, scheduler: Scheduler, settings: SamplingSettings) -> Values:
+    """{} where the noise levels are given one by one, for which a pipeline's scheduler has no place."""
+    if settings.sigmas:
+        return {}
+    own = scheduler.defaults.keys() - scheduler.only.keys() - scheduler.without_effect
+    free = {field: getattr(settings, "shift" if field == "flow_shift" else field) for field in sorted(own)}
+    return {"_class_name": name, **scheduler.only, **free}
+
+
+def _other(scheduler: Scheduler, values: Values, settings: SamplingSettings) -> list[str]:
+    meant = scheduler.used({**scheduler.defaults, **values})
+    own = {name: getattr(settings, name) for name in meant}
+    return [f"{name}={value}" for name, value in own.items() if value != meant[name]]
 
 
 def departures(kind: str, values: Values) -> list[str]:

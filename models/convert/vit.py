@@ -85,11 +85,14 @@ def read_preprocessor(path: Path) -> dict[str, Any]:
         UserError: where pixels are not brought to [0, 1] and normalised.
     """
     values = read_json(path) if path.is_file() else {}
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is no table of settings")
     for name in ("do_rescale", "do_normalize"):
         if not values.get(name, True):
             raise UserError(f"{path}: {name}=false is not supported: our networks take normalised pixels")
-    if abs(255 * values.get("rescale_factor", 1 / 255) - 1) > 1e-6:
-        raise UserError(f"{path}: rescale_factor={values['rescale_factor']} is not supported: it must be 1 / 255")
+    factor = values.get("rescale_factor", 1 / 255)
+    if not (isinstance(factor, int | float) and abs(255 * factor - 1) <= 1e-6):
+        raise UserError(f"{path}: rescale_factor={factor!r:.40} is not supported: it must be 1 / 255")
     return values
 
 

@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors.torch import load_file
@@ -22,6 +25,8 @@ from megadit.models.weights import check_shapes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OURS = {"CosmosImageNetwork": CosmosImageNetwork}
 """Networks that diffusers does not have."""
+MOST_CHANNELS = 2**16
+"""A number in a configuration that is larger is a mistake, with which nothing is built."""
 _STEMS = ("diffusion_pytorch_model", "model")
 _MARKS = ("decoder.conv_in.weight", "decoder.conv_in.conv_s.weight")
 """Tensors of autoencoders, by which what stands before all names is found."""
@@ -70,11 +75,38 @@ def empty_module(class_name: str, config: Mapping[str, Any]) -> nn.Module:
         UserError: if diffusers is not installed, or does not know a setting.
     """
     builder, network_class = ("megadit", OURS[class_name]) if class_name in OURS else _class_of_diffusers(class_name)
+    _check_settings(class_name, network_class, config)
     try:
         with torch.device("meta"):
             return network_class(**_settings(config))
-    except (TypeError, AttributeError) as error:
-        raise UserError(f"{builder} cannot build this {class_name}: {error}") from error
+    except (TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError, LookupError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{builder} cannot build this {class_name}: {reason}") from error
+
+
+def _check_settings(class_name: str, network_class: type, config: Mapping[str, Any]) -> None:
+    """Raises UserError for values of other kinds than the network's settings are, by name."""
+    kinds, parameters = get_type_hints(network_class.__init__), signature(network_class.__init__).parameters
+    for name, value in _settings(config).items():
+        if name in kinds and value != parameters[name].default and not _is_of(kinds[name], value):
+            raise UserError(f"config.json of an {class_name}: {name}={value!r:.60} is none that it can have")
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_is_of(each, value) for each in inner)
+    if origin in (list, tuple):
+        return (
+            isinstance(value, list | tuple)
+            and len(value) <= MOST_CHANNELS
+            and all(_is_of(inner[0], each) for each in value)
+        )
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_CHANNELS
+    return value is None if kind is NoneType else not isinstance(kind, type) or isinstance(value, kind)
 
 
 def _class_of_diffusers(class_name: str) -> tuple[str, type[nn.Module]]:
@@ -116,7 +148,7 @@ def read_diffusers(directory: Path, known: Collection[str]) -> tuple[str, dict[s
     """
     config = read_json(directory / "config.json")
     class_name = config.get("_class_name") if isinstance(config, dict) else None
-    if class_name not in known:
+    if not isinstance(class_name, str) or class_name not in known:
         raise UserError(f"{directory} holds a {class_name}, not one of {', '.join(known)}")
     files = weight_files(directory, *_STEMS)
     if not files:

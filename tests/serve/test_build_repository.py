@@ -12,7 +12,7 @@ from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import write_json
+from megadit.models.shared.files import read_json, write_json
 from megadit.serve.build_repository import build_repository
 from megadit.serve.contract import INPUTS, Limits, ServiceInfo, VideoRequest
 from megadit.serve.engine import most_videos_at_once
@@ -283,6 +283,18 @@ def test_exported_networks_become_plain_models(exported, tmp_path):
     assert list(parse((out / "video_decoder" / "config.pbtxt").read_text()).output[0].dims)[1] == 3
     service = parse((out / "text_to_video" / "config.pbtxt").read_text())
     assert service.parameters["runtime"].string_value == "onnx"
+
+
+@pytest.mark.parametrize(("precision", "told"), [("fp32", ""), ("int8", "CPUs with VNNI"), ("bf16", "no CPU opens it")])
+def test_where_tritons_own_backend_runs_a_network_is_said(exported, tmp_path, capsys, precision, told):
+    settings = read_json(exported / "onnx" / "settings.json") | {"precision": precision, "opset": 20}
+    write_json(exported / "onnx" / "settings.json", settings)
+    out = build_repository(exported, tmp_path / "repository", runtime="onnx", with_networks=True)
+    said = capsys.readouterr().err
+    assert told in said and ("opset 20" in said) == bool(told)
+    kinds = [[group.kind for group in parse((out / name / "config.pbtxt").read_text()).instance_group]
+             for name in ("denoiser", "video_decoder")]  # fmt: skip
+    assert (kinds[0] != []) == (precision == "bf16") and kinds[1] == []
 
 
 def test_an_export_bounds_the_batch(exported):

@@ -12,7 +12,6 @@ teacher that was given; one that has collapsed ends the command, and the student
 With a rank the students are adapters of the teacher's weights, and training has these in memory once.
 """
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -22,15 +21,13 @@ from typing import Any
 
 from megadit.infer.adapters import adapted_defaults
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.evaluate.command import prompts_of
 from megadit.infer.evaluate.extractors import open_extractors
-from megadit.infer.evaluate.videos import open_videos
+from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.options import refuse
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.tune_sampler import write_defaults
 from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
-from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter_files import is_adapter, read_adapter, write_adapter
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
@@ -45,7 +42,15 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import draw_captions
 from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.pairs import DATASET, make_pairs
-from megadit.train.distill.stages import OF_PAIRS, STAGES, student_settings, student_sigmas, told_scale
+from megadit.train.distill.stages import (
+    OF_PAIRS,
+    STAGES,
+    model_overrides,
+    overrides_of,
+    student_settings,
+    student_sigmas,
+    told_scale,
+)
 from megadit.train.given_network import UNTRAINED, check_scales
 from megadit.train.plan.hardware import this_machines_memory
 from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
@@ -326,9 +331,9 @@ def _runs(
         folder, of_pairs = options.out / f"{number}_{name}", []
         if STAGES[name].takes_pairs:
             of_pairs = [*OF_PAIRS, f"data.path={options.pairs or options.out / PAIRS / DATASET}"]
-        of_all, of_stage = _overrides(options, name)
+        of_all, of_stage = overrides_of(options.overrides, name)
         overrides = [
-            *_model_of(model, plain),
+            *model_overrides(model, plain),
             *of_told,
             f"train.distill.teacher={path}",
             f"train.distill.objective={name}",
@@ -363,24 +368,6 @@ def _check_memory(runs: Sequence[StageRun], ranks: int) -> None:
         check_room(
             needed, free, f"a rank of {run.folder.name}, with its teacher,", f"{SMALLER}; so does --adapter_rank"
         )
-
-
-def _model_of(teacher: DiTConfig, run: RunConfig) -> list[str]:
-    """Overrides that give a run the teacher's network."""
-    theirs, ours = teacher.to_dict(), run.model.to_dict()
-    return [f"model.{name}={json.dumps(value)}" for name, value in theirs.items() if value != ours[name]]
-
-
-def _overrides(options: DistillOptions, name: str) -> tuple[list[str], list[str]]:
-    """Overrides for all stages, and those for stage `name`."""
-    of_all, of_stage = [], []
-    for override in options.overrides:
-        stage, _, rest = override.partition(".")
-        if stage == name:
-            of_stage.append(rest)
-        elif stage not in STAGES:
-            of_all.append(override)
-    return of_all, of_stage
 
 
 def _write(student: Path, teacher: Bundle, settings: dict[str, Any]) -> None:

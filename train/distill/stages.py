@@ -1,11 +1,13 @@
 """The stages of `megadit distill`: what each changes of a recipe, and how a student is called."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megadit.infer.schedules import highest_sigma, karras_sigmas, log_linear_sigmas
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.config import DiTConfig
 from megadit.models.settings import OF_TWO_CALLS, SamplingSettings
 from megadit.train.config.schema import RunConfig
 
@@ -112,3 +114,21 @@ def student_settings(
 def told_scale(teacher: SamplingSettings, told: tuple[float, float] | None) -> float:
     """Return the scale within the range `told` that is nearest to the teacher's; without a range 1, no guidance."""
     return 1.0 if told is None else min(max(told[0], teacher.guidance), told[1])
+
+
+def model_overrides(teacher: DiTConfig, run: RunConfig) -> list[str]:
+    """Those that give a run the teacher's network."""
+    theirs, ours = teacher.to_dict(), run.model.to_dict()
+    return [f"model.{name}={json.dumps(value)}" for name, value in theirs.items() if value != ours[name]]
+
+
+def overrides_of(overrides: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """Those for all stages, and those for stage `name`."""
+    of_all, of_stage = [], []
+    for override in overrides:
+        stage, _, rest = override.partition(".")
+        if stage == name:
+            of_stage.append(rest)
+        elif stage not in STAGES:
+            of_all.append(override)
+    return of_all, of_stage

@@ -1,4 +1,4 @@
-"""The released folder of Wan 2.1 whole: network, VAE `.pth`, umT5 `.pth`; and ComfyUI's file of the VAE."""
+"""The released folders of Wan whole: network, VAE `.pth`, umT5 `.pth`, CLIP `.pth`; and ComfyUI's files of them."""
 
 import dataclasses
 import json
@@ -13,6 +13,7 @@ from megadit.models.convert import wan
 from megadit.models.convert.cli import main
 from megadit.models.convert.converted import to_theirs
 from megadit.models.dit import DiT
+from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from tests.models.convert.test_layouts import WAN, prefixed
@@ -63,12 +64,96 @@ def test_the_autoencoder_is_that_of_diffusers(name, prefix, vae, tmp_path):
 
 def test_another_autoencoder_is_named(vae, tmp_path):
     torch.save({"encoder.conv1.weight": torch.ones(2)}, tmp_path / "Wan2.2_VAE.pth")
-    with pytest.raises(UserError, match=r"is no autoencoder of Wan 2.1: it has no tensor .*; for others \(2.2\)"):
+    with pytest.raises(UserError, match="is no autoencoder of Wan 2.1 or 2.2: it has no tensor decoder.middle"):
         published_tokenizer(tmp_path / "Wan2.2_VAE.pth")
     tensors = {name: tensor for name, tensor in vae[1].items() if name != "decoder.conv1.bias"}
     torch.save(tensors, tmp_path / "Wan2.1_VAE.pth")
     with pytest.raises(UserError, match="missing: decoder.conv_in.bias"):
         published_tokenizer(tmp_path / "Wan2.1_VAE.pth")
+
+
+OLD_NAMES = {
+    ".norm1.": ".residual.0.", ".conv1.": ".residual.2.", ".norm2.": ".residual.3.", ".conv2.": ".residual.6.",
+    ".conv_shortcut.": ".shortcut.", "post_quant_conv.": "conv2.", "quant_conv.": "conv1.", ".conv_in.": ".conv1.",
+    ".norm_out.": ".head.0.", ".conv_out.": ".head.2.", ".mid_block.resnets.0.": ".middle.0.",
+    ".mid_block.attentions.0.": ".middle.1.", ".mid_block.resnets.1.": ".middle.2.",
+}  # fmt: skip
+
+
+def old_name_of_2_2(name):
+    for ours, old in OLD_NAMES.items():
+        name = name.replace(ours, old)
+    for way, count in (("down", 2), ("up", 3)):
+        for block in range(4):
+            name = name.replace(f".{way}_blocks.{block}.resnets.", f".{way}samples.{block}.{way}samples.")
+            name = name.replace(f".{way}_blocks.{block}.{way}sampler.", f".{way}samples.{block}.{way}samples.{count}.")
+    return name
+
+
+@pytest.mark.parametrize("name", ["Wan2.2_VAE.pth", "wan2.2_vae.safetensors"])
+def test_the_autoencoder_of_2_2_is_that_of_diffusers(name, tmp_path):
+    sizes = {"base_dim": 4, "decoder_base_dim": 8, "z_dim": 48, "is_residual": True, "patch_size": 2, "in_channels": 12,
+             "out_channels": 12, "scale_factor_spatial": 16, "temperal_downsample": [False, True, True]}  # fmt: skip
+    state = diffusers.AutoencoderKLWan(**sizes).state_dict()
+    tensors = {old_name_of_2_2(key): tensor.contiguous() for key, tensor in state.items()}
+    assert "decoder.upsamples.1.upsamples.3.time_conv.weight" in tensors, "as published"
+    (save_file if name.endswith("safetensors") else torch.save)(tensors, tmp_path / name)
+    found = published_tokenizer(tmp_path / name)
+    assert found.network.tensors().keys() == state.keys()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in found.network.tensors().items())
+    assert {key: found.network.config[key] for key in sizes} == sizes
+    assert found.network.config["latents_mean"][::47] == [-0.2289, -0.0667] and found.spatial_compression == 16
+
+
+def released_clip(state):
+    """The tensors of transformers' CLIP as Wan publishes them, with those of the text beside."""
+    found, names = {"log_scale": torch.ones(()), "textual.norm.weight": torch.ones(3), "visual.head": torch.ones(5)}, {
+        "embeddings.class_embedding": "cls_embedding", "embeddings.position_embedding.weight": "pos_embedding",
+        "embeddings.patch_embedding.": "patch_embedding.", "pre_layrnorm": "pre_norm", "post_layernorm": "post_norm",
+        "encoder.layers.": "transformer.", "layer_norm": "norm", "self_attn.out_proj": "attn.proj", "mlp.fc1": "mlp.0",
+        "mlp.fc2": "mlp.2",
+    }  # fmt: skip
+    for key, tensor in state.items():
+        if ".k_proj." in key or ".v_proj." in key:
+            continue
+        if ".q_proj." in key:
+            tensor = torch.cat([state[key.replace(".q_proj.", f".{x}_proj.")] for x in "qkv"])
+            key = key.replace("self_attn.q_proj", "attn.to_qkv")
+        for theirs, old in names.items():
+            key = key.replace(theirs, old)
+        found[f"visual.{key.removeprefix('vision_model.')}"] = tensor
+    found["visual.cls_embedding"] = found["visual.cls_embedding"][None, None]
+    found["visual.pos_embedding"] = found["visual.pos_embedding"][None]
+    return found
+
+
+def test_the_clip_of_images_is_that_of_transformers(tmp_path):
+    """In the released folder, by its file alone, and ComfyUI's."""
+    sizes = {"hidden_size": 160, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "image_size": 28, "patch_size": 14, "hidden_act": "gelu"}  # fmt: skip
+    torch.manual_seed(0)
+    network = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes)).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(tmp_path / "theirs")
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    processor.save_pretrained(tmp_path / "theirs")
+    state = load_file(tmp_path / "theirs" / "model.safetensors")
+    (tmp_path / "released").mkdir()
+    name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+    torch.save(tensors := released_clip(state), tmp_path / "released" / name)
+    save_file(state | {"visual_projection.weight": torch.ones(3, 160)}, tmp_path / "clip_vision_h.safetensors")
+    image = (255 * torch.rand(40, 56, 3, generator=torch.Generator().manual_seed(1))).byte().numpy()
+    expected = ImageEncoder(model=str(tmp_path / "theirs")).encode(image)
+    for place in ("released", f"released/{name}", "clip_vision_h.safetensors"):
+        encoder = ImageEncoder(model=str(tmp_path / place))
+        encoder.check()
+        assert (encoder.dim, encoder.num_tokens) == (160, 5)
+        torch.testing.assert_close(encoder.encode(image), expected, rtol=1e-6, atol=1e-6)
+    lost = "visual.transformer.1.mlp.0.bias"
+    torch.save({key: tensor for key, tensor in tensors.items() if key != lost}, tmp_path / "released" / name)
+    with pytest.raises(UserError, match=r"missing: .*encoder.layers.1.mlp.fc1.bias"):
+        ImageEncoder(model=str(tmp_path / "released")).encode(image)
 
 
 def test_the_released_folder_becomes_a_bundle(vae, write_t5, tmp_path, capsys):

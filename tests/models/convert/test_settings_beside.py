@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megadit.models.convert import class_dit, cosmos, schedulers, stable_diffusi
 from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import config_of, open_published
 from megadit.models.convert.schedulers import scheduler_settings
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers.kinds import KINDS
 from megadit.models.unet_config import FIXED, USUAL
@@ -77,6 +79,7 @@ def test_a_value_that_no_network_has_is_named(known):
                 assert str(error).startswith("config.json") and name in str(error), (name, value)
 
 
+DEFAULTS = {"num_steps": 5, "guidance": 1.0, "num_frames": 5, "height": 32, "width": 32, "fps": 8.0}
 CLASSES = [(kind, name) for kind, classes in schedulers._KNOWN.items() for name in classes]
 
 
@@ -191,6 +194,30 @@ def test_pixels_that_are_not_normalised_are_refused(tmp_path):
         (tmp_path / vit.PREPROCESSOR).write_text(json.dumps({name: value}))
         with pytest.raises(UserError, match=f"{name}=.* is not supported"):
             vit.pixels_of(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "name"), CLASSES)
+def test_a_scheduler_is_written_as_it_was_read(kind, name, tmp_path):
+    """By which diffusers steps as it would by the one that was read."""
+    scheduler = schedulers._KNOWN[kind][name]
+    numbers = {"flow_shift": 3.0, "shift": 3.0, "sigma_min": 0.1, "sigma_max": 70.0, "rho": 6.0}
+    own = scheduler.defaults.keys() - scheduler.only.keys() - scheduler.without_effect
+    values = {"_class_name": name, **scheduler.only} | {field: numbers[field] for field in own}
+    settings = SamplingSettings(**DEFAULTS | scheduler_settings(kind, values))
+    written, other = schedulers.scheduler_values(kind, settings)
+    assert written == values and not other
+    theirs = getattr(diffusers, name).from_config(written)
+    assert all(theirs.config[field] == numbers[field] for field in own)
+    assert schedulers.scheduler_values(kind, replace(settings, sigmas=(2.0, 1.0))) == ({}, [])
+
+
+def test_what_no_scheduler_says_is_told():
+    """Wan's own levels are nearly those of diffusers' UniPC."""
+    settings = SamplingSettings(**DEFAULTS, sampler="unipc_bh2", schedule="wan", shift=5.0)
+    written, other = schedulers.scheduler_values("wan", settings)
+    assert written["_class_name"] == "UniPCMultistepScheduler" and written["flow_shift"] == 5.0
+    assert other == ["schedule=wan"]
+    assert schedulers.scheduler_values("megadit", settings) == ({}, [])
 
 
 def test_departures_of_a_scheduler_with_many_forms_are_named():

@@ -324,6 +324,10 @@ def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypat
     with pytest.raises(UserError, match="two experts, for high and for low noise"):
         bundle.load_dit()
     assert main([str(tmp_path / "bundle"), str(tmp_path / "out"), "--to", "diffusers"]) == 0
+    scheduler = diffusers.UniPCMultistepScheduler.from_pretrained(tmp_path / "out" / "scheduler")
+    for each in (scheduler, pipeline.scheduler):
+        each.set_timesteps(STEPS)
+    assert torch.equal(scheduler.sigmas, pipeline.scheduler.sigmas)
     for part in ("transformer", "transformer_2"):
         before, after = (
             diffusers.WanTransformer3DModel.from_pretrained(folder / part).state_dict()
