@@ -25,7 +25,7 @@ from megadit.models.bundle.pretrained import (
     transformers_library,
 )
 from megadit.models.bundle.tensor_source import Stored, TensorSource
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import read_json
 
 RELEASED = "models_clip_*.pth"
@@ -43,14 +43,14 @@ _NAMES = (
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.2\.", ".mlp.fc2."),
 )
-"""Of the released tensors, to those of transformers."""
+"""Mapping of the released tensors' names to those of transformers."""
 _SIZES = ("encoder.layers.0.mlp.fc1", "embeddings.position_embedding")
 _USUAL = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
           "num_channels": 3, "image_size": 224, "patch_size": 32}  # fmt: skip
 _LARGEST = 2**16
-"""What transformers takes where config.json leaves it out; and the largest that is no mistake."""
+"""Largest plausible value of a size."""
 _HEAD_SIZE = 80
-"""Of ViT-H, which no tensor says."""
+"""Width of a head of ViT-H, which no tensor states."""
 
 
 def _from_released(source: TensorSource) -> TensorSource:
@@ -116,14 +116,10 @@ class ImageEncoder:
     def encode(self, image_HWC: np.ndarray) -> Tensor:
         """float32 [1, I, E] on the CPU, of an image of any size (uint8 HWC)."""
         prepare, network = self._networks()
-        try:
+        files = "preprocessor_config.json and config.json"
+        with library_errors(lambda reason: f"{self.model} cannot see images as its {files} say ({reason})"):
             pixels = prepare(images=image_HWC, return_tensors="pt").pixel_values
             seen = network(pixels.to(network.device, network.dtype), output_hidden_states=True)
-        except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"{self.model} cannot see images as its preprocessor_config.json and config.json say ({reason})"
-            ) from error
         return seen.hidden_states[-2].float().cpu()
 
     def to(self, device: torch.device) -> "ImageEncoder":
@@ -178,11 +174,11 @@ class ImageEncoder:
         return root / part if (root / part).is_dir() else root
 
     def _config(self, library: Any) -> dict[str, Any]:
-        """Of its network, where no file says it."""
+        """Settings of the network where no file states them."""
         return {"config": library.CLIPVisionConfig(**self._settings())} if self._place.is_file() else {}
 
     def _prepare(self, library: Any) -> Any:
-        """What prepares images: as its folder says, else as CLIP does."""
+        """Image processor of the folder, by default CLIP's."""
         if not self._place.is_file():
             return library.CLIPImageProcessor.from_pretrained(self._directory("image_processor"), **PRETRAINED)
         side = self._settings()["image_size"]
@@ -193,16 +189,11 @@ class ImageEncoder:
         if "network" not in self._loaded:
             library, directory = transformers_library("an image encoder"), self._place
             self._settings()
-            try:
+            with library_errors(lambda reason: f"{directory} cannot be loaded ({reason}); needs {_FILES}"):
                 prepare = self._prepare(library)
                 network = load_encoder(library.CLIPVisionModel, directory, _ENCODER, _FILES, **self._config(library))
-                place = self._loaded.get("device", torch.device("cpu"))
-                self._loaded.update(prepare=prepare, network=network.float().to(place))
-            except UserError:
-                raise
-            except (OSError, ValueError) as error:
-                reason = str(error).split("\n")[0]
-                raise UserError(f"{directory} cannot be loaded ({reason}); needs {_FILES}") from error
+            place = self._loaded.get("device", torch.device("cpu"))
+            self._loaded.update(prepare=prepare, network=network.float().to(place))
         return self._loaded["prepare"], self._loaded["network"]
 
 

@@ -14,7 +14,7 @@ import torch
 from megadit.models.bundle.tensor_source import TensorSource, check_archive_file
 from megadit.models.bundle.weight_files import open_weights, weight_files
 from megadit.models.bundle.wrapped import unwrapped
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import inner_path, read_json
 from megadit.models.weights import listed
 
@@ -98,15 +98,11 @@ def _plain_files(place: Path) -> list[Path]:
 def _loaded(network_class: type, folder: Path | None, place: Path, encoder: Encoder, needs: str, **options: Any) -> Any:
     """Load with transformers, from files in `folder` or from `state_dict`; `place` names either in messages."""
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
+    with library_errors(lambda reason: f"{place} cannot be loaded ({reason}); needs {needs}"), _quiet():
         if folder is None and "config" not in options:
             beside = place if place.is_dir() else place.parent
             options["config"] = network_class.config_class.from_pretrained(beside, **PRETRAINED)
-        with _quiet():
-            network, found = network_class.from_pretrained(folder, **PRETRAINED, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{place} cannot be loaded ({reason}); needs {needs}") from error
+        network, found = network_class.from_pretrained(folder, **PRETRAINED, **options)
     problems = {
         "missing": sorted(found["missing_keys"]),
         "unexpected": sorted(found["unexpected_keys"]),

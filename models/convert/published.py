@@ -17,6 +17,7 @@ from megadit.models.convert.converted import to_ours
 from megadit.models.convert.schedulers import read_scheduler
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.network_config import NetworkConfig
+from megadit.models.networks import build_without_memory
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
@@ -230,15 +231,15 @@ def config_of(known: Any, values: Mapping[str, Any], path: Path) -> NetworkConfi
 
 
 def _read_settings(
-    read: Callable[[Mapping[str, Any]], NetworkConfig], values: Any, path: Path, what: str, usual: Mapping[str, Any]
-) -> NetworkConfig:
+    read: Callable[[Mapping[str, Any]], Any], values: Any, path: Path, what: str, usual: Mapping[str, Any]
+) -> Any:
     if not isinstance(values, dict):
         raise UserError(f"{path} is no table of settings")
     try:
         return read(values)
     except KeyError as missing:
         raise UserError(f"{path} lacks {missing}, which every {what} has") from None
-    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:  # a UserError is a ValueError
+    except Exception as error:  # also a UserError, and whatever values of other types lead to
         if isinstance(error, UserError) and any(f"{name}=" in str(error) for name in values):
             raise UserError(f"{path}: {error}") from None
         named = _at_fault(read, values, usual) or "settings"
@@ -264,19 +265,23 @@ def transformers_type(path: Path) -> str | None:
     """Return the type of the model in a directory, one of `TRANSFORMERS`, or None."""
     values = read_json(path / "config.json") if (path / "config.json").is_file() else None
     found = values.get("model_type") if isinstance(values, dict) else None
-    return found if found in TRANSFORMERS else None
+    return found if isinstance(found, str) and found in TRANSFORMERS else None
 
 
 def _from_transformers(path: Path, kind: str) -> Published:
     known = TRANSFORMERS[kind]
     known.pixels_of(path)  # which refuses those of another range
     values, source = read_json(path / "config.json"), _open(path, OF_TRANSFORMERS, f"pytorch_{OF_TRANSFORMERS}")
-    config = _read_settings(
-        lambda values: known.config_from_transformers(values, source.shapes), values, path / "config.json", kind, {}
-    )
+
+    def read(values: Mapping[str, Any]) -> tuple[DiTConfig, Any]:
+        config = known.config_from_transformers(values, source.shapes)
+        build_without_memory(config)  # which asks what no setting does by itself
+        return config, known.entries(config)
+
+    config, entries = _read_settings(read, values, path / "config.json", kind, {})
     return Published(
         config=config,
-        tensors=to_ours(source, known.entries(config), config, ignored=known.IGNORED),
+        tensors=to_ours(source, entries, config, ignored=known.IGNORED),
         class_names=_class_names(values, config),
     )
 

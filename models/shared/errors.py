@@ -3,7 +3,7 @@
 import difflib
 import os
 import signal
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -15,6 +15,17 @@ class UserError(ValueError):
 
     Commands print it as one line and exit with 2 (see `run_command`).
     """
+
+
+@contextmanager
+def library_errors(said: Callable[[str], str]) -> Iterator[None]:
+    """Turn whatever a library raises for foreign settings or files into a `UserError`: `said` of its first line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # libraries raise any type: TypeError, IndexError, UnboundLocalError, their own
+        raise UserError(said(str(error).strip().partition("\n")[0])) from error
 
 
 class AlreadyToldError(Exception):

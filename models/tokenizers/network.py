@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megadit.models.bundle.components import check_header
 from megadit.models.bundle.weight_files import open_weights, weight_files
 from megadit.models.bundle.wrapped import unwrapped
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import read_json
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
 from megadit.models.weights import check_shapes
@@ -59,8 +59,7 @@ class Network:
         return cls(class_name=class_name, config=settings, module=module.eval().requires_grad_(False), stored=stored)
 
     def on(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        weight = next(self.module.parameters())
-        if (weight.device, weight.dtype) != (device, dtype):
+        if any((weight.device, weight.dtype) != (device, dtype) for weight in self.module.parameters()):
             nn.Module.to(self.module, device, dtype)  # diffusers' own warns of every cast
         return self.module
 
@@ -76,12 +75,8 @@ def empty_module(class_name: str, config: Mapping[str, Any]) -> nn.Module:
     """
     builder, network_class = ("megadit", OURS[class_name]) if class_name in OURS else _class_of_diffusers(class_name)
     _check_settings(class_name, network_class, config)
-    try:
-        with torch.device("meta"):
-            return network_class(**_settings(config))
-    except (TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError, LookupError, AssertionError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{builder} cannot build this {class_name}: {reason}") from error
+    with library_errors(lambda reason: f"{builder} cannot build this {class_name}: {reason}"), torch.device("meta"):
+        return network_class(**_settings(config))
 
 
 def _check_settings(class_name: str, network_class: type, config: Mapping[str, Any]) -> None:

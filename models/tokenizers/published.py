@@ -7,7 +7,7 @@ import torch
 
 from megadit.models.bundle import hub
 from megadit.models.convert.cosmos_tokenizer import read_released
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import read_json
 from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.autoencoder import Autoencoder
@@ -58,14 +58,10 @@ def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> 
 def _check_computes(autoencoder: Autoencoder, path: Path) -> None:
     """Raises UserError where settings that only computing asks for, such as statistics of channels, do not fit."""
     side = 2 * autoencoder.spatial_compression
-    try:
+    settings = "settings of its config.json"
+    with library_errors(lambda reason: f"{path}: the network does not compute with the {settings} ({reason})"):
         latents_BCTHW = autoencoder.encode(torch.zeros(1, 3, 1, side, side))
         shape, frame_BCTHW = latents_BCTHW.shape[1:], autoencoder.decode(latents_BCTHW)
         fits = shape == autoencoder.latent_shape(1, side, side) and frame_BCTHW.shape[1:] == (3, 1, side, side)
-    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{path}: the network does not compute with the settings of its config.json ({reason})"
-        ) from error
     if not (fits and latents_BCTHW.isfinite().all()):
         raise UserError(f"{path}: latents_mean, latents_std or sizes in config.json do not fit the network's channels")

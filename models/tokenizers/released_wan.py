@@ -31,7 +31,7 @@ _STD = (
     0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600,
     0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
 )  # fmt: skip
-"""Of the latents of Wan 2.2's, which its file does not hold."""
+"""Mean and deviation of Wan 2.2's latents, which its file does not hold."""
 _NAMES = (
     (r"^conv1\.", "quant_conv."),
     (r"^conv2\.", "post_quant_conv."),
@@ -49,7 +49,7 @@ _NAMES = (
     (r"\.residual\.6\.", ".conv2."),
     (r"\.shortcut\.", ".conv_shortcut."),
 )
-"""Of Wan 2.2's tensors, to those of diffusers."""
+"""Mapping of Wan 2.2's tensor names to those of diffusers."""
 
 
 def is_wan_file(path: Path) -> bool:

@@ -117,13 +117,13 @@ def told_scale(teacher: SamplingSettings, told: tuple[float, float] | None) -> f
 
 
 def model_overrides(teacher: DiTConfig, run: RunConfig) -> list[str]:
-    """Those that give a run the teacher's network."""
+    """Overrides that give a run the teacher's network."""
     theirs, ours = teacher.to_dict(), run.model.to_dict()
     return [f"model.{name}={json.dumps(value)}" for name, value in theirs.items() if value != ours[name]]
 
 
 def overrides_of(overrides: Sequence[str], name: str) -> tuple[list[str], list[str]]:
-    """Those for all stages, and those for stage `name`."""
+    """Overrides for all stages and those for stage `name`."""
     of_all, of_stage = [], []
     for override in overrides:
         stage, _, rest = override.partition(".")
