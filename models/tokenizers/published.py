@@ -1,5 +1,6 @@
 """Published tokenizers as they were downloaded: diffusers' directories, the released `.jit` files, names of a hub."""
 
+import copy
 import os
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> 
     kind.temporal_compression(complete), kind.spatial_compression(complete)  # which refuse what contradicts the layers
     network = Network.build(class_name, complete, tensors, f"the tensors of {path}")
     autoencoder = Autoencoder(kind=kind, network=network, sigma_data=kind.sigma_data)
-    _check_computes(autoencoder, path)
+    _check_computes(copy.deepcopy(autoencoder), path)  # computing casts the weights
     return autoencoder
 
 
@@ -62,6 +63,6 @@ def _check_computes(autoencoder: Autoencoder, path: Path) -> None:
     with library_errors(lambda reason: f"{path}: the network does not compute with the {settings} ({reason})"):
         latents_BCTHW = autoencoder.encode(torch.zeros(1, 3, 1, side, side))
         shape, frame_BCTHW = latents_BCTHW.shape[1:], autoencoder.decode(latents_BCTHW)
-        fits = shape == autoencoder.latent_shape(1, side, side) and frame_BCTHW.shape[1:] == (3, 1, side, side)
+        fits = shape == autoencoder.latent_shape(1, side, side) and frame_BCTHW.shape[1:3] == (3, 1)
     if not (fits and latents_BCTHW.isfinite().all()):
         raise UserError(f"{path}: latents_mean, latents_std or sizes in config.json do not fit the network's channels")

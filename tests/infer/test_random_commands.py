@@ -206,7 +206,7 @@ def run_command(command: list[str], folder: Path, before: set[Path], capsys) -> 
     return code
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [80, pytest.param(300, marks=pytest.mark.slow)])
 def test_random_command_lines(bundle_dir, tmp_path, monkeypatch, capsys, count):
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path, bundle_dir)
