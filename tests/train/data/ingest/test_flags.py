@@ -49,9 +49,9 @@ def seen(sources, tmp_path, capsys, monkeypatch):
     """seen(kind, *options): what a preparation left and said, but for the place it was given."""
     pools = []
 
-    def note(num_workers):
+    def note(num_workers, **settings):
         pools.append(num_workers)
-        return pool(0)
+        return pool(0, **settings)
 
     pool = stages.Pool
     monkeypatch.setattr(stages, "Pool", note)
