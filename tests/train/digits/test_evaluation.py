@@ -139,5 +139,5 @@ def test_the_judge_is_asked_with_the_attributes_of_the_caption(attributes, tmp_p
     expected = score.frames_and_clips_right(judge.judge(reader, video.permute(0, 4, 1, 2, 3).float() / 127.5 - 1), some)
     assert scorer(video, captions)[:, 0].tolist() == expected["all"].float().tolist()
     assert scorer(video, captions)[:, 1].tolist() == score.right_in_every_frame(expected).float().tolist()
-    with pytest.raises(UserError, match="gives no all, every_frame of a video of 'something else'"):
+    with pytest.raises(UserError, match="returns no all, every_frame for a video of 'something else'"):
         scorer(video, ["something else"] * 6)

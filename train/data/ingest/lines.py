@@ -61,6 +61,9 @@ class LongList(Sequence[Value]):
         self._places, self._keys = array("q"), []
         self._end = 0
 
+    def __del__(self) -> None:
+        self._file.close()
+
     def append(self, value: Value) -> None:
         self._places.append(self._written(value))
         if self._key is not None:
