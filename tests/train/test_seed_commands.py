@@ -37,7 +37,7 @@ NOT_OURS = {
     "energon": "Energon's own; `megadit prepare` writes what it asks for",
 }
 REFUSED = {
-    "--t5_cache_dir": "$tokenizer_cache_dir/config.json does not exist",
+    "--t5_cache_dir": "$t5_cache_dir/config.json does not exist",
     "prepare_energon_dataset_butterfly.py": "the data set huggan/smithsonian_butterflies_subset cannot be downloaded",
 }
 """A word of the command -> how the refusal begins: what is not here yet, files to have, a network to reach."""
