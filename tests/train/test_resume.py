@@ -55,7 +55,7 @@ def test_a_terminated_run_saves_and_continues_exactly(
     ranks = start_ranks(2, *arguments(tmp_path, *more))
     wait_for_steps(ranks, tmp_path, 9)
     ranks[1].send_signal(signal.SIGTERM)  # one rank is enough: they agree
-    outputs = wait_for(ranks, code=0)
+    outputs = wait_for(ranks, code=128 + signal.SIGTERM)
     last = len(read_metrics(tmp_path))
     assert last < STEPS
     assert find_checkpoints(tmp_path / "checkpoints")[-1].name == f"iter_{last:07d}"
