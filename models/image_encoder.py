@@ -5,7 +5,6 @@ Shapes: I tokens, E feature width.
 
 import math
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from megadit.models.bundle.pretrained import (
     load_encoder,
     transformers_library,
 )
-from megadit.models.bundle.tensor_source import Stored, TensorSource
+from megadit.models.bundle.tensor_source import Stored, TensorSource, renamed_by
 from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import read_json
 
@@ -44,7 +43,6 @@ _NAMES = (
     (r"\.mlp\.2\.", ".mlp.fc2."),
 )
 """Mapping of the released tensors' names to those of transformers."""
-_SIZES = ("encoder.layers.0.mlp.fc1", "embeddings.position_embedding")
 _USUAL = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
           "num_channels": 3, "image_size": 224, "patch_size": 32}  # fmt: skip
 _LARGEST = 2**16
@@ -61,9 +59,7 @@ def _from_released(source: TensorSource) -> TensorSource:
     for name, kept in source.stored.items():
         if not name.startswith("visual.") or name == "visual.head":
             continue
-        ours = name.removeprefix("visual.")
-        for pattern, replacement in _NAMES:
-            ours = re.sub(pattern, replacement, ours)
+        ours = renamed_by(_NAMES, name.removeprefix("visual."))
         parts = [ours]
         if ".attn.to_qkv." in ours:
             parts = [ours.replace(".attn.to_qkv.", f".self_attn.{x}_proj.") for x in "qkv"]
@@ -147,6 +143,12 @@ class ImageEncoder:
         return cls(**parts.read_settings(directory, ["model"]))
 
     def _settings(self) -> dict[str, Any]:
+        """Settings of the network, read once: of a released file they are those of its tensors."""
+        if "settings" not in self._loaded:
+            self._loaded["settings"] = self._read_settings()
+        return self._loaded["settings"]
+
+    def _read_settings(self) -> dict[str, Any]:
         if self._place.is_file():
             return _settings_of(self._place)
         values = read_json(self._place / parts.CONFIG_FILE)

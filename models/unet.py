@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megadit.models.conditioning import Conditioning
 from megadit.models.kept import Kept
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.unet_config import DIFFUSERS_CLASS, UNetConfig
 
 
@@ -61,8 +61,6 @@ def _build(config: UNetConfig) -> nn.Module:
         import diffusers
     except ModuleNotFoundError:
         raise UserError(f"{DIFFUSERS_CLASS} needs the library diffusers: pip install 'megadit[diffusers]'") from None
-    try:
+    builder = f"diffusers {diffusers.__version__}"
+    with library_errors(lambda reason: f"{builder} cannot build this {DIFFUSERS_CLASS}: {reason}"):
         return getattr(diffusers, DIFFUSERS_CLASS)(**config.settings)
-    except (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"diffusers {diffusers.__version__} cannot build this {DIFFUSERS_CLASS}: {reason}") from error

@@ -4,8 +4,9 @@ import argparse
 import json
 import os
 import pickle
+import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +38,13 @@ DTYPES = {
 """safetensors' dtype name -> torch dtype."""
 OPEN_FILES = 2
 """Shards that are mapped into memory at once."""
+
+
+def renamed_by(rules: Iterable[tuple[str, Any]], name: str) -> str:
+    """Rename a tensor: each (pattern, replacement) of `re.sub` in turn."""
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 @dataclass(frozen=True, slots=True)

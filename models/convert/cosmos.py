@@ -4,12 +4,12 @@ diffusers' `CosmosTransformer3DModel`, and the released ones.
 (arXiv 2501.03575, section 5.2.1; the names are those of the published checkpoints.)
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from megadit.models.bundle.tensor_source import renamed_by
 from megadit.models.config import DiTConfig
 from megadit.models.convert.tensor_map import (
     Entry,
@@ -264,9 +264,7 @@ _RELEASED_NAMES_2 = (
 
 def released_name(diffusers_name: str, names: Sequence[tuple[str, Any]] = _RELEASED_NAMES) -> str:
     """The name in the released `model.pt`, without its prefix `net.`; `names` are those of the release."""
-    for pattern, replacement in names:
-        diffusers_name = re.sub(pattern, replacement, diffusers_name)
-    return diffusers_name
+    return renamed_by(names, diffusers_name)
 
 
 def released_entries(config: DiTConfig) -> list[Entry]:

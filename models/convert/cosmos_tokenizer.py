@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megadit.models.bundle.tensor_source import load_pickled
+from megadit.models.bundle.tensor_source import load_pickled, renamed_by
 from megadit.models.convert.tensor_archive import read_archive
 from megadit.models.shared.errors import UserError
 
@@ -40,10 +40,7 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         if _CONSTANTS.search(name):
             continue
-        theirs = f".{name}"
-        for pattern, replacement in _NAMES:
-            theirs = re.sub(pattern, replacement, theirs)
-        mapped[name] = theirs.removeprefix(".")
+        mapped[name] = renamed_by(_NAMES, f".{name}").removeprefix(".")
     levels = [int(match[1]) for match in map(_UP.match, mapped.values()) if match]
     last = max(levels, default=0)
     return {name: _UP.sub(lambda m: f"decoder.up_blocks.{last - int(m[1])}.", t) for name, t in mapped.items()}

@@ -5,11 +5,11 @@ Their rotary positions turn neighbouring channels, ours those half a head apart:
 norms change places (`tensor_map.turned`).
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megadit.models.bundle.tensor_source import renamed_by
 from megadit.models.config import DiTConfig
 from megadit.models.convert.tensor_map import (
     Entry,
@@ -216,9 +216,7 @@ _RELEASED_NAMES = (
 
 def released_name(diffusers_name: str) -> str:
     """The name in the released files."""
-    for pattern, replacement in _RELEASED_NAMES:
-        diffusers_name = re.sub(pattern, replacement, diffusers_name)
-    return diffusers_name
+    return renamed_by(_RELEASED_NAMES, diffusers_name)
 
 
 def released_entries(config: DiTConfig) -> list[Entry]:

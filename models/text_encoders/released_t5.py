@@ -1,11 +1,10 @@
 """The umT5 that Wan's first publication brings (`models_t5_umt5-xxl-enc-bf16.pth`): its names to those of
 `transformers`, and its sizes, which no file says."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-from megadit.models.bundle.tensor_source import TensorSource
+from megadit.models.bundle.tensor_source import TensorSource, renamed_by
 
 RELEASED_FILES = "models_t5_*.pth"
 RELEASED_WORDS = Path("google") / "umt5-xxl"
@@ -30,15 +29,9 @@ def from_released(source: TensorSource) -> TensorSource:
     """The tensors under transformers' names; those of other files as they are."""
     if _MARK not in source.stored:
         return source
-    names = {_transformers_name(name): name for name in source.stored}
+    names = {renamed_by(_NAMES, name): name for name in source.stored}
     stored = {ours: source.stored[theirs] for ours, theirs in names.items()}
     return TensorSource(source.label, stored, lambda ours: source.read(names[ours]), source.metadata)
-
-
-def _transformers_name(name: str) -> str:
-    for pattern, replacement in _NAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def config_from_tensors(tensors: TensorSource) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 (`wan_2.1_vae.safetensors`, `wan2.2_vae.safetensors`) have them: one file each, whose tensors say their sizes."""
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megadit.models.bundle.tensor_source import TensorSource
+from megadit.models.bundle.tensor_source import TensorSource, renamed_by
 from megadit.models.bundle.wrapped import open_tensor_file, unwrapped
 from megadit.models.shared.errors import UserError
 
@@ -102,10 +101,4 @@ def _wan_2_2(file: Path, source: TensorSource) -> tuple[dict[str, Any], dict[str
         "latents_mean": list(_MEAN),
         "latents_std": list(_STD),
     }
-    return config, {_diffusers_name(name): tensor for name, tensor in source.state_dict().items()}
-
-
-def _diffusers_name(name: str) -> str:
-    for pattern, replacement in _NAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
+    return config, {renamed_by(_NAMES, name): tensor for name, tensor in source.state_dict().items()}
