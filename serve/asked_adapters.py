@@ -66,12 +66,16 @@ def batches_of(
     A batch computes each of its adapters for all of its videos: without this rule, other users would pay for one
     user's large adapter, and several large ones would be in memory at once. Requests with small adapters come first.
     """
+
+    def alone(request: Request) -> float:
+        return work_with(sum(shares(request).values()))
+
     batches: list[list[Request]] = []
-    for request in sorted(requests, key=lambda each: work_with(sum(shares(each).values()))):
+    for request in sorted(requests, key=alone):
         for batch in batches:
             joined = [*batch, request]
             held = {path: share for each in joined for path, share in shares(each).items()}
-            apart = sum(num_videos(each) * work_with(sum(shares(each).values())) for each in joined)
+            apart = sum(num_videos(each) * alone(each) for each in joined)
             if sum(map(num_videos, joined)) * work_with(sum(held.values())) <= apart + 1e-9:
                 batch.append(request)
                 break

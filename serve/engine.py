@@ -145,10 +145,9 @@ class Engine:
         for open_request in open_requests:
             try:
                 with open_request.span.child("check") as span:
-                    settings = self.check(open_request.request, span)
+                    settings, open_request.shares = self._checked(open_request.request, span)
                     open_request.given = self.read(open_request.request, settings)
                     open_request.adapters = self.read_adapters(open_request.request)
-                    open_request.shares = self._shares(open_request.adapters)
                 groups[settings, strength_of(open_request.given)].append(open_request)
             except Exception as error:
                 _fail(open_request, error)
@@ -177,12 +176,17 @@ class Engine:
         Raises:
             UserError: if it cannot or may not be served.
         """
+        return self._checked(request, span)[0]
+
+    def _checked(self, request: VideoRequest, span: Span) -> tuple[SamplingSettings, dict[str, float]]:
+        """The settings, and the share of work of each adapter."""
         self.info.limits.check_texts(request)
         if (request.preview_every or 0) < 0:
             raise UserError(f"preview_every={request.preview_every} must be 0 (never) or greater")
         asked = {name: getattr(request, name) for name in SERVED}
         adapters = asked_adapters(request, self.info, self.adapters)
         settings = resolve_settings(defaults_with(self.defaults, adapters), **asked)
+        shares = shares_of_work(adapters, self.info.limits, self._num_parameters)
         self.info.limits.check_size(
             num_videos=_num_videos(request),
             num_frames=settings.num_frames,
@@ -190,7 +194,7 @@ class Engine:
             width=settings.width,
             fps=settings.fps,
             num_steps=settings.num_steps,
-            adapter_share=sum(self._shares(adapters).values()),
+            adapter_share=sum(shares.values()),
         )
         if self.guardrail is not None:
             self.guardrail.admit([request.text, *filter(None, [settings.second_prompt])])
@@ -201,7 +205,7 @@ class Engine:
         with span.child("encode text"):  # kept, and not encoded again when the video is made
             encoded = self.pipeline.text_encoder.encode(texts)
         self.info.limits.check_tokens(int(encoded.length_B.max()))
-        return settings
+        return settings, shares
 
     def read(self, request: VideoRequest, settings: SamplingSettings) -> Media:
         """Read the conditioning media of a request's videos from its files.
@@ -223,9 +227,6 @@ class Engine:
         scales = asked_adapters(request, self.info, self.adapters)
         admit(self.pipeline, scales)
         return scales
-
-    def _shares(self, adapters: Scales) -> dict[str, float]:
-        return shares_of_work(adapters, self.info.limits, self._num_parameters)
 
     def _target(self, settings: SamplingSettings) -> Target:
         return Target.of(settings, self.pipeline.config, self.pipeline.tokenizer)

@@ -17,7 +17,7 @@ from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
 from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.connections import BACKLOG, Connection, Door, most_connections
-from megadit.serve.gateway.database import Database, told_in_a_line
+from megadit.serve.gateway.database import Database, is_there, told_in_a_line
 from megadit.serve.gateway.keys import KeyLimits, KeyRing
 from megadit.serve.gateway.logs import log, log_as_json
 from megadit.serve.gateway.metrics import serve_metrics
@@ -157,7 +157,7 @@ def _run_keys(argv: list[str]) -> None:
     description = "Keys of the gateway; they are kept as hashes."
     options = read_options(KeysOptions, argv, prog="megadit serve keys", description=description)
     place = options.gateway.store
-    is_new = "://" not in place and not Path(place).exists()
+    is_new = not is_there(place)
     if is_new and options.action != "add":
         raise UserError(f"there is no store at {Path(place).absolute()}; {_STORE}")
     with told_in_a_line(place):

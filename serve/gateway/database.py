@@ -236,6 +236,11 @@ def store_url(store: str) -> str:
     return store if "://" in store else f"sqlite:///{Path(store).absolute()}"
 
 
+def is_there(store: str) -> bool:
+    """Whether the file of a store exists; a database elsewhere is taken to be there."""
+    return "://" in store or Path(store).exists()
+
+
 def holds_password(url: str) -> bool:
     """Whether a store's URL holds one, which would stand in the process list."""
     try:

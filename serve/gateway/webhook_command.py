@@ -10,7 +10,7 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
-from megadit.serve.gateway.database import Database, told_in_a_line
+from megadit.serve.gateway.database import Database, is_there, told_in_a_line
 from megadit.serve.gateway.keys import KeyRing
 from megadit.serve.gateway.service import GatewaySettings
 from megadit.serve.gateway.store import JobStore
@@ -35,7 +35,7 @@ def _run(argv: list[str]) -> int:
     about = "Ends of videos that the address of their key has not taken."
     options = read_options(WebhookOptions, argv, prog="megadit serve webhooks", description=about)
     place = options.gateway.store
-    if "://" not in place and not Path(place).exists():
+    if not is_there(place):
         raise UserError(f"there is no store at {Path(place).absolute()}; give the gateway's --store")
     with told_in_a_line(place):
         database = Database(place)

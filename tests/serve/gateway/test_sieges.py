@@ -42,6 +42,22 @@ def besieged(port: int, idle: int, half: int):
             process.stdin.close()
 
 
+@pytest.fixture
+def two_gateways(start_gateway, server, postgres, tmp_path):
+    """two_gateways(slots): two on one store and one server, each with so many jobs at once."""
+
+    def start(slots):
+        return [
+            start_gateway(
+                f"grpc://{server.grpc_url}", store=postgres, log=tmp_path / f"{name}.log",
+                arguments=(f"--name={name}", f"--slots={slots}"),
+            )
+            for name in ("one", "two")
+        ]  # fmt: skip
+
+    return start
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_connections_that_ask_for_nothing_end_no_job(start_gateway, server, request):
@@ -83,17 +99,11 @@ def test_connections_that_ask_for_nothing_end_no_job(start_gateway, server, requ
 @pytest.mark.slow
 @pytest.mark.timeout(14_400)
 def test_a_gateway_that_stands_still_at_any_moment_loses_and_doubles_no_video(
-    start_gateway, server, postgres, eventually, tmp_path, request
+    two_gateways, postgres, eventually, tmp_path, request
 ):
     """Two on one store and one folder; what the one that stands still was doing the other does, and then both do."""
     chance, cases = random.Random(0), request.config.getoption("--cases") or 2
-    gateways = [
-        start_gateway(
-            f"grpc://{server.grpc_url}", store=postgres, log=tmp_path / f"{name}.log",
-            arguments=(f"--name={name}", "--slots=2"),
-        )
-        for name in ("one", "two")
-    ]  # fmt: skip
+    gateways = two_gateways(2)
     key = gateways[0].new_key()
     clients = [gateway.client(key) for gateway in gateways]
     ids: list[str] = []
@@ -152,17 +162,11 @@ def killed_in_turn(gateways, *, times: int, seconds: float):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_gateways_that_are_killed_lose_and_double_no_job(start_gateway, server, postgres, tmp_path, request):
+def test_gateways_that_are_killed_lose_and_double_no_job(two_gateways, postgres, request):
     """Behind a proxy that takes whichever is there; every client fetches each of its videos, made of one request."""
     count = request.config.getoption("--cases") or 24
     chance, (num_clients, kills, seconds) = random.Random(0), (20, 18, 10) if count >= 1000 else (4, 3, 4)
-    gateways = [
-        start_gateway(
-            f"grpc://{server.grpc_url}", store=postgres, log=tmp_path / f"{name}.log",
-            arguments=(f"--name={name}", "--slots=4"),
-        )
-        for name in ("one", "two")
-    ]  # fmt: skip
+    gateways = two_gateways(4)
     key = gateways[0].new_key()
     proxy = FaultyProxy([("127.0.0.1", gateway.port) for gateway in gateways])
     jobs = [{"prompt": f"job {number}", "seed": number, "num_steps": chance.randint(1, 60)} for number in range(count)]
