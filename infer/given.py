@@ -65,8 +65,13 @@ class GivenVideo:
             raise UserError(f"a mask must be bool [T, H, W], got {self.mask.dtype} {list(self.mask.shape)}")
 
 
-def remaining_sigmas(sigmas: Tensor, strength: float | None) -> Tensor:
-    """The last levels of a schedule [steps + 1]: the share `strength` of its steps, and at least one."""
+def remaining_sigmas(sigmas: Tensor, all_media: Iterable[Sequence[GivenVideo]]) -> Tensor:
+    """The last levels of a schedule [steps + 1]: the share `strength` of its steps, and at least one.
+
+    Raises:
+        UserError: if the strengths of videos differ.
+    """
+    strength = common_strength(all_media)
     if strength is None:
         return sigmas
     num_steps = len(sigmas) - 1

@@ -28,7 +28,7 @@ from megadit.infer.batches import Batch, Videos, cuts_of, read_prompts
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, spared_calls
 from megadit.infer.callbacks import DECODE, DENOISE, Around, StepCallback, StepTeller, nothing_around
 from megadit.infer.checkpoints import WeakerDenoisers, check_part, open_bundle
-from megadit.infer.given import AnyGiven, Media, Target, check_given, common_strength, media_of, remaining_sigmas
+from megadit.infer.given import AnyGiven, Media, Target, check_given, media_of, remaining_sigmas
 from megadit.infer.given_latents import Known, encode_batch, encode_given
 from megadit.infer.guardrail import Guardrail, load_guardrail
 from megadit.infer.guidance import Denoiser, Evaluate, GuidanceConvention, guidance_scale, in_one_batch, in_turn
@@ -286,7 +286,7 @@ class TextToVideo:
         target = Target.of(settings, self.config, self.tokenizer)
         for media in dict.fromkeys(videos.given):
             check_given(media, self.takes, target)
-        sigmas = remaining_sigmas(settings_sigmas(settings), common_strength(videos.given))
+        sigmas = remaining_sigmas(settings_sigmas(settings), videos.given)
         spared = [skipped] * len(prompts)
         if skipped is None:
             spared = spared_calls(self._cache_plans, settings, videos.adapters, videos.given, target)
@@ -347,7 +347,7 @@ class TextToVideo:
     ) -> int:
         """Denoiser calls that `num_videos` take: `num_steps` of the calls of `on_step`; cached ones count, too."""
         media, target = media_of(given, num_videos), Target.of(settings, self.config, self.tokenizer)
-        sigmas = remaining_sigmas(settings_sigmas(settings), common_strength(media))
+        sigmas = remaining_sigmas(settings_sigmas(settings), media)
         return len(cuts_of(media, target, self.config, batch_size)) * num_denoiser_calls(settings.sampler, sigmas)
 
     def preview(self, latents_BCTHW: Tensor) -> np.ndarray:

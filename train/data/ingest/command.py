@@ -20,7 +20,7 @@ from megadit.train.data.ingest.encodings import default_encodings, read_encoding
 from megadit.train.data.ingest.engine import choose_engine, run_on_ray, start_ray
 from megadit.train.data.ingest.lines import read_lines
 from megadit.train.data.ingest.listing import Listing, Reading, shorten_captions
-from megadit.train.data.ingest.look import look_at
+from megadit.train.data.ingest.look import USUAL_SIDE, look_at, side_filled
 from megadit.train.data.ingest.plan import Notes, Settings, source_from_json
 from megadit.train.data.ingest.pool import default_workers
 from megadit.train.data.ingest.sources import list_folder
@@ -33,8 +33,6 @@ from megadit.train.data.writer import is_prepared
 
 BUTTERFLIES = "huggan/smithsonian_butterflies_subset"
 FAILED = "failed"
-USUAL_SIDE, SIDE_STEP = 256, 16
-"""Default size of samples in pixels: the largest side, and the number that sides are a multiple of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,33 +322,30 @@ def commands() -> dict[str, Callable[[list[str]], int]]:
 
 
 def _settings(options: Options, notes: Notes) -> Settings:
-    """Settings with the sizes of the options, else those that the data set was begun with, else the usual size."""
-    common, sizes = options.common, ((USUAL_SIDE, USUAL_SIDE),)
-    if common.sizes:
-        sizes = _sizes(common.sizes)
-    elif common.height or common.width:
-        sizes = ((common.height or common.width, common.width or common.height),)
-    elif _is_begun(options, notes):
-        sizes = tuple(map(tuple, read_json(notes.settings)["settings"]["sizes"]))
+    """Settings with the sizes that are named, else with the usual size."""
+    common, sizes = options.common, _named_sizes(options.common, notes) or ((USUAL_SIDE, USUAL_SIDE),)
     lengths = {_whole("num_frames", part) for part in common.num_frames.split(",")}
     return replace(common.settings, sizes=sizes, num_frames=tuple(sorted(lengths)))
 
 
+def _named_sizes(common: PrepareOptions, notes: Notes) -> tuple[tuple[int, int], ...]:
+    """Sizes of the options, else those that the data set was begun with; () where neither names any."""
+    if common.sizes:
+        return _sizes(common.sizes)
+    if common.height or common.width:
+        return ((common.height or common.width, common.width or common.height),)
+    if notes.settings.is_file() and not common.overwrite:
+        return tuple(map(tuple, read_json(notes.settings)["settings"]["sizes"]))
+    return ()
+
+
 def _fitted(settings: Settings, kind: str, options: Options, notes: Notes) -> tuple[Settings, str]:
-    """The settings with the size that most of a folder fills, where none is given, and a line that says so."""
-    common = options.common
-    is_given = common.sizes or common.height or common.width or _is_begun(options, notes)
-    if is_given or not isinstance(options, FolderOptions):
+    """The settings with the size that most of a folder fills, where none is named, and a line that says so."""
+    if not isinstance(options, FolderOptions) or _named_sizes(options.common, notes):
         return settings, ""
-    sides = sorted(min(each.height, each.width) for each in look_at(_listing(kind, options)().sources)[0])
-    filled = sides[len(sides) // 10] if sides else USUAL_SIDE
-    side = max(SIDE_STEP, min(USUAL_SIDE, filled // SIDE_STEP * SIDE_STEP))
+    side = side_filled(look_at(_listing(kind, options)().sources)[0])
     chosen = f"size of samples: {side}x{side}, which nine of ten {kind} fill; --size and --sizes choose others"
     return replace(settings, sizes=((side, side),)), chosen
-
-
-def _is_begun(options: Options, notes: Notes) -> bool:
-    return notes.settings.is_file() and not options.common.overwrite
 
 
 def _listing(kind: str, options: FolderOptions | WebDatasetOptions) -> Callable[[], Listing]:

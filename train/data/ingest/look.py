@@ -16,6 +16,8 @@ LOOKED_AT = 48
 """Number of sources to open, evenly over all."""
 MOST_FRAMES, MOST_SECONDS = 240, 4.0
 """Limits of decoded frames and seconds per source, whichever is more, so that a clip at the target rate fits."""
+USUAL_SIDE, SIDE_STEP = 256, 16
+"""Default size of samples in pixels: the largest side, and the number that sides are a multiple of."""
 OWN_RATE = Settings(fps=240.0)
 """Frames as they are in the file."""
 
@@ -78,6 +80,13 @@ def look_at(sources: Sequence[Source]) -> tuple[list[Seen], Counter[str]]:
         except UnusableSourceError as error:
             unusable[error.reason] += 1
     return seen, unusable
+
+
+def side_filled(seen: Sequence[Seen]) -> int:
+    """Return the side of square samples that nine of ten sources fill, `USUAL_SIDE` at most."""
+    sides = sorted(min(each.height, each.width) for each in seen)
+    filled = sides[len(sides) // 10] if sides else USUAL_SIDE
+    return max(SIDE_STEP, min(USUAL_SIDE, filled // SIDE_STEP * SIDE_STEP))
 
 
 def _see(source: Source) -> Seen:
