@@ -12,7 +12,7 @@ import torch
 
 from megadit.export import signatures as contract
 from megadit.export import to_onnx, verify
-from megadit.export.compared import check_compared, compared_defaults, tell_unfit
+from megadit.export.compared import check_compared, compared_defaults, fitted_defaults
 from megadit.export.graph_checks import where_it_runs
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
@@ -118,9 +118,14 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
     profiles = _profiles(bundle, tokenizer, settings)
     specs = _specs(bundle, tokenizer, settings, profiles)
     if bundle.kind == "video":
-        if note := tell_unfit(bundle, profiles):
+        defaults, note = fitted_defaults(bundle, profiles)
+        if note:
             _say(note)
-        bundle = replace(bundle, defaults=compared_defaults(bundle, profiles, tokenizer))
+        bundle = replace(
+            bundle,
+            defaults=compared_defaults(bundle, profiles, tokenizer),
+            manifest=bundle.manifest | {"defaults": defaults.to_dict()},
+        )
     try:
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -63,16 +62,23 @@ def check_compared(bundle: Bundle, settings: SamplingSettings, tokenizer: VideoT
     check_room(needed, free_memory(torch.device("cpu")), f"comparing a video of {size}", remedy)
 
 
-def tell_unfit(bundle: Bundle, profiles: Profiles) -> str | None:
-    """A line where videos of the bundle's own size are not exported for, else None."""
-    defaults: dict[str, Any] = {"frames": bundle.defaults.num_frames}
-    defaults |= {"height": bundle.defaults.height, "width": bundle.defaults.width}
-    limits = {name: getattr(profiles, name) for name in defaults}
-    outside = [f"{name} {size}" for name, size in defaults.items() if not limits[name][0] <= size <= limits[name][2]]
+def fitted_defaults(bundle: Bundle, profiles: Profiles) -> tuple[SamplingSettings, str | None]:
+    """The bundle's defaults, of the best size of the profile where their own is not exported for, and a line that says
+    so: a service warms up with its defaults, and could not start."""
+    fields, names = ("num_frames", "height", "width"), ("frames", "height", "width")
+    own, limits = [getattr(bundle.defaults, field) for field in fields], [getattr(profiles, name) for name in names]
+    outside = [
+        f"{name} {size}"
+        for name, size, (low, _, high) in zip(names, own, limits, strict=True)
+        if not low <= size <= high
+    ]
     if not outside:
-        return None
-    return (
-        f"NOTE: --profile leaves out the bundle's own {', '.join(outside)}: requests must give a size, or use --default"
+        return bundle.defaults, None
+    fitted = replace(bundle.defaults, **dict(zip(fields, (best for _, best, _ in limits), strict=True)))
+    made = f"{fitted.num_frames} frames of {fitted.height}x{fitted.width}"
+    return fitted, (
+        f"NOTE: --profile leaves out the bundle's own {', '.join(outside)}: OUT makes {made} by default, or what "
+        "--default says"
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from megadit.export import build, compared
 from megadit.export import signatures as contract
 from megadit.export.build import ExportSettings, check_memory, export_bundle
-from megadit.export.compared import compared_defaults, compared_sizes, tell_unfit
+from megadit.export.compared import compared_defaults, compared_sizes, fitted_defaults
 from megadit.export.graph_checks import opened_by, where_it_runs
 from megadit.export.networks import DecoderGraph, EncoderGraph, in_float32
 from megadit.models.bundle.bundle import Bundle
@@ -38,8 +38,10 @@ def test_a_small_video_is_compared_at_the_best_of_its_profile(tiny_bundle):
     assert compared_defaults(tiny_bundle, profiles_of(tiny_bundle), tokenizer) == tiny_bundle.defaults
     profiles = profiles_of(tiny_bundle, "frames=5,5,9", "height=32,32,64", "width=32,48,64")
     assert size(compared_defaults(tiny_bundle, profiles, tokenizer)) == (5, 32, 48)
-    assert tell_unfit(tiny_bundle, profiles_of(tiny_bundle)) is None
-    assert "leaves out the bundle's own height 16, width 24: " in tell_unfit(tiny_bundle, profiles)
+    assert fitted_defaults(tiny_bundle, profiles_of(tiny_bundle)) == (tiny_bundle.defaults, None)
+    defaults, note = fitted_defaults(tiny_bundle, profiles)
+    assert "leaves out the bundle's own height 16, width 24: OUT makes 5 frames of 32x48 by default" in note
+    assert size(defaults) == (5, 32, 48)
 
 
 def test_a_large_one_is_compared_smaller(tiny_bundle):
@@ -68,7 +70,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_exported(tiny_bun
 def test_a_profile_may_leave_out_the_default_size(tiny_bundle, tmp_path, capsys):
     export_bundle(tiny_bundle.path, tmp_path / "out", ExportSettings(profiles=("height=32", "width=32"), video_steps=1))
     out = Bundle.open(tmp_path / "out", verify=True)
-    assert size(out.defaults) == size(tiny_bundle.defaults) == (5, 16, 24), "what the bundle makes is as it was"
+    assert size(out.defaults) == (5, 32, 32) and size(tiny_bundle.defaults) == (5, 16, 24)
     video = read_json(out.path / "megadit.json")["export"]["onnx"]["report"]["video"]
     assert (video["num_frames"], video["height"], video["width"]) == (5, 32, 32)
     assert "NOTE: --profile leaves out" in capsys.readouterr().err

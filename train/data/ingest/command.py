@@ -190,8 +190,8 @@ def prepare_command(kind: str, argv: list[str]) -> int:
     return 0
 
 
-def prepare(kind: str, options: Options) -> None:
-    """Prepares a part of a source, or all of it."""
+def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
+    """Prepares a part of a source, or all of it; a task of Ray leaves the lock of the folder to its command."""
     common, notes = options.common, Notes(root=options.out)
     is_on_ray = choose_engine(common.engine) == "ray"
     with join_team(Part.parse(common.part)) as team, ExitStack() as held:
@@ -230,7 +230,8 @@ def prepare(kind: str, options: Options) -> None:
             preparation = replace(preparation, settings=settings)
         ray = start_ray() if is_on_ray else None
         if team.is_first:
-            held.enter_context(_lock(options.out, team.part))
+            if not is_task:
+                held.enter_context(_lock(options.out, team.part))
             if common.overwrite and _is_ours(notes):
                 _remove(options)  # only now that nothing is wrong with what is to take its place
             request = {
@@ -293,7 +294,7 @@ def _already_prepared(options: Options, found: str) -> str:
 
 def _prepare_part(kind: str, options: Options, stage: str, part: str) -> None:
     common = replace(options.common, stages=stage, part=part, engine="none", overwrite=False)
-    prepare(kind, replace(options, common=common))
+    prepare(kind, replace(options, common=common), is_task=True)
 
 
 def _remove(options: Options) -> None:

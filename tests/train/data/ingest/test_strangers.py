@@ -11,8 +11,15 @@ import pytest
 
 MOST_KIB = 1 << 20
 SUFFIXES = (".mp4", ".avi", ".webm", ".mov", ".gif", ".webp", ".png", ".jpg")
+PEAK = """
+import re, resource
+from pathlib import Path
+own = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss holds the parent's too
+print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+"""
+"""KiB of the largest of a process and its children."""
 READ = """
-import resource, signal, sys
+import signal, sys
 from megadit.infer.video_io import read_video
 from megadit.models.shared.errors import UserError
 seen = 0
@@ -23,13 +30,12 @@ for path in sys.stdin.read().splitlines():
         seen += 1
     except UserError:
         pass
-print(seen, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(seen)
 """
 PREPARE = """
-import resource, sys
+import sys
 from megadit.train.data import prepare
 assert prepare.main(sys.argv[1:]) == 0
-print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 """
 
 
@@ -55,7 +61,7 @@ def strangers(tmp_path_factory) -> Path:
 
 
 def run(program: str, *words: str, given: str = "") -> str:
-    command = [sys.executable, "-W", "error::ResourceWarning", "-c", program, *words]
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", program + PEAK, *words]
     done = subprocess.run(command, capture_output=True, text=True, input=given, timeout=1800)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
     return done.stdout
