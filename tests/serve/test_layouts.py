@@ -26,9 +26,6 @@ from tests.models.convert.test_layouts import READ
 
 from .test_engine import Asker, run
 
-KINDS = ("diffusers", "diffusers, pickled", "diffusers, variant", "diffusers, shards", "diffusers, compiled",
-         "released folder", "one file, model.diffusion_model.", "a whole checkpoint of ComfyUI", "DMD",
-         "of DiT's training", "Lightning")  # fmt: skip
 ASKED = {"num_frames": 1, "height": 16, "width": 16, "num_steps": 2, "guidance": 2.0}
 
 
@@ -63,7 +60,7 @@ def distance(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("layout", READ)
 def test_rows_become_one_bundle_and_its_video(layout, converted, parts, tmp_path):
     """Every later command sees the bundle alone: weights, parts and defaults are the same to the byte."""
     bundle, _ = converted
