@@ -203,7 +203,7 @@ def test_no_path_and_no_header_is_more_than_text(gateway, new_key, visit, guarde
             make_all()
         codes.append(status)
         assert status < 500, content
-        if status >= 400:
+        if status >= 400 and method != "HEAD":  # which has no body
             assert json.loads(content)["error"]["code"], "one shape for every error"
         assert not [each for header in answered for each in header if re.search(rb"[\r\n\0]", each)]
         assert not {b"set-cookie", b"location"} & {name.lower() for name, _ in answered}
