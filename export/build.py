@@ -225,7 +225,7 @@ def _write(
         report["video"] = verify.compare_videos(written, settings.precision, settings.video_steps)
         _say(f"video: {report['video']['psnr']:.1f} dB")
     record = {"settings": asdict(settings), "report": report}
-    write_manifest(directory, {**bundle.manifest, "export": {**bundle.manifest.get("export", {}), "onnx": record}})
+    write_manifest(directory, {**bundle.manifest, "export": {"onnx": record}})
     return report
 
 

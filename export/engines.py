@@ -76,8 +76,7 @@ def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks |
     Raises:
         UserError: without TensorRT or a GPU; for a graph that TensorRT does not read; for an engine that differs.
     """
-    bundle = Bundle.open(path)
-    libraries = load_libraries()
+    bundle, libraries = Bundle.open(path), load_libraries()
     if not torch.cuda.is_available():
         raise UserError("engines are built and measured on a GPU, and torch sees none")
     graphs = open_exported(bundle, "onnx")
@@ -86,14 +85,16 @@ def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks |
             write_engines(graphs, plan, settings, libraries)
         else:
             refit_engines(graphs, plan, before, libraries)
+    record: dict[str, Any] = {"settings": graphs.settings["precision"]}
+    manifest = {**bundle.manifest, "export": {**bundle.manifest["export"], "tensorrt": record}}
+    compared = replace(bundle, manifest=manifest)  # on the disk, engines without a record are opened by nobody
     try:
-        report = _compare(bundle, open_exported(bundle, "tensorrt"))
+        record["report"] = _compare(compared, open_exported(compared, "tensorrt"))
     except BaseException:
-        shutil.rmtree(path / "plan")  # or engines that differ would be taken for verified ones
+        shutil.rmtree(path / "plan")
         raise
-    record = {"settings": graphs.settings["precision"], "report": report}
-    write_manifest(path, {**bundle.manifest, "export": {**bundle.manifest["export"], "tensorrt": record}})
-    return report
+    write_manifest(path, manifest)
+    return record["report"]
 
 
 def write_engines(graphs: ExportedNetworks, plan: Path, settings: EngineSettings, libraries: Libraries) -> None:

@@ -98,10 +98,14 @@ def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
     """Open the description of a bundle's exported networks: their inputs, outputs and files.
 
     Raises:
-        UserError: if it has none of this kind, or they are of other weights; names the command that makes them, where
-            there is one.
+        UserError: if it has none of this kind, they are of other weights, or the export that built them was killed
+            before they were compared; names the command that makes them, where there is one.
     """
-    return ExportedNetworks.open(bundle.path / EXPORTED[runtime].folder, weights_checksum(bundle))
+    exported = ExportedNetworks.open(bundle.path / EXPORTED[runtime].folder, weights_checksum(bundle))
+    if exported.directory.name == "plan" and "tensorrt" not in bundle.manifest.get("export", {}):
+        command = f"megadit export {bundle.path} OUT --format tensorrt"
+        raise UserError(f"the engines of {exported.directory} were never compared with torch: run `{command}`")
+    return exported
 
 
 def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from starlette.datastructures import UploadFile
 from megadit.serve.contract import AdapterInfo
 from megadit.serve.gateway.adapters import StoredAdapter
 from megadit.serve.gateway.errors import ApiError, unavailable
+from megadit.serve.gateway.given import form_of
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.schemas import ERRORS
 from megadit.serve.gateway.service import Gateway
@@ -68,7 +69,7 @@ def adapter_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRou
         with gateway.uploads.admitted(request, key):
             if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
                 raise ApiError(415, "unsupported_media_type", "send multipart/form-data: a name and a file")
-            async with request.form(max_files=1, max_fields=1) as form:
+            async with form_of(request, max_files=1, max_fields=1) as form:
                 name, file = form.get("name"), form.get("file")
                 if not isinstance(name, str) or not isinstance(file, UploadFile):
                     raise ApiError(400, "invalid_request", "send a name and a file")

@@ -81,7 +81,8 @@ class Door:
 
 
 class _Sparing(h11.Connection):
-    """Reads no body that comes in very many pieces: chunks of a byte cost a thousand times their share."""
+    """Reads no body that comes in very many pieces: chunks of a byte cost a thousand times their share. Nor one of two
+    lengths, of which a proxy before it may take the other, and hand it a stranger's request in the rest."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -89,6 +90,8 @@ class _Sparing(h11.Connection):
 
     def next_event(self) -> Any:
         event = super().next_event()
+        if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
+            raise h11.RemoteProtocolError("the body has both a length and chunks")
         if isinstance(event, h11.Data):
             self._num_pieces += 1
             self._num_bytes += len(event.data)

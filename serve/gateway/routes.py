@@ -13,7 +13,6 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
@@ -23,7 +22,7 @@ from megadit.serve.answers import AdapterNotFoundError, InvalidRequestError
 from megadit.serve.contract import ServiceInfo
 from megadit.serve.gateway.content import Asked, content_of, picture_content_of, read_video
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
-from megadit.serve.gateway.given import MOST_FILES, pack, values_of
+from megadit.serve.gateway.given import MOST_FILES, form_of, pack, values_of
 from megadit.serve.gateway.jobs import FAILED, QUEUED, Job, NewJob, new_id
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.logs import log
@@ -41,6 +40,7 @@ from megadit.serve.gateway.schemas import (
     VideoPage,
     body_of,
     check,
+    few_values,
 )
 from megadit.serve.gateway.service import Gateway
 from megadit.serve.gateway.store import IdempotencyMismatchError, KeyRevokedError
@@ -51,7 +51,7 @@ _Body, _Answer = TypeVar("_Body", bound=BaseModel), TypeVar("_Answer")
 _CONTENTS = (*SUFFIXES, *(variant.media_type for variant in VARIANTS.values()))
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _MOST_FIELDS = 64
-"""Most fields of a body; to complain of each of a hundred thousand would hold everybody up."""
+"""Most fields of a form."""
 _MOST_MARKS = 1 << 19
 """Quotes, commas and brackets of a JSON body: reading them holds everybody up, as base64, which has none, does not."""
 _SMALL = 1 << 16
@@ -232,7 +232,7 @@ async def _read(gateway: Gateway, key: Key, request: Request, model: type[_Body]
             async with nullcontext() if len(text) <= _SMALL else gateway.reading.of(key):
                 return await run_in_threadpool(lambda: model.model_validate(read(text)))
         if kind == "multipart/form-data":
-            async with request.form(max_files=MOST_FILES, max_fields=_MOST_FIELDS) as form:
+            async with form_of(request, max_files=MOST_FILES, max_fields=_MOST_FIELDS) as form:
                 values = await values_of(form)
                 return await run_in_threadpool(model.model_validate, values)
     except ValidationError as error:
@@ -246,10 +246,7 @@ def _of_json(text: bytes) -> Any:
     """The values of a body, which however large it is may hold no more than files in base64 beside a usual one."""
     if sum(map(text.count, (b'"', b",", b"[", b"{"))) > _MOST_MARKS:
         raise ApiError(400, "invalid_request", "the body holds too many values")
-    body = from_json(text, allow_inf_nan=False)
-    if isinstance(body, dict) and len(body) > _MOST_FIELDS:
-        raise ApiError(400, "invalid_request", f"the body has {len(body):,} fields; {_MOST_FIELDS} is the most")
-    return body
+    return few_values(text)
 
 
 def _of_line(text: bytes) -> dict[str, str]:

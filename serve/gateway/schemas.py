@@ -22,6 +22,8 @@ _MOST = {str: 100_000, int: _INT32, float: 1e6}
 _LONGEST_NAME = 200
 _MOST_ADAPTERS = 64
 """Most adapters that are read of a body; the model takes fewer."""
+_MOST_VALUES = 1000
+"""Most values of a body, those within its lists and objects counted."""
 
 
 def _field(about: Setting) -> tuple[Any, Any]:
@@ -50,9 +52,28 @@ class AdapterUse(BaseModel):
     scale: float = Field(1.0, ge=-1e6, le=1e6, description="1 as it was trained, 0 nothing")
 
 
+def few_values(text: str | bytes) -> Any:
+    """The value of a JSON text that holds no more values than a body has: to complain of each of a hundred thousand
+    would hold everybody up.
+
+    Raises:
+        ValueError: for more, and for what is no JSON.
+    """
+    value = from_json(text, allow_inf_nan=False)
+    waiting, count = [value], 0
+    while waiting:
+        holder = waiting.pop()
+        inner = holder.values() if isinstance(holder, dict) else holder if isinstance(holder, list) else ()
+        count += len(inner)
+        if count > _MOST_VALUES:
+            raise ValueError(f"it holds more than {_MOST_VALUES:,} values")
+        waiting += inner
+    return value
+
+
 def _of_form(value: Any) -> Any:
     """A list, which a form gives as the text of its JSON."""
-    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
+    return few_values(value) if isinstance(value, str) else value
 
 
 class _VideoBody(BaseModel):

@@ -13,6 +13,7 @@ from megadit.export.to_tensorrt import EngineSettings, Libraries
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.onnx import OnnxNetworks
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.manifest import write_manifest
 from megadit.models.shared.errors import UserError
 from tests.bundles import write_classifier_bundle, write_clip_bundle
 from tests.export.test_to_tensorrt import FakePolygraphy, fake_tensorrt
@@ -24,6 +25,8 @@ NETWORKS = {"clip": ["image_tower", "text_tower"], "classifier": ["classifier"]}
 def graphs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("graphs")
     request.param(folder / "bundle")
+    record = {"export": {"tensorrt": "engines of an export that it was copied from, without them"}}
+    write_manifest(folder / "bundle", Bundle.open(folder / "bundle").manifest | record)
     export_bundle(folder / "bundle", folder / "exported", ExportSettings(profiles=("batch=1,2,3",)))
     return folder / "exported"
 
@@ -78,3 +81,19 @@ def test_an_engine_that_differs_leaves_none(exported, polygraphy, monkeypatch):
     with pytest.raises(UserError, match="the engine of .* is not the network"):
         add_engines(exported.path, EngineSettings())
     assert not (exported.path / "plan").exists()
+
+
+def test_engines_of_an_export_killed_before_their_comparison_are_opened_by_nobody(
+    exported, polygraphy, monkeypatch, tmp_path
+):
+    killed, compare = tmp_path / "killed", engines._compare
+
+    def copied(bundle, plan):
+        shutil.copytree(bundle.path, killed)  # all that a kill leaves at this moment
+        return compare(bundle, plan)
+
+    monkeypatch.setattr(engines, "_compare", copied)
+    add_engines(exported.path, EngineSettings())
+    assert (killed / "plan/settings.json").is_file()
+    with pytest.raises(UserError, match="never compared with torch: run `megadit export .* --format tensorrt"):
+        open_exported(Bundle.open(killed, verify=True), "tensorrt")

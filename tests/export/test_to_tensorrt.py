@@ -28,6 +28,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes import tensorrt as runtime
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.network_spec import ExportedNetworks
+from megadit.models.bundle.manifest import write_manifest
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
@@ -246,6 +247,7 @@ def refittable(exported, tmp_path, monkeypatch):
     settings = EngineSettings(refittable=True, version_compatible=True)
     libraries = Libraries(fake_tensorrt(), FakePolygraphy())
     write_engines(open_exported(exported, "onnx"), copy / "plan", settings, libraries)
+    write_manifest(copy, exported.manifest | {"export": {**exported.manifest["export"], "tensorrt": {}}})
     return copy
 
 
@@ -293,6 +295,11 @@ def test_what_cannot_be_refitted_is_refused_before_anything_is_exported(exported
     settings = read_json(refittable / "plan/settings.json")
     settings["engine"]["refittable"] = False
     (refittable / "plan/settings.json").write_text(json.dumps(settings))
+    shutil.copy(exported.path / "megadit.json", refittable)  # as if their export had been killed
+    assert "were never compared with torch: run `megadit export" in error(*takes, str(refittable))
+    with pytest.raises(ValueError, match="never compared"):
+        TextToVideo.from_pretrained(refittable, device="cpu", runtime="tensorrt")
+    write_manifest(refittable, read_json(refittable / "megadit.json") | {"export": {"tensorrt": {}}})
     assert "were built without --refittable" in error(*takes, str(refittable))
 
 

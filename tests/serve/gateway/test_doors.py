@@ -284,7 +284,7 @@ def test_a_body_of_a_hundred_thousand_names_is_refused_at_once(visit):
     began = time.process_time()
     answer = client.post("/v1/videos", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, time.process_time() - began < 5) == (400, True)
-    assert "90,000 fields" in answer.json()["error"]["message"]
+    assert "more than 1,000 values" in answer.json()["error"]["message"]
     for text in (b"[" * 100_000, b'{"prompt": ' + b"[" * 5000, b'{"seed": 1' + b"0" * 5000 + b"}", b'{"fps": NaN}'):
         answer = client.post("/v1/videos", content=text, headers={"content-type": "application/json"})
         assert answer.status_code == 400, text[:20]
