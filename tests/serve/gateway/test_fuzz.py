@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ def guarded(gateway, watching, tmp_path):
     def guard():
         with watching() as paths:
             yield
-        for path in (path for path in paths if "__pycache__" not in path):
+        for path in (path for path in paths if "__pycache__" not in path and path != os.devnull):
             name = os.path.relpath(path, tmp_path)
             assert name in STORE or VIDEO_FILE.fullmatch(name), f"{path} was written"
 
@@ -99,6 +100,24 @@ def make_all(gateway):
             assert gateway.store.complete(job, result, seconds_to_live=10**6)
 
     return make
+
+
+@contextlib.contextmanager
+def meanwhile(do):
+    """Does it again and again beside the block: a synchronous request waits for its video."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(0.02):
+            do()
+
+    with ThreadPoolExecutor(1) as thread:
+        repeated = thread.submit(repeat)
+        try:
+            yield
+        finally:
+            is_over.set()
+    repeated.result()
 
 
 def test_a_process_that_takes_much_memory_is_noticed():
@@ -131,6 +150,9 @@ def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, gu
     schema = schemathesis.openapi.from_asgi(
         "/openapi.json", create_app(gateway), headers={"authorization": f"Bearer {owner}"}
     )
+    if mode == "negative":  # schemathesis cannot change a body with files
+        for operation in (each for path in schema.raw_schema["paths"].values() for each in path.values()):
+            operation.get("requestBody", {"content": {}})["content"].pop("multipart/form-data", None)
     sent: dict[str, int] = {}
 
     def check(case, is_known: bool, caller: str) -> None:
@@ -141,9 +163,8 @@ def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, gu
         make_all()
         case.headers = {name: value for name, value in (case.headers or {}).items() if name.lower() != "authorization"}
         bearer = {} if caller == "" else {"authorization": f"Bearer {caller}"}
-        with guarded():
+        with guarded(), meanwhile(make_all):
             answer = case.call(headers=bearer)
-            make_all()
         sent[case.path] = sent.get(case.path, 0) + 1
         is_health = case.path.startswith("/health")
         assert answer.status_code < 500 or is_health, answer.text
