@@ -17,8 +17,9 @@ from PIL import Image
 
 from megadit.infer.inspect.dataset_sheet import draw_strip, sample_members
 from megadit.infer.pages import embedded, table_of, write_html
-from megadit.models.shared.documents import parse_json
+from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import inner_path
 from megadit.models.shared.progress import duration
 from megadit.models.shared.setting import check_json, setting
 from megadit.models.tokenizers import load_tokenizer
@@ -49,17 +50,18 @@ def write_dataset_page(dataset: Path, page: Path, facts: dict[str, Any]) -> None
     """
     rows = [(name, str(value)) for name, value in facts.items() if value is not None]
     head = [f"<h1>{escape(str(dataset))}</h1>", table_of(rows)]
-    write_html(page, str(dataset), [*head, *_left_out(dataset / NOTES), *_kept(dataset)])
+    write_html(page, str(dataset), [*head, *_left_out(dataset), *_kept(dataset)])
 
 
-def _left_out(notes: Path) -> Iterator[str]:
+def _left_out(dataset: Path) -> Iterator[str]:
     yield "<h2>Left out</h2>"
-    if not (notes / "skips.jsonl").is_file():
+    skips, shown = (inner_path(dataset, f"{NOTES}/{name}") for name in ("skips.jsonl", "left_out/left_out.jsonl"))
+    if not skips.is_file():
         yield "Nothing says what: only <code>megadit prepare</code> of videos and images writes it down."
         return
     counts: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
-    for skip in _lines(notes / "skips.jsonl"):
+    for skip in _lines(skips):
         counts[skip.reason] += 1
         seconds[skip.reason] += skip.seconds
     if not counts:
@@ -68,18 +70,18 @@ def _left_out(notes: Path) -> Iterator[str]:
     rows = [(reason, f"{count:,}", duration(seconds[reason])) for reason, count in counts.most_common()]
     yield table_of(rows, ("reason", "sources, or stretches of one", "of video"))
     figures: defaultdict[str, list[str]] = defaultdict(list)
-    for number, skip in enumerate(_lines(notes / "left_out" / "left_out.jsonl")):
-        figures[skip.reason].append(_skip(skip, notes / "left_out" / f"{number}.jpg"))
+    for number, skip in enumerate(_lines(shown)):
+        figures[skip.reason].append(_skip(skip, shown.with_name(f"{number}.jpg")))
     for reason, count in counts.most_common():
-        if shown := figures[reason]:
-            yield f"<h2>Left out: {escape(reason)}, {len(shown)} of {count:,}</h2>{''.join(shown)}"
+        if of_reason := figures[reason]:
+            yield f"<h2>Left out: {escape(reason)}, {len(of_reason)} of {count:,}</h2>{''.join(of_reason)}"
 
 
 def _lines(path: Path) -> Iterator[Skip]:
     """Yield the notes of a file; none where a version without them prepared the data set."""
     if path.is_file():
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), ""), 1):
                 where = f"{path}, line {number}"
                 values = parse_json(line, where)
                 if not isinstance(values, dict):

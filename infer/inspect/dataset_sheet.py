@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import imageio.v3 as iio
 import numpy as np
 import safetensors.torch
 import torch
 from PIL import Image
 
 from megadit.infer.contact_sheet import contact_sheet, grid_columns
+from megadit.infer.decoding.rules import Rules
+from megadit.infer.decoding.sampling import read_all
 from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
@@ -26,6 +27,8 @@ FRAMES_OF_A_STRIP = 6
 THUMBNAIL_HEIGHT = 128
 GAP = 6
 MAX_WIDTH = 1600
+MOST_PIXELS = 1 << 28
+"""Most pixels of the frames of a sample: more than five seconds of 1920x1080."""
 
 
 def write_sheet(dataset: Path, path: Path, *, num_samples: int = 12) -> None:
@@ -86,7 +89,7 @@ def draw_strip(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -
         frames_THWC, facts = np.zeros((1, 64, 64, 3), np.uint8), f"cannot be decoded: {error}"
     count, height, width = frames_THWC.shape[:3]
     places = np.linspace(0, count - 1, min(FRAMES_OF_A_STRIP, count)).round().astype(int)
-    size = max(1, round(width * THUMBNAIL_HEIGHT / height)), THUMBNAIL_HEIGHT
+    size = min(MAX_WIDTH, max(1, round(width * THUMBNAIL_HEIGHT / height))), THUMBNAIL_HEIGHT
     thumbnails = [np.asarray(Image.fromarray(frames_THWC[place]).resize(size)) for place in places]
     strip = np.concatenate([np.pad(each, ((0, 0), (0, GAP), (0, 0)), constant_values=255) for each in thumbnails], 1)
     return strip[None, :, :-GAP], f"{caption}\n{key}: {facts}"
@@ -100,12 +103,21 @@ def _in_words(frames_THWC: np.ndarray, fps: float) -> str:
 @torch.inference_mode()
 def _decoded(members: dict[str, bytes], tokenizer: VideoTokenizer) -> tuple[np.ndarray, str]:
     """Frames, and what is stored."""
-    if "mp4" in members:
-        return iio.imread(members["mp4"], plugin="pyav", extension=".mp4"), "stored as mp4"
-    if "png" in members:
-        return np.array(Image.open(io.BytesIO(members["png"]), formats=("PNG",)).convert("RGB"))[None], "stored as png"
+    for suffix in ("mp4", "png"):
+        if suffix in members:
+            file = io.BytesIO(members[suffix])
+            frames_THWC, _ = read_all(file, Rules(), _check_pixels, containers="mov,mp4", formats=("PNG",))
+            return frames_THWC, f"stored as {suffix}"
     tensors = safetensors.torch.load(members["safetensors"])
+    num_frames, height, width = tensors["latent"].shape[1:]
+    side = tokenizer.spatial_compression
+    _check_pixels(num_frames * tokenizer.temporal_compression, height * side, width * side, 0.0)
     video_CTHW = tokenizer.decode(tensors["latent"][None].float())[0].clamp(-1, 1)
     frames_THWC = ((video_CTHW + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()
     shapes = ", ".join(f"{name} {'x'.join(map(str, tensor.shape))}" for name, tensor in sorted(tensors.items()))
     return frames_THWC, shapes
+
+
+def _check_pixels(num_frames: int, height: int, width: int, seconds: float) -> None:
+    if num_frames * height * width > MOST_PIXELS:
+        raise UserError(f"{num_frames} frames of {height}x{width} have more than {MOST_PIXELS:,} pixels")

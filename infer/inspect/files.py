@@ -57,11 +57,11 @@ def describe_samples(dataset: Path) -> dict[str, str]:
     found = list(islice(_descriptions(dataset), LOOKED_AT))
     if not found:
         return {}
-    sizes = Counter(f"{one.get('height', '?')}x{one.get('width', '?')}" for one in found)
+    sizes = Counter(f"{_shown(one.get('height', '?'))}x{_shown(one.get('width', '?'))}" for one in found)
     lengths = Counter(_length(one) for one in found)
     captions = Counter(str(one.get("caption") or "") for one in found)
     without = captions.pop("", 0)
-    shown = "; ".join(caption[:60] for caption, _ in captions.most_common(EXAMPLES))
+    shown = "; ".join(_shown(caption, 60) for caption, _ in captions.most_common(EXAMPLES))
     return {
         "looked at": f"{len(found):,} samples of training",
         "sizes": _counted(sizes),
@@ -72,9 +72,14 @@ def describe_samples(dataset: Path) -> dict[str, str]:
 
 def _length(description: dict[str, Any]) -> str:
     frames, fps = description.get("num_frames") or 1, description.get("fps") or 0
-    if frames == 1 or not isinstance(fps, int | float) or not fps:
-        return "image" if frames == 1 else f"{frames} frames"
+    if frames == 1 or not (isinstance(frames, int | float) and isinstance(fps, int | float) and fps):
+        return "image" if frames == 1 else f"{_shown(frames)} frames"
     return f"{frames} frames ({frames / fps:.2g} s)"
+
+
+def _shown(value: Any, most: int = 20) -> str:
+    """The beginning of a value that anybody may have written, without what a terminal obeys."""
+    return "".join(each if each.isprintable() else " " for each in str(value)[:most])
 
 
 def _counted(values: Counter[str]) -> str:

@@ -10,14 +10,17 @@ from megadit.infer.pages import embedded, table_of, write_html
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path
+from megadit.models.shared.outside import leads_out
 
 STEPS_SHOWN = 8
 """Steps whose samples are shown: spread evenly, the first and the last among them."""
 SAMPLES_SHOWN = 6
 """Samples shown of a step."""
 EVENTS_SHOWN = 100
+COLUMNS_SHOWN = 20
+"""Names of events that are columns."""
 MOST_BYTES = 8 << 20
-"""Most bytes of a picture or video that is put into the page."""
+"""Most bytes of a picture, a video or a text that is put into the page."""
 KINDS = {".mp4": "video/mp4", ".png": "image/png"}
 STEP = re.compile(r"step_(\d+)")
 
@@ -30,7 +33,7 @@ def write_run_page(run: Path, page: Path, facts: dict[str, Any]) -> None:
 
 
 def _curves(run: Path) -> list[str]:
-    picture = _medium(run / "curves.png", "curves")
+    picture = _medium(run, run / "curves.png", "curves")
     picture = picture and f"<div class=curves>{picture}</div>"
     return ["<h2>Curves</h2>", picture or "There are none yet: <code>logger.curves=true</code> draws them."]
 
@@ -46,34 +49,47 @@ def _samples(run: Path) -> list[str]:
     rows = []
     for step in shown:
         paths = sorted(path for path in folders[step].iterdir() if path.suffix in KINDS)[:SAMPLES_SHOWN]
-        cells = "".join(f"<td>{_medium(path, path.stem)}<br><small>{escape(path.stem)}</small>" for path in paths)
+        cells = "".join(f"<td>{_medium(run, path, path.stem)}<br><small>{escape(path.stem)}</small>" for path in paths)
         rows.append(f"<tr><th>step {step:,}{cells}")
     return ["<h2>Samples over time</h2>", f"<table>{''.join(rows)}</table>"]
 
 
-def _medium(path: Path, words: str) -> str:
-    """The file as a part of the page; "" where it is not there, or large."""
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > MOST_BYTES:
+def _medium(run: Path, path: Path, words: str) -> str:
+    """The file as a part of the page; "" where it is not there, leads out of the run, or is large."""
+    if leads_out(path, run) or not path.is_file() or path.stat().st_size > MOST_BYTES:
         return ""
     return embedded(path.read_bytes(), KINDS[path.suffix], words)
 
 
-def _events(run: Path) -> list[str]:
-    path = inner_path(run, "events.jsonl")
+def _text(run: Path, name: str) -> str:
+    """A text of the run, or the end of one that is large; "" where there is none.
+
+    Raises:
+        UserError: for a link that leads elsewhere.
+    """
+    path = inner_path(run, name)
     if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MOST_BYTES))
+        return file.read(MOST_BYTES).decode("utf-8", errors="replace")
+
+
+def _events(run: Path) -> list[str]:
+    events = [_event(line) for line in _text(run, "events.jsonl").splitlines()[-EVENTS_SHOWN:]]
+    if not events:
         return ["<h2>Events</h2>", "Nothing went wrong."]
-    events = [_event(line, path) for line in path.read_text(encoding="utf-8").splitlines()[-EVENTS_SHOWN:]]
-    names = list(dict.fromkeys(name for event in events for name in event))
+    names = list(dict.fromkeys(name for event in events for name in event))[:COLUMNS_SHOWN]
     return ["<h2>Events</h2>", table_of([[str(event.get(name, "")) for name in names] for event in events], names)]
 
 
-def _event(line: str, path: Path) -> dict[str, Any]:
+def _event(line: str) -> dict[str, Any]:
     try:
-        return dict(parse_json(line, str(path), is_finite=False))
+        return dict(parse_json(line, "an event", is_finite=False))
     except (UserError, ValueError, TypeError):  # the last line of a run that was killed
         return {"unreadable": line}
 
 
 def _config(run: Path) -> Sequence[str]:
-    text = inner_path(run, "config.yaml").read_text(encoding="utf-8")
-    return ["<h2>Configuration</h2>", f"<details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>"]
+    text = escape(_text(run, "config.yaml"))
+    return ["<h2>Configuration</h2>", f"<details><summary>config.yaml</summary><pre>{text}</pre></details>"]

@@ -145,7 +145,8 @@ def regroup(
     the sum of their ranks, unless they share `down`. Rows that are not given do not change.
 
     Raises:
-        UserError: where DoRA's magnitudes of some rows are not given.
+        UserError: where DoRA's magnitudes of some rows are not given, and where rows are given twice, by the names of
+            two programs: nobody means the sum.
     """
     origins: dict[str, list[NamedRows]] = {}
     for linear in given:
@@ -159,6 +160,8 @@ def regroup(
             if len(to):
                 parts.append((changes[origin.name], to, at))
         if parts:
+            if sum(len(to) for _, to, _ in parts) > len(torch.cat([to for _, to, _ in parts]).unique()):
+                raise UserError(f"the linear {linear.name} is changed twice, by its names in two programs: keep one")
             made[linear.name] = _joined(parts, linear)
     return made
 

@@ -146,6 +146,7 @@ def test_a_data_set_says_what_its_samples_are(tmp_path):
                 {"height": 64, "width": 96, "num_frames": 17, "fps": 8, "caption": "a seven"},
                 {"height": 64, "width": 96, "num_frames": 17, "fps": 8, "caption": "a two"},
                 {"height": 32, "width": 32, "num_frames": 1, "fps": 0, "caption": ""},
+                {"height": {}, "width": [1] * 99, "num_frames": "many", "fps": 2, "caption": "\x1b[2J"},
                 ["no description"],
             ]
         ):
@@ -154,8 +155,9 @@ def test_a_data_set_says_what_its_samples_are(tmp_path):
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     facts = info.describe(tmp_path)
-    assert facts["sizes"] == "64x96: 2, 32x32: 1" and facts["lengths"] == "17 frames (2.1 s): 2, image: 1"
-    assert facts["captions"] == "2 different (a seven; a two), 1 without one"
+    assert facts["sizes"] == "64x96: 2, 32x32: 1, {}x[1, 1, 1, 1, 1, 1, 1: 1"
+    assert facts["lengths"] == "17 frames (2.1 s): 2, image: 1, many frames: 1"
+    assert facts["captions"] == "3 different (a seven; a two;  [2J), 1 without one", "nothing that a terminal obeys"
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "gif", "webp", "png"])
@@ -232,6 +234,22 @@ def test_a_page_shows_no_file_to_which_a_link_leads(run, tmp_path_factory, capsy
     (run / name).symlink_to(private)
     assert info.main([str(run), "--html", str(page)]) == 2
     assert not page.exists() and "SECRET" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("link", ["samples", "samples/step_0000001", "samples/step_0000001/a.png"])
+def test_a_page_shows_no_picture_of_elsewhere_and_any_bytes_as_text(run, tmp_path_factory, link):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    private = elsewhere / "samples/step_0000001/a.png"
+    private.parent.mkdir(parents=True)
+    write_video(private, torch.zeros(1, 8, 8, 3, dtype=torch.uint8).numpy())
+    (run / link).parent.mkdir(parents=True, exist_ok=True)
+    (run / link).symlink_to(elsewhere / link)
+    wide = json.dumps({f"<img src=x>{number}": number for number in range(100_000)})
+    (run / "events.jsonl").write_bytes(b"\xff<script>\n" + wide.encode() + b"\n[1]\n")
+    assert info.main([str(run), "--html", str(elsewhere / "page.html")]) == 0
+    text = (elsewhere / "page.html").read_text()
+    assert "step 1<" in text and "data:image" not in text
+    assert "\ufffd&lt;script" in text and "<img" not in text and len(text) < 50_000
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -236,6 +236,13 @@ def test_half_of_a_change_of_biases(theirs, tmp_path):
         ),
         ({"blocks.0.ffn.0.diff_b": torch.ones(5)}, r"ffn.0.diff_b \[5\], not \[32\]"),
         ({"blocks.0.ffn.0.diff": torch.ones(32, 128)}, "without factors of low rank beside it"),
+        (
+            {
+                "blocks.0.ffn.net.0.proj.lora_down.weight": torch.ones(3, WAN.hidden_size),
+                "blocks.0.ffn.net.0.proj.lora_up.weight": torch.ones(WAN.ffn_hidden_size, 3),
+            },
+            "the linear blocks.0.mlp.*is changed twice, by its names in two programs",
+        ),
     ],
 )
 def test_what_is_no_such_adapter_is_named(more, message, tmp_path):
