@@ -2,6 +2,7 @@
 
 import json
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +10,40 @@ from megadit.train.data.ingest.plan import Clip
 
 
 class Answers:
-    """Answers of a server or a program about clips, one line each, written at once so that nothing is asked twice."""
+    """Answers of a server or a program about clips, one line each, written at once so that nothing is asked twice.
+
+    They are looked up in a temporary database, most of which is not in memory.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, Any] = {}
-        if path.is_file():
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            if len(whole) < len(content):  # a process that was killed left half a line
-                os.truncate(path, len(whole))
-            for line in whole.splitlines():
-                name, answer = json.loads(line)
-                self._known[name] = answer
+        self._path, self._count, whole = path, 0, 0
+        self._known = sqlite3.connect("")
+        self._known.execute("CREATE TABLE answers (name TEXT PRIMARY KEY, answer TEXT)")
+        if not path.is_file():
+            return
+        with open(path, "rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    whole += len(line)
+                    self._know(*json.loads(line))
+        os.truncate(path, whole)  # a process that was killed left half a line
 
     def __len__(self) -> int:
-        return len(self._known)
+        return self._count
 
     def of(self, clip: Clip) -> Any:
         """The answer about a clip, or None."""
-        return self._known.get(self._name(clip))
+        found = self._known.execute("SELECT answer FROM answers WHERE name = ?", [self._name(clip)]).fetchone()
+        return found and json.loads(found[0])
 
     def add(self, clip: Clip, answer: Any) -> None:
-        self._known[self._name(clip)] = answer
+        self._know(self._name(clip), answer)
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps([self._name(clip), answer], ensure_ascii=False) + "\n")
+
+    def _know(self, name: str, answer: Any) -> None:
+        self._known.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", [name, json.dumps(answer)])
+        self._count += 1
 
     @staticmethod
     def _name(clip: Clip) -> str:

@@ -25,7 +25,8 @@ from megadit.models.shared.setting import setting
 from megadit.train.data.ingest.answers import Answers
 from megadit.train.data.ingest.encode import decoded_clips
 from megadit.train.data.ingest.exchanges import FailedError, ask, exchange_all, pieces
-from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip
+from megadit.train.data.ingest.lines import LongList
+from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json, long_lists
 from megadit.train.data.ingest.pool import Pool
 
 NOT_CAPTIONED = "not captioned: "
@@ -67,18 +68,18 @@ def check_captions(settings: Settings, server: CaptionServer) -> None:
 
 def caption_clips(
     clips: Sequence[Clip], settings: Settings, num_workers: int, server: CaptionServer, notes: Notes
-) -> tuple[list[Clip], list[Skip]]:
+) -> tuple[Sequence[Clip], Sequence[Skip]]:
     """The clips, all with captions, in their order; those that the server did not describe are left out.
 
     Raises:
         UserError: if it describes none; for a source that has changed since it was scanned.
     """
     if settings.caption_model is None:
-        return list(clips), []
-    captions = Answers(notes.captions)
-    asked = [clip for clip in clips if not clip.source.caption and captions.of(clip) is None]
+        return clips, []
+    captions, asked = Answers(notes.captions), LongList(clip_from_json)
+    asked.extend(clip for clip in clips if not clip.source.caption and captions.of(clip) is None)
     reasons = _ask(asked, captions, settings, num_workers, server)
-    kept, skips = [], []
+    kept, skips = long_lists()
     for clip in clips:
         if clip.key in reasons:
             skips.append(clip.left_out(NOT_CAPTIONED + reasons[clip.key]))

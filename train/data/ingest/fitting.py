@@ -10,7 +10,7 @@ from megadit.infer.evaluate.videos import Clip as Seen
 from megadit.infer.matching import Matcher
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.encode import decoded_clips
-from megadit.train.data.ingest.plan import Clip, Settings, Skip
+from megadit.train.data.ingest.plan import Clip, Settings, Skip, long_lists
 from megadit.train.data.ingest.pool import Pool
 
 REASON = "low CLIP score"
@@ -36,7 +36,7 @@ def parse_least(text: str) -> tuple[str, float]:
 
 def drop_unfit(
     clips: Sequence[Clip], settings: Settings, num_workers: int, device: torch.device
-) -> tuple[list[Clip], list[Skip]]:
+) -> tuple[Sequence[Clip], Sequence[Skip]]:
     """Keep clips whose middle frame and caption reach `min_clip_score`, in their order; clips without a caption are
     dropped.
 
@@ -44,10 +44,10 @@ def drop_unfit(
         UserError: for a bundle that matches nothing, or a source that has changed since it was scanned.
     """
     if settings.min_clip_score is None:
-        return list(clips), []
+        return clips, []
     bundle, least = parse_least(settings.min_clip_score)
     matcher = Matcher(open_any_bundle(bundle), device=device)
-    kept, skips = [], []
+    kept, skips = long_lists()
     with Pool(num_workers) as pool:
         for first in range(0, len(clips), AT_ONCE):
             part = clips[first : first + AT_ONCE]

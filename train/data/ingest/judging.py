@@ -5,15 +5,17 @@ of whatever models lie beside it (beauty, watermarks, share of text). Scores are
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megadit.infer.judge import Judge
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.answers import Answers
 from megadit.train.data.ingest.encode import decoded_clips
-from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip
+from megadit.train.data.ingest.lines import LongList
+from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json, long_lists
 from megadit.train.data.ingest.pool import Pool
 
 NO_SCORE = "no score: "
@@ -75,7 +77,7 @@ def open_judge(settings: Settings) -> Judge | None:
 
 def judge_clips(
     clips: Sequence[Clip], settings: Settings, num_workers: int, notes: Notes
-) -> tuple[list[Clip], list[Skip]]:
+) -> tuple[Sequence[Clip], Sequence[Skip]]:
     """Keep clips whose scores are within all limits, in their order; a clip that lacks a score is dropped.
 
     Raises:
@@ -83,9 +85,10 @@ def judge_clips(
     """
     judge = open_judge(settings)
     if judge is None:
-        return list(clips), []
+        return clips, []
     limits, scores = read_limits(settings), Answers(notes.scores)
-    asked = [clip for clip in clips if scores.of(clip) is None]
+    asked = LongList(clip_from_json)
+    asked.extend(clip for clip in clips if scores.of(clip) is None)
     with Pool(num_workers) as pool, Progress(len(asked), "judging", enabled=bool(asked)) as bar:
         for number, decoded in enumerate(decoded_clips(asked, settings, pool), 1):
             # a failure, which gives no scores, is not kept: it may be mended
@@ -94,9 +97,9 @@ def judge_clips(
             bar.advance()
             if number == min(LOOKED_AT, len(asked)):
                 # of earlier runs too: where only clips are asked about at which it failed before, it fails again
-                known = [found for clip in clips if (found := scores.of(clip))]
-                _check_names(limits, [*known, *({} for clip in asked[:number] if not scores.of(clip))])
-    kept, skips = [], []
+                known = (found for clip in clips if (found := scores.of(clip)))
+                _check_names(limits, chain(known, ({} for clip in asked[:number] if not scores.of(clip))))
+    kept, skips = long_lists()
     for clip in clips:
         broken = [found for limit in limits if (found := limit.broken_by(scores.of(clip) or {}))]
         if broken:
@@ -106,9 +109,11 @@ def judge_clips(
     return kept, skips
 
 
-def _check_names(limits: Sequence[Limit], given: Sequence[Mapping[str, float]]) -> None:
-    known = {name for scores in given for name in scores}
+def _check_names(limits: Sequence[Limit], given: Iterable[Mapping[str, float]]) -> None:
+    known, count = set(), 0
+    for count, scores in enumerate(given, 1):  # noqa: B007
+        known |= scores.keys()
     for limit in limits:
         if limit.name not in known:
             names = ", ".join(sorted(known)) or "none; it fails, see above"
-            raise UserError(f"the judge returned no score {limit.name!r} for {len(given)} clips; its scores: {names}")
+            raise UserError(f"the judge returned no score {limit.name!r} for {count} clips; its scores: {names}")

@@ -1,5 +1,7 @@
 """Pictures of what was left out, a few of each reason, for `megadit info DATA --html PAGE`."""
 
+from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +12,8 @@ from PIL import Image
 from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.shared.files import atomic_directory
 from megadit.train.data.ingest.decode import read_glimpse
-from megadit.train.data.ingest.lines import read_lines, write_lines
-from megadit.train.data.ingest.plan import Notes, Settings, Skip, Source, source_from_json
+from megadit.train.data.ingest.lines import Lines, read_lines, write_lines
+from megadit.train.data.ingest.plan import Notes, Settings, Skip, Source, skip_from_json, source_from_json
 from megadit.train.data.ingest.pool import Pool
 
 OF_A_REASON = 12
@@ -28,7 +30,7 @@ class Wanted:
 
 def picture_left_out(notes: Notes, settings: Settings, num_workers: int) -> None:
     """Writes `left_out.jsonl`, the skips that are shown, and `0.jpg`, `1.jpg`, ... of those that show something."""
-    chosen = choose([Skip(**values) for values in read_lines(notes.skips)])
+    chosen = choose(Lines.open(notes.skips, skip_from_json))
     names = {skip.source for skip in chosen}
     sources = {
         values["name"]: source_from_json(values) for values in read_lines(notes.sources) if values["name"] in names
@@ -44,11 +46,11 @@ def picture_left_out(notes: Notes, settings: Settings, num_workers: int) -> None
 
 def choose(skips: Sequence[Skip]) -> list[Skip]:
     """Up to a dozen of each reason, evenly over all of it."""
-    groups: dict[str, list[Skip]] = {}
-    for skip in skips:
-        groups.setdefault(skip.reason, []).append(skip)
+    groups: dict[str, array] = defaultdict(lambda: array("q"))
+    for number, skip in enumerate(skips):
+        groups[skip.reason].append(number)
     return [
-        group[number * len(group) // count]
+        skips[group[number * len(group) // count]]
         for group in groups.values()
         for count in [min(OF_A_REASON, len(group))]
         for number in range(count)

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from megadit.models.shared.files import atomic_path
 
@@ -51,29 +51,49 @@ def line_starts(path: Path, every: int) -> tuple[array, int]:
     return starts, count
 
 
-class LongList(Sequence[Value]):
-    """Dataclasses as JSON lines; in memory each takes eight bytes, and as much again for its key."""
+class Lines(Sequence[Value]):
+    """A file of JSON lines, each read when it is asked for; in memory it takes eight bytes."""
 
-    def __init__(self, from_json: Callable[[dict[str, Any]], Value], key: Callable[[Value], str] | None = None) -> None:
-        """The list can be sorted by `key`, if there is one."""
-        self._from_json, self._key = from_json, key
-        self._file = SpooledTemporaryFile(BYTES_IN_MEMORY)  # noqa: SIM115  (it goes with the list)
-        self._places, self._keys = array("q"), []
-        self._end = 0
+    def __init__(self, file: BinaryIO, places: array, from_json: Callable[[Any], Value]) -> None:
+        """`places`: where the lines begin."""
+        self._file, self._places, self._from_json = file, places, from_json
+
+    @classmethod
+    def open(cls, path: Path, from_json: Callable[[Any], Value]) -> "Lines[Value]":
+        return cls(open(path, "rb"), line_starts(path, 1)[0], from_json)  # noqa: SIM115  (it goes with the list)
 
     def __del__(self) -> None:
         self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: int | slice) -> Value | list[Value]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(len(self))[number]]
+        return self._from_json(json.loads(self._line(self._places[number])))
+
+    def _line(self, place: int) -> bytes:
+        self._file.seek(place)
+        return self._file.readline()
+
+
+class LongList(Lines[Value]):
+    """Values as JSON lines in a temporary file; a key to sort by takes its own memory and eight bytes."""
+
+    def __init__(self, from_json: Callable[[Any], Value], key: Callable[[Value], Any] | None = None) -> None:
+        """The list can be sorted by `key`, if there is one."""
+        super().__init__(SpooledTemporaryFile(BYTES_IN_MEMORY), array("q"), from_json)
+        self._key, self._keys, self._end = key, [], 0
 
     def append(self, value: Value) -> None:
         self._places.append(self._written(value))
         if self._key is not None:
             self._keys.append(self._key(value))
 
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, number: int) -> Value:
-        return self._from_json(json.loads(self._line(self._places[number])))
+    def extend(self, values: Iterable[Value]) -> None:
+        for value in values:
+            self.append(value)
 
     def __setitem__(self, number: int, value: Value) -> None:
         """`value` has the key of the one whose place it takes."""
@@ -87,14 +107,7 @@ class LongList(Sequence[Value]):
     def write(self, path: Path) -> None:
         """Writes the file that `read_lines` reads, whole or not at all."""
         with atomic_path(path) as temporary, open(temporary, "wb") as file:
-            file.writelines(self._lines())
-
-    def _lines(self) -> Iterator[bytes]:
-        return map(self._line, self._places)
-
-    def _line(self, place: int) -> bytes:
-        self._file.seek(place)
-        return self._file.readline()
+            file.writelines(map(self._line, self._places))
 
     def _written(self, value: Value) -> int:
         place, line = self._end, as_line(value).encode()

@@ -9,7 +9,7 @@ from itertools import chain
 from megadit.models.shared.captions import check_encoding, shortened
 from megadit.models.shared.setting import setting
 from megadit.train.data.ingest.lines import LongList
-from megadit.train.data.ingest.plan import Skip, Source, source_from_json
+from megadit.train.data.ingest.plan import Skip, Source, skip_from_json, source_from_json
 from megadit.train.data.places import is_url
 
 
@@ -37,20 +37,16 @@ class Reading:
         return tuple(filter(None, (name.strip() for name in (self.caption_columns or "").split(","))))
 
 
-def _skips() -> LongList[Skip]:
-    return LongList(lambda values: Skip(**values))
-
-
 @dataclass(slots=True)
 class Listing:
     """Every file is one of the first three. Of millions none is in memory."""
 
     sources: LongList[Source] = field(default_factory=lambda: LongList(source_from_json, lambda source: source.name))
-    skips: LongList[Skip] = field(default_factory=_skips)
+    skips: LongList[Skip] = field(default_factory=lambda: LongList(skip_from_json))
     """Sources that are left out before they are read."""
-    not_used: LongList[Skip] = field(default_factory=_skips)
+    not_used: LongList[Skip] = field(default_factory=lambda: LongList(skip_from_json))
     """Files that are neither sources nor captions of any."""
-    remarks: LongList[Skip] = field(default_factory=_skips)
+    remarks: LongList[Skip] = field(default_factory=lambda: LongList(skip_from_json))
     """Changes made to sources that are used."""
 
     def add(self, source: Source) -> int | None:

@@ -8,7 +8,7 @@ of the clip in the size of its bucket. Training lists the shards of the data set
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -19,7 +19,8 @@ from megadit.infer.video_io import encode_mp4
 from megadit.train.data.ingest.decode import open_source, read_image
 from megadit.train.data.ingest.encode import decoded_clips, describe, png_bytes
 from megadit.train.data.ingest.files import file_size, open_file
-from megadit.train.data.ingest.plan import Clip, Settings, Source
+from megadit.train.data.ingest.lines import LongList
+from megadit.train.data.ingest.plan import Clip, Settings, Source, source_from_json
 from megadit.train.data.ingest.pool import Pool
 from megadit.train.data.ingest.webdataset import ORIGINALS
 from megadit.train.data.writer import write_members
@@ -49,12 +50,12 @@ def write_originals(shard: Path, clips: Sequence[Clip], settings: Settings, pool
     """
     path = originals_of(shard)
     path.parent.mkdir(exist_ok=True)
-    write_members(path, _members(_own(clips), settings, pool))
+    write_members(path, _members(list(_own(clips)), settings, pool))
 
 
-def _own(clips: Sequence[Clip]) -> list[Clip]:
+def _own(clips: Iterable[Clip]) -> Iterator[Clip]:
     """Without those that are another's mirror image."""
-    return [clip for clip in clips if not clip.is_mirrored]
+    return (clip for clip in clips if not clip.is_mirrored)
 
 
 def _members(clips: Sequence[Clip], settings: Settings, pool: Pool) -> Iterator[tuple[str, bytes]]:
@@ -96,13 +97,16 @@ def _size(source: Source) -> int:
         return file_size(file) - source.offset
 
 
-def expected(clips: Sequence[Clip]) -> str:
+def expected(clips: Iterable[Clip]) -> str:
     """Describe the expected size of a plan's originals, before any is written."""
-    clips = _own(clips)
-    whole = [clip.source for clip in clips if clip.is_whole]
+    whole, cut = LongList(source_from_json), 0
+    for clip in _own(clips):
+        if clip.is_whole:
+            whole.append(clip.source)
+        else:
+            cut += 1
     looked_at = whole[:: max(1, len(whole) // LOOKED_AT)]
     num_bytes = sum(map(_size, looked_at)) * len(whole) / max(1, len(looked_at))
-    cut = len(clips) - len(whole)
     return f"originals: {len(whole):,} files of about {num_bytes / 1e6:,.1f} MB together" + (
         f", and {cut:,} clips that are cut out of longer videos" if cut else ""
     )

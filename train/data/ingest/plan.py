@@ -21,7 +21,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import differences, read_json, write_json
 from megadit.models.shared.setting import check_settings, setting
 from megadit.train.data.description import MOST_FRAMES
-from megadit.train.data.ingest.lines import read_lines
+from megadit.train.data.ingest.lines import Lines, LongList, read_lines
 
 NOTES = "prepare"
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")
@@ -243,9 +243,18 @@ def clip_from_json(values: dict[str, Any]) -> Clip:
     return Clip(**{**values, **changed, "source": source_from_json(values["source"])})
 
 
+def skip_from_json(values: dict[str, Any]) -> Skip:
+    return Skip(**values)
+
+
+def long_lists() -> tuple[LongList[Clip], LongList[Skip]]:
+    """Lists of clips that are kept and of what is left out, both empty."""
+    return LongList(clip_from_json), LongList(skip_from_json)
+
+
 def finding_from_json(values: dict[str, Any]) -> Finding:
     clips = tuple(clip_from_json(clip) for clip in values["clips"])
-    return Finding(**{**values, "clips": clips, "skips": tuple(Skip(**skip) for skip in values["skips"])})
+    return Finding(**{**values, "clips": clips, "skips": tuple(map(skip_from_json, values["skips"]))})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -390,8 +399,8 @@ class Notes:
         for path in sorted(self.scans.glob("*.jsonl")):
             yield from map(finding_from_json, read_lines(path))
 
-    def clips(self, split: str) -> list[Clip]:
-        return [clip_from_json(values) for values in read_lines(self.plan(split))]
+    def clips(self, split: str) -> Lines[Clip]:
+        return Lines.open(self.plan(split), clip_from_json)
 
 
 def _is_whole_file(path: Path) -> bool:

@@ -1,16 +1,20 @@
 """Report of a preparation: counts, reasons, hours, and histograms as a picture."""
 
-from collections import Counter
-from collections.abc import Mapping
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import duration
 from megadit.train.data.ingest.lines import read_lines
-from megadit.train.data.ingest.plan import REST, Clip, Notes, Skip
+from megadit.train.data.ingest.plan import REST, Notes, Skip, skip_from_json
 from megadit.train.data.ingest.select import SPLITS
 
 REPORT = "report.json"
@@ -78,41 +82,59 @@ class Report:
 
 def write_report(notes: Notes) -> Report:
     """Writes report.json and report.png, and returns what they say."""
-    clips = {split: notes.clips(split) for split in SPLITS}
-    skips = [Skip(**values) for values in read_lines(notes.skips)]
-    every = [clip for plan in clips.values() for clip in plan]
-    selection = read_json(notes.selection)
-    unlisted = {values["source"] for values in read_lines(notes.skipped)}
-    not_used = [values["reason"] for values in read_lines(notes.not_used)] if notes.not_used.is_file() else []
-    remarks = [values["reason"] for values in read_lines(notes.remarks)] if notes.remarks.is_file() else []
-    used, looked_at = len({clip.source.name for clip in every}), selection["sources"] + len(unlisted)
-    rests = [_frames_of(skip) for skip in skips if skip.reason == REST]
+    plans, selection = {split: notes.clips(split) for split in SPLITS}, read_json(notes.selection)
+    fps, seconds, words, names = array("d"), array("d"), array("q"), array("q")
+    conversions, sizes, lengths, transparent = Counter(), Counter(), Counter(), 0
+    for clip in chain(*plans.values()):
+        fps.append(clip.fps)
+        seconds.append(clip.seconds)
+        words.append(len(clip.source.caption.split()) if clip.source.caption else -1)
+        names.append(hash(clip.source.name))
+        conversions.update(clip.conversions)
+        sizes[f"{clip.height}x{clip.width}"] += 1
+        lengths[str(clip.num_frames)] += 1
+        transparent += clip.is_transparent
+    skips, skipped, rests = Counter(), defaultdict(lambda: array("d")), array("q")
+    for skip in map(skip_from_json, read_lines(notes.skips)):
+        skips[skip.reason] += 1
+        if skip.seconds:
+            skipped[skip.reason].append(skip.seconds)
+        if skip.reason == REST:
+            rests.append(_frames_of(skip))
+    not_used, remarks = (Counter(_all(path, "reason")) for path in (notes.not_used, notes.remarks))
+    used = _num_different(names)
+    looked_at = selection["sources"] + _num_different(map(hash, _all(notes.skipped, "source")))
     report = Report(
-        sources=looked_at + len(not_used),
+        sources=looked_at + not_used.total(),
         used=used,
         left_out=looked_at - used,
-        not_used=len(not_used),
+        not_used=not_used.total(),
         hours_read=round(selection["hours_read"], 6),
-        hours_kept=round(sum(clip.seconds for clip in every) / 3600, 6),
-        samples={split: len(plan) for split, plan in clips.items()},
-        without_caption=sum(not clip.source.caption for clip in every),
-        transparent=sum(clip.is_transparent for clip in every),
-        conversions=_counts(name for clip in every for name in clip.conversions),
-        skips=_counts(skip.reason for skip in skips),
-        skipped_hours={
-            reason: round(sum(skip.seconds for skip in skips if skip.reason == reason) / 3600, 4)
-            for reason in sorted({skip.reason for skip in skips if skip.seconds})
-        },
+        hours_kept=round(sum(seconds) / 3600, 6),
+        samples={split: len(plan) for split, plan in plans.items()},
+        without_caption=words.count(-1),
+        transparent=transparent,
+        conversions=_sorted(conversions),
+        skips=_sorted(skips),
+        skipped_hours={reason: round(sum(skipped[reason]) / 3600, 4) for reason in sorted(skipped)},
         rest_frames=sum(rests),
         rest_length=int(median(rests)) if rests else 0,
-        not_used_reasons=_counts(not_used),
-        remarks=_counts(remarks),
-        sizes=_counts(f"{clip.height}x{clip.width}" for clip in every),
-        lengths=_counts(str(clip.num_frames) for clip in every),
+        not_used_reasons=_sorted(not_used),
+        remarks=_sorted(remarks),
+        sizes=_sorted(sizes),
+        lengths=_sorted(lengths),
     )
     write_json(notes.root / REPORT, {name: getattr(report, name) for name in report.__dataclass_fields__})
-    draw(notes.root / PICTURE, report, every)
+    draw(notes.root / PICTURE, report, fps, seconds, np.maximum(words, 0))
     return report
+
+
+def _all(path: Path, name: str) -> Iterator[str]:
+    return (values[name] for values in read_lines(path)) if path.is_file() else iter(())
+
+
+def _num_different(hashes: Iterable[int]) -> int:
+    return len(np.unique(np.fromiter(hashes, np.int64)))
 
 
 def summary(report: Report, notes: Notes) -> str:
@@ -170,7 +192,7 @@ def more_channels_in_words(psnr_by_channels: Mapping[int, float], *, than: int) 
     return f"; --channels {counts} would give {decibels} dB" if more else ""
 
 
-def draw(path: Path, report: Report, clips: list[Clip]) -> None:
+def draw(path: Path, report: Report, fps: Sequence[float], seconds: Sequence[float], words: Sequence[int]) -> None:
     """Draw histograms of what was kept and bars of what was not."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import, and for people only
     from matplotlib.figure import Figure
@@ -181,11 +203,11 @@ def draw(path: Path, report: Report, clips: list[Clip]) -> None:
     _bars(axes[0], "size, height x width", report.sizes)
     _bars(axes[1], "frames", report.lengths)
     _bars(axes[2], "left out, by reason", report.skips)
-    axes[3].hist([clip.fps for clip in clips], bins=30)
+    axes[3].hist(fps, bins=30)
     axes[3].set_title("frames per second (0: images)")
-    axes[4].hist([clip.seconds for clip in clips], bins=30)
+    axes[4].hist(seconds, bins=30)
     axes[4].set_title("seconds")
-    axes[5].hist([len(clip.source.caption.split()) for clip in clips], bins=30)
+    axes[5].hist(words, bins=30)
     axes[5].set_title("words of the caption")
     figure.suptitle(
         f"{sum(report.samples.values()):,} samples of {report.sources:,} sources, {duration(3600 * report.hours_kept)}"
@@ -201,5 +223,5 @@ def _bars(axes: Any, title: str, counts: dict[str, int]) -> None:
     axes.set_title(title)
 
 
-def _counts(values: Any) -> dict[str, int]:
-    return dict(sorted(Counter(values).items(), key=lambda item: (-item[1], item[0])))
+def _sorted(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -9,11 +9,10 @@
 | index | metadata, report | .nv-meta/, megadit.json, report.json, report.png, prepare/left_out/ |
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 import torch
@@ -46,7 +45,7 @@ from megadit.train.data.ingest.encodings import (
 from megadit.train.data.ingest.fitting import drop_unfit, parse_least
 from megadit.train.data.ingest.judging import NO_SCORE, judge_clips, open_judge
 from megadit.train.data.ingest.left_out import picture_left_out
-from megadit.train.data.ingest.lines import line_starts, read_lines, write_lines
+from megadit.train.data.ingest.lines import Lines, line_starts, read_lines, write_lines
 from megadit.train.data.ingest.listing import Listing, shorten_captions
 from megadit.train.data.ingest.originals import expected, originals_bytes, originals_of, write_originals
 from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, Source, source_from_json
@@ -56,7 +55,7 @@ from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.select import SPLITS, Filter, add_caption, check_not_in, drop_known, select, shards
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.team import Team
-from megadit.train.data.ingest.update import changes, keep_findings, kept_findings
+from megadit.train.data.ingest.update import KeptFindings, changes, keep_findings
 from megadit.train.data.writer import describe_dataset
 
 STAGES = ("fetch", "scan", "select", "encode", "index")
@@ -170,7 +169,7 @@ def scan_sources(preparation: Preparation) -> None:
     _require(notes.sources, "fetch")
     starts, count = line_starts(notes.sources, SOURCES_OF_A_UNIT)
     mine = [unit for unit in team.mine(len(starts)) if not notes.scan(unit).is_file()]
-    total, known = sum(min(SOURCES_OF_A_UNIT, count - unit * SOURCES_OF_A_UNIT) for unit in mine), kept_findings(notes)
+    total, kept = sum(min(SOURCES_OF_A_UNIT, count - unit * SOURCES_OF_A_UNIT) for unit in mine), KeptFindings(notes)
     bar = Progress(total, "scanning", enabled=team.is_first and total > 0)
 
     def while_waiting(seconds: float) -> None:
@@ -179,12 +178,12 @@ def scan_sources(preparation: Preparation) -> None:
     with bar, Pool(preparation.num_workers, while_waiting=while_waiting) as pool:
         for unit in mine:
             sources = list(map(source_from_json, islice(read_lines(notes.sources, starts[unit]), SOURCES_OF_A_UNIT)))
-            new = [source for source in sources if source.content not in known]
+            known = list(map(kept.of, sources))
+            new = [source for source, finding in zip(sources, known, strict=True) if finding is None]
             scanned = pool.map(partial(scan, settings=preparation.settings), new, _lost)
             findings = []
-            for source in sources:
-                finding = known.get(source.content)
-                findings.append(next(scanned) if finding is None else finding.of(source))
+            for finding in known:
+                findings.append(finding or next(scanned))
                 bar.advance()
             write_lines(notes.scan(unit), findings)
 
@@ -197,8 +196,7 @@ def _lost(source: Source) -> Finding:
 def select_clips(preparation: Preparation) -> None:
     notes = preparation.notes
     _require(notes.sources, "fetch")
-    num_sources = sum(1 for _ in read_lines(notes.sources))
-    if len(list((notes.folder / "scan").glob("*.jsonl"))) < math.ceil(num_sources / SOURCES_OF_A_UNIT):
+    if len(list(notes.scans.glob("*.jsonl"))) < len(line_starts(notes.sources, SOURCES_OF_A_UNIT)[0]):
         raise UserError(f"{preparation.root}: not all sources are scanned; run the stage scan first")
     if preparation.redo_failed and notes.selection.is_file():
         if any(skip["reason"].startswith(RETRIED) for skip in read_lines(notes.skips)):
@@ -209,7 +207,7 @@ def select_clips(preparation: Preparation) -> None:
         report = write_report(notes)
         raise UserError(f"no clip is left to train on; {summary(report, notes)}".replace("\n", "; "))
     if preparation.settings.originals:
-        print(expected([clip for split in SPLITS for clip in notes.clips(split)]))
+        print(expected(chain(*map(notes.clips, SPLITS))))
     for name, make in {HAAR: _fit, LABELS: _gather, TOKENS: _learn}.items():
         if any(encoding.encoder == name for encoding in preparation.encodings) and not (notes.folder / name).is_dir():
             encoder = make(preparation)
@@ -230,7 +228,7 @@ def _filters(preparation: Preparation) -> list[Filter]:
 
 
 def _captions(preparation: Preparation, splits: Sequence[str]) -> Iterator[str]:
-    clips = (clip for split in splits for clip in preparation.notes.clips(split))
+    clips = chain(*map(preparation.notes.clips, splits))
     return (caption for clip in clips for caption in clip.source.captions or ("",))
 
 
@@ -265,12 +263,13 @@ def _fit(preparation: Preparation) -> HaarTokenizer:
     return tokenizer
 
 
-def all_shards(preparation: Preparation) -> list[tuple[Path, list[Clip]]]:
-    """(file, clips) of the shards of all splits."""
+def all_shards(preparation: Preparation) -> list[tuple[Path, Lines[Clip], slice]]:
+    """(file, plan, clips of it) of the shards of all splits."""
     found = []
     for split in SPLITS:
-        plans = shards(preparation.notes.clips(split), preparation.settings.shard_size)
-        found += [(preparation.root / f"{split}-{number:06d}.tar", clips) for number, clips in enumerate(plans)]
+        plan = preparation.notes.clips(split)
+        parts = shards(len(plan), preparation.settings.shard_size)
+        found += [(preparation.root / f"{split}-{number:06d}.tar", plan, part) for number, part in enumerate(parts)]
     return found
 
 
@@ -285,9 +284,10 @@ def encode_shards(preparation: Preparation) -> None:
     if not mine:
         return
     encoders = load_encoders(preparation) if settings.store == "latents" else []
-    total = sum(len(clips) for _, clips in mine)
+    total = sum(part.stop - part.start for _, _, part in mine)
     with Pool(preparation.num_workers) as pool, Progress(total, "encoding", enabled=team.is_first) as bar:
-        for path, clips in mine:
+        for path, plan, part in mine:
+            clips = plan[part]
             if settings.originals:
                 write_originals(path, clips, settings, pool)
             if settings.store == "raw":
@@ -306,7 +306,7 @@ def _missing(preparation: Preparation, shard: Path) -> list[Path]:
 def index(preparation: Preparation) -> None:
     notes, root = preparation.notes, preparation.root
     _require(notes.selection, "select")
-    missing = [path for shard, _ in all_shards(preparation) for path in _missing(preparation, shard)]
+    missing = [path for shard, _, _ in all_shards(preparation) for path in _missing(preparation, shard)]
     if missing:
         raise UserError(
             f"{root}: {len(missing)} shards are missing, {missing[0].relative_to(root)} first; run the stage encode"

@@ -3,9 +3,8 @@
 import heapq
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby, repeat
-from typing import Any
 
 from megadit.models.shared.files import atomic_path
 from megadit.train.data.ingest.lines import read_lines, to_json
@@ -42,18 +41,25 @@ def _is_other_file(old: Source, new: Source) -> bool:
 
 def keep_findings(notes: Notes) -> None:
     """Keeps what the scan found in files whose stamp says when they change."""
-    sources = {values["name"]: values for values in read_lines(notes.sources)}
+    sources = read_lines(notes.sources)
     with atomic_path(notes.previous) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        for finding in notes.findings():
-            source = sources.get(finding.source)
+        for finding in notes.findings():  # in the order of the sources, with gaps where a scan was stopped
+            source = next((each for each in sources if each["name"] == finding.source), None)
             if source and source.get("stamp"):
                 file.write(json.dumps([source, to_json(finding)], ensure_ascii=False) + "\n")
 
 
-def kept_findings(notes: Notes) -> dict[tuple[Any, ...], Finding]:
-    """Findings kept by `keep_findings`, by the `content` of the sources."""
-    if not notes.previous.is_file():
-        return {}
-    return {
-        source_from_json(source).content: finding_from_json(finding) for source, finding in read_lines(notes.previous)
-    }
+class KeptFindings:
+    """The findings that `keep_findings` wrote, for sources that are asked about in their order."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._lines: Iterator[list] = read_lines(notes.previous) if notes.previous.is_file() else iter(())
+        self._next = next(self._lines, None)
+
+    def of(self, source: Source) -> Finding | None:
+        """The finding of a source whose content has not changed."""
+        while self._next is not None and self._next[0]["name"] < source.name:
+            self._next = next(self._lines, None)
+        if self._next is None or source_from_json(self._next[0]).content != source.content:
+            return None
+        return finding_from_json(self._next[1]).of(source)

@@ -1,13 +1,16 @@
 """Lists of millions in a temporary file, and what listing a table of many rows keeps in memory."""
 
-import subprocess
-import sys
+import tracemalloc
 
+import many_rows
 import pytest
 
-from megadit.train.data.ingest import lines
+from megadit.train.data.ingest import lines, report
 from megadit.train.data.ingest.lines import LongList, line_starts, read_lines
-from megadit.train.data.ingest.plan import Source, source_from_json
+from megadit.train.data.ingest.plan import Notes, Settings, Source, source_from_json
+from megadit.train.data.ingest.select import select
+from megadit.train.data.ingest.sources import list_folder
+from megadit.train.data.ingest.update import KeptFindings, keep_findings
 
 
 def source(number: int, caption: str = "") -> Source:
@@ -34,24 +37,39 @@ def test_a_long_list_is_a_list(tmp_path, monkeypatch, in_memory):
         assert source_from_json(next(read_lines(tmp_path / "sources.jsonl", start))) == plain[64 * unit]
 
 
-@pytest.mark.slow
-def test_rows_of_a_table_take_little_memory(tmp_path):
-    """Two million rows fit a gigabyte, files that are there and that are not, whatever the length of their captions."""
-    (tmp_path / "clips").mkdir()
-    with open(tmp_path / "clips/metadata.csv", "w") as file:
-        file.write("file_name,text\n")
-        for number in range(100_000):
-            file.write(f"clip_{number:08d}.jpg,{number} {'word ' * 200}\n")
-            if number % 2:
-                (tmp_path / f"clips/clip_{number:08d}.jpg").touch()
-    program = (
-        "import sys, torch\n"
-        "from megadit.models.machine import peak_memory\n"
-        "from megadit.train.data.ingest.sources import list_folder\n"
-        "before = peak_memory(torch.device('cpu'))\n"
-        "listing = list_folder(sys.argv[1], 'image')\n"
-        "print(len(listing.sources), len(listing.skips), peak_memory(torch.device('cpu')) - before)\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "clips")]
-    sources, skips, grown = map(int, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split())
-    assert (sources, skips) == (50_000, 50_000) and grown < 350 * 100_000
+def peak_of(function) -> int:
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+LARGEST = {"list": 450, "select": 250, "report": 50, "keep": 50, "find again": 50}
+"""Bytes of a row: two million fit a gigabyte, of which libraries take a quarter."""
+
+
+@pytest.mark.parametrize("captions", ["table", "files"])
+def test_a_row_takes_few_bytes_in_each_stage(captions, tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "BYTES_IN_MEMORY", 1)
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    peaks = []
+    for rows in (200, 800):
+        folder, notes = tmp_path / str(rows), Notes(root=tmp_path / str(rows) / "out")
+        (folder / "source").mkdir(parents=True)
+        for stage in ("fetch", "scan"):
+            options = many_rows.Options(rows=rows, captions=captions, stage=stage, folder=folder)
+            many_rows.run_stage(options, monkeypatch.setattr)
+        traced = (
+            lambda folder=folder: list_folder(folder / "source", "image"),
+            lambda notes=notes: select(notes, Settings(duplicates="any_caption"), []),
+            lambda notes=notes: report.write_report(notes),
+            lambda notes=notes: keep_findings(notes),
+            lambda notes=notes: all(map(KeptFindings(notes).of, map(source_from_json, read_lines(notes.sources)))),
+        )
+        if not peaks:  # imports
+            [function() for function in traced]
+        peaks.append(list(map(peak_of, traced)))
+    slopes = {what: (most - least) / 600 for what, least, most in zip(LARGEST, *peaks, strict=True)}
+    assert all(slopes[what] < LARGEST[what] for what in LARGEST), slopes
