@@ -23,6 +23,7 @@ from megadit.infer.specs import VideoSpec, adapters_of
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, stream_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
+from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import RECORD_SUFFIX, atomic_directory, atomic_path, read_json, record_path, write_json
 
@@ -189,9 +190,10 @@ def read_record(path: str) -> dict[str, Any]:
     if file.suffix.lower() in (RECORD_SUFFIX, LATENTS_SUFFIX):
         record = read_json(file if file.suffix.lower() == RECORD_SUFFIX else record_path(file))
     else:
+        comment = read_comment(file)
         try:
-            record = json.loads(read_comment(file) or "null")
-        except json.JSONDecodeError:
+            record = parse_json(comment or "null", "it", is_finite=False)
+        except UserError:  # somebody else's words
             record = None
     if not isinstance(record, dict) or "megadit_record" not in record:
         raise UserError(f"--repeat={path} says nothing of how it was made: give a file that this command wrote")

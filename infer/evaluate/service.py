@@ -4,7 +4,6 @@ It is asked for as many videos at once as lie in a part, so that it batches them
 made is fetched, checked and deleted there. A service that is busy or away is asked again for some time.
 """
 
-import json
 import re
 import time
 import uuid
@@ -179,12 +178,12 @@ def _served(settings: SamplingSettings) -> dict[str, Any]:
 def _told(content: bytes, status: int) -> str:
     """Message of an error."""
     try:
-        return str(json.loads(content[: 1 << 16])["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return str(parse_json(content[: 1 << 16], "its error")["error"]["message"])[:500]
+    except (UserError, KeyError, TypeError):
         return f"it answers {status}; is it the video API of `megadit serve up`?"
 
 
 def _pause(answer: httpx.Response) -> float:
     """Seconds after which a busy service wants to be asked again."""
     told = answer.headers.get("retry-after", "")
-    return float(told) if told.isdigit() else 1.0
+    return float(told) if told.isdecimal() else 1.0

@@ -19,6 +19,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import read_all
@@ -39,6 +40,8 @@ MAX_VIDEO_BYTES = 1 << 31
 MAX_FILE_BYTES = 1 << 34
 """Maximum size of a file in a folder: each is read whole for its checksum."""
 MAX_CAPTION_BYTES = 1 << 16
+Decode = Callable[[bytes, str], np.ndarray]
+"""Frames (THWC) of stored latents, and their place for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,17 +241,15 @@ def _of_dataset(root: Path, most: int | None, split: str | None) -> list[Part]:
     shards = next((shards for shards in by_split.values() if shards), [])
     tokenizer: list[VideoTokenizer] = []  # loaded by whoever decodes first
 
-    def decode(tensors: bytes) -> np.ndarray:
+    def decode(tensors: bytes, where: str) -> np.ndarray:
         if not tokenizer:
             tokenizer.append(load_tokenizer(root / "tokenizer"))
-        return _decoded_latents(tensors, tokenizer[0])
+        return decoded_latents(tensors, tokenizer[0], where)
 
     return _of_shards(shards, most, decode, fewest_frames=2) or _of_shards(shards, most, decode, fewest_frames=1)
 
 
-def _of_shards(
-    shards: Sequence[Path], most: int | None, decode: Callable[[bytes], np.ndarray], *, fewest_frames: int
-) -> list[Part]:
+def _of_shards(shards: Sequence[Path], most: int | None, decode: Decode, *, fewest_frames: int) -> list[Part]:
     """Samples of shards with so many frames or more."""
     parts, left = [], most
     for shard in shards:
@@ -277,34 +278,53 @@ def _of_shards(
 
 def _descriptions(shard: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for key, suffix, content in _members(shard, lambda name, suffix: suffix == "json"):
-        about = parse_json(content, f"{key}.{suffix} of {shard}", max_bytes=MAX_CAPTION_BYTES)
-        if not isinstance(about, dict) or not isinstance(about.get("num_frames", 0), int):
-            raise UserError(f"{key}.{suffix} of {shard} does not describe a sample")
-        yield key, about
+        yield key, _description(content, f"{key}.{suffix} of {shard}")
 
 
-def _read(shard: Path, names: Sequence[str], decode: Callable[[bytes], np.ndarray]) -> list[Clip]:
+def _description(content: bytes, where: str) -> dict[str, Any]:
+    about = parse_json(content, where, max_bytes=MAX_CAPTION_BYTES)
+    is_one = isinstance(about, dict) and isinstance(about.get("num_frames", 0), int)
+    if not is_one or not isinstance(about.get("fps") or 0, int | float):
+        raise UserError(f"{where} does not describe a sample")
+    return about
+
+
+def _read(shard: Path, names: Sequence[str], decode: Decode) -> list[Clip]:
     found: dict[str, dict[str, bytes]] = {name: {} for name in names}
     for key, suffix, content in _members(shard, lambda name, suffix: name in found):
         found[key][suffix] = content
     return [_clip(f"{name} of {shard}", members, decode) for name, members in found.items()]
 
 
-def _clip(where: str, members: dict[str, bytes], decode: Callable[[bytes], np.ndarray]) -> Clip:
-    about = parse_json(members["json"], where, max_bytes=MAX_CAPTION_BYTES)
+def _clip(where: str, members: dict[str, bytes], decode: Decode) -> Clip:
+    about = _description(members["json"], where)
     prompt, fps = str(about.get("caption") or ""), about.get("fps") or 0
     if content := members.get("mp4") or members.get("png"):
         return Clip(decoded(content, where)[0], float(fps), prompt)
     if "safetensors" not in members:
         raise UserError(f"{where} holds neither a video nor latents")
-    check_tensor_header(members["safetensors"][:8], where)
-    return Clip(decode(members["safetensors"]), float(fps), prompt)
+    return Clip(decode(members["safetensors"], where), float(fps), prompt)
 
 
 @torch.inference_mode()
-def _decoded_latents(tensors: bytes, tokenizer: VideoTokenizer) -> np.ndarray:
-    video_CTHW = tokenizer.decode(safetensors.torch.load(tensors)["latent"][None].float())[0].clamp(-1, 1)
-    return ((video_CTHW + 1) * 127.5).round().byte().permute(1, 2, 3, 0).numpy()
+def decoded_latents(content: bytes, tokenizer: VideoTokenizer, where: str) -> np.ndarray:
+    """Frames (THWC) of the latents in a safetensors file, which may be anybody's.
+
+    Raises:
+        UserError: for what holds none of this tokenizer's, or more than is read.
+    """
+    check_tensor_header(content[:8], where)
+    try:
+        latent = safetensors.torch.load(content)["latent"]
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"{where} holds no latents: {error}") from None
+    if latent.ndim != 4 or len(latent) != tokenizer.latent_channels or not latent.is_floating_point():
+        found = f"{latent.dtype} {list(latent.shape)}"
+        raise UserError(f"{where} has latents {found}, not of {tokenizer.latent_channels} channels, times and places")
+    compression = tokenizer.temporal_compression * tokenizer.spatial_compression**2
+    check_size(3 * latent[0].numel() * compression, f"{where}, decoded,", MAX_VIDEO_BYTES)
+    video_CTHW = tokenizer.decode(latent[None].float())[0].clamp(-1, 1)
+    return ((video_CTHW + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()
 
 
 def _members(shard: Path, wants: Callable[[str, str], bool]) -> Iterator[tuple[str, str, bytes]]:

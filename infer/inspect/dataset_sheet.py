@@ -3,7 +3,6 @@
 Frames are uint8 THWC, RGB, 0..255.
 """
 
-import io
 import tarfile
 from collections.abc import Iterator
 from itertools import islice
@@ -11,12 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.torch
-import torch
 from PIL import Image
 
 from megadit.infer.contact_sheet import contact_sheet, grid_columns
-from megadit.infer.decoding.rules import Rules
-from megadit.infer.decoding.sampling import read_all
+from megadit.infer.evaluate.videos import decoded, decoded_latents
 from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
@@ -27,8 +24,6 @@ FRAMES_OF_A_STRIP = 6
 THUMBNAIL_HEIGHT = 128
 GAP = 6
 MAX_WIDTH = 1600
-MOST_PIXELS = 1 << 28
-"""Most pixels of the frames of a sample: more than five seconds of 1920x1080."""
 
 
 def write_sheet(dataset: Path, path: Path, *, num_samples: int = 12) -> None:
@@ -100,24 +95,12 @@ def _in_words(frames_THWC: np.ndarray, fps: float) -> str:
     return f"{count} frames of {height}x{width} at {fps:g} fps" if count > 1 else f"an image of {height}x{width}"
 
 
-@torch.inference_mode()
 def _decoded(members: dict[str, bytes], tokenizer: VideoTokenizer) -> tuple[np.ndarray, str]:
     """Frames, and what is stored."""
     for suffix in ("mp4", "png"):
         if suffix in members:
-            file = io.BytesIO(members[suffix])
-            frames_THWC, _ = read_all(file, Rules(), _check_pixels, containers="mov,mp4", formats=("PNG",))
-            return frames_THWC, f"stored as {suffix}"
+            return decoded(members[suffix], "it")[0], f"stored as {suffix}"
+    frames_THWC = decoded_latents(members["safetensors"], tokenizer, "it")
     tensors = safetensors.torch.load(members["safetensors"])
-    num_frames, height, width = tensors["latent"].shape[1:]
-    side = tokenizer.spatial_compression
-    _check_pixels(num_frames * tokenizer.temporal_compression, height * side, width * side, 0.0)
-    video_CTHW = tokenizer.decode(tensors["latent"][None].float())[0].clamp(-1, 1)
-    frames_THWC = ((video_CTHW + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()
     shapes = ", ".join(f"{name} {'x'.join(map(str, tensor.shape))}" for name, tensor in sorted(tensors.items()))
     return frames_THWC, shapes
-
-
-def _check_pixels(num_frames: int, height: int, width: int, seconds: float) -> None:
-    if num_frames * height * width > MOST_PIXELS:
-        raise UserError(f"{num_frames} frames of {height}x{width} have more than {MOST_PIXELS:,} pixels")

@@ -36,6 +36,13 @@ def test_a_video_is_saved_with_all_that_made_it(videos, tmp_path):
         videos[0].save(tmp_path / "seven.doc")
 
 
+@pytest.mark.parametrize("words", ["[" * 50_000, '{"megadit_record": ' + "1" * 5000 + "}", "null", "a comment"])
+def test_words_of_others_in_a_file_are_no_record(tmp_path, words):
+    write_video(tmp_path / "a.png", np.zeros((1, 8, 8, 3), np.uint8), metadata={"comment": words})
+    with pytest.raises(UserError, match="says nothing of how it was made"):
+        read_record(str(tmp_path / "a.png"))
+
+
 def test_what_was_saved_from_python_is_made_again(pipeline, videos, tmp_path, capsys):
     path = videos[1].save(tmp_path / "two.mp4")
     assert main(["--repeat", str(path), "--video_save_path", str(tmp_path / "again.mp4")]) == 0

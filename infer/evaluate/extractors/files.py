@@ -7,7 +7,6 @@
 | a bundle (megadit.json)                                                | CLIP; ViT of pictures, or of clips |
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from megadit.infer.evaluate.extractors.i3d import I3D, I3DClips
 from megadit.infer.evaluate.extractors.inception import Inception, InceptionPictures
 from megadit.infer.evaluate.extractors.published import open_published
 from megadit.models.bundle.manifest import MANIFEST_FILE
-from megadit.models.shared.documents import check_tensor_header
+from megadit.models.shared.documents import check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import sha256_of
 
@@ -79,6 +78,6 @@ def _read(path: Path) -> tuple[str, Mapping[str, int], dict[str, Tensor]]:
         with safe_open(path, framework="pt") as stored:
             about = stored.metadata() or {}
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}
-        return about.get(KIND, ""), json.loads(about.get(ARGUMENTS, "{}")), tensors
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        return about.get(KIND, ""), parse_json(about.get(ARGUMENTS, "{}"), str(path)), tensors
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}") from None

@@ -74,10 +74,13 @@ def test_a_video_is_asked_for_fetched_and_deleted(asked, tmp_path):
             {"videos": httpx.Response(429, headers={"retry-after": "3600"}, json={"error": {"message": "quota"}})},
             "quota",
         ),
+        ({"models": httpx.Response(503, headers={"retry-after": b"\xb2"}, content=b"busy")}, "it answers 503"),
+        ({"models": httpx.Response(400, content=b"[" * 50_000)}, "refuses: it answers 400"),
     ],
 )
 def test_a_service_that_is_none_is_one_line(asked, tmp_path, monkeypatch, answers, says):
     monkeypatch.setattr(service, "_MAX_VIDEO_BYTES", 60_000)
+    monkeypatch.setattr(service, "PATIENCE_SECONDS", 0.0)
     with pytest.raises(UserError, match=says):
         asked(tmp_path, **answers)()
     assert {each.url.host for each in asked.requests} == {"service"}

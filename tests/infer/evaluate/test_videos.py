@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save
 
 from megadit.infer.evaluate import videos as videos_module
 from megadit.infer.evaluate.extractors.base import resized
@@ -22,6 +23,9 @@ from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data.writer import DatasetWriter
 
 from .conftest import write_folder
+
+FILM = torch.zeros(24, 50, 30, 30, dtype=torch.float8_e4m3fn)
+"""Latents that a tokenizer makes more bytes of than are read."""
 
 
 def pixels(count=5, frames=5, height=8, width=12, seed=0):
@@ -95,9 +99,19 @@ def add(tar, name, content):
         ({"json": b'{"num_frames": 5}', "mp4": b"no video"}, "cannot read"),
         ({"json": b'{"num_frames": 5}', "png": b"\x89PNG\r\n\x1a\n no picture"}, "cannot read"),
         ({"json": b" " * (1 << 17)}, "is longer than"),
+        ({"json": b'{"num_frames": 5, "fps": [8]}'}, "does not describe a sample"),
+        ({"json": b'{"num_frames": 5}', "safetensors": bytes(64)}, "holds no latents"),
+        ({"json": b'{"num_frames": 5}', "safetensors": save({"other": torch.zeros(1)})}, "holds no latents"),
+        (
+            {"json": b'{"num_frames": 5}', "safetensors": save({"latent": torch.zeros(3)})},
+            r"latents torch.float32 \[3\]",
+        ),
+        ({"json": b'{"num_frames": 5}', "safetensors": save({"latent": FILM})}, "decoded, is longer than"),
     ],
 )
-def test_a_hostile_data_set_is_one_line(tmp_path, members, says):
+def test_a_hostile_data_set_is_one_line(tmp_path, monkeypatch, members, says):
+    monkeypatch.setattr(videos_module, "MAX_VIDEO_BYTES", 1 << 20)
+    HaarTokenizer(temporal_compression=2, spatial_compression=2).save(tmp_path / "tokenizer")
     (tmp_path / "megadit.json").write_text("{}")
     with tarfile.open(tmp_path / "val-000000.tar", "w") as tar:
         for suffix, content in members.items():
