@@ -20,7 +20,7 @@ from typing import Any
 from megadit.models.shared.captions import MAX_CAPTION_BYTES, file_columns
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.files import Folder, open_file, stem_of
-from megadit.train.data.ingest.rows import TABLES, open_text, read_table
+from megadit.train.data.ingest.rows import TABLES, lines_of, open_text, read_table
 from megadit.train.data.ingest.sniff import is_media_name
 
 METADATA = "metadata"
@@ -59,7 +59,8 @@ class Table:
             yield from read_table(self.path, encoding)
             return
         with open_text(self.file_list, encoding) as files, open_text(self.path, encoding) as texts:
-            for number, (file, text) in enumerate(zip_longest(files, texts), 1):
+            lines = lines_of(files, self.file_list), lines_of(texts, self.path)
+            for number, (file, text) in enumerate(zip_longest(*lines), 1):
                 if file is None or text is None:
                     raise UserError(
                         f"{self.file_list} and {self.path} must have equally many lines; one ends after {number - 1}"

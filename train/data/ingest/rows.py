@@ -4,12 +4,12 @@ import csv
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import PurePosixPath
 from typing import Any
 
 from megadit.models.shared.captions import caption_columns, encoding_of, file_columns
-from megadit.models.shared.documents import parse_json
+from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.files import open_file
 
@@ -33,10 +33,10 @@ def read_table(path: str, encoding: str | None = None) -> Iterator[dict[str, Any
             yield from read_parquet(path)
         elif suffix in (".csv", ".tsv"):
             with open_text(path, encoding) as file:
-                yield from _csv_rows(file, "\t" if suffix == ".tsv" else SEPARATORS)
+                yield from _csv_rows(file, path, "\t" if suffix == ".tsv" else SEPARATORS)
         elif suffix in (".jsonl", ".ndjson"):
             with open_text(path, encoding) as file:
-                for number, line in enumerate(file, 1):
+                for number, line in enumerate(lines_of(file, path), 1):
                     if line.strip():
                         yield _row(parse_json(line, f"line {number} of {path}", is_finite=False), path)
         elif suffix == ".json":
@@ -68,11 +68,22 @@ def open_text(path: str, encoding: str | None = None) -> io.TextIOWrapper:
     return text
 
 
-def _csv_rows(file: io.TextIOWrapper, separators: str) -> Iterator[dict[str, Any]]:
-    start = file.tell()
-    header = file.readline()
-    file.seek(start)
-    rows = csv.DictReader(file, restkey=REST, delimiter=max(separators, key=lambda each: _likelihood(header, each)))
+def lines_of(file: io.TextIOBase, path: str) -> Iterator[str]:
+    """The lines of a text that anybody may have written.
+
+    Raises:
+        UserError: for one that is too long: a file with holes is a single line of any length.
+    """
+    while line := file.readline(MAX_BYTES + 1):
+        check_size(len(line), f"a line of {path}", MAX_BYTES)
+        yield line
+
+
+def _csv_rows(file: io.TextIOWrapper, path: str, separators: str) -> Iterator[dict[str, Any]]:
+    lines = lines_of(file, path)
+    header = next(lines, "")
+    delimiter = max(separators, key=lambda each: _likelihood(header, each))
+    rows = csv.DictReader(chain([header], lines), restkey=REST, delimiter=delimiter)
     last = (rows.fieldnames or [None])[-1]
     for row in rows:
         if REST in row and last in caption_columns(tuple(rows.fieldnames)):  # commas of a caption without quotes
@@ -99,10 +110,10 @@ def json_rows(document: Any) -> Iterator[Any]:
         ("videos", "sentences", "video_id", "video_id"),
     ):
         if isinstance(document.get(files), list) and isinstance(document.get(texts), list):
-            by_id = {each.get("id", each.get(key)): each for each in document[files] if isinstance(each, dict)}
-            by_id |= {each[key]: each for each in by_id.values() if key in each}
+            found = [each for each in document[files] if isinstance(each, dict)]
+            by_id = {str(each[own]): each for own in ("id", key) for each in found if own in each}
             for each in document[texts]:
-                if isinstance(each, dict) and (about := by_id.get(each.get(key))):
+                if isinstance(each, dict) and (about := by_id.get(str(each.get(key)))):
                     yield {"file_name": about.get(name), "caption": each.get("caption"), "split": about.get("split")}
             return
     lists = [value for value in document.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -154,5 +165,8 @@ def _open_parquet(path: str) -> Iterator[Any]:
     try:
         with open_file(path) as file, pyarrow.parquet.ParquetFile(file) as table:
             yield table
-    except (pyarrow.ArrowException, OSError) as error:
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+        # the last of them for values that Python has none of: times of the year 100,000, or of unknown zones
         raise UserError(f"{path} cannot be read: {error}") from None

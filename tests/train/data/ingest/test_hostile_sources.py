@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import struct
 import tarfile
@@ -93,6 +94,34 @@ def test_a_hostile_line_of_a_table_is_named(tmp_path, line):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.jpg"}\n' + line + "\n")
     with pytest.raises(UserError, match="line 2 of .*metadata.jsonl|a line is"):
         list(read_table(str(tmp_path / "metadata.jsonl")))
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.tsv", "metadata.jsonl", "videos.txt"])
+def test_a_line_without_end_is_not_read_to_it(tmp_path, picture, name):
+    """A file with holes, which an archive may hold in a few bytes."""
+    for each, content in {"a.jpg": picture, "prompt.txt": b"a", name: b""}.items():
+        (tmp_path / each).write_bytes(content)
+    os.truncate(tmp_path / name, 1 << 25)
+    with pytest.raises(UserError, match=f"a line of .*{name} is longer than"):
+        list_folder(tmp_path, "image")
+
+
+def test_values_that_are_no_python_s_are_one_line(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet, broken = pytest.importorskip("pyarrow.parquet"), pyarrow.py_buffer(b"\xff\xfe")
+    lengths = pyarrow.py_buffer(struct.pack("<ii", 0, 2))
+    for column in (
+        pyarrow.array([2**62], pyarrow.timestamp("us")),
+        pyarrow.array([0], pyarrow.timestamp("us", tz="Zog/Zog")),
+        pyarrow.array([2**62], pyarrow.duration("s")),
+        pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, lengths, broken]),
+    ):
+        parquet.write_table(pyarrow.table({"file_name": ["a.jpg"], "more": column}), tmp_path / "a.parquet")
+        with pytest.raises(UserError, match="a.parquet cannot be read"):
+            list(read_table(str(tmp_path / "a.parquet")))
+    rows = {"images": [{"id": [1], "file_name": "a.jpg"}], "annotations": [{"image_id": [1], "caption": "a"}, {}]}
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert [row["caption"] for row in read_table(str(tmp_path / "a.json"))] == ["a"]
 
 
 def test_an_archive_that_leads_back_ends(tmp_path, picture):
