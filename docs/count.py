@@ -144,6 +144,7 @@ SHORT = {
     "train/digits/samples.py": "a data set, written like that of shapes",
     "train/shapes/samples.py": "a data set, written like that of digits",
     "train/data/ingest/flow.py": "imports torch, which a scan otherwise does without",
+    "serve/forms.py": "shared by the gateway and the page",
     "serve/model_files.py": "shared by repositories of videos and of features",
     "train/pretrain_dit_model.py": "a name that users of DFM type",
     "train/recipes/experts.py": "the recipes of a family",

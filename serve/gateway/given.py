@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from fastapi import Request
 from pydantic import BeforeValidator, WithJsonSchema
-from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 
 from megadit.models.given_settings import IMAGE_HEADS, MEDIA, from_base64, plain_bytes, split_keyframe
 from megadit.models.shared.errors import UserError
+from megadit.serve.forms import kind_of_form
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.keys import Key
 
@@ -72,10 +72,9 @@ def form_of(request: Request, **most: int) -> AbstractAsyncContextManager[FormDa
     """The form in parts that a request brings, of so many files and fields.
 
     Raises:
-        ApiError: for texts in another encoding than UTF-8: Python decodes a megabyte of punycode for 15 seconds.
+        ApiError: for texts in another encoding than UTF-8.
     """
-    charset = parse_options_header(request.headers.get("content-type"))[1].get(b"charset", b"utf-8")
-    if charset.lower() not in (b"utf-8", b"utf8"):
+    if not kind_of_form(request.headers.get("content-type"))[1]:
         raise ApiError(415, "unsupported_media_type", "send the form in UTF-8, without any other charset")
     return request.form(**most)
 

@@ -7,8 +7,11 @@ import time
 from collections import Counter, deque
 from pathlib import Path
 
+from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megadit.serve.forms import IN_A_LINE, IN_PARTS, kind_of_form
 
 SECONDS_KEPT = 3600
 """Time that an uploaded file stays."""
@@ -45,7 +48,14 @@ class UploadRoom:
         if scope["path"].rstrip("/").endswith(_UNUSED):
             await PlainTextResponse("not found", 404)(scope, receive, send)
             return
-        visitor, is_upload = (scope.get("client") or ("?",))[0], scope["path"].rstrip("/").endswith("/upload")
+        kind, is_utf8 = kind_of_form(Headers(scope=scope).get("content-type"))
+        is_upload = scope["path"].rstrip("/").endswith("/upload")
+        if kind == IN_A_LINE or (kind == IN_PARTS and not (is_upload and is_utf8)):
+            await PlainTextResponse("send files as multipart/form-data in UTF-8, all else as JSON", 415)(
+                scope, receive, send
+            )
+            return
+        visitor = (scope.get("client") or ("?",))[0]
         has_begun, left = False, (self._largest if is_upload else 0) + _OTHER_BYTES
         if is_upload:
             self._sweep()

@@ -1,0 +1,16 @@
+"""Forms in the body of a request, which anybody may have sent: in which encoding their texts are read."""
+
+from python_multipart.multipart import parse_options_header
+
+IN_PARTS = b"multipart/form-data"
+IN_A_LINE = b"application/x-www-form-urlencoded"
+
+
+def kind_of_form(content_type: str | None) -> tuple[bytes, bool]:
+    """(media type, whether its texts are UTF-8) of the header of a body; no charset is UTF-8.
+
+    Whoever reads a form decodes its texts as the header says: Python takes 15 seconds for a megabyte of punycode, and
+    four times as long for two.
+    """
+    kind, options = parse_options_header(content_type)
+    return kind, options.get(b"charset", b"utf-8").lower() in (b"utf-8", b"utf8")
