@@ -5,6 +5,8 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from heapq import merge
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -14,6 +16,8 @@ from megadit.models.shared.files import is_inner_name
 from megadit.models.shared.outside import HIDDEN, Found, is_litter, walk
 from megadit.train.data.places import is_url
 
+PART = 1 << 16
+"""Names that are sorted at once: sorting holds a key of each."""
 BLOCK_BYTES = 1 << 22
 """Read from a store at a time."""
 
@@ -26,27 +30,28 @@ class Folder:
         self.root = root
         self.roots = tuple(dict.fromkeys(filter(None, (root, named))))
         """Paths of the files begin with one of these, where a table has them whole."""
-        not_used, files = {}, set()
+        not_used, files = {}, []
         for each in found:
             if each.reason:
                 not_used[each.name] = each.reason
             else:
-                files.add(each.name)
+                files.append(each.name)
         self.not_used: dict[str, str] = dict(sorted(not_used.items()))
         """Name -> why it is not read."""
-        self._names = sorted(files)
+        files.sort()
+        self._names = [name for name, _ in groupby(files)]
 
     def names(self) -> Sequence[str]:
         """Names of all files that may be read, sorted."""
         return self._names
 
-    def known(self, name: str) -> str | None:
-        """The name as it stands in `names`, where of millions each is held once; None if it is none of them."""
+    def place(self, name: str) -> int | None:
+        """The place of the name among `names`; None if it is none of them."""
         place = bisect_left(self._names, name)
-        return self._names[place] if place < len(self._names) and self._names[place] == name else None
+        return place if place < len(self._names) and self._names[place] == name else None
 
     def __contains__(self, name: str) -> bool:
-        return self.known(name) is not None
+        return self.place(name) is not None
 
     def holds(self, name: str) -> bool:
         """False for a name that leads out of the place, whether something is there or not."""
@@ -66,7 +71,8 @@ class Folder:
 
     @cached_property
     def _by_stem(self) -> list[str]:
-        return sorted(self._names, key=stem_of)
+        parts = (sorted(self._names[start : start + PART], key=stem_of) for start in range(0, len(self._names), PART))
+        return list(merge(*parts, key=stem_of))
 
 
 def stem_of(name: str) -> str:

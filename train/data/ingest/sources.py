@@ -4,6 +4,7 @@ The order of sources depends on their names alone. Names inside tables are names
 found in the folder are opened.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -49,6 +50,8 @@ MAX_LABEL_CHARACTERS = 1 << 24
 BY_FOLDER = "folders"
 """Value in place of a table of captions: the name of a picture's folder is its label."""
 MOVES = "picture that moves, its first frame is used (megadit prepare videos uses every frame)"
+NEW, LEFT_OUT, READ = -1, -2, -3
+"""Uses of a file beside that as a source: none so far; a source that is left out; captions, which need no account."""
 QUIET_ROWS = 50_000
 """Rows of a table that are read before progress is shown."""
 
@@ -98,14 +101,22 @@ class _Lister:
     reading: Reading
     split: str
     listing: Listing = field(default_factory=Listing)
-    _read: set[str] = field(default_factory=set)
-    """Captions, tables and files that need no further account."""
-    _listed: dict[str, int | None] = field(default_factory=dict)
-    """Name -> number in the listing; None of one that is left out."""
+    _uses: array = field(init=False)
+    """Use of each of the folder's names, in their order: a number in the listing, or `NEW`, `LEFT_OUT` or `READ`."""
     _moving: set[str] = field(default_factory=set)
     """Pictures of several frames."""
     _scopes: dict[str, str] = field(default_factory=dict)
     """Folder of which a table names the files -> that table."""
+
+    def __post_init__(self) -> None:
+        self._uses = array("i", [NEW]) * len(self.folder.names())
+
+    def _use(self, name: str) -> int:
+        return self._uses[self.folder.place(name)]
+
+    def _mark(self, name: str, use: int) -> None:
+        if (place := self.folder.place(name)) is not None:
+            self._uses[place] = use
 
     def listing_with(self, table: str | None) -> Listing:
         labels = self._labels() if table == BY_FOLDER else None
@@ -116,14 +127,15 @@ class _Lister:
                 if each.base.partition("/")[0] not in others:
                     self._read_table(each, is_named=table is not None)
         extensions, suffixes = extensions_named(self.folder) if labels is None else ({}, ())
-        self._read.update(extensions)
+        for name in extensions:
+            self._mark(name, READ)
         for name in self.folder.names():
-            if name in self._listed or name in self._read or name.partition("/")[0] in others:
+            if self._use(name) != NEW or name.partition("/")[0] in others:
                 continue
             if not self._is_of_kind(name):
                 continue
             if (scope := self._scope_of(name)) is not None:
-                self._listed[name] = None
+                self._mark(name, LEFT_OUT)
                 self.listing.pass_over(name, f"not named by {scope}")
             elif labels is not None:
                 self._add(name, (_label(labels, name),))
@@ -137,7 +149,7 @@ class _Lister:
 
     def _add(self, name: str, captions: tuple[str, ...], score: float | None = None) -> None:
         path = self.folder.path(name)
-        self._listed[name] = self.listing.add(
+        number = self.listing.add(
             Source(
                 name=name,
                 kind=self.kind,
@@ -148,11 +160,12 @@ class _Lister:
                 stamp=stamp_of(path),
             )
         )
+        self._mark(name, LEFT_OUT if number is None else number)
         if name in self._moving:
             self.listing.remarks.append(Skip(source=name, reason=MOVES, detail=""))
 
     def _leave_out(self, name: str, trouble: str) -> None:
-        self._listed[name] = None
+        self._mark(name, LEFT_OUT)
         self.listing.skip(name, "unreadable caption", trouble)
 
     def _is_of_kind(self, name: str) -> bool:
@@ -182,9 +195,9 @@ class _Lister:
             check_columns(asked, columns, f"{table.name} has")
         if not has_captions and must_be_one:
             raise UserError(_lacks(table, "captions", CAPTION_COLUMNS, columns))
-        self._read |= {each for each in (table.name,) if each in self.folder}
+        self._mark(table.name, READ)
         if table.file_list:
-            self._read.add(table.file_list.removeprefix(f"{self.folder.root}/"))
+            self._mark(table.file_list.removeprefix(f"{self.folder.root}/"), READ)
         self._scopes.setdefault(table.base if inside else "", short)
 
     def _named_by(self, row: dict[str, Any], files: Iterable[str], place: str, resolver: Resolver) -> str | None:
@@ -200,11 +213,12 @@ class _Lister:
 
     def _take_row(self, name: str, row: dict[str, Any], place: str, first: int) -> bool:
         """Whether it is this table that gives the file its captions; `first` is the number of its first source."""
-        is_new, number = name not in self._listed, self._listed.get(name)
-        if name in self._read or not (is_new or (number is not None and number >= first)):
+        use = self._use(name)
+        is_new = use == NEW
+        if not is_new and use < first:
             return False
         if is_new and (other := split_of(str(row.get("split")))) not in (None, self.split):
-            self._listed[name] = None
+            self._mark(name, LEFT_OUT)
             self.listing.pass_over(name, f"of the split {other} (--split)")
             return True
         try:
@@ -218,9 +232,9 @@ class _Lister:
         if is_new:
             self._add(name, captions, score)
         elif captions:
-            source = self.listing.sources[number]
+            source = self.listing.sources[use]
             caption, *more = dict.fromkeys((*source.captions, *captions))
-            self.listing.sources[number] = replace(source, caption=caption, more_captions=tuple(more))
+            self.listing.sources[use] = replace(source, caption=caption, more_captions=tuple(more))
         return True
 
     def _in_order(self, files: Iterable[str]) -> list[str]:
@@ -247,7 +261,7 @@ class _Lister:
                 trouble = trouble or f"{PurePosixPath(side).name}: {error}"
                 found = None
             score = found if score is None else score
-            self._read.add(side)
+            self._mark(side, READ)
         if trouble and not captions:
             self._leave_out(name, trouble)
         else:
@@ -260,7 +274,8 @@ class _Lister:
         path = next(filter(None, map(self.folder.path, LABELS)), None)
         if path is None:
             return {}
-        self._read |= {name for name in LABELS if self.folder.path(name) == path}
+        for name in (name for name in LABELS if self.folder.path(name) == path):
+            self._mark(name, READ)
         try:
             with open_text(path, self.reading.caption_encoding) as file:
                 lines = file.read(MAX_LABEL_CHARACTERS).splitlines()
@@ -285,7 +300,7 @@ class _Lister:
         for name, reason in self.folder.not_used.items():
             self.listing.pass_over(name, reason)
         for name in self.folder.names():
-            if name not in self._listed and name not in self._read:
+            if self._use(name) == NEW:
                 other = others.get(name.partition("/")[0])
                 self.listing.pass_over(name, f"of the split {other} (--split)" if other else self._why_not(name))
 

@@ -5,7 +5,7 @@ import tracemalloc
 import many_rows
 import pytest
 
-from megadit.train.data.ingest import lines, report
+from megadit.train.data.ingest import files, lines, report
 from megadit.train.data.ingest.lines import LongList, line_starts, read_lines
 from megadit.train.data.ingest.plan import Notes, Settings, Source, source_from_json
 from megadit.train.data.ingest.select import select
@@ -46,13 +46,14 @@ def peak_of(function) -> int:
         tracemalloc.stop()
 
 
-LARGEST = {"list": 450, "select": 250, "report": 50, "keep": 50, "find again": 50}
+LARGEST = {"list": 350, "select": 250, "report": 50, "keep": 50, "find again": 50}
 """Bytes of a row: two million fit a gigabyte, of which libraries take a quarter."""
 
 
 @pytest.mark.parametrize("captions", ["table", "files"])
 def test_a_row_takes_few_bytes_in_each_stage(captions, tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "BYTES_IN_MEMORY", 1)
+    monkeypatch.setattr(files, "PART", 50)
     monkeypatch.setattr(report, "draw", lambda *_: None)
     peaks = []
     for rows in (200, 800):
