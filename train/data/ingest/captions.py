@@ -26,7 +26,7 @@ from megadit.train.data.ingest.answers import Answers
 from megadit.train.data.ingest.encode import decoded_clips
 from megadit.train.data.ingest.exchanges import FailedError, ask, exchange_all, pieces
 from megadit.train.data.ingest.lines import LongList
-from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json, long_lists
+from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json, divide
 from megadit.train.data.ingest.pool import Pool
 
 NOT_CAPTIONED = "not captioned: "
@@ -79,14 +79,14 @@ def caption_clips(
     captions, asked = Answers(notes.captions), LongList(clip_from_json)
     asked.extend(clip for clip in clips if not clip.source.caption and captions.of(clip) is None)
     reasons = _ask(asked, captions, settings, num_workers, server)
-    kept, skips = long_lists()
-    for clip in clips:
-        if clip.key in reasons:
-            skips.append(clip.left_out(NOT_CAPTIONED + reasons[clip.key]))
-        else:
-            caption = clip.source.caption or captions.of(clip)
-            kept.append(replace(clip, source=replace(clip.source, caption=caption)))
-    return kept, skips
+    texts = (clip.source.caption or captions.of(clip) or "" for clip in clips)
+    captioned = (
+        replace(clip, source=replace(clip.source, caption=text)) for clip, text in zip(clips, texts, strict=True)
+    )
+    return divide(
+        captioned,
+        ((NOT_CAPTIONED + reasons[clip.key], "") if clip.key in reasons else None for clip in clips),
+    )
 
 
 def _ask(

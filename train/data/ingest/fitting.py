@@ -1,6 +1,7 @@
 """Clips that their captions do not fit, by a network that matches images and texts: `--min_clip_score BUNDLE:SCORE`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from megadit.infer.evaluate.videos import Clip as Seen
 from megadit.infer.matching import Matcher
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.encode import decoded_clips
-from megadit.train.data.ingest.plan import Clip, Settings, Skip, long_lists
+from megadit.train.data.ingest.plan import Clip, Settings, Skip, divide
 from megadit.train.data.ingest.pool import Pool
 
 REASON = "low CLIP score"
@@ -47,17 +48,16 @@ def drop_unfit(
         return clips, []
     bundle, least = parse_least(settings.min_clip_score)
     matcher = Matcher(open_any_bundle(bundle), device=device)
-    kept, skips = long_lists()
+
+    def why_not(part: Sequence[Clip]) -> Iterator[tuple[str, str] | None]:
+        frames = [decoded.frames_THWC for decoded in decoded_clips(part, settings, pool)]
+        middles = [Seen(x[len(x) // 2 :][:1], 0.0, clip.source.name) for x, clip in zip(frames, part, strict=True)]
+        texts_NE = matcher.texts([clip.source.caption for clip in part])
+        scores = (matcher.pictures(middles) * texts_NE).sum(1).tolist()
+        for clip, score in zip(part, scores, strict=True):
+            is_fit = clip.source.caption and score >= least
+            yield None if is_fit else (REASON, f"{score:.3f}" if clip.source.caption else "no caption")
+
     with Pool(num_workers) as pool:
-        for first in range(0, len(clips), AT_ONCE):
-            part = clips[first : first + AT_ONCE]
-            frames = [decoded.frames_THWC for decoded in decoded_clips(part, settings, pool)]
-            middles = [Seen(x[len(x) // 2 :][:1], 0.0, clip.source.name) for x, clip in zip(frames, part, strict=True)]
-            texts_NE = matcher.texts([clip.source.caption for clip in part])
-            scores = (matcher.pictures(middles) * texts_NE).sum(1).tolist()
-            for clip, score in zip(part, scores, strict=True):
-                if clip.source.caption and score >= least:
-                    kept.append(clip)
-                    continue
-                skips.append(clip.left_out(REASON, f"{score:.3f}" if clip.source.caption else "no caption"))
-    return kept, skips
+        parts = (clips[first : first + AT_ONCE] for first in range(0, len(clips), AT_ONCE))
+        return divide(clips, chain.from_iterable(map(why_not, parts)))

@@ -15,7 +15,7 @@ from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.answers import Answers
 from megadit.train.data.ingest.encode import decoded_clips
 from megadit.train.data.ingest.lines import LongList
-from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json, long_lists
+from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json, divide
 from megadit.train.data.ingest.pool import Pool
 
 NO_SCORE = "no score: "
@@ -99,14 +99,8 @@ def judge_clips(
                 # of earlier runs too: where only clips are asked about at which it failed before, it fails again
                 known = (found for clip in clips if (found := scores.of(clip)))
                 _check_names(limits, chain(known, ({} for clip in asked[:number] if not scores.of(clip))))
-    kept, skips = long_lists()
-    for clip in clips:
-        broken = [found for limit in limits if (found := limit.broken_by(scores.of(clip) or {}))]
-        if broken:
-            skips.append(clip.left_out(*broken[0]))
-        else:
-            kept.append(clip)
-    return kept, skips
+    broken = ([found for limit in limits if (found := limit.broken_by(scores.of(clip) or {}))] for clip in clips)
+    return divide(clips, (found[0] if found else None for found in broken))
 
 
 def _check_names(limits: Sequence[Limit], given: Iterable[Mapping[str, float]]) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -247,9 +247,15 @@ def skip_from_json(values: dict[str, Any]) -> Skip:
     return Skip(**values)
 
 
-def long_lists() -> tuple[LongList[Clip], LongList[Skip]]:
-    """Lists of clips that are kept and of what is left out, both empty."""
-    return LongList(clip_from_json), LongList(skip_from_json)
+def divide(clips: Iterable[Clip], why_not: Iterable[tuple[str, str] | None]) -> tuple[LongList[Clip], LongList[Skip]]:
+    """Clips that are kept, and those that are left out; `why_not` gives a reason and its detail for each, or None."""
+    kept, skips = LongList(clip_from_json), LongList(skip_from_json)
+    for clip, why in zip(clips, why_not, strict=True):
+        if why is None:
+            kept.append(clip)
+        else:
+            skips.append(clip.left_out(*why))
+    return kept, skips
 
 
 def finding_from_json(values: dict[str, Any]) -> Finding:

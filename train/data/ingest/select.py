@@ -15,16 +15,7 @@ from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.train.data.ingest.lines import LongList, read_lines, write_lines
-from megadit.train.data.ingest.plan import (
-    NOTES,
-    Clip,
-    Notes,
-    Settings,
-    Skip,
-    clip_from_json,
-    long_lists,
-    skip_from_json,
-)
+from megadit.train.data.ingest.plan import NOTES, Clip, Notes, Settings, Skip, clip_from_json, divide
 
 BAND_BITS = 24
 FINGERPRINT_BITS = 192
@@ -58,7 +49,7 @@ class Fingerprints:
         self.max_bits = max_bits
         self._prints_NH = np.frombuffer(prints, np.uint16).reshape(-1, FINGERPRINT_BITS // 16)
         self._captions_N = np.frombuffer(captions, np.int64)
-        self._bands = [_Band(np.frombuffer(bits_N, np.int32)) for bits_N in bands]
+        self._bands = [_lists(np.frombuffer(bits_N, np.int32)) for bits_N in bands]
 
     def duplicates(self) -> Iterator[int | None]:
         """Yields, for each clip, the number of an earlier one like it, or None; then it is remembered."""
@@ -71,8 +62,9 @@ class Fingerprints:
     def find(self, number: int) -> int | None:
         """The first one like it, in the first band in which there is one."""
         print_H, caption = self._prints_NH[number], self._captions_N[number]
-        for band in self._bands:
-            others = band.like(number)
+        for start_N, number_N, count_N in self._bands:
+            start = start_N[number]
+            others = number_N[start : start + count_N[start]]
             if caption and len(others):
                 captions = self._captions_N[others]
                 others = others[(captions == caption) | (captions == 0)]
@@ -83,32 +75,23 @@ class Fingerprints:
         return None
 
     def remember(self, number: int) -> None:
-        for band in self._bands:
-            band.add(number)
+        for start_N, number_N, count_N in self._bands:
+            if (start := start_N[number]) >= 0:
+                number_N[start + count_N[start]] = number
+                count_N[start] += 1
 
 
-class _Band:
-    """Lists of clips with equal bits in one band. All lie in one array, each with room for all that may come."""
-
-    def __init__(self, bits_N: np.ndarray) -> None:
-        _, lists_N, sizes = np.unique(bits_N, return_inverse=True, return_counts=True)
-        starts_N = (np.cumsum(sizes) - sizes)[lists_N]
-        self._starts_N = np.where(bits_N == 0, -1, starts_N).astype(np.int32)
-        self._numbers_N, self._counts_N = np.empty_like(self._starts_N), np.zeros_like(self._starts_N)
-
-    def like(self, number: int) -> np.ndarray:
-        start = self._starts_N[number]
-        return self._numbers_N[start : start + self._counts_N[start]] if start >= 0 else self._numbers_N[:0]
-
-    def add(self, number: int) -> None:
-        if (start := self._starts_N[number]) >= 0:
-            self._numbers_N[start + self._counts_N[start]] = number
-            self._counts_N[start] += 1
+def _lists(bits_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lists of clips with equal bits, all in one array with room for all clips: where the list of each clip begins (-1
+    where no bit is set), the array, and how many are in the list that begins at each place (0 at -1)."""
+    _, list_N, size_L = np.unique(bits_N, return_inverse=True, return_counts=True)
+    start_N = np.where(bits_N == 0, -1, (np.cumsum(size_L) - size_L)[list_N]).astype(np.int32)
+    return start_N, np.empty_like(start_N), np.zeros(len(start_N) + 1, np.int32)
 
 
 def select(notes: Notes, settings: Settings, filters: Sequence[Filter]) -> None:
     """Writes the plan of each split and the selection's counts; each filter sees what those before it kept."""
-    (clips, of_sources), seconds = long_lists(), array("d")
+    clips, of_sources, seconds = LongList(clip_from_json), LongList(lambda values: Skip(**values)), array("d")
     for finding in notes.findings():
         seconds.append(finding.seconds)
         clips.extend(finding.clips)
@@ -127,7 +110,7 @@ def select(notes: Notes, settings: Settings, filters: Sequence[Filter]) -> None:
     for split, plan in plans.items():
         plan.sort()
         plan.write(notes.plan(split))
-    write_lines(notes.skips, chain(map(skip_from_json, read_lines(notes.skipped)), *skips, of_sources))
+    write_lines(notes.skips, chain(read_lines(notes.skipped), *skips, of_sources))
     write_json(
         notes.selection,
         {
@@ -145,16 +128,9 @@ def drop_duplicates(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence
     if settings.max_duplicate_bits < 0:
         return clips, []
     any_caption = settings.duplicates == "any_caption"
-    seen = Fingerprints(
-        ((clip.fingerprint, "" if any_caption else clip.source.caption) for clip in clips), settings.max_duplicate_bits
-    )
-    kept, skips = long_lists()
-    for clip, original in zip(clips, seen.duplicates(), strict=True):
-        if original is None:
-            kept.append(clip)
-        else:
-            skips.append(clip.left_out("near-duplicate", clips[original].place))
-    return kept, skips
+    prints = ((clip.fingerprint, "" if any_caption else clip.source.caption) for clip in clips)
+    originals = Fingerprints(prints, settings.max_duplicate_bits).duplicates()
+    return divide(clips, (None if each is None else ("near-duplicate", clips[each].place) for each in originals))
 
 
 def check_not_in(settings: Settings, root: Path) -> None:
@@ -186,13 +162,8 @@ def drop_known(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Clip
     seen = Fingerprints(((fingerprint, "") for fingerprint in prints), settings.max_duplicate_bits)
     for number in range(len(known)):
         seen.remember(number)
-    kept, skips = long_lists()
-    for number, clip in enumerate(clips, len(known)):
-        if (original := seen.find(number)) is None:
-            kept.append(clip)
-        else:
-            skips.append(clip.left_out("in another data set", known[original][1]))
-    return kept, skips
+    originals = map(seen.find, range(len(known), len(known) + len(clips)))
+    return divide(clips, (None if each is None else ("in another data set", known[each][1]) for each in originals))
 
 
 def _clips_of(dataset: str) -> Iterator[Clip]:
@@ -212,10 +183,11 @@ def add_caption(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Cli
     """All of them; those without a caption get `settings.default_caption`."""
     if not settings.default_caption:
         return clips, []
-    kept, skips = long_lists()
-    captioned = (replace(clip.source, caption=clip.source.caption or settings.default_caption) for clip in clips)
-    kept.extend(replace(clip, source=source) for clip, source in zip(clips, captioned, strict=True))
-    return kept, skips
+    captioned, default = LongList(clip_from_json), settings.default_caption
+    captioned.extend(
+        replace(clip, source=replace(clip.source, caption=clip.source.caption or default)) for clip in clips
+    )
+    return captioned, []
 
 
 def validation_sources(clips: Iterable[Clip], settings: Settings) -> set[str]:
