@@ -30,6 +30,8 @@ HEADER_ALPHAS = ("lora_alpha", "network_alpha", "ss_network_alpha", "alpha")
 """Names under which headers say an alpha of all linears, the first that is there."""
 ORIGIN_PARTS = ("base", "training", "defaults")
 FORMAT_VERSION = 1
+MOST_BYTES = 1 << 19
+"""Most bytes of settings in a header, which a service reads with every request: some 5,000 linears by their names."""
 
 
 def settings_of(file: Path, source: TensorSource) -> LoraSettings:
@@ -109,7 +111,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _of_header(source: TensorSource, name: str) -> dict[str, Any]:
     """The JSON object under a name in a file's header, which may have none."""
     where = f"{name} in the header of {source.label}"
-    return _object(parse_json(source.metadata.get(name, "{}"), where), where)
+    return _object(parse_json(source.metadata.get(name, "{}"), where, max_bytes=MOST_BYTES), where)
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -336,6 +336,8 @@ def test_hostile_files(tmp_path):
     (tmp_path / "pickle.bin").write_bytes(b"\x80\x04.")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    wordy = {"megadit": '{"training": [' + "[]," * 200_000 + "1]}"}  # a service parses it for every request
+    write_changed(tmp_path, lambda tensors: None, metadata=wordy).rename(tmp_path / "wordy.safetensors")
     deep = {"lora_adapter_metadata": "[" * 100_000}
     write_changed(tmp_path, lambda tensors: None, metadata=deep)
     for name, message in [
@@ -345,6 +347,7 @@ def test_hostile_files(tmp_path):
         ("empty", "other files than safetensors are not read"),
         ("nowhere", "does not exist"),
         ("bad.safetensors", "lists and objects within one another"),
+        ("wordy.safetensors", "megadit in the header of .* is longer than"),
     ]:
         with pytest.raises(UserError, match=message):
             read_adapter(tmp_path / name, COSMOS)

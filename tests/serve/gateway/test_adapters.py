@@ -171,7 +171,7 @@ def test_what_is_no_adapter_is_refused_and_leaves_nothing(keep, gateway, visit, 
 
 @pytest.mark.parametrize(
     "asked",
-    [{"autoguidance": "/etc/shadow"}, {"negative_prompt": "grey"}, {"noise_scale": 1e38}, {"sigmas": [1.0] * 700_000},
+    [{"autoguidance": "/etc/shadow"}, {"negative_prompt": "grey"}, {"noise_scale": 1e38}, {"sigmas": [1.0] * 7000},
      {"sigmas": [1.0, 2.0]}, {"shift": 1e308}, {"num_frames": 10**6}, {"cache_budget": 0.5}, {"zog": 1}],
     ids=lambda asked: next(iter(asked)),
 )  # fmt: skip
