@@ -30,6 +30,7 @@ from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.memory import check_room
+from megadit.models.shared.outside import check_own
 from megadit.models.shared.setting import check_settings, group, setting
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -193,6 +194,7 @@ def _check_place(bundle: Bundle, out: Path) -> None:
     check_replaceable(out)
     if out.exists() and out.resolve() == bundle.path.resolve():
         raise UserError(f"{out} is the bundle to export: give another OUT")
+    check_own(bundle.path)
 
 
 def _not_copied(folder: str, names: list[str]) -> list[str]:

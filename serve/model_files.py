@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.outside import check_own
 
 _MODEL_PY = '''"""Triton loads this file; the model itself is in the installed megadit."""
 
@@ -26,6 +27,7 @@ def write_model(repository: Path, name: str, *, config: str, module: str, bundle
 
     It shares the files of a `bundle` that lies in the repository, which large weights would otherwise take up twice.
     """
+    check_own(bundle)
     version = repository / name / "1"
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text(config)

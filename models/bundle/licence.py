@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.outside import leads_out
 
 _FILES = re.compile(r"(licen[cs]e|notice|copying|use[_-]policy)", re.IGNORECASE)
 _IN_CARD = re.compile(r"^(?:license|license_name|license_link):\s*[\"']?(.+?)[\"']?\s*$", re.MULTILINE)
@@ -54,7 +55,7 @@ def find_licence(source: Path, family: str) -> Licence:
         directories.append(source.parent)
     files, name = [], "unknown"
     for directory in directories:
-        here = [path for path in sorted(directory.iterdir()) if path.is_file()]
+        here = [path for path in sorted(directory.iterdir()) if path.is_file() and not leads_out(path, directory)]
         files += [path for path in here if _FILES.search(path.name)]
         cards = [path for path in here if path.name.lower() == "readme.md"]
         for card in cards:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
+from megadit.models.shared.errors import UserError
+
 HIDDEN = "hidden"
 LEADS_OUT = "link that leads out of the folder (--follow_links)"
 READ_ELSEWHERE = "linked folder that is read elsewhere"
@@ -66,8 +68,19 @@ def is_litter(name: str) -> bool:
 
 
 def leads_out(path: str | os.PathLike, root: str | os.PathLike) -> bool:
-    """Whether links make the path a file outside the folder."""
-    return not _is_under(os.path.realpath(path), os.path.realpath(root))
+    """Whether links make the path a file outside the folder, and outside the cache of a hub of which it is a part."""
+    real, base = os.path.realpath(path), os.path.realpath(root)
+    snapshots = (place.parent.parent for place in (Path(base), *Path(base).parents) if place.parent.name == "snapshots")
+    return not any(_is_under(real, place) for place in (base, *(f"{each}/blobs" for each in snapshots)))
+
+
+def check_own(root: str | os.PathLike) -> None:
+    """Raises UserError if what stands in a folder is none of its files: to copy it would copy a file of the reader's,
+    or wait for ever."""
+    for found in walk(root):
+        path = Path(root, found.name)
+        if leads_out(path, root) or not path.is_file():
+            raise UserError(f"{path} is no file of {root} but leads elsewhere, or nowhere: put a file in its place")
 
 
 def _is_under(real: str, base: str) -> bool:

@@ -1,15 +1,19 @@
 """Links in a folder that somebody else filled are not followed out of it, whichever command reads the folder."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megadit.export.build import _check_place
 from megadit.infer.evaluate.videos import open_videos
 from megadit.infer.pictures import picture_files
 from megadit.infer.video_io import write_video
+from megadit.models.bundle.licence import find_licence
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.outside import files_under, leads_out, walk
+from megadit.models.shared.outside import check_own, files_under, leads_out, walk
+from megadit.serve.model_files import write_model
 
 
 @pytest.fixture
@@ -32,6 +36,35 @@ def test_links_are_found_with_the_reason(folder, tmp_path):
     assert leads_out(folder / "a.png", folder) and not leads_out(folder, folder)
     followed = {each.name for each in walk(folder, follow_links=True) if not each.reason}
     assert "a.png" in followed and "up/secret.txt" in followed and not any("clips/" in name for name in followed)
+
+
+def test_what_is_copied_of_a_bundle_is_its_own(folder, tmp_path):
+    """Its export, a repository and converted weights would carry a file of the reader's on; hubs' caches are links."""
+    for name, kind in {"LICENSE": "link", ".hidden": "link", "pipe": "pipe", "round": "folder"}.items():
+        bundle = tmp_path / name
+        (bundle / "transformer").mkdir(parents=True)
+        place = bundle / "transformer" / name
+        os.mkfifo(place) if kind == "pipe" else place.symlink_to(tmp_path / "secret.txt" if kind == "link" else "..")
+        with pytest.raises(UserError, match=f"{name} is no file of"):
+            check_own(bundle)
+        with pytest.raises(UserError, match="leads elsewhere"):
+            write_model(tmp_path / "repository", "a", config="", module="", bundle=bundle)
+        with pytest.raises(UserError, match="leads elsewhere"):
+            _check_place(SimpleNamespace(path=bundle), tmp_path / "out")
+    (folder / "LICENSE").symlink_to(tmp_path / "secret.txt")
+    assert not find_licence(folder, "wan").files and not (tmp_path / "repository").exists()
+    cached, blobs = tmp_path / "hub/snapshots/1/transformer", tmp_path / "hub/blobs"
+    cached.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "secret.txt").touch()
+    (cached / "LICENSE").symlink_to("../../../blobs/secret.txt")
+    check_own(cached)
+    assert find_licence(cached, "wan").files == (cached / "LICENSE",)
+    (blobs / "secret.txt").unlink()
+    blobs.rmdir()
+    blobs.symlink_to(tmp_path)
+    with pytest.raises(UserError, match="LICENSE is no file of"):
+        check_own(cached.parent)
 
 
 def test_a_folder_that_cannot_be_read_is_told(folder, monkeypatch):
