@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megadit.models.megatron.interfaces import join_ranks
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, told_once
 
 LONGEST_WAIT = timedelta(days=7)
 """Maximum time to wait for the slowest rank's share of a stage."""
@@ -64,8 +64,14 @@ class Team:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
     def wait(self) -> None:
-        if self.size > 1:
+        """Raises UserError where a rank has ended instead."""
+        if self.size == 1:
+            return
+        try:
             dist.barrier()
+        except RuntimeError as error:
+            with told_once():
+                raise UserError("a rank of this preparation has ended before its stage; see what it says") from error
 
 
 @contextmanager

@@ -144,7 +144,7 @@ def test_every_member_of_a_tar_file_is_accounted_for(members):
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=FILES,
     links=LINKS,
@@ -152,27 +152,32 @@ def test_every_member_of_a_tar_file_is_accounted_for(members):
     kept=st.sampled_from((["--duplicates", "any_caption"], [])),
     ends=st.lists(st.integers(1, 12), max_size=4),
     parts=st.integers(1, 4),
+    ranks=st.integers(2, 4),
 )
 def test_whoever_prepares_a_folder_and_however_often_it_ends_the_bytes_are_the_same(
-    files, links, listed, kept, ends, parts
+    start_ranks, files, links, listed, kept, ends, parts, ranks
 ):
-    """Two runs; one that ends at some of the files that it writes, and goes on; jobs that share the stages."""
+    """Two runs; one that ends at some of the files that it writes, and goes on; jobs, and ranks of torchrun, that share
+    the stages."""
     with tempfile.TemporaryDirectory() as outer:
         root = _filled(Path(outer), {"zz.png": "picture", "yy.jpg": "picture"} | files, links, listed)
         command = ["images", str(root), "OUT", *OPTIONS, *kept]
-        whole, again, ended, shared = ([*command[:2], f"{outer}/{n}", *command[3:]] for n in range(4))
+        whole, again, ended, by_ranks, shared = ([*command[:2], f"{outer}/{n}", *command[3:]] for n in range(5))
         code = prepare.main(whole)
         assert prepare.main(again) == code
         for count in ends:
             _prepare_until(ended, count)
         assert prepare.main(ended) == code
+        processes = start_ranks(ranks, "-m", "megadit.models.shared.verbs", "prepare", *by_ranks)
+        said = [process.communicate()[0] for process in processes]
+        assert {process.returncode for process in processes} == {code}, said
         for stage in STAGES if code == 0 else ():
             for part in range(parts if stage in SHARED_STAGES else 1):
                 words = ["--part", f"{part}/{parts}"] if stage in SHARED_STAGES else []
                 assert prepare.main([*shared, "--stages", stage, *words]) == 0
-        found = [_bytes_under(Path(outer, str(number))) for number in range(4 if code == 0 else 3)]
+        found = [_bytes_under(Path(outer, str(number))) for number in range(5 if code == 0 else 4)]
         assert all(each == found[0] for each in found)
-        assert not code or not found[0]
+        assert not code or not [name for name in found[0] if name.endswith(".tar")], "the account alone"
 
 
 def _prepare_until(command: list[str], count: int) -> None:
