@@ -24,6 +24,7 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json
 from megadit.models.shared.options import read_options
+from megadit.models.shared.outside import check_own
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
 
@@ -71,9 +72,10 @@ def push_bundle(bundle: str | os.PathLike, url: str) -> None:
     """Sends a bundle or an adapter, after a check that it is whole.
 
     Raises:
-        UserError: if it is not, or the place cannot be written to.
+        UserError: if it is not, holds links out of it, or the place cannot be written to.
     """
     path = Path(bundle)
+    check_own(path)
     _check_whole(path)
     files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     files.sort(key=lambda name: name == MANIFEST_FILE)

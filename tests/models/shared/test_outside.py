@@ -11,6 +11,7 @@ from megadit.infer.evaluate.videos import open_videos
 from megadit.infer.pictures import picture_files
 from megadit.infer.video_io import write_video
 from megadit.models.bundle.licence import find_licence
+from megadit.models.bundle.transfer import push_bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import check_own, files_under, leads_out, walk
 from megadit.serve.model_files import write_model
@@ -49,6 +50,8 @@ def test_what_is_copied_of_a_bundle_is_its_own(folder, tmp_path):
             check_own(bundle)
         with pytest.raises(UserError, match="leads elsewhere"):
             write_model(tmp_path / "repository", "a", config="", module="", bundle=bundle)
+        with pytest.raises(UserError, match="leads elsewhere"):
+            push_bundle(bundle, "memory://a")
         with pytest.raises(UserError, match="leads elsewhere"):
             _check_place(SimpleNamespace(path=bundle), tmp_path / "out")
     (folder / "LICENSE").symlink_to(tmp_path / "secret.txt")
