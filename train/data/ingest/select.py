@@ -192,13 +192,10 @@ def add_caption(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Cli
 
 def validation_sources(clips: Iterable[Clip], settings: Settings) -> set[str]:
     """Keys of a share of the sources, rounded up, but never all: clips of one video lie in one split."""
-
-    def keys() -> Iterator[str]:
-        return (key for key, _ in groupby(clip.source.key for clip in clips))
-
-    num_sources = sum(1 for _ in keys())
-    count = min(math.ceil(settings.val_share * num_sources), num_sources - 1)
-    return set(heapq.nsmallest(count, keys(), key=lambda key: _draw(settings.seed, f"val {key}")))
+    numbers = array("Q", (int(key, 16) for key, _ in groupby(clip.source.key for clip in clips)))
+    count = min(math.ceil(settings.val_share * len(numbers)), len(numbers) - 1)
+    keys = (f"{number:016x}" for number in numbers)
+    return set(heapq.nsmallest(count, keys, key=lambda key: _draw(settings.seed, f"val {key}")))
 
 
 def shards(num_clips: int, shard_size: int) -> list[slice]:
