@@ -50,6 +50,11 @@ class Folder:
         place = bisect_left(self._names, name)
         return place if place < len(self._names) and self._names[place] == name else None
 
+    def known(self, name: str) -> str | None:
+        """The name as it stands in `names`, where of millions each is held once; None if it is none of them."""
+        place = self.place(name)
+        return None if place is None else self._names[place]
+
     def __contains__(self, name: str) -> bool:
         return self.place(name) is not None
 

@@ -143,8 +143,8 @@ class Resolver:
         """The name of the file in the folder; None if there is none, or it is not clear which."""
         name = self._inner(name)
         for inner in (self._base + name, name):
-            if inner in self._folder:
-                return inner
+            if known := self._folder.known(inner):
+                return known
         if not self._folder.holds(name):
             return None
         return self._of_its_name(name) or self._without_suffix(name)

@@ -125,7 +125,7 @@ def write_report(notes: Notes) -> Report:
         lengths=_sorted(lengths),
     )
     write_json(notes.root / REPORT, {name: getattr(report, name) for name in report.__dataclass_fields__})
-    draw(notes.root / PICTURE, report, fps, seconds, np.maximum(words, 0))
+    draw(notes.root / PICTURE, report, *map(np.asarray, (fps, seconds)), np.maximum(words, 0))
     return report
 
 
