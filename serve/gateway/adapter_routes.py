@@ -74,7 +74,7 @@ def adapter_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRou
                 if not isinstance(name, str) or not isinstance(file, UploadFile):
                     raise ApiError(400, "invalid_request", "send a name and a file")
                 put = (gateway.adapters.put, key, name, file.file, _info(gateway))
-                async with gateway.looking.of(key):
+                async with gateway.looking.of(key.id):
                     stored = await to_thread.run_sync(*put, limiter=one_at_a_time)
         return Adapter.of(stored)
 

@@ -5,7 +5,7 @@ import logging
 import re
 import secrets
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -15,6 +15,7 @@ from megadit.serve.gateway.errors import ApiError, answer
 from megadit.serve.gateway.logs import REQUEST_ID, log
 from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.patience import patient
+from megadit.serve.gateway.turns import Turns
 from megadit.serve.tracing import HERE, TRACEPARENT, Span, Tracing
 
 _PLAIN = re.compile(rb"[0-9A-Za-z._-]{1,64}")
@@ -25,10 +26,13 @@ _CLIENT_LEFT = 499
 """Status of a request whose client hangs up before the answer, as nginx counts it: no fault of the service's."""
 _SECONDS_OF_A_BODY = 30.0
 """Seconds for a whole body, beside the time that its bytes take at `_SLOWEST_UPLOAD`."""
-
-
 _SLOWEST_UPLOAD = 1 << 18
 """Lowest speed of a large body, in bytes a second."""
+_LOOKS_AT_ONCE = 2
+"""Requests of one caller without a body whose answers are prepared at once: a thousand of his do not stand before
+everybody else's."""
+_TAKES_LONG = "/content"
+"""End of a path whose pictures are made one at a time for all, beside which a caller's other requests go on."""
 
 
 class _BodyTooLargeError(Exception):
@@ -50,6 +54,7 @@ class Surroundings:
     def __init__(self, app: ASGIApp, *, metrics: Metrics, tracing: Tracing, max_body_bytes: int) -> None:
         self._tracing = tracing
         self._app, self._metrics, self._max_body_bytes = app, metrics, max_body_bytes
+        self._looks = Turns(of_a_key=_LOOKS_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,10 +67,14 @@ class Surroundings:
         token, span = REQUEST_ID.set(request_id), self._span(scope, request_id)
         place = HERE.set(span.traceparent)
         state = scope.setdefault("state", {})
+        caller = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        turn = AsyncExitStack()
+        """Until the answer begins."""
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
+                await turn.aclose()
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
             elif method == "HEAD":
@@ -74,6 +83,8 @@ class Surroundings:
             await send(message)
 
         try:
+            if caller and method in ("GET", "HEAD") and not scope["path"].endswith(_TAKES_LONG):
+                await turn.enter_async_context(self._looks.of(caller))
             with patient():
                 await self._app(scope, self._limited(receive, state), sending)
         except (ClientDisconnect, _HeadIsAllError):  # in the midst of its own request, or with all that it wanted
@@ -85,6 +96,7 @@ class Surroundings:
                 with suppress(_HeadIsAllError):
                     await answer(self._told(error))(scope, receive, sending)
         finally:
+            await turn.aclose()
             self._note(scope | {"method": method}, status, time.monotonic() - began, span)
             REQUEST_ID.reset(token)
             HERE.reset(place)

@@ -229,7 +229,7 @@ async def _read(gateway: Gateway, key: Key, request: Request, model: type[_Body]
     try:
         if read := _WHOLE.get(kind):
             text = await request.body()
-            async with nullcontext() if len(text) <= _SMALL else gateway.reading.of(key):
+            async with nullcontext() if len(text) <= _SMALL else gateway.reading.of(key.id):
                 return await run_in_threadpool(lambda: model.model_validate(read(text)))
         if kind == "multipart/form-data":
             async with form_of(request, max_files=MOST_FILES, max_fields=_MOST_FIELDS) as form:
@@ -316,7 +316,7 @@ async def _taken(gateway: Gateway, key: Key, asked: _Asked) -> Video:
     try:
         check(new.request, info)
         if new.request.media():
-            async with gateway.decoding.of(key):
+            async with gateway.decoding.of(key.id):
                 await run_in_threadpool(gateway.check_media, new.request, info.limits)
     except (UserError, InvalidRequestError) as error:
         raise ApiError(400, "invalid_request", str(error)[:500]) from None

@@ -137,11 +137,11 @@ class Gateway:
             usual_bytes=settings.max_body_bytes,
             most_usual=_MOST_BODIES,
         )
-        self.reading = Turns(1, most_of_a_key=_MOST_BODIES)
+        self.reading = Turns(1, waiting=_MOST_BODIES, rest=3.0)
         """Turns to read large bodies."""
-        self.decoding = Turns(_READERS, most_of_a_key=_MOST_BODIES)
+        self.decoding = Turns(_READERS, waiting=_MOST_BODIES)
         """Turns to decode files, once they are known to be a request's."""
-        self.looking = Turns(1, most_of_a_key=_MOST_BODIES)
+        self.looking = Turns(1, waiting=_MOST_BODIES)
         """Turns to look at adapters."""
         self._readers: dict[MediaLimits, MediaReader] = {}
         self.runner = Runner(

@@ -18,7 +18,7 @@ SECONDS_KEPT = 3600
 SECONDS_BETWEEN_SWEEPS = 300
 _OF_A_VISITOR, _OF_ALL = 8, 32
 """The largest files that a page keeps at once."""
-_OTHER_BYTES = 8 << 20
+_OTHER_BYTES = 1 << 20
 """Most bytes of a request that brings no file: takes of a session go back and forth as paths."""
 _READ_ONLY = ("GET", "HEAD", "OPTIONS")
 _UNUSED = "/process_recording"
