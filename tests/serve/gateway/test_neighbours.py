@@ -6,11 +6,18 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import anyio
 import httpx
 import pytest
+
+from megadit.serve.gateway.metrics import Metrics
+from megadit.serve.gateway.middleware import Surroundings
+from megadit.serve.gateway.turns import Turns
+from megadit.serve.tracing import Tracing
 
 from ..media import PNG
 
@@ -113,3 +120,54 @@ def test_files_that_take_long_to_read_hold_nobody_else_up(listen, gateway, new_k
         going_on.set()
         assert own.result().status_code == 200
         assert sorted(each.result().status_code for each in floods) == [200] * 64 + [429] * 6
+
+
+@pytest.mark.parametrize(("path", "most"), [("/v1/videos", 2), ("/v1/videos/video_1/content", 30)])
+def test_a_caller_s_requests_are_looked_into_two_at_a_time(path, most):
+    """Until their answers begin: streams are open beside one another, and a picture that is made holds nothing up."""
+    looking, seen, streaming = Counter(), Counter(), Counter()
+
+    async def app(scope, receive, send):
+        caller = dict(scope["headers"])[b"authorization"]
+        looking[caller] += 1
+        seen[caller] = max(seen[caller], looking[caller])
+        await anyio.sleep(0.01)
+        looking[caller] -= 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        streaming[caller] += 1
+        while streaming[caller] < 30:
+            await anyio.sleep(0.001)
+        await send({"type": "http.response.body"})
+
+    async def ask(surroundings, caller):
+        headers = [(b"authorization", caller)]
+        scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
+        await surroundings(scope, anyio.sleep_forever, mock.AsyncMock())
+
+    async def main():
+        surroundings = Surroundings(app, metrics=Metrics(), tracing=Tracing(), max_body_bytes=1)
+        async with anyio.create_task_group() as group:
+            for number in range(60):
+                group.start_soon(ask, surroundings, b"one" if number % 2 else b"two")
+
+    anyio.run(main)
+    assert seen == {b"one": most, b"two": most} and streaming == {b"one": 30, b"two": 30}
+
+
+def test_a_key_rests_after_work_that_holds_the_interpreter():
+    """While another's piece is done at once."""
+    began = {}
+
+    async def work(turns, key, name):
+        async with turns.of(key):
+            began[name] = time.monotonic()
+            await anyio.sleep(0.02)
+
+    async def main():
+        turns = Turns(1, rest=3.0)
+        async with anyio.create_task_group() as group:
+            for key, name in (("one", "first"), ("one", "second"), ("two", "other")):
+                group.start_soon(work, turns, key, name)
+
+    anyio.run(main)
+    assert began["first"] < began["other"] < began["second"] - 0.02 and began["second"] - began["first"] >= 0.079
