@@ -19,7 +19,7 @@ _OF_OURS = 512
 _OF_A_SLOT = 8
 """Descriptors of a job at Triton."""
 _FEWEST = 16
-_PIECES = 64
+_PIECES = 16
 """Pieces of a body that may be as small as they like."""
 _SMALLEST_PIECE = 256
 """Average bytes of all further pieces: each costs as much to read as a small request."""

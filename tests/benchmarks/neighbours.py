@@ -164,7 +164,7 @@ async def _attack(name: str, port: int, keys: list[str], seconds: float) -> int:
             turn += 1
             await asyncio.sleep(0.01)
 
-    await asyncio.gather(*map(connect, range(attack.connections)))
+    await asyncio.gather(asyncio.sleep(seconds), *map(connect, range(attack.connections)))
     return sent
 
 
