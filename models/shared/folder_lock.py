@@ -87,7 +87,7 @@ class FolderLock:
             return
         if other is not None and other["token"] == self._record["token"]:
             return
-        taken = f"{_who(other)} has it now" if other else f"{self._path.name} was removed"
+        taken = f"{_who(other)} has it now" if other and other["token"] else f"{self._path.name} was removed"
         print(
             f"error: {self._folder} is no longer this process's: {taken}, while this one was suspended, or its "
             "file system was away; it ends and writes nothing more",
@@ -100,7 +100,9 @@ class FolderLock:
         watched: dict[str, _Watched] = {}
         while not self._put():
             other = _read(self._path)
-            if other is None:  # gone in between, or damaged
+            if other is None:  # gone in between
+                continue
+            if other["token"] is None:
                 self._remove(None)
             elif _is_gone(other) or self._is_silent(other, watched):
                 print(f"{self._folder}: taken over from {_who(other)}, which is gone", flush=True)
@@ -119,8 +121,8 @@ class FolderLock:
             temporary.unlink(missing_ok=True)
 
     def _remove(self, token: str | None) -> None:
-        """Takes a dead holder's file away, or a damaged one: one process at a time, so that none takes away what
-        another, which was faster, has put in its place."""
+        """Takes a dead holder's file away, or a damaged one (`token` None): one process at a time, so that none takes
+        away what another, which was faster, has put in its place."""
         guard = self._path.with_name(f".{self._path.name}.removing")
         try:
             guard.open("x").close()
@@ -133,7 +135,7 @@ class FolderLock:
             return
         try:
             found = _read(self._path)
-            if (found and found["token"]) == token:
+            if found is not None and found["token"] == token:
                 self._path.unlink(missing_ok=True)
         finally:
             guard.unlink(missing_ok=True)
@@ -215,7 +217,8 @@ def _who(other: dict) -> str:
 
 
 def _read(path: Path) -> dict | None:
-    """The record there, None where there is none; read again where a beat is being written."""
+    """The record there, None where there is no file; read again where a beat is being written. One that stays damaged
+    has no token."""
     for _ in range(3):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -225,7 +228,7 @@ def _read(path: Path) -> dict | None:
             return None
         except (ValueError, KeyError, TypeError):
             time.sleep(0.05)
-    return None
+    return {"token": None}
 
 
 def _write(path: Path, record: dict, *, anew: bool = True) -> None:

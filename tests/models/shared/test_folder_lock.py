@@ -141,6 +141,17 @@ def test_of_many_at_once_one_holds_it(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_who_found_nothing_there_takes_nothing_away(tmp_path, monkeypatch):
+    """Another has put its file there since."""
+
+    def read_late(path):
+        path.write_text("another's")
+
+    monkeypatch.setattr(folder_lock, "_read", read_late)
+    FolderLock(tmp_path, "trains")._remove(None)
+    assert (tmp_path / FILE).read_text() == "another's"
+
+
 def test_a_full_disk_or_a_short_outage_loses_nothing(tmp_path, monkeypatch):
     with FolderLock(tmp_path, "trains") as lock:
         monkeypatch.setattr(folder_lock, "_write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
