@@ -5,6 +5,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -63,11 +64,12 @@ class Surroundings:
         began, status, method = time.monotonic(), 0, scope["method"]
         if method == "HEAD":
             scope = scope | {"method": "GET"}
-        request_id = _request_id(scope)
-        token, span = REQUEST_ID.set(request_id), self._span(scope, request_id)
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers)
+        token, span = REQUEST_ID.set(request_id), self._span(scope["method"], headers, request_id)
         place = HERE.set(span.traceparent)
         state = scope.setdefault("state", {})
-        caller = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        caller = headers.get(b"authorization", b"").decode("latin-1")
         turn = AsyncExitStack()
         """Until the answer begins."""
 
@@ -101,11 +103,11 @@ class Surroundings:
             REQUEST_ID.reset(token)
             HERE.reset(place)
 
-    def _span(self, scope: Scope, request_id: str) -> Span:
+    def _span(self, method: str, headers: Mapping[bytes, bytes], request_id: str) -> Span:
         """Span of a request that its caller traces, or that is no poll: clients ask how far a video is all day."""
-        parent = dict(scope["headers"]).get(TRACEPARENT.encode(), b"").decode("latin-1")
-        is_look = scope["method"] not in ("POST", "DELETE")
-        told = {"http.request.method": scope["method"] if scope["method"] in _METHODS else "_OTHER"}
+        parent = headers.get(TRACEPARENT.encode(), b"").decode("latin-1")
+        is_look = method not in ("POST", "DELETE")
+        told = {"http.request.method": method if method in _METHODS else "_OTHER"}
         told["megadit.request_id"] = request_id
         return self._tracing.begin(told["http.request.method"], parent, told, kind="server", may_be_root=not is_look)
 
@@ -154,6 +156,6 @@ class Surroundings:
         log("request", level=level, method=method, route=route, status=status, key=key, seconds=round(seconds, 4))
 
 
-def _request_id(scope: Scope) -> str:
-    given = dict(scope["headers"]).get(b"x-request-id", b"")
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id", b"")
     return given.decode() if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}"

@@ -26,8 +26,9 @@ from megadit.train.data.ingest.answers import Answers
 from megadit.train.data.ingest.encode import decoded_clips
 from megadit.train.data.ingest.exchanges import FailedError, ask, exchange_all, pieces
 from megadit.train.data.ingest.lines import LongList
-from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json, divide
+from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json
 from megadit.train.data.ingest.pool import Pool
+from megadit.train.data.ingest.select import divide
 
 NOT_CAPTIONED = "not captioned: "
 KEY = "MEGADIT_CAPTION_KEY"
@@ -79,9 +80,9 @@ def caption_clips(
     captions, asked = Answers(notes.captions), LongList(clip_from_json)
     asked.extend(clip for clip in clips if not clip.source.caption and captions.of(clip) is None)
     reasons = _ask(asked, captions, settings, num_workers, server)
-    texts = (clip.source.caption or captions.of(clip) or "" for clip in clips)
     captioned = (
-        replace(clip, source=replace(clip.source, caption=text)) for clip, text in zip(clips, texts, strict=True)
+        replace(clip, source=replace(clip.source, caption=clip.source.caption or captions.of(clip) or ""))
+        for clip in clips
     )
     return divide(
         captioned,

@@ -11,8 +11,9 @@ from megadit.infer.evaluate.videos import Clip as Seen
 from megadit.infer.matching import Matcher
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.encode import decoded_clips
-from megadit.train.data.ingest.plan import Clip, Settings, Skip, divide
+from megadit.train.data.ingest.plan import Clip, Settings, Skip
 from megadit.train.data.ingest.pool import Pool
+from megadit.train.data.ingest.select import divide
 
 REASON = "low CLIP score"
 AT_ONCE = 32

@@ -15,8 +15,9 @@ from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.answers import Answers
 from megadit.train.data.ingest.encode import decoded_clips
 from megadit.train.data.ingest.lines import LongList
-from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json, divide
+from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json
 from megadit.train.data.ingest.pool import Pool
+from megadit.train.data.ingest.select import divide
 
 NO_SCORE = "no score: "
 LOOKED_AT = 32

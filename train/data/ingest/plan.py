@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import differences, read_json, write_json
 from megadit.models.shared.setting import check_settings, setting
 from megadit.train.data.description import MOST_FRAMES
-from megadit.train.data.ingest.lines import Lines, LongList, read_lines
+from megadit.train.data.ingest.lines import Lines, read_lines
 
 NOTES = "prepare"
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")
@@ -245,17 +245,6 @@ def clip_from_json(values: dict[str, Any]) -> Clip:
 
 def skip_from_json(values: dict[str, Any]) -> Skip:
     return Skip(**values)
-
-
-def divide(clips: Iterable[Clip], why_not: Iterable[tuple[str, str] | None]) -> tuple[LongList[Clip], LongList[Skip]]:
-    """Clips that are kept, and those that are left out; `why_not` gives a reason and its detail for each, or None."""
-    kept, skips = LongList(clip_from_json), LongList(skip_from_json)
-    for clip, why in zip(clips, why_not, strict=True):
-        if why is None:
-            kept.append(clip)
-        else:
-            skips.append(clip.left_out(*why))
-    return kept, skips
 
 
 def finding_from_json(values: dict[str, Any]) -> Finding:

@@ -15,7 +15,7 @@ from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.train.data.ingest.lines import LongList, read_lines, write_lines
-from megadit.train.data.ingest.plan import NOTES, Clip, Notes, Settings, Skip, clip_from_json, divide
+from megadit.train.data.ingest.plan import NOTES, Clip, Notes, Settings, Skip, clip_from_json, skip_from_json
 
 BAND_BITS = 24
 FINGERPRINT_BITS = 192
@@ -91,7 +91,7 @@ def _lists(bits_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def select(notes: Notes, settings: Settings, filters: Sequence[Filter]) -> None:
     """Writes the plan of each split and the selection's counts; each filter sees what those before it kept."""
-    clips, of_sources, seconds = LongList(clip_from_json), LongList(lambda values: Skip(**values)), array("d")
+    clips, of_sources, seconds = LongList(clip_from_json), LongList(skip_from_json), array("d")
     for finding in notes.findings():
         seconds.append(finding.seconds)
         clips.extend(finding.clips)
@@ -121,6 +121,17 @@ def select(notes: Notes, settings: Settings, filters: Sequence[Filter]) -> None:
             "duplicates": len(skips[0]),
         },
     )
+
+
+def divide(clips: Iterable[Clip], why_not: Iterable[tuple[str, str] | None]) -> tuple[LongList[Clip], LongList[Skip]]:
+    """Clips that are kept, and those that are left out; `why_not` gives a reason and its detail for each, or None."""
+    kept, skips = LongList(clip_from_json), LongList(skip_from_json)
+    for clip, why in zip(clips, why_not, strict=True):
+        if why is None:
+            kept.append(clip)
+        else:
+            skips.append(clip.left_out(*why))
+    return kept, skips
 
 
 def drop_duplicates(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Clip], Sequence[Skip]]:
