@@ -1,11 +1,11 @@
-"""How far a reader of the code has to go: files and lines behind each question, cycles, and very short files.
+"""How far a reader has to go: files and lines behind each question, rooms, cycles, and very short files.
 
     python docs/count.py            # prints the table
     python docs/count.py --write    # also writes it into docs/architecture.md
 
-A question starts at some functions or classes. Whatever of this package their code names is followed, definition by
-definition, until nothing new comes; a file counts with all of its lines once anything of it is reached. `beyond` are
-files that the answer uses but a reader of this question need not open: what stands in them says its name.
+A question starts at some functions or classes. Whatever of this package their code names, annotations included, is
+followed, definition by definition, until nothing new comes; each counts with all of its lines, a class as a whole. Only
+models/shared/ is left out.
 """
 
 import ast
@@ -26,91 +26,39 @@ class Question:
     asks: str
     starts: tuple[str, ...]
     """module:definition"""
-    beyond: tuple[str, ...] = ()
-    """Files, or folders with a / at the end."""
-    by_definition: bool = False
-    """Count the lines of the definitions reached, where a file holds many siblings (samplers), not whole files."""
     most_files: int
     most_lines: int
 
 
-VOCABULARY = (
-    "models/config.py",
-    "models/config_rules.py",
-    "models/network_config.py",
-    "models/families.py",
-    "models/given_forms.py",
-    "models/expert_config.py",
-    "models/shared/",
-)
-"""Fields and errors, which every question meets."""
-
-NETWORK = (
-    *(
-        "models/dit.py",
-        "models/networks.py",
-        "models/blocks.py",
-        "models/attention.py",
-        "models/experts.py",
-        "models/axial.py",
-    ),
-    *("models/layout.py", "models/dense_layout.py", "models/segments.py", "models/ops/"),
-    *("models/adapters.py", "models/low_rank.py"),
-)
-NO_TENSOR_SPLIT = tuple(
-    f"models/megatron/{name}.py"
-    for name in (
-        *("groups", "sequence_parallel", "context_parallel", "expert_parallel", "adapter_parallel"),
-        *("recomputed_blocks", "graphed_blocks", "te_linears", "int8_linears", "fp8_linears"),
-    )
-)
-"""Who moves tokens and when blocks are computed; other linears in the same places."""
-
-POSITIONS = tuple(f"models/{name}.py" for name in ("layout", "dense_layout", "segments", "axial", "embeddings"))
-"""Who is where: a block hands it on to its operations."""
-OTHER_OPS = tuple(
-    f"models/ops/{name}.py"
-    for name in ("batch_attention", "gated_residual", "ledger", "linear", "modulated_norm", "qk_norm_rope")
-)
-"""Operations that are called by names that say what they compute; each has its own page."""
+BEYOND = ("models/shared/",)
+"""Errors and files, which every question meets; nothing else is left out."""
+NAMED = 5
+"""Files that a row of the table names."""
 
 QUESTIONS = (
     Question(
         asks="What is the loss?",
-        starts=("train/loss.py:edm_loss",),
-        beyond=(
-            *VOCABULARY,
-            "models/ddpm.py",
-            "models/dit.py",
-            "models/layout.py",
-            "models/noise.py",
-            "train/data/",
-            "train/config/",
-        ),
-        most_files=2,
-        most_lines=250,
+        starts=("train/objectives/denoise.py:edm_loss",),
+        most_files=33,
+        most_lines=3700,
     ),
     Question(
         asks="How does Heun's solver step?",
-        starts=("infer/samplers.py:heun",),
-        beyond=(*VOCABULARY, "models/noise.py", "models/settings.py"),
-        by_definition=True,
+        starts=("infer/sampling/samplers.py:heun",),
         most_files=1,
         most_lines=60,
     ),
     Question(
         asks="What does a block compute, down to its attention?",
-        starts=("models/blocks.py:DiTBlock",),
-        beyond=(*VOCABULARY, *POSITIONS, *OTHER_OPS, "models/experts.py"),
-        most_files=5,
-        most_lines=950,
+        starts=("models/networks/blocks.py:DiTBlock",),
+        most_files=26,
+        most_lines=2200,
     ),
     Question(
         asks="Which tensor is split how over ranks?",
         starts=("models/megatron/parallelize.py:parallelize",),
-        beyond=(*VOCABULARY, *NETWORK, *NO_TENSOR_SPLIT),
-        most_files=3,
-        most_lines=400,
+        most_files=52,
+        most_lines=5000,
     ),
 )
 
@@ -127,11 +75,11 @@ class Source:
 
 
 SHORT = {
-    "models/given_forms.py": "a table, free of torch",
-    "infer/user_program.py": "shared by the hooks of a filter and of a judge",
-    "infer/evaluate/compare.py": "a command of its own",
+    "models/configs/conditioning_modes.py": "a table, free of torch",
+    "infer/hooks/user_program.py": "shared by the hooks of a filter and of a judge",
+    "infer/evaluate/report/compare.py": "a command of its own",
     "infer/inference_dit_model.py": "a name that users of NeMo type",
-    "models/adapter_config.py": "settings, free of torch",
+    "models/configs/adapter.py": "settings, free of torch",
     "models/megatron/extensions.py": "asked before a run starts, without Megatron",
     "models/tokenizers/sizes.py": "shared by tokenizers, free of torch",
     "models/shared/ports.py": "shared by ranks and servers",
@@ -139,18 +87,18 @@ SHORT = {
     "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",
     "serve/examples/with_openai.py": "a program to copy",
-    "train/cpu_memory.py": "a switch of the allocator",
-    "train/data/ingest/motion.py": "a measure, free of torch",
-    "train/digits/samples.py": "a data set, written like that of shapes",
-    "train/shapes/samples.py": "a data set, written like that of digits",
-    "train/data/ingest/flow.py": "imports torch, which a scan otherwise does without",
+    "train/engine/cpu_memory.py": "a switch of the allocator",
+    "train/data/ingest/clips/motion.py": "a measure, free of torch",
+    "train/demos/digits/samples.py": "a data set, written like that of shapes",
+    "train/demos/shapes/samples.py": "a data set, written like that of digits",
+    "train/data/ingest/clips/flow.py": "imports torch, which a scan otherwise does without",
     "serve/forms.py": "shared by the gateway and the page",
-    "serve/model_files.py": "shared by repositories of videos and of features",
+    "serve/repository/model_files.py": "shared by repositories of videos and of features",
     "train/pretrain_dit_model.py": "a name that users of DFM type",
     "train/recipes/experts.py": "the recipes of a family",
     "train/recipes/registry.py": "recipes register without importing one another",
-    "train/sampling_defaults.py": "shared by validation and bundles",
-    "train/shared_base.py": "shared by networks in memory and sharded ones",
+    "train/checkpoints/sampling_defaults.py": "shared by validation and bundles",
+    "train/engine/shared_base.py": "shared by networks in memory and sharded ones",
 }
 """Why a file has fewer than 40 lines."""
 
@@ -215,7 +163,7 @@ def closure(question: Question) -> set[tuple[str, str]]:
     waiting, seen = [tuple(start.split(":")) for start in question.starts], set()
     while waiting:
         path, name = waiting.pop()
-        if (path, name) in seen or path.startswith(question.beyond):
+        if (path, name) in seen or path.startswith(BEYOND):
             continue
         seen.add((path, name))
         here = source(path)
@@ -243,22 +191,27 @@ def _named(here: Source, definition: ast.AST) -> Iterator[tuple[str, str]]:
                 yield file, node.attr
 
 
-def count(question: Question) -> tuple[int, int, list[str]]:
-    """(files, lines, the files) behind a question."""
-    found = closure(question)
-    paths = sorted({path for path, _ in found})
-    if question.by_definition:
-        nodes = {(path, node.lineno): node for path, name in found for node in [source(path).definitions[name]]}
-        return len(paths), sum(node.end_lineno - node.lineno + 1 for node in nodes.values()), paths
-    return len(paths), sum(source(path).num_lines for path in paths), paths
+def count(question: Question) -> tuple[int, int, dict[str, int]]:
+    """(files, lines, lines of each file) of the definitions behind a question."""
+    nodes = {}
+    for path, name in closure(question):
+        node = source(path).definitions[name]
+        nodes[path, node.lineno] = node.end_lineno - node.lineno + 1
+    lines = {path: sum(count for (there, _), count in nodes.items() if there == path) for path, _ in sorted(nodes)}
+    return len(lines), sum(lines.values()), lines
 
 
 def cycles() -> list[list[str]]:
-    """Groups of files that import one another when they are imported (Tarjan's strongly connected components)."""
+    """Groups of files that import one another when they are imported."""
     graph = {
         path: {file for _, (file, _, at_once) in _imports(ast.parse((ROOT / path).read_text())) if at_once}
         for path in files()
     }
+    return [group for group in _groups(graph) if len(group) > 1]
+
+
+def _groups(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components (Tarjan 1972), each after those that it leads to."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -277,12 +230,44 @@ def cycles() -> list[list[str]]:
             members = [stack.pop()]
             while members[-1] != path:
                 members.append(stack.pop())
-            if len(members) > 1:
-                found.append(sorted(members))
+            found.append(sorted(members))
 
     for path in graph:
         if path not in index:
             visit(path)
+    return found
+
+
+@dataclass(frozen=True)
+class Room:
+    """A folder: the Python files at its root, how many of its units stand on one another, and circles of units."""
+
+    num_files: int
+    num_floors: int
+    circles: list[list[str]]
+
+
+def rooms() -> dict[str, Room]:
+    """Folder -> its room; a unit is a file at its root, or a folder in it, and imports within functions count, too."""
+    graphs: dict[str, dict[str, set[str]]] = {}
+    for path in files():
+        here = path.split("/")
+        for depth in range(1, len(here)):
+            graphs.setdefault("/".join(here[:depth]), {}).setdefault(here[depth], set())
+        for _, (file, _, _) in _imports(ast.parse((ROOT / path).read_text())):
+            there = file.split("/")
+            depth = next(i for i, (a, b) in enumerate(zip([*here, ""], [*there, ""], strict=False)) if a != b)
+            if depth:
+                graphs["/".join(here[:depth])][here[depth]].add(there[depth])
+    found = {}
+    for folder, graph in graphs.items():
+        groups = _groups(graph)
+        floor: dict[str, int] = {}
+        for group in groups:  # what a group stands on comes before it
+            below = {other for unit in group for other in graph[unit]} - set(group)
+            floor |= dict.fromkeys(group, 1 + max((floor[other] for other in below), default=0))
+        num_files = sum(unit.endswith(".py") and unit != "__init__.py" for unit in graph)
+        found[folder] = Room(num_files, max(floor.values()), [group for group in groups if len(group) > 1])
     return found
 
 
@@ -297,10 +282,11 @@ def short_files(fewest: int = 40) -> dict[str, int]:
 
 def table() -> str:
     """What is counted, as Markdown."""
-    rows = ["| question | files | lines | at most | where |", "|---|---|---|---|---|"]
+    rows = ["| question | files | lines | at most | the longest |", "|---|---|---|---|---|"]
     for question in QUESTIONS:
-        num_files, num_lines, paths = count(question)
-        where = ", ".join(f"`{path}`" for path in paths)
+        num_files, num_lines, lines = count(question)
+        longest = sorted(lines, key=lines.__getitem__, reverse=True)[:NAMED]
+        where = ", ".join(f"`{path}` {lines[path]}" for path in longest)
         most = f"{question.most_files} / {question.most_lines}"
         rows.append(f"| {question.asks} | {num_files} | {num_lines} | {most} | {where} |")
     return "\n".join(rows)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import megadit
-from megadit.models.shared.setting import described, settings_of
+from megadit.models.shared.cli.setting import described, settings_of
 from megadit.train.config.schema import RunConfig
 
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.adapters import chosen_targets, load_adapter, remove, set_scale
-from megadit.models.networks import SavedNetwork
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.lora.adapters import chosen_targets, load_adapter, remove, set_scale
+from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.networks.registry import SavedNetwork
 
 SCALES: Mapping[str, Sequence[Sequence[float]]] = {
     "two in a slot": ([0.7, -1.0], [0.0, 1.0]),

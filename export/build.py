@@ -18,23 +18,23 @@ from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
 from megadit.export.references import reference_cases, usual_prompt
-from megadit.infer.checkpoints import open_any_bundle
-from megadit.infer.resolve import DefaultOptions, with_changed_defaults
+from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
-from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle, check_transformer
-from megadit.models.bundle.manifest import MANIFEST_FILE, check_replaceable, write_manifest
+from megadit.infer.sampling.resolve import DefaultOptions, with_changed_defaults
+from megadit.models.bundle import Bundle, check_transformer
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.lora.inputs import AdapterSlots
 from megadit.models.machine import free_memory
-from megadit.models.network_config import NetworkConfig
+from megadit.models.shared.cli.setting import check_settings, group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.memory import check_room
 from megadit.models.shared.outside import check_own
-from megadit.models.shared.setting import check_settings, group, setting
+from megadit.models.storage.manifest import MANIFEST_FILE, check_replaceable, write_manifest
+from megadit.models.storage.weights import network_shapes
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
-from megadit.models.weights import network_shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,13 +10,13 @@ from megadit.export.build import ExportSettings, check_memory, export_bundle
 from megadit.export.engines import add_engines, find_refittable, prepared_for_engines
 from megadit.export.to_tensorrt import EngineSettings
 from megadit.models.machine import enough_memory
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import remove_leftovers
 from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.memory import ANYWAY_HELP
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import group, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

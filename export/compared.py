@@ -7,12 +7,12 @@ from math import prod
 import torch
 
 from megadit.export.signatures import Profiles
-from megadit.infer.memory_plan import Choices, plan_memory
+from megadit.infer.generate.memory_plan import Choices, plan_memory
 from megadit.infer.runtimes.network_spec import NetworkSpec
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle import Bundle
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.machine import free_memory
-from megadit.models.network_config import NetworkConfig
-from megadit.models.settings import SamplingSettings
 from megadit.models.shared.memory import check_room
 from megadit.models.tokenizers import VideoTokenizer
 

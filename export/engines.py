@@ -24,14 +24,14 @@ from megadit.export.to_tensorrt import (
     load_libraries,
     refit_engine,
 )
-from megadit.infer.checkpoints import open_bundle
+from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.load import adapter_slots, open_exported
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, ExportedNetworks
 from megadit.infer.runtimes.tensorrt import check_engine, open_engines
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.manifest import write_manifest
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
+from megadit.models.storage.manifest import write_manifest
 
 
 def find_refittable(path: str | Path) -> ExportedNetworks:

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from megadit.export.quantize import round_linears
 from megadit.infer.runtimes.network_spec import DENOISERS, TOWERS
-from megadit.models.adapter_slots import AdapterSlots, SlottedLinears
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning, Given, given_tokens
-from megadit.models.config import DiTConfig
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.dense_layout import DenseLayout
-from megadit.models.segments import OpenRows
+from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.unet import UNetConfig
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.lora.inputs import AdapterSlots, SlottedLinears
+from megadit.models.networks.conditioning import Conditioning, Given, given_tokens
+from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.packing.segments import OpenRows
+from megadit.models.storage.weights import load_network
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
-from megadit.models.unet_config import UNetConfig
-from megadit.models.weights import load_network
 
 PRECISIONS = {
     "fp32": torch.float32,

@@ -17,16 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.export.given_cases import always_given
-from megadit.infer.pipeline import TextToVideo
+from megadit.export.conditioning_cases import always_given
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.runtimes.experts import as_one
 from megadit.infer.runtimes.network_spec import DENOISERS
-from megadit.infer.runtimes.pair import as_one
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.adapters import move_adapters
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.dit import DiT
+from megadit.models.bundle import Bundle
+from megadit.models.lora.adapters import move_adapters
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.weights import load_network
+from megadit.models.storage.weights import load_network
 
 _QUANTISED = re.compile(r"blocks\.\d+\.(self_attention|cross_attention|mlp)\.\w+$")
 CALIBRATION_STEPS = 8

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from megadit.export.adapter_cases import SCALES, adapter_inputs, beside
 from megadit.export.compared import compared_sizes
-from megadit.export.given_cases import given_inputs, given_together
+from megadit.export.conditioning_cases import given_inputs, given_together
 from megadit.export.layers import recorded_outputs
 from megadit.export.signatures import sample_inputs
 from megadit.infer.runtimes.exported import denoiser_inputs
 from megadit.infer.runtimes.network_spec import BESIDE_INPUTS, Axis, NetworkSpec
-from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
+from megadit.models.bundle import Bundle
+from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.networks.conditioning import Conditioning
 
 SIGMAS = (0.002, 0.02, 0.2, 1.0, 5.0, 20.0, 80.0)
 SIGMA_OF_GIVEN = 5.0

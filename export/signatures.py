@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, OUTPUTS, Axis, NetworkSpec, Shape, TensorSpec
-from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.image_encoder import ImageEncoder
-from megadit.models.network_config import NetworkConfig
+from megadit.models.bundle import Bundle
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.lora.inputs import AdapterSlots
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
+from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 GUIDANCE_BATCH = 2

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from megadit.export.operators import check_operators
 from megadit.infer.runtimes.network_spec import NetworkSpec
+from megadit.models.shared.cli.setting import check_settings, setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.setting import check_settings, setting
 
 LOSES_BIASES = "11.3."
 """TensorRT versions whose refittable engines may lack the bias of a product (release notes), refitted or not."""

@@ -17,7 +17,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from megadit.export.given_cases import always_given
+from megadit.export.conditioning_cases import always_given
 from megadit.export.graph_checks import check_open_sides, check_products, check_types, opened_by
 from megadit.export.layers import (
     Weights,
@@ -30,14 +30,14 @@ from megadit.export.layers import (
 from megadit.export.networks import in_float32
 from megadit.export.references import F_LAYER, REAL, Case, usual_prompt
 from megadit.export.to_onnx import collect_after
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.network_spec import DENOISERS, NetworkSpec
 from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.config import DiTConfig
+from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.machine import computing_dtype
-from megadit.models.parameterization import parameterization_of
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.pictures import Sight
 from megadit.infer.runtimes.load import EXPORTED, TORCH, open_exported
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle import Bundle
 
 USUAL_PROMPTS = ("{}", "a picture of {}")
 """Templates around a label, where none are given."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.evaluate.window import Window, cut
-from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_video
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_video
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import files_under
 

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers, which do not ask `__getattr__`
-    from megadit.infer.callbacks import Cancelled as Cancelled
-    from megadit.infer.given import GivenVideo as GivenVideo
-    from megadit.infer.pipeline import TextToVideo as TextToVideo
-    from megadit.infer.results import GeneratedVideo as GeneratedVideo
-    from megadit.models.settings import SamplingSettings as SamplingSettings
+    from megadit.infer.conditioning.items import GivenVideo as GivenVideo
+    from megadit.infer.pipeline.pipeline import TextToVideo as TextToVideo
+    from megadit.infer.pipeline.results import GeneratedVideo as GeneratedVideo
+    from megadit.infer.sampling.callbacks import Cancelled as Cancelled
+    from megadit.models.diffusion.settings import SamplingSettings as SamplingSettings
     from megadit.models.shared.errors import UserError as UserError
 
     __version__: str
 
 _HOMES = {
-    "Cancelled": "megadit.infer.callbacks",
-    "GeneratedVideo": "megadit.infer.results",
-    "GivenVideo": "megadit.infer.given",
-    "SamplingSettings": "megadit.models.settings",
-    "TextToVideo": "megadit.infer.pipeline",
+    "Cancelled": "megadit.infer.sampling.callbacks",
+    "GeneratedVideo": "megadit.infer.pipeline.results",
+    "GivenVideo": "megadit.infer.conditioning.items",
+    "SamplingSettings": "megadit.models.diffusion.settings",
+    "TextToVideo": "megadit.infer.pipeline.pipeline",
     "UserError": "megadit.models.shared.errors",
 }
 """Name -> the module that defines it."""

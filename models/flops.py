@@ -10,13 +10,13 @@ adapter alone is trained, the network's linears take in it as much as forward, f
 from functools import lru_cache
 from math import prod
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import chosen_targets
-from megadit.models.config import DiTConfig
-from megadit.models.layout import PackLayout
-from megadit.models.networks import in_tower
-from megadit.models.segments import Segment
-from megadit.models.weights import network_shapes
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.lora.adapters import chosen_targets
+from megadit.models.networks.registry import in_tower
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
+from megadit.models.storage.weights import network_shapes
 
 _TABLES = ("positions.", "class_embedder.", "x_embedder.positions", "x_embedder.words")
 """Rows of these are looked up, not multiplied."""

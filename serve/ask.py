@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadit.models.given_settings import GIVEN, MEDIA, GivenOptions, split_keyframe
-from megadit.models.shared.command import run_command
+from megadit.models.diffusion.conditioning_settings import GIVEN, MEDIA, GivenOptions, split_keyframe
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options, with_rest
+from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, record_path, write_json
-from megadit.models.shared.options import read_options, with_rest
 from megadit.models.shared.progress import Progress
-from megadit.models.shared.setting import group, setting
-from megadit.serve.answers import InvalidRequestError, ServiceError, UnavailableError, VideoResult
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import IMAGE_MODEL, MODEL, VideoRequest
+from megadit.serve.events import InvalidRequestError, ServiceError, UnavailableError, VideoResult
 from megadit.serve.gateway.client import GATEWAY, GatewayClient, read_key
 
 _EXIT_CODE = 1

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import Event, InvalidRequestError, ServiceError, StepDone, VideoResult
 from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
+from megadit.serve.events import Event, InvalidRequestError, ServiceError, StepDone, VideoResult
 from megadit.serve.transports import connect
 
 

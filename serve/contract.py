@@ -9,11 +9,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
-from megadit.models.given_settings import GIVEN, MEDIA, MediaLimits, check_given_together, plain_bytes, split_keyframe
-from megadit.models.named_adapters import EXPERTS, check_name, of_expert, parse_adapters, shown_name, split_expert
-from megadit.models.settings import SERVED, ServedSettings, check_told, switched_off
+from megadit.models.diffusion.conditioning_settings import (
+    GIVEN,
+    MEDIA,
+    MediaLimits,
+    check_given_together,
+    plain_bytes,
+    split_keyframe,
+)
+from megadit.models.diffusion.settings import SERVED, ServedSettings, check_told, switched_off
+from megadit.models.lora.named import EXPERTS, check_name, of_expert, parse_adapters, shown_name, split_expert
+from megadit.models.shared.cli.setting import check_value, other_names, setting, settings_of, under_own_names
 from megadit.models.shared.errors import UserError, did_you_mean
-from megadit.models.shared.setting import check_value, other_names, setting, settings_of, under_own_names
 
 MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"
@@ -326,7 +333,7 @@ class AdapterInfo:
     network: dict[str, Any]
     """The network's configuration, which an adapter must fit."""
     slots: dict[str, Any] | None = None
-    """The room for adapters that the network was exported with (`models/adapter_slots.py`); None: torch takes any."""
+    """The room for adapters that the network was exported with (`models/lora/inputs.py`); None: torch takes any."""
     max_rank: int | None = None
     """Highest rank of an adapter; None: whatever the network takes."""
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)

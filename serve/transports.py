@@ -17,10 +17,11 @@ import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
-from megadit.models.given_settings import split_keyframe
+from megadit.models.diffusion.conditioning_settings import split_keyframe
+from megadit.models.shared.cli.setting import plain
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.setting import plain
-from megadit.serve.answers import (
+from megadit.serve.contract import INPUTS
+from megadit.serve.events import (
     DATA,
     DEADLINE_MARK,
     EVENT,
@@ -33,7 +34,6 @@ from megadit.serve.answers import (
     UnavailableError,
     event_from_wire,
 )
-from megadit.serve.contract import INPUTS
 from megadit.serve.tracing import TRACEPARENT
 
 GRPC_PORT, HTTP_PORT = 8001, 8000

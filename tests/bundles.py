@@ -6,17 +6,17 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.bundle.tensor_source import from_state_dict
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.networks import build_network
-from megadit.models.settings import SamplingSettings
+from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.registry import build_network
+from megadit.models.storage.tensor_source import from_state_dict
 from megadit.models.text_encoders import ClassLabels, HashedWordEncoder, TextEncoder
 from megadit.models.text_encoders.token_ids import learned_words
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.data.given import USES
+from megadit.train.data.packs.conditioning import USES
 
 CONFIG = DiTConfig(
     num_layers=2, hidden_size=32, num_attention_heads=2, in_channels=48, patch_spatial=2, crossattn_emb_size=16

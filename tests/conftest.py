@@ -215,7 +215,7 @@ def make_cosmos_autoencoder() -> Callable:
 def exported_stable_diffusion(tmp_path_factory, write_clip) -> Path:
     """A small XL with random weights as `megadit convert` and `megadit export` make it; it takes half a minute."""
     from megadit.export.build import ExportSettings, export_bundle
-    from megadit.models.convert.cli import main
+    from megadit.models.commands.convert import main
 
     from .stable_diffusion import make_pipeline
 

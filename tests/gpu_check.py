@@ -330,7 +330,7 @@ def run_digits(report: Report, environment: dict, folder: Path, missing: dict[st
     output, source = folder / "train", ["--mock"]
     if not set(FOR_DATA) & set(needed):
         dataset = folder / "dataset"
-        prepare = ["-m", "megadit.models.shared.verbs", "prepare", "digits", str(dataset), *DATASET_SIZE]
+        prepare = ["-m", "megadit.models.shared.cli.verbs", "prepare", "digits", str(dataset), *DATASET_SIZE]
         if failure := watched(report, "digits", prepare, environment, 90):
             return [("prepare digits", failure, True)]
         source = [f"data.path={dataset}"]
@@ -347,7 +347,15 @@ def run_digits(report: Report, environment: dict, folder: Path, missing: dict[st
 def pictures(report: Report, environment: dict, trained: Path) -> list[Row]:
     """Puts into the report's folder what the network of a run, or a bundle, makes of a few prompts, and the curves."""
     sheet = report.out / "digits.png"
-    command = ["-m", "megadit.models.shared.verbs", "generate", "--checkpoint_path", str(trained), "--prompt", *PROMPTS]
+    command = [
+        "-m",
+        "megadit.models.shared.cli.verbs",
+        "generate",
+        "--checkpoint_path",
+        str(trained),
+        "--prompt",
+        *PROMPTS,
+    ]
     command += ["--video_save_path", str(report.out / "digits"), "--contact_sheet", str(sheet)]
     failure = watched(report, "digits", command, environment, PICTURES_LIMIT)
     rows = [("  pictures", failure or f"of {len(PROMPTS)} prompts, in {sheet.name}", failure is not None)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from megadit.infer.video_io import write_video
+from megadit.infer.media.video_io import write_video
 
 FPS = 8
 NUM_FRAMES = 20

@@ -26,8 +26,13 @@ from pathlib import Path
 LARGEST_MESSAGE = 200_000
 PR_SET_PDEATHSIG = 1
 IMPORTED = (
-    *("megadit.train.loop", "megadit.train.recipes", "megadit.train.config.rules", "megadit.train.sharded_denoiser"),
-    *("megadit.train.boards", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+    *(
+        "megadit.train.engine.loop",
+        "megadit.train.recipes",
+        "megadit.train.config.rules",
+        "megadit.train.engine.sharded_denoiser",
+    ),
+    *("megadit.train.monitoring.trackers", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
 )
 
 

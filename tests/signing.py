@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.infer.signing import MEDIA_TYPES
+from megadit.infer.media.signing import MEDIA_TYPES
 
 
 def write_chain(folder: Path, kind: str = "p256") -> tuple[Path, Path]:

@@ -21,9 +21,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megadit.infer.inspect.requirements import needs_of
-from megadit.infer.video_io import read_video
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.settings import SamplingSettings
+from megadit.infer.media.video_io import read_video
+from megadit.models.bundle import write_bundle
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import Autoencoder
 from megadit.models.tokenizers.kinds import KINDS
@@ -40,7 +40,7 @@ DEFAULTS = SamplingSettings(
 
 MEGADIT = """
 import json, sys
-from megadit.models.shared.verbs import main
+from megadit.models.shared.cli.verbs import main
 
 for command in json.loads(sys.argv[1]):
     if code := main(command):
@@ -49,11 +49,11 @@ for command in json.loads(sys.argv[1]):
 SERVE = """
 import sys
 from pathlib import Path
-from megadit.serve.build_repository import build_repository
+from megadit.serve.repository.build import build_repository
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.model_config import Scheduling
 
 bundle, *pairs = sys.argv[1:]
 for runtime, out in zip(pairs[::2], pairs[1::2]):
@@ -119,7 +119,7 @@ def _of_extra(text: str, extra: str) -> str:
 def tritonserver_on_path(tmp_path_factory):
     """tritonserver_on_path(site): a folder whose `tritonserver` runs models with the packages of `site`."""
     from megadit.models.shared.errors import UserError
-    from megadit.serve.triton_binary import find_triton
+    from megadit.serve.launch.triton_binary import find_triton
 
     try:
         triton = find_triton()

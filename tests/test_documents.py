@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.convert.cli import main as convert
-from megadit.models.shared import verbs
+from megadit.models.commands.convert import main as convert
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
 
@@ -188,7 +188,7 @@ def run(run_ranks):
     def run_block(block: Block, elsewhere: Collection[str] = ()) -> None:
         for command in (smaller(command) for command in block.commands if command not in elsewhere):
             try:
-                run_ranks(1, "-m", "megadit.models.shared.verbs", *shlex.split(command)[1:])
+                run_ranks(1, "-m", "megadit.models.shared.cli.verbs", *shlex.split(command)[1:])
             except AssertionError as error:
                 pytest.fail(f"{block.place}: {command}\n{error}")
         if block.language in PYTHON:
@@ -206,7 +206,7 @@ def shelf(run, tmp_path_factory, write_clip) -> Path:
     """What pages begin with: clips of one's own, and what the demos leave in runs/, after two steps each."""
     from megadit.infer.evaluate.extractors.digits import DigitReader
     from megadit.infer.evaluate.extractors.files import KIND
-    from megadit.train.digits.score import JUDGE_DIR, write_judge
+    from megadit.train.demos.digits.score import JUDGE_DIR, write_judge
 
     folder = tmp_path_factory.mktemp("shelf")
     with pytest.MonkeyPatch.context() as patch:
@@ -240,7 +240,7 @@ def write_media(folder: Path) -> None:
     import numpy as np
     from sklearn.datasets import load_sample_image
 
-    from megadit.infer.video_io import write_video
+    from megadit.infer.media.video_io import write_video
 
     def clip(name: str, number: int, num_frames: int = 24, size: int = 72) -> np.ndarray:
         picture = load_sample_image(name)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megadit.infer.evaluate.metrics import METRICS
-from megadit.infer.samplers import SAMPLERS
-from megadit.models import settings
-from megadit.models.families import FAMILIES
+from megadit.infer.evaluate.metrics.table import METRICS
+from megadit.infer.sampling.samplers import SAMPLERS
+from megadit.models.configs.families import FAMILIES
+from megadit.models.diffusion import settings
 from megadit.models.ops.registry import OPS
 from megadit.train.recipes import RECIPES
 

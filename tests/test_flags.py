@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 
-from megadit.models.shared import verbs
-from megadit.models.shared.command import CommandParser
-from megadit.models.shared.options import MOST_IN_ONE_LIST
+from megadit.models.shared.cli import verbs
+from megadit.models.shared.cli.command import CommandParser
+from megadit.models.shared.cli.options import MOST_IN_ONE_LIST
 
 ROOT = Path(__file__).parent
 MADE = "infer/test_flags.py::test_an_option_changes_what_is_made"
@@ -358,7 +358,7 @@ SHOWN_BY = {
 @cache
 def parsers() -> dict[str, CommandParser]:
     """The parser of each command, taken where the command begins to parse."""
-    from megadit.train.data.prepare import SOURCES
+    from megadit.train.data.prepare.command import SOURCES
 
     found: dict[str, CommandParser] = {}
 
@@ -403,7 +403,7 @@ def test_examples_of_the_help_are_read(command):
 
 def test_options_are_declared_as_settings_alone():
     """`add_argument` stands in the engine and nowhere else."""
-    engine = "models/shared/options.py"
+    engine = "models/shared/cli/options.py"
     folders = ("models", "infer", "train", "export", "serve", "tests/benchmarks")
     files = [file for folder in folders for file in (ROOT.parent / folder).rglob("*.py")]
     calling = [str(file.relative_to(ROOT.parent)) for file in files if "add_argument(" in file.read_text()]

@@ -12,8 +12,8 @@ import PIL.Image
 import pytest
 import torch
 
-from megadit.models.layout import PackLayout
-from megadit.models.segments import Segment
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from tests.bundles import write_tiny_bundle
 
 sys.path.insert(0, str(Path(__file__).parent))

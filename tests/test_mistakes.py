@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import write_video
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.shared import verbs
+from megadit.infer.media.video_io import write_video
+from megadit.models.bundle import write_bundle
+from megadit.models.shared.cli import verbs
 from megadit.models.text_encoders import HashedWordEncoder, load_text_encoder
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
-from megadit.serve.build_repository import build_repository
+from megadit.serve.repository.build import build_repository
 from tests.bundles import CONFIG, DEFAULTS, random_dit
 from tests.infer.conftest import make_adapter
 from tests.train.conftest import write_noise_dataset

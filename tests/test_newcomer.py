@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.infer.video_io import read_video
+from megadit.infer.media.video_io import read_video
 
 from .documents import PAGES, ROOT, SHOWN, blocks
 from .own_clips import write_own_clips
@@ -76,7 +76,7 @@ def play(run_ranks) -> Callable[..., str]:
 
     def run(start: str | list[str]) -> str:
         words = page_command(start) if isinstance(start, str) else start
-        (output,) = run_ranks(1, "-m", "megadit.models.shared.verbs", *words)
+        (output,) = run_ranks(1, "-m", "megadit.models.shared.cli.verbs", *words)
         return output
 
     return run
@@ -85,7 +85,7 @@ def play(run_ranks) -> Callable[..., str]:
 def stop_by_ctrl_c(start_ranks, wait_for, *, after: str) -> str:
     """What the run of the page says that is interrupted once it has said `after`."""
     ranks = start_ranks(
-        1, "-m", "megadit.models.shared.verbs", *page_command("megadit train --config-file my_run.yaml --nproc")
+        1, "-m", "megadit.models.shared.cli.verbs", *page_command("megadit train --config-file my_run.yaml --nproc")
     )
     while after not in ranks[0]._told():
         assert ranks[0].poll() is None, ranks[0]._told()

@@ -166,10 +166,10 @@ def test_installed_command_trains_a_step(run_installed, tmp_path):
 @pytest.mark.slow
 def test_installed_command_builds_a_model_repository(run_installed, tmp_path):
     program = f"""
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.settings import SamplingSettings
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.bundle import write_bundle
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 config = DiTConfig(num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=48, crossattn_emb_size=16)
@@ -187,7 +187,7 @@ write_bundle(
     done = run_installed("megadit", "serve", "build-repository", str(tmp_path / "bundle"), str(repository))
     assert done.returncode == 0, done.stderr
     assert (repository / "text_to_video" / "config.pbtxt").is_file()
-    assert "megadit.serve.triton_model" in (repository / "text_to_video" / "1" / "model.py").read_text()
+    assert "megadit.serve.backend.triton_model" in (repository / "text_to_video" / "1" / "model.py").read_text()
 
 
 @pytest.mark.slow

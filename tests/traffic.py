@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megadit.models import transfer
+from megadit.models import host_to_device as transfer
 
 _ASKING = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 """Methods of tensors that tell their numbers."""

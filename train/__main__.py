@@ -6,15 +6,15 @@ import sys
 from dataclasses import dataclass
 
 from megadit.models.megatron.launch import launch, rank_arguments
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, told_once
 from megadit.models.shared.memory import ANYWAY_HELP
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
 from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
-from megadit.train.epochs import with_epochs
+from megadit.train.engine.epochs import with_epochs
 from megadit.train.recipes import RECIPES
 
 
@@ -150,7 +150,7 @@ def _train(config: RunConfig, *, even_if_too_large: bool) -> int:
         from megadit.models.megatron import cpu_shim
 
         cpu_shim.install()  # before anything imports Megatron
-    from megadit.train.loop import train
+    from megadit.train.engine.loop import train
 
     train(config, even_if_too_large=even_if_too_large)
     return 0

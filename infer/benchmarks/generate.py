@@ -17,23 +17,23 @@ from rich.console import Console
 from rich.table import Table
 
 from megadit.infer.benchmarks.profile import shares, watch
-from megadit.infer.checkpoints import open_bundle
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.resolve import latent_size, resolve_settings
+from megadit.infer.pipeline.checkpoints import open_bundle
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import video_size
 from megadit.infer.runtimes.torch import find_dtype
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.config import DiTConfig
+from megadit.infer.sampling.resolve import latent_size, resolve_settings
+from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.flops import forward_flops
 from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
-from megadit.models.segments import Segment
-from megadit.models.settings import SamplingSettings
-from megadit.models.shared.command import run_command
+from megadit.models.packing.segments import Segment
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
-from megadit.models.shared.setting import setting
 
 RUNTIMES = {
     "eager": {"runtime": "torch"},

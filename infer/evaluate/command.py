@@ -20,31 +20,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megadit.infer.checkpoints import open_bundle
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation, differences
 from megadit.infer.evaluate.export import EXPORTS
 from megadit.infer.evaluate.extractors import Extractor, open_extractors
 from megadit.infer.evaluate.features import FeatureStore
-from megadit.infer.evaluate.judged import JudgeScorer
-from megadit.infer.evaluate.loss import LOSS, LossScorer
-from megadit.infer.evaluate.made import BundleMaker, Maker, Request, made_videos, make_videos
-from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
-from megadit.infer.evaluate.motion import MotionClips
-from megadit.infer.evaluate.show import write_report
+from megadit.infer.evaluate.generated import BundleMaker, Maker, Request, made_videos, make_videos
+from megadit.infer.evaluate.metrics.loss import LOSS, LossScorer
+from megadit.infer.evaluate.metrics.motion import MotionClips
+from megadit.infer.evaluate.metrics.scorer import JudgeScorer
+from megadit.infer.evaluate.metrics.table import ADHERENCE, METRICS
+from megadit.infer.evaluate.report.show import write_report
 from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos, prompts_of
 from megadit.infer.evaluate.window import MOST_FRAMES, Window, window_of
-from megadit.infer.options import DEFAULT_DTYPE, refuse
-from megadit.infer.ranks import Ranks, device_name, finish, is_first, start, world_size
-from megadit.infer.resolve import resolve_settings
-from megadit.infer.results import checkpoint_fingerprint
+from megadit.infer.generate.options import DEFAULT_DTYPE, refuse
+from megadit.infer.pipeline.checkpoints import open_bundle
+from megadit.infer.pipeline.results import checkpoint_fingerprint
 from megadit.infer.runtimes.chosen_dtype import tell_dtype
+from megadit.infer.runtimes.ranks import Ranks, device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import find_device
-from megadit.models.settings import OF_PROMPTS, GivenSettings
-from megadit.models.shared.command import run_command
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.models.diffusion.settings import OF_PROMPTS, GivenSettings
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError, choose_one, told_once
 from megadit.models.shared.folder_lock import FolderLock
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import group, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

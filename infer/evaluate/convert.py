@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import save_file
 
 from megadit.infer.evaluate.extractors.files import ARGUMENTS, KIND, KINDS
-from megadit.models.bundle.tensor_source import TensorSource
-from megadit.models.bundle.wrapped import open_tensor_file
-from megadit.models.convert.tensor_archive import read_archive
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
+from megadit.models.storage.tensor_archive import read_archive
+from megadit.models.storage.tensor_source import TensorSource
+from megadit.models.storage.wrapped import open_tensor_file
 
 CONVERTED = {"inception": ("fc.", "AuxLogits."), "i3d": ()}
 """Kind -> prefixes of tensors that features do not depend on."""

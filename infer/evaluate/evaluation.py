@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megadit.infer.evaluate import metrics
-from megadit.infer.evaluate.distances import Features, check_enough, frechet_estimate
 from megadit.infer.evaluate.extractors.base import Extractor
 from megadit.infer.evaluate.features import FeatureStore, Scorer
-from megadit.infer.evaluate.intervals import Estimate, mean_estimate, resamplings
-from megadit.infer.evaluate.metrics import ADHERENCE, METRICS, Better, Metric
+from megadit.infer.evaluate.metrics import table as metrics
+from megadit.infer.evaluate.metrics.distances import Features, check_enough, frechet_estimate
+from megadit.infer.evaluate.metrics.intervals import Estimate, mean_estimate, resamplings
+from megadit.infer.evaluate.metrics.table import ADHERENCE, METRICS, Better, Metric
 from megadit.infer.evaluate.videos import VideoSet
-from megadit.infer.ranks import Ranks
+from megadit.infer.runtimes.ranks import Ranks
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 

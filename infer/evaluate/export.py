@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megadit.infer.evaluate.evaluation import Candidate
 from megadit.infer.evaluate.videos import Clip
-from megadit.infer.video_io import encode_mp4
+from megadit.infer.media.video_io import encode_mp4
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import LONGEST_NAME, atomic_directory, write_json
 

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megadit.infer.evaluate.extractors.base import Extractor
-from megadit.infer.evaluate.metrics import Better
+from megadit.infer.evaluate.metrics.table import Better
 from megadit.infer.evaluate.videos import Part, VideoSet, hashed
 from megadit.infer.evaluate.window import Window, looked_at
-from megadit.infer.ranks import Ranks
+from megadit.infer.runtimes.ranks import Ranks
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.progress import Progress

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from megadit.infer.evaluate.made import received
-from megadit.models.settings import SERVED, SamplingSettings
+from megadit.infer.evaluate.generated import received
+from megadit.models.diffusion.settings import SERVED, SamplingSettings
 from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
 

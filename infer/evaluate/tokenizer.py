@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.infer.evaluate.intervals import Estimate, mean_estimate, resamplings
-from megadit.infer.evaluate.report import shown
+from megadit.infer.evaluate.metrics.intervals import Estimate, mean_estimate, resamplings
+from megadit.infer.evaluate.metrics.lpips import LPIPS
+from megadit.infer.evaluate.report.report import shown
 from megadit.infer.evaluate.videos import VideoSet, open_videos
 from megadit.infer.evaluate.window import Window, looked_at, window_of
-from megadit.infer.lpips import LPIPS
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
-from megadit.models.shared.setting import setting
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 SSIM_SIGMA, SSIM_RADIUS = 1.5, 5

@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import read_all
-from megadit.infer.options import refuse
-from megadit.infer.specs import prompt_lines
-from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container
+from megadit.infer.generate.options import refuse
+from megadit.infer.generate.specs import prompt_lines
+from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container
 from megadit.models.shared.captions import captions_in, texts_of
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError

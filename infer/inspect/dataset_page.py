@@ -16,12 +16,12 @@ import numpy as np
 from PIL import Image
 
 from megadit.infer.inspect.dataset_sheet import draw_strip, sample_members
-from megadit.infer.pages import embedded, table_of, write_html
+from megadit.infer.media.pages import embedded, table_of, write_html
+from megadit.models.shared.cli.setting import check_json, setting
 from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path
 from megadit.models.shared.progress import duration
-from megadit.models.shared.setting import check_json, setting
 from megadit.models.tokenizers import load_tokenizer
 
 NOTES = "prepare"

@@ -12,8 +12,8 @@ import numpy as np
 import safetensors.torch
 from PIL import Image
 
-from megadit.infer.contact_sheet import contact_sheet, grid_columns
 from megadit.infer.evaluate.videos import decoded, decoded_latents
+from megadit.infer.media.contact_sheet import contact_sheet, grid_columns
 from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path

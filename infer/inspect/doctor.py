@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
 
 GIB = 2**30
 

@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.animations import ANIMATION_SUFFIXES
-from megadit.infer.outputs import read_record
-from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
+from megadit.infer.generate.outputs import read_record
+from megadit.infer.media.animations import ANIMATION_SUFFIXES
+from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
 from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.tar_files import ForeignTarFile

@@ -14,24 +14,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from megadit.infer.inspect.files import MEDIA_SUFFIXES, describe_media, describe_samples
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.manifest import MANIFEST_FILE, is_bundle
-from megadit.models.config import DiTConfig
-from megadit.models.convert.adapter import DOWN
-from megadit.models.convert.adapter_files import is_adapter, open_adapter, read_adapter, tensor_file
-from megadit.models.convert.adapter_names import split_key
+from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.configs.unet import UNetConfig
+from megadit.models.convert.adapters.adapter import DOWN
+from megadit.models.convert.adapters.files import is_adapter, open_adapter, read_adapter, tensor_file
+from megadit.models.convert.adapters.names import split_key
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete, read_state
-from megadit.models.network_config import NetworkConfig
-from megadit.models.settings import SamplingSettings
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting, settings_of
 from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting, settings_of
 from megadit.models.shared.shards import copied_in_part, damaged_shards, verified_shards
-from megadit.models.unet_config import UNetConfig
-from megadit.models.weights import network_shapes
+from megadit.models.storage.manifest import MANIFEST_FILE, is_bundle
+from megadit.models.storage.weights import network_shapes
 
 CHECKPOINTS = "checkpoints"
 DEFAULT = "default "

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.pages import embedded, table_of, write_html
+from megadit.infer.media.pages import embedded, table_of, write_html
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path

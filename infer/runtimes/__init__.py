@@ -1,1 +1,1 @@
-"""One denoiser, several ways to run it. Each is a `Denoiser` (see `megadit.infer.guidance`)."""
+"""One denoiser, several ways to run it. Each is a `Denoiser` (see `megadit.infer.sampling.guidance`)."""

@@ -5,10 +5,10 @@ import sys
 import torch
 
 from megadit.infer.runtimes.torch import find_device, find_dtype
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.components import TENSOR_FILE
-from megadit.models.bundle.tensor_source import open_safetensors
+from megadit.models.bundle import Bundle
 from megadit.models.machine import auto_dtype
+from megadit.models.storage.components import TENSOR_FILE
+from megadit.models.storage.tensor_source import open_safetensors
 
 AUTO = "auto"
 """The default of every command and of a pipeline."""

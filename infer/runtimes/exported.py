@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, Axis, Shape
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapter_slots import AdapterSlots, Packed
-from megadit.models.adapters import check_state
-from megadit.models.conditioning import Conditioning, Given
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.host_to_device import levels_on
+from megadit.models.lora.adapters import check_state
+from megadit.models.lora.inputs import AdapterSlots, Packed
+from megadit.models.networks.conditioning import Conditioning, Given
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
-from megadit.models.transfer import levels_on
 
 Run = Callable[[Mapping[str, Tensor], Shape], Tensor]
 """(inputs by name, shape of the output) -> the output, float32, on the runtime's device."""

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import torch
 
-from megadit.infer.graphs import RecordedDenoiser
-from megadit.infer.guidance import Denoiser
+from megadit.infer.runtimes.cuda_graphs import RecordedDenoiser
+from megadit.infer.runtimes.distributed import Placement, RankedDenoiser
+from megadit.infer.runtimes.experts import as_one
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import DENOISERS, ExportedNetworks
-from megadit.infer.runtimes.pair import as_one
-from megadit.infer.runtimes.ranked import Placement, RankedDenoiser
+from megadit.infer.runtimes.offloaded import load_streamed_dit
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
-from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle, check_transformer
+from megadit.infer.sampling.guidance import Denoiser
+from megadit.models.bundle import Bundle, check_transformer
+from megadit.models.lora.inputs import AdapterSlots
 from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.storage.weights import load_config, load_network
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.text_encoders.base import on_device
 from megadit.models.tokenizers import VideoTokenizer
-from megadit.models.weights import load_config, load_network
 
 TORCH = "torch"
 

@@ -33,7 +33,7 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "text_tower": ("tokens", "length"),
 }
 """Names of the inputs of each exported network, in order; a network has those of its `NetworkSpec`. Inputs for adapters
-come after them (`models/adapter_slots.py`)."""
+come after them (`models/lora/inputs.py`)."""
 OUTPUTS = {
     "text_encoder": "features",
     **dict.fromkeys(DENOISERS, "x0"),

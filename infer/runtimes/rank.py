@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megadit.infer.guidance import Denoiser
+from megadit.infer.runtimes.distributed import PING, PONG
 from megadit.infer.runtimes.load import load_denoiser
-from megadit.infer.runtimes.ranked import PING, PONG
 from megadit.infer.runtimes.torch import find_device, find_dtype
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
+from megadit.infer.sampling.guidance import Denoiser
+from megadit.models.bundle import Bundle
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from megadit.infer.runtimes.torch import AdaptableDenoiser, TorchDenoiser
-from megadit.models.adapters import load_adapter
-from megadit.models.conditioning import Conditioning
-from megadit.models.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
-from megadit.models.dit import DiT
-from megadit.models.parameterization import denoise_packed
+from megadit.models.diffusion.parameterization import denoise_packed
+from megadit.models.host_to_device import levels_on
+from megadit.models.lora.adapters import load_adapter
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.transfer import levels_on
-from megadit.models.weights import load_config
+from megadit.models.storage.weights import load_config
 
 
 class ContextParallelDenoiser(AdaptableDenoiser):

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import load_adapter, remove, set_scale
-from megadit.models.conditioning import Conditioning
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.dense_layout import DenseLayout
-from megadit.models.kept import Kept, KeptWith
-from megadit.models.networks import SavedNetwork
+from megadit.models.cache import Kept, KeptWith
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.host_to_device import levels_on
+from megadit.models.lora.adapters import load_adapter, remove, set_scale
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.registry import SavedNetwork
+from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.transfer import levels_on
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,7 +32,7 @@ class AdaptableDenoiser:
     """Denoiser by torch with adapters that come and go; conditions hold the scale of each for each video."""
 
     def __init__(self, dit: SavedNetwork, load: Callable[..., None] = load_adapter) -> None:
-        """`load` is `models.adapters.load_adapter`, or does the same for a network that ranks share."""
+        """`load` is `lora.adapters.load_adapter`, or does the same for a network that ranks share."""
         self.dit = dit
         self._load = load
         self._adapters: list[str] = []

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from megadit.models.clip import text_config
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.text_tower import TextTowerConfig
 from megadit.models.convert.tensor_map import Entry, encoder_block, permute_axis, rename, rename_linear
 from megadit.models.convert.vit import PREPROCESSOR, read_preprocessor
+from megadit.models.networks.clip import text_config
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.text_encoders.token_ids import WORDS_FILE
-from megadit.models.text_tower_config import TextTowerConfig
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.models.tokenizers.haar import LinearBasis
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megadit.models.bundle.tensor_source import Stored, TensorSource
+from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.convert.tensor_map import Entry
-from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
-from megadit.models.weights import check_shapes, network_shapes
+from megadit.models.storage.tensor_source import Stored, TensorSource
+from megadit.models.storage.weights import check_shapes, network_shapes
 
 
 def to_ours(

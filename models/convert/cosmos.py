@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megadit.models.bundle.tensor_source import renamed_by
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.convert.tensor_map import (
     Entry,
     fuse_heads,
@@ -21,6 +20,7 @@ from megadit.models.convert.tensor_map import (
     stack_rows,
 )
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import renamed_by
 
 DIFFUSERS_CLASS = "CosmosTransformer3DModel"
 SETTINGS = {

@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from megadit.models.bundle.tensor_source import Stored, TensorSource
 from megadit.models.megatron.integrity import read_description
+from megadit.models.storage.tensor_source import Stored, TensorSource
 
 
 class _Reader(dcp.FileSystemReader):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.convert.tensor_map import Entry, permute_axis, rename, rename_linear
 from megadit.models.shared.errors import UserError
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.convert import nemo
 from megadit.models.convert.tensor_map import Entry, rename, reorder_heads
 

@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from megadit.models.bundle.tensor_source import TensorSource
-from megadit.models.bundle.weight_files import open_weights, weight_files
-from megadit.models.bundle.wrapped import open_tensor_file, unwrapped
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.convert import class_dit, clip, cosmos, nemo, nemo_moviegen, stable_diffusion, vit, wan
 from megadit.models.convert.converted import to_ours
 from megadit.models.convert.schedulers import read_scheduler
 from megadit.models.convert.tensor_map import Entry
-from megadit.models.network_config import NetworkConfig
-from megadit.models.networks import build_without_memory
+from megadit.models.networks.registry import build_without_memory
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
+from megadit.models.storage.tensor_source import TensorSource
+from megadit.models.storage.weight_files import open_weights, weight_files
+from megadit.models.storage.wrapped import open_tensor_file, unwrapped
 
 WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
 """Names of files of weights, those of diffusers and those of transformers."""

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.convert.published import Published
 from megadit.models.convert.schedulers import scheduler_settings
-from megadit.models.network_config import NetworkConfig
-from megadit.models.settings import SamplingSettings
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.tokenizers import VideoTokenizer
 
 WAN_NEGATIVE = (

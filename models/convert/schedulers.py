@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megadit.models.ddpm import BETAS, DDPM_STEPS
-from megadit.models.settings import SamplingSettings
+from megadit.models.diffusion.ddpm import BETAS, DDPM_STEPS
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megadit.models.configs.unet import DIFFUSERS_CLASS, FIXED, USUAL, UNetConfig
 from megadit.models.convert.tensor_map import Entry, rename
-from megadit.models.ddpm import BETAS, DDPM_STEPS
+from megadit.models.diffusion.ddpm import BETAS, DDPM_STEPS
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.models.unet_config import DIFFUSERS_CLASS, FIXED, USUAL, UNetConfig
-from megadit.models.weights import network_shapes
+from megadit.models.storage.weights import network_shapes
 
 FOLDER = "unet"
 """Folder of the network in a pipeline."""

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.convert.tensor_map import Entry, encoder_block, flattened, permute_axis, rename, rename_linear
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json

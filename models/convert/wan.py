@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megadit.models.bundle.tensor_source import renamed_by
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.convert.tensor_map import (
     Entry,
     flattened,
@@ -22,6 +21,7 @@ from megadit.models.convert.tensor_map import (
     turned,
 )
 from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.storage.tensor_source import renamed_by
 
 DIFFUSERS_CLASS = "WanTransformer3DModel"
 SETTINGS = {

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megadit.models.bundle.tensor_source import TensorSource, write_safetensors
+from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, stable_diffusion, wan
 from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import FOLDERS, OF_TRANSFORMERS, TRANSFORMERS, WEIGHTS
 from megadit.models.convert.tensor_map import Entry
-from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
+from megadit.models.storage.tensor_source import TensorSource, write_safetensors
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megadit.models.adapters import adapter_key
+from megadit.models.lora.adapters import adapter_key
 from megadit.models.megatron.integrity import DESCRIPTION, SUMS, DamagedCheckpointError, SafeReader, check
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
@@ -131,7 +131,7 @@ def read_network(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
 
 
 def read_adapter(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
-    """The adapter state (`models.adapters`), float32 on the CPU, of a checkpoint; arguments as of `read_network`.
+    """The adapter state (`lora/adapters.py`), float32 on the CPU, of a checkpoint; arguments as of `read_network`.
 
     Raises:
         UserError: as `read_network`, for a checkpoint of a whole network.

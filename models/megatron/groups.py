@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megadit.models.config import DiTConfig
-from megadit.models.megatron.context_parallel import ContextGroups
+from megadit.models.configs.config import DiTConfig
 from megadit.models.megatron.interfaces import join_ranks, name_gloos_interface
 from megadit.models.megatron.parallel_sizes import ParallelSizes
+from megadit.models.megatron.parallelism.context import ContextGroups
 from megadit.models.megatron.plan import Axes
-from megadit.models.segments import TokenMesh
+from megadit.models.packing.segments import TokenMesh
 
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
 

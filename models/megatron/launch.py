@@ -6,9 +6,9 @@ import sys
 import uuid
 from collections.abc import Sequence
 
+from megadit.models.shared.cli.signals import ending_signals
 from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.signals import ending_signals
 
 
 def rank_arguments(argv: Sequence[str], *, debug: bool) -> list[str]:

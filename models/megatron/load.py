@@ -8,18 +8,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import DEFAULT, load_adapter
-from megadit.models.bundle import components as parts
-from megadit.models.dit import DiT
-from megadit.models.megatron.adapter_parallel import share_adapters
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.lora.adapters import DEFAULT, load_adapter
 from megadit.models.megatron.groups import Groups, initialize
 from megadit.models.megatron.parallel_sizes import ParallelSizes
+from megadit.models.megatron.parallelism.adapters import share_adapters
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.plan import PLAN, role_of
 from megadit.models.megatron.shards import full_shape, own_part, shard
 from megadit.models.megatron.transformer_config import transformer_config
-from megadit.models.weights import check_shapes, load_config
+from megadit.models.networks.dit import DiT
+from megadit.models.storage import components as parts
+from megadit.models.storage.weights import check_shapes, load_config
 
 
 def load_split_dit(

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.shared.cli.rules import Rule, first_broken
 from megadit.models.shared.errors import UserError, nearest_multiples
-from megadit.models.shared.rules import Rule, first_broken
 
 ContextComm = Literal["ulysses", "ring", "both"]
 

@@ -24,24 +24,24 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megadit.models.adapters import move_adapters
-from megadit.models.attention import SelfAttention, WidthNorm
-from megadit.models.axial import move
-from megadit.models.blocks import STDiTBlock
-from megadit.models.experts import ExpertMLP
-from megadit.models.megatron.adapter_parallel import share_adapters
-from megadit.models.megatron.context_parallel import shared_attention
-from megadit.models.megatron.expert_parallel import Dispatch, shared_choice
-from megadit.models.megatron.fp8_linears import fp8_linear
+from megadit.models.lora.adapters import move_adapters
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
 from megadit.models.megatron.groups import Groups
-from megadit.models.megatron.int8_linears import int8_linear
-from megadit.models.megatron.linears import split_linear
+from megadit.models.megatron.linears.fp8 import fp8_linear
+from megadit.models.megatron.linears.int8 import int8_linear
+from megadit.models.megatron.linears.parallel import split_linear
+from megadit.models.megatron.linears.te import fp8_arithmetic, te_linear
+from megadit.models.megatron.parallelism.adapters import share_adapters
+from megadit.models.megatron.parallelism.context import shared_attention
+from megadit.models.megatron.parallelism.experts import Dispatch, shared_choice
+from megadit.models.megatron.parallelism.sequence import GatherTokens, ScatterTokens, sum_of_parts
 from megadit.models.megatron.plan import PLAN, Axes, Row, local_shape, mark, role_of
 from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
-from megadit.models.megatron.sequence_parallel import GatherTokens, ScatterTokens, sum_of_parts
-from megadit.models.megatron.te_linears import fp8_arithmetic, te_linear
-from megadit.models.networks import Network, towers
+from megadit.models.networks.attention import SelfAttention, WidthNorm
+from megadit.models.networks.axial import move
+from megadit.models.networks.blocks import STDiTBlock
+from megadit.models.networks.experts import ExpertMLP
+from megadit.models.networks.registry import Network, towers
 from megadit.models.ops.ledger import recomputed
 
 Recompute = Literal["none", "selective", "full"]

@@ -7,7 +7,7 @@ from itertools import islice
 
 from torch import Tensor, nn
 
-from megadit.models.blocks import BlockStack
+from megadit.models.networks.blocks import BlockStack
 from megadit.models.ops.ledger import cheap_values_recomputed, recomputed
 
 

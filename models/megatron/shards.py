@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megadit.models.initialize import Fill, initialize_
 from megadit.models.megatron.plan import Axes, Role, local_shape
+from megadit.models.networks.initialize import Fill, initialize_
 
 
 def splits(parameter: Tensor) -> tuple[tuple[int, str], ...]:

@@ -3,7 +3,7 @@
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 
 

@@ -12,11 +12,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megadit.models.dense_layout import DenseLayout
-from megadit.models.layout import Layout, PackLayout
 from megadit.models.ops.batch_attention import batch_attention
 from megadit.models.ops.ledger import cheap
 from megadit.models.ops.registry import Op
+from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.packing.layout import Layout, PackLayout
 
 
 def masked_softmax(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.ops.fusion import has_kernels, is_compiled
-from megadit.models.segments import ConditionRows, DenseRows, LengthGroup, Rows, RowsByToken
+from megadit.models.packing.segments import ConditionRows, DenseRows, LengthGroup, Rows, RowsByToken
 
 FEWEST_NUMBERS = 1 << 15
 """Minimum mean size of length groups, in numbers: smaller ones cost more in calls than copies of their rows."""

@@ -20,7 +20,7 @@ from megadit.models.ops.condition_rows import (
 )
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.registry import Op
-from megadit.models.segments import Rows
+from megadit.models.packing.segments import Rows
 
 
 def _reference(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows | None = None) -> Tensor:

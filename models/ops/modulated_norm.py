@@ -28,7 +28,7 @@ from megadit.models.ops.condition_rows import (
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.ledger import cheap
 from megadit.models.ops.registry import Op
-from megadit.models.segments import Rows
+from megadit.models.packing.segments import Rows
 
 
 def _reference(

@@ -2,8 +2,8 @@
 
 import os
 
-from megadit.models.bundle.components import CONFIG_FILE, part_folder, part_type
 from megadit.models.shared.files import read_json
+from megadit.models.storage.components import CONFIG_FILE, part_folder, part_type
 from megadit.models.text_encoders import clip, t5
 from megadit.models.text_encoders.base import NetworkTextEncoder, TextEncoder, TextFeatures
 from megadit.models.text_encoders.class_labels import ClassLabels

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megadit.models.bundle import components as parts
-from megadit.models.embeddings import class_digits
+from megadit.models.networks.embeddings import class_digits
 from megadit.models.shared.errors import UserError, did_you_mean
+from megadit.models.storage import components as parts
 from megadit.models.text_encoders.base import TextFeatures
 
 

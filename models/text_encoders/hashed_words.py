@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megadit.models.bundle import components as parts
-from megadit.models.noise import Stream, normal
+from megadit.models.diffusion.noise import Stream, normal
 from megadit.models.shared.errors import UserError
+from megadit.models.storage import components as parts
 from megadit.models.text_encoders.base import TextFeatures
 
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megadit.models.bundle import components as parts
-from megadit.models.bundle import hub
-from megadit.models.bundle.pretrained import (
+from megadit.models.machine import computing_dtype, cost_in_words, free_memory
+from megadit.models.shared.errors import UserError
+from megadit.models.storage import components as parts
+from megadit.models.storage import hub
+from megadit.models.storage.pretrained import (
     PRETRAINED,
     Encoder,
     check_encoder,
@@ -22,9 +24,7 @@ from megadit.models.bundle.pretrained import (
     load_encoder,
     transformers_library,
 )
-from megadit.models.bundle.tensor_source import TensorSource
-from megadit.models.machine import computing_dtype, cost_in_words, free_memory
-from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import TensorSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AnyEncoder = TypeVar("AnyEncoder")

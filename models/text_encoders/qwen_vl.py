@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.models.bundle import components as parts
-from megadit.models.bundle.pretrained import Encoder
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
+from megadit.models.storage import components as parts
+from megadit.models.storage.pretrained import Encoder
 from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
 from megadit.models.text_encoders.published import (

@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from megadit.models.bundle.tensor_source import TensorSource, renamed_by
+from megadit.models.storage.tensor_source import TensorSource, renamed_by
 
 RELEASED_FILES = "models_t5_*.pth"
 RELEASED_WORDS = Path("google") / "umt5-xxl"

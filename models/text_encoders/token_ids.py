@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadit.models.bundle import components as parts
-from megadit.models.bundle.pretrained import require
-from megadit.models.embeddings import CLASS_BASE
+from megadit.models.configs.text_tower import MOST_WORDS
+from megadit.models.networks.embeddings import CLASS_BASE
 from megadit.models.shared.errors import UserError
+from megadit.models.storage import components as parts
+from megadit.models.storage.pretrained import require
 from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.published import PublishedText
-from megadit.models.text_tower_config import MOST_WORDS
 
 WORDS_FILE = "tokenizer.json"
 MOST_BYTES = 1 << 25

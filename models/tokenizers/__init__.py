@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megadit.models.bundle.components import part_folder, part_type
+from megadit.models.storage.components import part_folder, part_type
 from megadit.models.tokenizers.autoencoder import Autoencoder
 from megadit.models.tokenizers.base import VideoTokenizer
 from megadit.models.tokenizers.haar import HaarTokenizer

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megadit.models.bundle import components as parts
 from megadit.models.machine import auto_dtype, computing_dtype
 from megadit.models.shared.errors import choose_one
+from megadit.models.storage import components as parts
 from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.kinds import KINDS, Kind
 from megadit.models.tokenizers.network import DTYPES, Network

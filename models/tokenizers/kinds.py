@@ -18,8 +18,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from megadit.models.host_to_device import constant
 from megadit.models.shared.errors import UserError
-from megadit.models.transfer import constant
 
 Config = Mapping[str, Any]
 

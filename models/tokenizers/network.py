@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megadit.models.bundle.components import check_header
-from megadit.models.bundle.weight_files import open_weights, weight_files
-from megadit.models.bundle.wrapped import unwrapped
 from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import read_json
+from megadit.models.storage.components import check_header
+from megadit.models.storage.weight_files import open_weights, weight_files
+from megadit.models.storage.weights import check_shapes
+from megadit.models.storage.wrapped import unwrapped
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
-from megadit.models.weights import check_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OURS = {"CosmosImageNetwork": CosmosImageNetwork}

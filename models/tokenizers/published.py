@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from megadit.models.bundle import hub
-from megadit.models.convert.cosmos_tokenizer import read_released
 from megadit.models.shared.errors import UserError, library_errors
 from megadit.models.shared.files import read_json
+from megadit.models.storage import hub
 from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.autoencoder import Autoencoder
 from megadit.models.tokenizers.kinds import KIND_OF_CLASS
 from megadit.models.tokenizers.network import Network
+from megadit.models.tokenizers.released_cosmos import read_released
 from megadit.models.tokenizers.released_wan import is_wan_file, read_wan
 
 _RELEASED = ("autoencoder.jit", "encoder.jit", "decoder.jit")

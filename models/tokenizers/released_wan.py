@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megadit.models.bundle.tensor_source import TensorSource, renamed_by
-from megadit.models.bundle.wrapped import open_tensor_file, unwrapped
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import TensorSource, renamed_by
+from megadit.models.storage.wrapped import open_tensor_file, unwrapped
 
 CLASS = "AutoencoderKLWan"
 FILES = "Wan2.*_VAE.pth"

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from megadit.models.named_adapters import (
+from megadit.models.lora.named import (
     OF_A_KEY,
     SUFFIX,
     adapters_in,
@@ -31,16 +31,16 @@ from megadit.models.named_adapters import (
     split_expert,
 )
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import AdapterNotFoundError
 from megadit.serve.contract import AdapterInfo, VideoRequest
+from megadit.serve.events import AdapterNotFoundError
 from megadit.serve.gateway.errors import ApiError, unavailable
-from megadit.serve.gateway.keys import Key
+from megadit.serve.gateway.store.keys import Key
 
 _LONGEST_NAME = 100
 _HALF_WRITTEN = ".upload."
 _SECONDS_OF_YOUTH = 600.0
 _SECONDS_TO_CHECK = 120.0
-_CHECK = "megadit.infer.check_adapter"
+_CHECK = "megadit.infer.commands.check_adapter"
 """A module that needs torch, which this process does without."""
 
 

@@ -20,10 +20,12 @@ from typing import Any, TypeVar
 
 import httpx
 
-from megadit.models.given_settings import split_keyframe
-from megadit.models.settings import SERVED
+from megadit.models.diffusion.conditioning_settings import split_keyframe
+from megadit.models.diffusion.settings import SERVED
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import (
+from megadit.serve.client import Generation
+from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
+from megadit.serve.events import (
     AdapterNotFoundError,
     CancelledError,
     Event,
@@ -34,8 +36,6 @@ from megadit.serve.answers import (
     UnavailableError,
     VideoResult,
 )
-from megadit.serve.client import Generation
-from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
 
 GATEWAY = "http://127.0.0.1:8080"
 """Default URL of a gateway."""

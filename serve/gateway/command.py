@@ -11,17 +11,17 @@ from typing import Literal
 
 import uvicorn
 
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import group, setting
-from megadit.serve.gateway.app import create_app
-from megadit.serve.gateway.connections import BACKLOG, Connection, Door, most_connections
-from megadit.serve.gateway.database import Database, is_there, told_in_a_line
-from megadit.serve.gateway.keys import KeyLimits, KeyRing
+from megadit.serve.gateway.http.app import create_app
+from megadit.serve.gateway.http.connections import BACKLOG, Connection, Door, most_connections
 from megadit.serve.gateway.logs import log, log_as_json
 from megadit.serve.gateway.metrics import serve_metrics
 from megadit.serve.gateway.service import Gateway, GatewaySettings
+from megadit.serve.gateway.store.database import Database, is_there, told_in_a_line
+from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
 
 _SECONDS_UNTIL_GONE = 120.0
 """How long a client may acknowledge or take nothing of what was sent to it."""

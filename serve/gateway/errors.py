@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from megadit.models.shared.errors import did_you_mean
-from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.store.database import in_a_line
 
 _RETRY_SECONDS = 2
 _METHODS = ("GET", "HEAD", "POST", "DELETE")

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.store.database import in_a_line
 
 _NOBODYS = {("", "queued"): 0, ("", "in_progress"): 0}
 """Values that a sum over keys finds when no key has any: autoscaling takes a missing metric for a fault."""

@@ -21,7 +21,7 @@ def gateway_process(
     """One `megadit serve gateway`; `arguments` are its own, without address and port."""
     url = f"http://{reachable(host)}:{port}"
     hangs = Ailment(reason="it answers nothing", patience=hang_seconds)
-    command = [sys.executable, "-m", "megadit.models.shared.verbs", "serve", "gateway", *arguments]
+    command = [sys.executable, "-m", "megadit.models.shared.cli.verbs", "serve", "gateway", *arguments]
 
     def is_alive() -> bool:
         return answers(f"{url}/health/live")

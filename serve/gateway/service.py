@@ -13,26 +13,26 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from megadit.infer.media_reader import MediaReader, within_total
-from megadit.infer.signing import SigningOptions, load_marker
-from megadit.models.given_settings import MediaLimits, split_keyframe
+from megadit.infer.media.reader import MediaReader, within_total
+from megadit.infer.media.signing import SigningOptions, load_marker
+from megadit.models.diffusion.conditioning_settings import MediaLimits, split_keyframe
+from megadit.models.shared.cli.setting import check_settings, group, setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.setting import check_settings, group, setting
 from megadit.serve.contract import MODEL, VideoRequest
 from megadit.serve.gateway.adapters import Adapters
-from megadit.serve.gateway.clock import Heart
-from megadit.serve.gateway.database import Database, holds_password, in_a_line, store_url
-from megadit.serve.gateway.given import Uploads
-from megadit.serve.gateway.keys import KeyRing
+from megadit.serve.gateway.jobs.runner import Runner, RunnerSettings
+from megadit.serve.gateway.jobs.servers import Servers
+from megadit.serve.gateway.jobs.webhooks import Webhooks
 from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.media import Uploads
 from megadit.serve.gateway.metrics import Metrics
-from megadit.serve.gateway.rates import Rates
-from megadit.serve.gateway.results import Results
-from megadit.serve.gateway.runner import Runner, RunnerSettings
-from megadit.serve.gateway.servers import Servers
-from megadit.serve.gateway.store import JobStore
+from megadit.serve.gateway.store.clock import Heart
+from megadit.serve.gateway.store.database import Database, holds_password, in_a_line, store_url
+from megadit.serve.gateway.store.keys import KeyRing
+from megadit.serve.gateway.store.rates import Rates
+from megadit.serve.gateway.store.results import Results
+from megadit.serve.gateway.store.store import JobStore
 from megadit.serve.gateway.turns import Turns
-from megadit.serve.gateway.webhooks import Webhooks
 from megadit.serve.tracing import Tracing
 
 _SECONDS_BETWEEN_BEATS = 1.0

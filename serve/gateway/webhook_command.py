@@ -6,15 +6,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import group, setting
-from megadit.serve.gateway.database import Database, is_there, told_in_a_line
-from megadit.serve.gateway.keys import KeyRing
+from megadit.serve.gateway.jobs.webhooks import send
 from megadit.serve.gateway.service import GatewaySettings
-from megadit.serve.gateway.store import JobStore
-from megadit.serve.gateway.webhooks import send
+from megadit.serve.gateway.store.database import Database, is_there, told_in_a_line
+from megadit.serve.gateway.store.keys import KeyRing
+from megadit.serve.gateway.store.store import JobStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,41 +4,28 @@ Where no service runs, one is started on the bundle of `make demo`, and stopped 
 """
 
 import os
-import queue
-import random
-import secrets
-import shutil
 import signal
 import sys
 import tempfile
-import threading
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.infer.media_reader import MediaReader
-from megadit.infer.video_io import read_video, write_video
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options
 from megadit.models.shared.ports import check_free
-from megadit.models.shared.setting import setting
-from megadit.serve.answers import Event, ServiceError, StepDone, UnavailableError, VideoResult
-from megadit.serve.build_repository import build_repository
-from megadit.serve.client import Generation, VideoClient
-from megadit.serve.contract import VideoRequest
+from megadit.serve.client import VideoClient
+from megadit.serve.events import ServiceError, UnavailableError
 from megadit.serve.gateway.client import GATEWAY, GatewayClient, read_key
-from megadit.serve.gateway.given import pack, unpack
-from megadit.serve.local_server import LocalServer
-from megadit.serve.page.ways import BEST, ways_of
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.page.studio import Client, Studio
+from megadit.serve.repository.build import build_repository
 
 DEMO_BUNDLE = "runs/demo/bundle"
 """Bundle that `make demo` leaves behind."""
-Client = VideoClient | GatewayClient
-_SECONDS_BETWEEN_UPDATES = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,181 +112,6 @@ def service(url: str | None, bundle: str | None, students: Sequence[str] = ()) -
             LocalServer(repository, is_private=True, log=folder / "triton.log", stop_seconds=5)
         )
         yield VideoClient(server.grpc_url)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Take:
-    """A finished video, and all it takes to make it again."""
-
-    request: VideoRequest
-    media_type: str
-    seconds: float
-    """Time that it took."""
-    path: Path
-    scores: dict[str, float] | None
-    """Scores by a judge, if the service has one."""
-    picture: Path
-    """A small animation of it, for the gallery."""
-    way: str = BEST
-    """Name of the `Way` it was made."""
-    given: Path | None = None
-    """The files of the request, which `request` is without: a page keeps paths."""
-
-    def again(self) -> VideoRequest:
-        """The request with its files."""
-        return replace(self.request, **unpack(self.given.read_bytes())) if self.given else self.request
-
-
-class Studio:
-    """Work of the page, without the page: runs and cancels requests, keeps files, estimates times."""
-
-    def __init__(self, client: Client, *, max_kept: int = 500) -> None:
-        self.client = client
-        self.info = client.info()
-        self.ways = ways_of(client)
-        self.media = MediaReader(self.info.limits)
-        self._folder = tempfile.TemporaryDirectory(prefix="megadit_videos_")
-        self._kept: deque[Path] = deque()
-        self._max_kept = max_kept
-        self._running: dict[str, list[Generation]] = {}
-        self._lock = threading.Lock()
-        self._seconds_per_work = self._measure()
-
-    @property
-    def folder(self) -> Path:
-        return Path(self._folder.name)
-
-    @property
-    def uploads(self) -> Path:
-        """Folder of visitors' files and the copies of videos that are shown: gone with the page."""
-        return self.folder / "gradio"
-
-    def told(self, way: str) -> str:
-        """Return the name of a way for labels; "" where there is no choice."""
-        return way if self.has_ways else ""
-
-    def adapters(self) -> list[str]:
-        """Names of those that a request may give now; of two networks for both, or for one."""
-        about = self.info.adapters
-        return [f"{form}{name}" for name in self.client.adapters() for form in about.forms] if about else []
-
-    @property
-    def first_way(self) -> str:
-        return next(iter(self.ways))
-
-    @property
-    def has_ways(self) -> bool:
-        """Whether the page shows ways: several, or a student's calls."""
-        return [*self.ways] != [BEST]
-
-    def request(self, *, seed: int | None, way: str | None = None, **settings) -> VideoRequest:
-        """A request that leaves nothing out; `seed` None is a new one, `way` None the first. A negative prompt that is
-        the service's default is that of the way: a guidance-distilled student takes none."""
-        if settings.get("negative_prompt") == self.info.defaults["negative_prompt"]:
-            settings = settings | {"negative_prompt": None}
-        seed = random.randrange(2**31) if seed is None else seed
-        asked = VideoRequest(seed=seed, evaluate=self.info.has_judge, **settings)
-        return self.ways[way or self.first_way].request(asked)
-
-    def estimate(self, request: VideoRequest, way: str | None = None) -> float:
-        """Seconds that a request is going to take, from those before it; `way` as in `request`."""
-        return self._seconds_per_work * self.ways[way or self.first_way].work(request)
-
-    def run(self, session: str, request: VideoRequest, way: str | None = None) -> Iterator[Event]:
-        """Events of a request, until it ends or `cancel` is called for its session; `way` as in `request`."""
-        steps, chosen = request.num_steps or 1, self.ways[way or self.first_way]
-        generation = chosen.client.stream(replace(request, preview_every=max(1, steps // 20)))
-        with self._lock:
-            self._running.setdefault(session, []).append(generation)
-        try:
-            for event in _paced(generation):
-                if isinstance(event, VideoResult):
-                    self._seconds_per_work = event.seconds / chosen.work(request)
-                yield event
-        finally:
-            generation.close()
-            with self._lock:
-                self._running[session].remove(generation)
-
-    def run_side_by_side(
-        self, session: str, requests: list[VideoRequest], ways: Sequence[str | None] = (None, None)
-    ) -> Iterator[tuple[int, Event | ServiceError | UserError]]:
-        """(which, event) of several requests at once; one that fails gives its error."""
-        events: queue.Queue = queue.Queue()
-
-        def forward(index: int, request: VideoRequest) -> None:
-            try:
-                for event in self.run(session, request, ways[index]):
-                    events.put((index, event))
-            except (ServiceError, UserError) as error:
-                events.put((index, error))
-            finally:
-                events.put(None)
-
-        threads = [threading.Thread(target=forward, args=pair, daemon=True) for pair in enumerate(requests)]
-        for thread in threads:
-            thread.start()
-        left = len(threads)
-        while left:
-            item = events.get()
-            if item is None:
-                left -= 1
-            else:
-                yield item
-
-    def cancel(self, session: str) -> None:
-        """Ends what a session waits for."""
-        with self._lock:
-            for generation in self._running.get(session, []):
-                generation.cancel()
-
-    def keep(self, request: VideoRequest, result: VideoResult, way: str | None = None) -> Take:
-        """Writes a video where the page can serve it; the oldest go when there are too many.
-
-        Who knows a path may read it: no visitor can guess another's.
-        """
-        folder = self.folder / secrets.token_urlsafe(16)
-        folder.mkdir()
-        media, given = request.media(), folder / "given.zip"
-        if media:
-            given.write_bytes(pack(media))
-        take = Take(
-            request=request.without_media(),
-            given=given if media else None,
-            way=way or self.first_way,
-            media_type=result.media_type,
-            seconds=result.seconds,
-            scores=result.scores,
-            path=folder / f"seed{result.seed}{result.suffix}",
-            picture=folder / "picture.webp",
-        )
-        take.path.write_bytes(result.data)
-        frames, fps = read_video(take.path)
-        enlarged = frames.repeat(factor := max(1, 128 // frames.shape[1]), axis=1).repeat(factor, axis=2)
-        write_video(take.picture, enlarged, fps or 1)
-        self._kept.append(folder)
-        if len(self._kept) > self._max_kept:
-            shutil.rmtree(self._kept.popleft(), ignore_errors=True)
-        return take
-
-    def _measure(self) -> float:
-        """Seconds for each pixel and step, from one short request."""
-        request = self.request(prompt="a video", seed=0, num_steps=2)
-        (result,) = self.client.generate(request)
-        return result.seconds / self.ways[self.first_way].work(request)
-
-
-def _paced(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, with progress no more often than eyes can follow, each with the latest preview."""
-    preview, last_told = b"", 0.0
-    for event in events:
-        if isinstance(event, StepDone):
-            preview = event.preview or preview
-            if time.monotonic() - last_told < _SECONDS_BETWEEN_UPDATES:
-                continue
-            last_told = time.monotonic()
-            event = replace(event, preview=preview)
-        yield event
 
 
 def _interrupt(*_: object) -> None:

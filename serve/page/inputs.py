@@ -5,7 +5,7 @@ from typing import Any
 import gradio as gr
 
 from megadit.serve.page import view
-from megadit.serve.page.demo import Studio
+from megadit.serve.page.studio import Studio
 
 
 class Sizes:

@@ -10,12 +10,12 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import CancelledError, InvalidRequestError, ServiceError, StepDone
 from megadit.serve.contract import VideoRequest
+from megadit.serve.events import CancelledError, InvalidRequestError, ServiceError, StepDone
 from megadit.serve.page import view
-from megadit.serve.page.demo import Studio, Take
-from megadit.serve.page.given import GivenInputs
+from megadit.serve.page.conditioning import GivenInputs
 from megadit.serve.page.inputs import Adapters, Sampling, Seed, Sizes
+from megadit.serve.page.studio import Studio, Take
 from megadit.serve.page.uploads import SECONDS_BETWEEN_SWEEPS, SECONDS_KEPT, UploadRoom
 
 

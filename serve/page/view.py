@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megadit.models.settings import SERVED
+from megadit.models.diffusion.settings import SERVED
 from megadit.models.shared.progress import duration
-from megadit.serve.answers import StepDone
 from megadit.serve.contract import ServiceInfo, VideoRequest
+from megadit.serve.events import StepDone
 
 SLIDERS = {name: about for name, about in SERVED.items() if about.low is not None and about.high is not None}
 """Settings between two bounds, beside those that the page shows in a way of their own."""

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from side_by_side import begin, compare, show
 
-from megadit.models.adapter_config import AdapterConfig
+from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.flops import training_flops
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
 
@@ -41,8 +41,8 @@ def network_run(folder: str, shape: tuple[int, int, int]) -> RunConfig:
 
 def _steps(config: RunConfig, groups) -> Callable[[], object]:
     from megadit.train.data.distribute import TrainBatches
-    from megadit.train.setup import build_training
-    from megadit.train.step import train_step
+    from megadit.train.engine.setup import build_training
+    from megadit.train.engine.step import train_step
 
     training, batches, steps = build_training(config, groups), TrainBatches(config, groups), itertools.count(1)
     return lambda: train_step(training, batches, next(steps))
@@ -55,8 +55,8 @@ def _run(argv: list[str]) -> None:
 
         cpu_shim.install()  # before anything imports Megatron
     from megadit.models.megatron import groups as process_groups
+    from megadit.train.engine.setup import start_processes
     from megadit.train.plan.work import typical_pack
-    from megadit.train.setup import start_processes
 
     found = []
     for name, (shape, limit) in CASES.items():

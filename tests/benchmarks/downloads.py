@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
-from megadit.train.data.ingest.download import Downloads, download_all
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
+from megadit.train.data.ingest.sources.download import Downloads, download_all
 
 NUM_BYTES = 20_000
 

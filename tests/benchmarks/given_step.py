@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from side_by_side import begin, compare, randomised, show
 
-from megadit.models.dit import DiT
-from megadit.models.layout import PackLayout
-from megadit.models.shared.command import run_command
+from megadit.models.networks.dit import DiT
+from megadit.models.packing.layout import PackLayout
+from megadit.models.shared.cli.command import run_command
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import edm_loss
-from megadit.train.noise_levels import token_noise
+from megadit.train.data.packs.packed_batch import PackedBatch
+from megadit.train.objectives.denoise import edm_loss
+from megadit.train.objectives.noise_levels import token_noise
 from megadit.train.recipes import load_recipe
 
 CASES = {
@@ -63,7 +63,7 @@ def _run(argv: list[str]) -> None:
         cpu_shim.install()  # before anything imports Megatron
     from megadit.models.megatron import groups as process_groups
     from megadit.train.data.distribute import TrainBatches
-    from megadit.train.setup import start_processes
+    from megadit.train.engine.setup import start_processes
 
     found = []
     for name, sizes in CASES.items():

@@ -21,15 +21,16 @@ from typing import Any
 import torch
 
 from megadit.models.machine import peak_memory
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import read_options
 from megadit.models.shared.outside import Found
-from megadit.models.shared.setting import setting
-from megadit.train.data.ingest import files, sources, stages
+from megadit.train.data.ingest import stages
+from megadit.train.data.ingest.clips.encode import describe
 from megadit.train.data.ingest.command import prepare_command
-from megadit.train.data.ingest.encode import describe
 from megadit.train.data.ingest.plan import Clip, Finding, Settings, Skip, Source, with_key
+from megadit.train.data.ingest.sources import files, sources
 from megadit.train.data.writer import sample_members, write_members
 
 STAGES = (*stages.STAGES, "update fetch", "update scan", "update select")

@@ -25,19 +25,19 @@ import httpx
 import torch
 from PIL import Image
 
-from megadit.infer.checkpoints import open_bundle
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import chosen_targets
-from megadit.models.convert.adapter import Adapter
-from megadit.models.convert.adapter_files import write_adapter
-from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options
+from megadit.infer.pipeline.checkpoints import open_bundle
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.convert.adapters.adapter import Adapter
+from megadit.models.convert.adapters.files import write_adapter
+from megadit.models.lora.adapters import chosen_targets
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.ports import free_ports
-from megadit.models.shared.setting import setting
-from megadit.serve.build_repository import build_repository
-from megadit.serve.gateway.database import Database
-from megadit.serve.gateway.keys import KeyLimits, KeyRing
-from megadit.serve.model_config import Scheduling
+from megadit.serve.gateway.store.database import Database
+from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 
 _MOST_P95, _MOST = 0.25, 2.0
 """Seconds that a neighbour waits."""
@@ -268,7 +268,15 @@ def _serving(bundle: str, folder: Path) -> Iterator[_Service]:
     adapters = {"adapters": folder / "adapters"}
     repository = build_repository(bundle, folder / "models", scheduling=Scheduling(device="cpu"), **adapters)
     port, metrics, of_triton = free_ports(3)
-    command = [sys.executable, "-m", "megadit.models.shared.verbs", "serve", "up", str(repository), f"--port={port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "megadit.models.shared.cli.verbs",
+        "serve",
+        "up",
+        str(repository),
+        f"--port={port}",
+    ]
     command += [f"--triton_metrics_port={of_triton}", "--", f"--metrics_port={metrics}", "--min_free_bytes=0"]
     command += [f"--store={folder / 'jobs.sqlite'}", f"--results={folder / 'videos'}"]
     with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:

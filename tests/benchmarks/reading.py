@@ -31,20 +31,20 @@ from megatron.energon import (
     stateless,
 )
 
-from megadit.models.config import DiTConfig
-from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
+from megadit.models.configs.config import DiTConfig
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.train.config.schema import DataConfig
-from megadit.train.data.bin_packing import best_fit
-from megadit.train.data.dataset_info import iter_captions
-from megadit.train.data.energon_files import CRUDE
 from megadit.train.data.loader import MAX_SAMPLES_PER_SEQUENCE, savable_loader
-from megadit.train.data.packed_batch import PackFormat
-from megadit.train.data.rules import Rules
-from megadit.train.data.samples import OCCURRENCE, decode
-from megadit.train.data.task_encoder import LatentTaskEncoder
+from megadit.train.data.packs.bin_packing import best_fit
+from megadit.train.data.packs.packed_batch import PackFormat
+from megadit.train.data.packs.rules import Rules
+from megadit.train.data.packs.samples import OCCURRENCE, decode
+from megadit.train.data.packs.task_encoder import LatentTaskEncoder
 from megadit.train.data.writer import prepare_for_energon, sample_members, write_members
+from megadit.train.dataset.dataset_info import iter_captions
+from megadit.train.dataset.energon_files import CRUDE
 
 CHANNELS, TEXT_WIDTH = 16, 1024
 SHUFFLE = 100

@@ -26,9 +26,9 @@ from side_by_side import (
 from torch import Tensor
 
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.infer.samplers import euler
-from megadit.models.parameterization import parameterization_of
-from megadit.models.shared.command import run_command
+from megadit.infer.sampling.samplers import euler
+from megadit.models.diffusion.parameterization import parameterization_of
+from megadit.models.shared.cli.command import run_command
 
 SIGMAS = torch.tensor([80.0, 60.0], dtype=torch.float64)
 

@@ -17,18 +17,18 @@ from multiprocessing import get_context
 from multiprocessing.pool import Pool
 from pathlib import Path
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.video_io import encode_mp4
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.settings import SERVED, SamplingSettings
-from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
-from megadit.serve.build_repository import build_repository
+from megadit.infer.media.video_io import encode_mp4
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.diffusion.settings import SERVED, SamplingSettings
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 
 
 def main(argv: list[str] | None = None) -> int:

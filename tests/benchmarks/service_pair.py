@@ -28,12 +28,12 @@ from typing import NamedTuple
 import httpx
 import psutil
 
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
-from megadit.serve.local_server import Ports
-from megadit.serve.triton_binary import cache_folder
+from megadit.serve.launch.local_server import Ports
+from megadit.serve.launch.triton_binary import cache_folder
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [{}, {"num_frames": 1}, {"size": "8x8"}, {"num_steps": 2, "guidance": 1.0}]

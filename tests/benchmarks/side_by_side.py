@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.configs.config import DiTConfig
 from megadit.models.machine import describe, describe_in_words
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
 
 DTYPES = (torch.float32, torch.bfloat16)
 TEXT_LENGTH = 64

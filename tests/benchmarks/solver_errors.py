@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megadit.infer.samplers import SAMPLERS, num_denoiser_calls
-from megadit.infer.schedules import karras_sigmas
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.infer.sampling.samplers import SAMPLERS, num_denoiser_calls
+from megadit.infer.sampling.schedules import karras_sigmas
+from megadit.models.shared.cli.command import CommandParser, run_command
 
 SIGMA_MIN, SIGMA_MAX = 0.002, 80.0
 CALLS = (10, 20, 35)

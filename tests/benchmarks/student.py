@@ -20,17 +20,17 @@ from side_by_side import Comparison, compare, show
 
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.benchmarks.generate import RUNTIMES, load_pipelines
-from megadit.infer.guidance import in_turn
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.settings import SamplingSettings
-from megadit.models.shared.command import run_command
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.sampling.guidance import in_turn
+from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import choose_one
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 

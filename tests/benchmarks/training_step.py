@@ -40,16 +40,16 @@ from side_by_side import (
 )
 from torch import Tensor, nn
 
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.embeddings import patchify
-from megadit.models.initialize import initialize_
-from megadit.models.layout import PackLayout
-from megadit.models.segments import Segment
-from megadit.models.shared.command import run_command
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.embeddings import patchify
+from megadit.models.networks.initialize import initialize_
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
+from megadit.models.shared.cli.command import run_command
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.bin_packing import best_fit
+from megadit.train.data.packs.bin_packing import best_fit
 from megadit.train.recipes import load_recipe
 
 DIGITS_LATENTS = ((1, 4, 4), (3, 4, 4), (1, 4, 4))
@@ -190,8 +190,8 @@ def _digits_run(folder: str) -> RunConfig:
 
 
 def _megatron_step(config: RunConfig, batches: Callable) -> Callable[[], object]:
-    from megadit.train.setup import build_training, start_processes
-    from megadit.train.step import train_step
+    from megadit.train.engine.setup import build_training, start_processes
+    from megadit.train.engine.step import train_step
 
     training = build_training(config, start_processes(config))
     steps = itertools.count(1)
@@ -199,8 +199,8 @@ def _megatron_step(config: RunConfig, batches: Callable) -> Callable[[], object]
 
 
 def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
-    from megadit.train.loss import Uncertainty, edm_loss
-    from megadit.train.noise_levels import draw_sigma, token_noise
+    from megadit.train.objectives.denoise import Uncertainty, edm_loss
+    from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 
     dit, uncertainty, settings = initialize_(DiT(config.model), config.train.seed), Uncertainty(), config.optimizer
     named = dict(dit.named_parameters())

@@ -24,14 +24,14 @@ import torch
 from side_by_side import Comparison, compare, show
 from torch import Tensor, nn
 
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models import machine
-from megadit.models.conditioning import Conditioning
-from megadit.models.convert.cli import main as convert
-from megadit.models.shared.command import run_command
+from megadit.models.commands.convert import main as convert
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import HashedWordEncoder
 
 SIZE = {"num_frames": 9, "height": 128, "width": 128}

@@ -2,7 +2,7 @@ import pytest
 
 from megadit.export import signatures as contract
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle import Bundle
 from tests.bundles import write_tiny_bundle
 
 

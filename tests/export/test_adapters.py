@@ -14,16 +14,16 @@ from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.command import main as export
 from megadit.export.networks import build_network
 from megadit.export.references import Case, reference_cases
-from megadit.infer import generate
-from megadit.infer.check_adapter import problem_of
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.commands.check_adapter import problem_of
+from megadit.infer.generate import command as generate
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import ExportedDenoiser
 from megadit.infer.runtimes.load import adapter_slots, open_exported
 from megadit.infer.runtimes.onnx import tensorrt_options
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.adapter_files import bundle_fingerprint
+from megadit.models.bundle import Bundle
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.convert.adapters.files import bundle_fingerprint
+from megadit.models.lora.inputs import AdapterSlots
 from megadit.models.shared.errors import UserError
 from tests.bundles import CONFIG, write_tiny_bundle
 from tests.infer.conftest import make_adapter

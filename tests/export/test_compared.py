@@ -15,7 +15,7 @@ from megadit.export.build import ExportSettings, check_memory, export_bundle
 from megadit.export.compared import compared_defaults, compared_sizes, fitted_defaults
 from megadit.export.graph_checks import opened_by, where_it_runs
 from megadit.export.networks import DecoderGraph, EncoderGraph, in_float32
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.tokenizers import Autoencoder

@@ -19,16 +19,16 @@ from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.networks import build_network
 from megadit.export.signatures import sample_inputs, trace_sizes
 from megadit.export.to_onnx import ATTENTION_OPSET, export_onnx
-from megadit.infer import generate
 from megadit.infer.benchmarks import generate as benchmark_generate
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.resolve import with_changed_defaults
+from megadit.infer.generate import command as generate
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes import load
 from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
 from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
+from megadit.infer.sampling.resolve import with_changed_defaults
+from megadit.models.bundle import Bundle
+from megadit.models.networks.conditioning import Conditioning
 
 NETWORKS = ("denoiser", "video_decoder", "video_encoder")
 CPU = torch.device("cpu")

@@ -10,15 +10,15 @@ from megadit.export import signatures as contract
 from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.operators import check_operators
 from megadit.export.references import usual_prompt
-from megadit.infer import generate
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.generate import command as generate
+from megadit.infer.media.video_io import read_video
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import denoiser_inputs, with_exported_network
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.onnx import OnnxNetwork, open_session
-from megadit.infer.video_io import read_video
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.config import DiTConfig
-from megadit.models.expert_config import ExpertConfig
+from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.experts import ExpertConfig
 from megadit.models.text_encoders import ClassLabels, CLIPTextEncoder, HashedWordEncoder, T5TextEncoder
 from megadit.models.tokenizers import Autoencoder, HaarTokenizer
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork

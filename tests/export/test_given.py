@@ -9,21 +9,21 @@ import torch
 from megadit.export import signatures as contract
 from megadit.export import verify
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.export.given_cases import given_inputs, random_medium
+from megadit.export.conditioning_cases import given_inputs, random_medium
 from megadit.export.networks import build_network
 from megadit.export.quantize import calibrate
 from megadit.export.references import inputs_at, reference_cases
-from megadit.infer import generate
-from megadit.infer.animations import encode_image
-from megadit.infer.given import GivenVideo
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.generate import command as generate
+from megadit.infer.media.animations import encode_image
+from megadit.infer.media.video_io import read_video
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.load import open_exported, taken
 from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
-from megadit.infer.video_io import read_video
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.image_encoder import ImageEncoder
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
-from megadit.train.data.given import USES
+from megadit.models.text_encoders.image_encoder import ImageEncoder
+from megadit.train.data.packs.conditioning import USES
 from tests.bundles import CONFIG, DEFAULTS, write_tiny_bundle
 from tests.models.convert.test_given_weights import image_parts
 

@@ -12,9 +12,9 @@ from megadit.export.operators import check_operators
 from megadit.export.to_tensorrt import EngineSettings, Libraries
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.onnx import OnnxNetworks
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.manifest import write_manifest
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.manifest import write_manifest
 from tests.bundles import write_classifier_bundle, write_clip_bundle
 from tests.export.test_to_tensorrt import FakePolygraphy, fake_tensorrt
 

@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 import torch
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.settings import SamplingSettings
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.bundle import write_bundle
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.dit import DiT
 from megadit.models.machine import peak_memory
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer

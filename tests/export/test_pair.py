@@ -11,9 +11,9 @@ from megadit.export.layers import changed_weight, weight_hashes
 from megadit.export.networks import build_network
 from megadit.export.quantize import calibrate
 from megadit.export.verify import sampled_levels
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.network_spec import DENOISERS
-from megadit.models.bundle.bundle import Bundle, update_manifest
+from megadit.models.bundle import Bundle, update_manifest
 from megadit.models.shared.errors import UserError
 from tests.bundles import write_pair_bundle
 from tests.infer.conftest import make_adapter

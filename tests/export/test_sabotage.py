@@ -12,7 +12,7 @@ from megadit.export import verify
 from megadit.export.layers import layer_of_failure, weight_hashes
 from megadit.export.networks import build_network
 from megadit.export.references import reference_cases
-from megadit.models.attention import QKNorm
+from megadit.models.networks.attention import QKNorm
 
 
 @pytest.fixture(scope="module")

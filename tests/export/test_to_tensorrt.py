@@ -24,13 +24,13 @@ from megadit.export import command, to_tensorrt
 from megadit.export.engines import refit_engines, write_engines
 from megadit.export.operators import check_operators, known_operators
 from megadit.export.to_tensorrt import EngineSettings, Libraries, build_engine, check_refittable, load_libraries
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes import tensorrt as runtime
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.network_spec import ExportedNetworks
-from megadit.models.bundle.manifest import write_manifest
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
+from megadit.models.storage.manifest import write_manifest
 
 ROOT = Path(to_tensorrt.__file__).parent.parent
 TRT_NAMES = ("MemoryPoolType.WORKSPACE", "HardwareCompatibilityLevel.AMPERE_PLUS", "OnnxParserFlag.NATIVE_INSTANCENORM")

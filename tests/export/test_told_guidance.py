@@ -7,11 +7,11 @@ import torch
 
 from megadit.export import signatures as contract
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.export.given_cases import given_inputs, given_together
+from megadit.export.conditioning_cases import given_inputs, given_together
 from megadit.export.networks import build_network
 from megadit.export.references import inputs_at
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
 from tests.bundles import CONFIG, write_tiny_bundle
 
 TOLD = replace(CONFIG, num_layers=1, guidance_range=(1.0, 6.0))

@@ -19,14 +19,14 @@ from megadit.export.networks import build_network
 from megadit.export.operators import check_operators
 from megadit.export.references import reference, reference_cases
 from megadit.export.to_tensorrt import EngineSettings, Libraries
-from megadit.infer import generate
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.generate import command as generate
+from megadit.infer.media.video_io import read_video
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.load import adapter_slots, open_exported
-from megadit.infer.video_io import read_video
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.cli import main
+from megadit.models.bundle import Bundle
+from megadit.models.commands.convert import main
 from megadit.models.shared.errors import UserError
-from megadit.train.to_bundle import main as bundle_main
+from megadit.train.checkpoints.to_bundle import main as bundle_main
 from tests.export.test_to_tensorrt import FakePolygraphy, fake_tensorrt
 from tests.models.convert.test_unet_adapters import kohya
 from tests.stable_diffusion import UNETS, make_pipeline

@@ -22,17 +22,17 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from megadit.infer.evaluate.videos import _members as _shard_members
 from megadit.infer.inspect import dataset_sheet, files
-from megadit.infer.media import decode
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.manifest import MANIFEST_FILE
-from megadit.models.bundle.tensor_source import load_pickled, open_safetensors
-from megadit.models.convert.adapter_files import open_adapter
-from megadit.models.given_settings import MediaLimits
-from megadit.models.settings import check_asked
+from megadit.infer.media.untrusted import decode
+from megadit.models.bundle import Bundle
+from megadit.models.convert.adapters.files import open_adapter
+from megadit.models.diffusion.conditioning_settings import MediaLimits
+from megadit.models.diffusion.settings import check_asked
 from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.manifest import MANIFEST_FILE
+from megadit.models.storage.tensor_source import load_pickled, open_safetensors
 from megadit.serve.gateway.errors import ApiError
-from megadit.serve.gateway.given import values_of
+from megadit.serve.gateway.media import values_of
 from megadit.train.data.shards import SUFFIXES, ShardReader
 from tests.serve.media import GIF, MP4, PNG
 

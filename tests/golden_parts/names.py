@@ -28,33 +28,35 @@ def megadit_command() -> list[str]:
 
 
 def verbs_main() -> Any:
-    return find("models.shared.verbs:main", "serve.cli:main")
+    return find("models.shared.cli.verbs:main", "models.shared.verbs:main")
 
 
 def verbs() -> dict[str, Any]:
-    return find("models.shared.verbs:VERBS", "serve.cli:VERBS")
+    return find("models.shared.cli.verbs:VERBS", "models.shared.verbs:VERBS")
 
 
 def make_config(**values: Any) -> Any:
     experts = values.pop("experts", None)
     if experts is not None:
-        expert_config = find("models.config:ExpertConfig", "models.expert_config:ExpertConfig")
+        expert_config = find("models.configs.experts:ExpertConfig", "models.expert_config:ExpertConfig")
         values["experts"] = expert_config(**experts)
-    return find("models.config:DiTConfig")(**values)
+    return find("models.configs.config:DiTConfig", "models.config:DiTConfig")(**values)
 
 
 def make_dit(config: Any) -> Any:
-    return find("models.dit:DiT")(config)
+    return find("models.networks.dit:DiT", "models.dit:DiT")(config)
 
 
 def make_conditioning(text_BLE, text_length_B, fps_B) -> Any:
-    return find("models.conditioning:Conditioning")(text_BLE, text_length_B, fps_B)
+    return find("models.networks.conditioning:Conditioning", "models.conditioning:Conditioning")(
+        text_BLE, text_length_B, fps_B
+    )
 
 
 def make_pack(segments: list[tuple[tuple[int, int, int], int]], *, capacity: int, text_capacity: int) -> Any:
     """The layout of (grid, text length) pairs."""
-    segment = find("models.layout:Segment", "models.segments:Segment")
-    layout = find("models.layout:PackLayout", "models.layout:SegmentLayout", "models.segments:SegmentLayout")
+    segment = find("models.packing.segments:Segment", "models.segments:Segment")
+    layout = find("models.packing.segments:SegmentLayout", "models.segments:SegmentLayout")
     return layout.pack([segment(*pair) for pair in segments], capacity=capacity, text_capacity=text_capacity)
 
 
@@ -65,4 +67,6 @@ def gateway_app(folder: Any) -> Any:
         results=str(folder / "results"),
         min_free_bytes=0,
     )
-    return find("serve.gateway.app:create_app")(find("serve.gateway.service:Gateway")(settings))
+    return find("serve.gateway.http.app:create_app", "serve.gateway.app:create_app")(
+        find("serve.gateway.service:Gateway")(settings)
+    )

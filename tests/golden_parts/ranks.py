@@ -17,7 +17,7 @@ from pathlib import Path
 
 from golden_parts.commands import environment
 
-IMPORTED = ("train.loop", "train.recipes", "train.__main__")
+IMPORTED = ("train.engine.loop", "train.recipes", "train.__main__")
 PR_SET_PDEATHSIG = 1
 
 Run = tuple[int, list[str], str]

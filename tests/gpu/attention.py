@@ -16,9 +16,9 @@ from einops import rearrange
 from rows import DEVICE, HAS_GPU, attempt, normal, seconds, size, synchronize, tell
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megadit.models.layout import PackLayout
 from megadit.models.ops.attention import attend_by_length_group, attend_varlen, attention
-from megadit.models.segments import Segment
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 
 TOKENS, HEADS, WIDTH = size(8192, 256), size(24, 2), size(128, 16)
 EIGHTH = TOKENS // 8

@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 from rows import DEVICE, HAS_GPU, attempt, tell
 
-from megadit.infer.graphs import RecordedDenoiser
+from megadit.infer.runtimes.cuda_graphs import RecordedDenoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.infer.samplers import SAMPLERS
-from megadit.models.conditioning import Conditioning, Given
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.infer.sampling.samplers import SAMPLERS
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.dit import DiT
 from megadit.models.ops import fusion
-from megadit.train.optimizer_state import OwnedSlice
+from megadit.train.optim.state import OwnedSlice
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "in_channels": 4, "crossattn_emb_size": 16}
 FAMILIES = {

@@ -5,14 +5,14 @@ import time
 import torch
 from rows import DEVICE, DTYPE, HAS_GPU, attempt, normal, seconds, size, synchronize, tell
 
-from megadit.models.config import DiTConfig
-from megadit.models.embeddings import rotary_table
-from megadit.models.layout import PackLayout
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import fusion
 from megadit.models.ops.gated_residual import gated_residual
 from megadit.models.ops.modulated_norm import modulated_norm
 from megadit.models.ops.qk_norm_rope import qk_norm_rope
-from megadit.models.segments import Segment
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 
 TOKENS, WIDTH, HEADS = size(8192, 256), size(3072, 64), size(24, 2)
 BOUND = 2e-2

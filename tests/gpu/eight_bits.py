@@ -6,8 +6,8 @@ from products import SHAPES, TOKENS, told
 from rows import DEVICE, DTYPE, attempt, normal, seconds, tell
 
 from megadit.models.megatron.extensions import has_eight_bit_products
-from megadit.models.megatron.fp8_linears import E4M3, OF_GRADIENTS, Fp8Linear, codes_of, scale_of, turned_codes_of
-from megadit.models.megatron.linear_shares import Share
+from megadit.models.megatron.linears.fp8 import E4M3, OF_GRADIENTS, Fp8Linear, codes_of, scale_of, turned_codes_of
+from megadit.models.megatron.linears.shares import Share
 
 BOUND = 1e-2
 """Of the forward, whose sums a Hopper GPU may keep in fewer bits than float32 has; each result is rounded by 2^-9."""

@@ -32,15 +32,15 @@ from torch._subclasses import fake_tensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _triton
 
-from megadit.models.config import DiTConfig
-from megadit.models.embeddings import rotary_table
-from megadit.models.layout import PackLayout
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import fusion, row_sums
 from megadit.models.ops.gated_residual import gated_residual
 from megadit.models.ops.modulated_norm import modulated_norm
 from megadit.models.ops.qk_norm_rope import qk_norm_rope
-from megadit.models.segments import Segment
-from megadit.train.adamw import HalfMomentAdamW
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
+from megadit.train.optim.adamw import HalfMomentAdamW
 
 HOPPER = SimpleNamespace(
     name="NVIDIA H200",

@@ -5,8 +5,8 @@ import torch
 from rows import DEVICE, DTYPE, HAS_GPU, attempt, normal, seconds, size, tell
 from torch.profiler import ProfilerActivity, profile
 
-from megadit.models.dit import DiT
 from megadit.models.machine import datasheet_flops
+from megadit.models.networks.dit import DiT
 from megadit.models.ops.registry import describe_variants, force_variants, variants_run
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.budget import budget

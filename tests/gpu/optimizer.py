@@ -5,7 +5,7 @@ import torch
 from rows import DEVICE, DTYPE, HAS_GPU, attempt, normal, seconds, size, tell
 
 from megadit.models.machine import free_memory
-from megadit.train.adamw import HalfMomentAdamW
+from megadit.train.optim.adamw import HalfMomentAdamW
 
 ALL_NUMBERS = 7.59e9
 """Of the 7B network."""

@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import chosen_targets
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.adapter import Adapter
-from megadit.models.convert.adapter_files import bundle_fingerprint, write_adapter
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.convert.adapters.adapter import Adapter
+from megadit.models.convert.adapters.files import bundle_fingerprint, write_adapter
+from megadit.models.lora.adapters import chosen_targets
 from tests.bundles import write_able_bundle, write_tiny_bundle
 
 

@@ -10,23 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadit.infer import adapters as shelf
-from megadit.infer.generate import main
+from megadit.infer.generate.command import main
 from megadit.infer.inspect.info import describe
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.resolve import resolve_settings
+from megadit.infer.pipeline import adapters as shelf
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.torch import AdaptableDenoiser
-from megadit.models.adapters import adapter_names
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.bundle.tensor_source import from_state_dict
-from megadit.models.bundle.transfer import pull_bundle, push_bundle
-from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter, write_adapter
-from megadit.models.convert.cli import main as convert
-from megadit.models.convert.merge import merge_bundle
-from megadit.models.image_encoder import ImageEncoder
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.commands.convert import main as convert
+from megadit.models.commands.push_pull import pull_bundle, push_bundle
+from megadit.models.convert.adapters.files import bundle_fingerprint, read_adapter, write_adapter
+from megadit.models.convert.adapters.merge import merge_bundle
+from megadit.models.lora.adapters import adapter_names
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import record_path, sha256_of, write_json
-from megadit.train.to_bundle import main as bundle_command
+from megadit.models.storage.tensor_source import from_state_dict
+from megadit.models.text_encoders.image_encoder import ImageEncoder
+from megadit.train.checkpoints.to_bundle import main as bundle_command
 from tests.bundles import random_dit
 
 from .conftest import make_adapter
@@ -399,8 +399,8 @@ def misfit(path, bundle_dir):
 
 
 def test_a_step_cache_was_not_measured_with_adapters(pipeline, one):
-    from megadit.infer.cache import CachePlan, plan_key
-    from megadit.infer.resolve import resolve_settings
+    from megadit.infer.pipeline.step_cache import CachePlan, plan_key
+    from megadit.infer.sampling.resolve import resolve_settings
 
     settings = resolve_settings(pipeline.defaults, cache_budget=0.1)
     plan = CachePlan(

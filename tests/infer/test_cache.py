@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadit.infer import calibrate_cache
-from megadit.infer.cache import CachePlan, cached, find_plan, plan_key
-from megadit.infer.calibrate_cache import relative_errors
-from megadit.infer.generate import main as generate
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.resolve import resolve_settings
-from megadit.infer.samplers import SAMPLERS
-from megadit.infer.schedules import karras_sigmas
-from megadit.infer.video_io import write_video
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.commands import calibrate_cache
+from megadit.infer.commands.calibrate_cache import relative_errors
+from megadit.infer.generate.command import main as generate
+from megadit.infer.media.video_io import write_video
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.pipeline.step_cache import CachePlan, cached, find_plan, plan_key
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.infer.sampling.samplers import SAMPLERS
+from megadit.infer.sampling.schedules import karras_sigmas
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 
 X = torch.zeros(2, 3)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.infer import generate
-from megadit.infer.classify import Classifier, accuracy, main
+from megadit.infer.commands.classify import Classifier, accuracy, main
 from megadit.infer.evaluate.videos import Clip
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.generate import command as generate
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from tests.bundles import write_classifier_bundle

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
 
 COMMON = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 4, "in_channels": 4, "crossattn_emb_size": 2}

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from megadit.infer import calibrate_cache, generate
-from megadit.infer.options import GenerateOptions
-from megadit.infer.video_io import write_video
-from megadit.models.dit import DiT
-from megadit.models.settings import SERVED, GivenSettings
-from megadit.models.shared.setting import other_names, settings_of
+from megadit.infer.commands import calibrate_cache
+from megadit.infer.generate import command as generate
+from megadit.infer.generate.options import GenerateOptions
+from megadit.infer.media.video_io import write_video
+from megadit.models.diffusion.settings import SERVED, GivenSettings
+from megadit.models.networks.dit import DiT
+from megadit.models.shared.cli.setting import other_names, settings_of
 
 from .conftest import make_adapter
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.flow_levels import FLOW_LEVELS, flow_level_sigmas, noise_of_start, with_whole_steps
-from megadit.infer.samplers import SAMPLERS
-from megadit.infer.schedules import highest_sigma, settings_sigmas
-from megadit.models.settings import SamplingSettings
+from megadit.infer.sampling.flow_levels import FLOW_LEVELS, flow_level_sigmas, noise_of_start, with_whole_steps
+from megadit.infer.sampling.samplers import SAMPLERS
+from megadit.infer.sampling.schedules import highest_sigma, settings_sigmas
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadit.infer import generate
-from megadit.infer.contact_sheet import contact_sheet, grid_columns
-from megadit.infer.generate import main
-from megadit.infer.given import GivenVideo
-from megadit.infer.outputs import output_paths
-from megadit.infer.specs import VideoSpec, prompt_lines
-from megadit.infer.video_io import read_video, write_video
-from megadit.models.bundle.words import write_words
-from megadit.models.settings import SamplingSettings
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.generate import command as generate
+from megadit.infer.generate.command import main
+from megadit.infer.generate.outputs import output_paths
+from megadit.infer.generate.specs import VideoSpec, prompt_lines
+from megadit.infer.media.contact_sheet import contact_sheet, grid_columns
+from megadit.infer.media.video_io import read_video, write_video
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders.vocabulary import write_words
 from tests.bundles import DEFAULTS
 
 
@@ -413,7 +413,7 @@ def test_options_of_memory_change_nothing_else(run, tmp_path):
 @pytest.mark.slow
 def test_two_processes_and_both_names_write_the_same_bytes(bundle_dir, tmp_path):
     written = []
-    for module in ("megadit.infer.generate", "megadit.infer.inference_dit_model"):
+    for module in ("megadit.infer.generate.command", "megadit.infer.inference_dit_model"):
         command = [sys.executable, "-m", module, "--checkpoint_path", str(bundle_dir), "--seeds", "1", "2"]
         command += ["--prompt", "a red seven", "a two", "--video_save_path", module]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.given import GivenVideo
-from megadit.infer.given_latents import Known
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.samplers import SAMPLERS
+from megadit.infer.conditioning.encode import Known
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.sampling.samplers import SAMPLERS
 from megadit.models.shared.errors import UserError
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer import graphs
-from megadit.infer.given import GivenVideo
-from megadit.infer.graphs import RecordedDenoiser
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.runtimes import cuda_graphs as graphs
+from megadit.infer.runtimes.cuda_graphs import RecordedDenoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models import conditioning as conditioning_module
-from megadit.models.conditioning import Conditioning, Given
-from megadit.models.dit import DiT
+from megadit.models.networks import conditioning as conditioning_module
+from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from tests.bundles import CONFIG
 from tests.traffic import Traffic

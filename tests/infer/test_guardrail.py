@@ -5,8 +5,8 @@ import shutil
 import numpy as np
 import pytest
 
-from megadit.infer.guardrail import Guardrail
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.hooks.guardrail import Guardrail
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 

@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from megadit.infer.guidance import Branch, classifier_free_guidance, guidance_scale, guided, in_one_batch, in_turn
-from megadit.models.conditioning import Conditioning
+from megadit.infer.sampling.guidance import (
+    Branch,
+    classifier_free_guidance,
+    guidance_scale,
+    guided,
+    in_one_batch,
+    in_turn,
+)
+from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from megadit.infer import calibrate_cache
-from megadit.infer.cache import bundle_plans
-from megadit.infer.lpips import LPIPS
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.commands import calibrate_cache
+from megadit.infer.evaluate.metrics.lpips import LPIPS
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.pipeline.step_cache import bundle_plans
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 
 torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")

@@ -13,7 +13,7 @@ SCRIPT = """
 import resource, sys
 import torch
 from megadit.export import command as export
-from megadit.infer import generate
+from megadit.infer.generate import command as generate
 
 verb, *arguments = sys.argv[1:]
 torch.ones(64, 64) @ torch.ones(64, 64)  # its threads take memory of their own

@@ -10,16 +10,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megadit.infer.generate import main
-from megadit.infer.memory_plan import Choices, describe_plan, fitting, plan_memory
+from megadit.infer.generate.command import main
+from megadit.infer.generate.memory_plan import Choices, describe_plan, fitting, plan_memory
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.settings import SamplingSettings
+from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.memory import GIB
 
 BF16 = Choices(dtype=torch.bfloat16)

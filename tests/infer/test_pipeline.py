@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer import checkpoints, text_features
-from megadit.infer.callbacks import Cancelled
-from megadit.infer.checkpoints import open_bundle
-from megadit.infer.given_latents import Known
-from megadit.infer.one_batch import solve
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.resolve import latent_size, resolve_settings, with_changed_defaults
-from megadit.infer.samplers import SAMPLERS
-from megadit.infer.schedules import karras_sigmas
-from megadit.infer.text_features import TextFeaturesCache
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.noise import Stream, latent_noise, seed_key
+from megadit.infer.conditioning.encode import Known
+from megadit.infer.pipeline import checkpoints, text_features
+from megadit.infer.pipeline.checkpoints import open_bundle
+from megadit.infer.pipeline.one_batch import solve
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.pipeline.text_features import TextFeaturesCache
+from megadit.infer.sampling.callbacks import Cancelled
+from megadit.infer.sampling.resolve import latent_size, resolve_settings, with_changed_defaults
+from megadit.infer.sampling.samplers import SAMPLERS
+from megadit.infer.sampling.schedules import karras_sigmas
+from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.diffusion.noise import Stream, latent_noise, seed_key
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders import HashedWordEncoder

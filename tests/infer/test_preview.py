@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.preview import fit_preview
+from megadit.infer.media.preview import fit_preview
 from megadit.models.tokenizers import HaarTokenizer
 
 

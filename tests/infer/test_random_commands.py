@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megadit.infer.generate import main
-from megadit.infer.options import GenerateOptions
-from megadit.infer.video_io import read_video
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.settings import GivenSettings
-from megadit.models.shared.setting import settings_of
+from megadit.infer.generate.command import main
+from megadit.infer.generate.options import GenerateOptions
+from megadit.infer.media.video_io import read_video
+from megadit.models.bundle import Bundle
+from megadit.models.diffusion.settings import GivenSettings
+from megadit.models.shared.cli.setting import settings_of
 
 from .conftest import make_adapter
 

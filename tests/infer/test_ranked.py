@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.given import GivenVideo
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.runtimes import ranked as ranked_module
-from megadit.infer.runtimes.ranked import LostRankError, Placement, RankedDenoiser
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning, Given
-from megadit.models.convert.adapter_files import read_adapter_of
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.runtimes import distributed as ranked_module
+from megadit.infer.runtimes.distributed import LostRankError, Placement, RankedDenoiser
+from megadit.models.bundle import Bundle
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.convert.adapters.files import read_adapter_of
+from megadit.models.networks.conditioning import Conditioning, Given
 from megadit.models.shared.errors import UserError
 from tests.bundles import write_pair_bundle
 
@@ -128,7 +128,7 @@ def test_an_adapter_is_forgotten_though_ranks_cannot_be_asked(ranked, bundle_dir
 
 
 def test_a_rank_that_stands_still_is_lost_and_one_that_was_slow_is_not(ranked, pipeline, monkeypatch, capfd):
-    monkeypatch.setattr("megadit.infer.runtimes.ranked.PATIENCE", 2.0)
+    monkeypatch.setattr("megadit.infer.runtimes.distributed.PATIENCE", 2.0)
     expected = pipeline(PROMPTS)
     slow = max(children())
     os.kill(slow, signal.SIGSTOP)
@@ -144,7 +144,7 @@ def test_a_rank_that_stands_still_is_lost_and_one_that_was_slow_is_not(ranked, p
 
 
 def test_a_rank_that_stands_still_takes_no_large_message_for_ever(bundle_dir, pipeline, monkeypatch, capfd):
-    monkeypatch.setattr("megadit.infer.runtimes.ranked.PATIENCE", 1.0)
+    monkeypatch.setattr("megadit.infer.runtimes.distributed.PATIENCE", 1.0)
     ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=Placement(devices=("cpu", "cpu")))
     stopped = max(children())
     os.kill(stopped, signal.SIGSTOP)
@@ -155,7 +155,7 @@ def test_a_rank_that_stands_still_takes_no_large_message_for_ever(bundle_dir, pi
 
 def test_a_rank_that_stands_still_in_its_answer_is_lost(bundle_dir, pipeline, monkeypatch, capfd):
     """An answer larger than what a socket holds: a part of it has come."""
-    monkeypatch.setattr("megadit.infer.runtimes.ranked.PATIENCE", 4.0)
+    monkeypatch.setattr("megadit.infer.runtimes.distributed.PATIENCE", 4.0)
     others = children().keys()
     ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=Placement(devices=("cpu",)))
     large = {"num_frames": 17, "height": 64, "width": 96, "num_steps": 1}
@@ -201,8 +201,8 @@ def test_ranks_end_with_who_started_them(bundle_dir, tmp_path):
     program = f"""
 import os, signal
 from pathlib import Path
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.runtimes.ranked import Placement
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.runtimes.distributed import Placement
 if __name__ == "__main__":
     pipeline = TextToVideo.from_pretrained({str(bundle_dir)!r}, device="cpu", ranks=Placement(devices=("cpu", "cpu")))
     children = Path("/proc/self/task", str(os.getpid()), "children").read_text()

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadit.infer.generate import main
-from megadit.infer.ranks import Ranks
-from megadit.infer.video_io import read_video
+from megadit.infer.generate.command import main
+from megadit.infer.media.video_io import read_video
+from megadit.infer.runtimes.ranks import Ranks
 
 from .conftest import make_adapter
 
@@ -21,7 +21,7 @@ ARGUMENTS = ["--prompt", "a red seven", "a blue two", "a green three", "--seeds"
 
 def command_of(bundle_dir, out: Path, *options: str, arguments=ARGUMENTS) -> list[str]:
     places = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", "--video_save_path", str(out)]
-    return ["-m", "megadit.infer.generate", *places, *arguments, *options]
+    return ["-m", "megadit.infer.generate.command", *places, *arguments, *options]
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.infer.generate import main
-from megadit.infer.given import GivenVideo
-from megadit.infer.outputs import read_record
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.video_io import read_comment, read_video, write_video
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.generate.command import main
+from megadit.infer.generate.outputs import read_record
+from megadit.infer.media.video_io import read_comment, read_video, write_video
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.shared.errors import UserError
 
 

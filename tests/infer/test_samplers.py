@@ -8,8 +8,8 @@ import solver_errors
 import torch
 from solver_errors import GAUSSIAN, MIXTURE, SIGMA_MAX, SIGMA_MIN, initial_state
 
-from megadit.infer import samplers
-from megadit.infer.samplers import (
+from megadit.infer.sampling import samplers
+from megadit.infer.sampling.samplers import (
     SAMPLERS,
     Randomness,
     dpmpp_3m,
@@ -17,9 +17,9 @@ from megadit.infer.samplers import (
     heun,
     num_denoiser_calls,
 )
-from megadit.infer.schedules import flow_sigmas, karras_sigmas
-from megadit.models.parameterization import Flow
-from megadit.models.settings import STOCHASTIC, find_sampler
+from megadit.infer.sampling.schedules import flow_sigmas, karras_sigmas
+from megadit.models.diffusion.parameterization import Flow
+from megadit.models.diffusion.settings import STOCHASTIC, find_sampler
 from megadit.models.shared.errors import UserError
 
 (MU,), (S,) = GAUSSIAN.means, GAUSSIAN.deviations

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.infer.resolve import resolve_settings
-from megadit.infer.schedules import (
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.infer.sampling.schedules import (
     SCHEDULES,
     flow_sigmas,
     given_sigmas,
@@ -14,8 +14,8 @@ from megadit.infer.schedules import (
     log_linear_sigmas,
     settings_sigmas,
 )
-from megadit.models.ddpm import ddpm_sigmas
-from megadit.models.settings import SamplingSettings, find_schedule, resolution_shift
+from megadit.models.diffusion.ddpm import ddpm_sigmas
+from megadit.models.diffusion.settings import SamplingSettings, find_schedule, resolution_shift
 from megadit.models.shared.errors import UserError
 
 DEFAULTS = SamplingSettings(num_steps=5, guidance=2.0, num_frames=5, height=16, width=24, fps=8)

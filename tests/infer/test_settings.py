@@ -2,7 +2,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megadit.infer.resolve import far_from_training, resolve_settings
+from megadit.infer.sampling.resolve import far_from_training, resolve_settings
 from megadit.models.shared.errors import UserError
 
 CHANGES = {

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from megadit.infer.calibrate_cache import open_trial
-from megadit.infer.generate import main
-from megadit.infer.signing import Marker, SigningOptions, load_marker
-from megadit.infer.video_io import read_comment, read_video, write_video
+from megadit.infer.commands.calibrate_cache import open_trial
+from megadit.infer.generate.command import main
+from megadit.infer.media.signing import Marker, SigningOptions, load_marker
+from megadit.infer.media.video_io import read_comment, read_video, write_video
 from megadit.models.shared.errors import UserError
 from tests.signing import manifest_of, state_of, write_chain
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.infer.classify import Classifier
-from megadit.infer.classify import main as classify
+from megadit.infer.commands.classify import Classifier
+from megadit.infer.commands.classify import main as classify
+from megadit.infer.commands.similarity import main
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import Matcher, recall
-from megadit.infer.similarity import main
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle import Bundle
 from megadit.models.shared.files import read_json
 from tests.bundles import write_clip_bundle
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.infer import tune_sampler
-from megadit.infer.generate import main as generate
-from megadit.infer.graphs import RecordedDenoiser
-from megadit.infer.memory_plan import Choices, plan_memory
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.tune_sampler import num_evaluations, ways_to_sample
+from megadit.infer.commands import tune_sampler
+from megadit.infer.commands.tune_sampler import num_evaluations, ways_to_sample
+from megadit.infer.generate.command import main as generate
+from megadit.infer.generate.memory_plan import Choices, plan_memory
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.runtimes.cuda_graphs import RecordedDenoiser
 from megadit.models.shared.errors import UserError
 from tests.bundles import CONFIG, write_tiny_bundle
 from tests.infer.test_graphs import CPU, record_on_cpu

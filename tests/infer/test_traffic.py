@@ -6,14 +6,14 @@ import numpy
 import pytest
 import torch
 
-from megadit.infer import samplers
-from megadit.infer.cache import CachePlan, plan_key
-from megadit.infer.given import GivenVideo
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.resolve import resolve_settings
-from megadit.infer.runtimes.pair import PairDenoiser
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.pipeline.step_cache import CachePlan, plan_key
+from megadit.infer.runtimes.experts import PairDenoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.dit import DiT
+from megadit.infer.sampling import samplers
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.models.networks.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from tests.bundles import CONFIG, DEFAULTS

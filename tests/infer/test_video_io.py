@@ -10,8 +10,8 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 
-from megadit.infer.animations import encode_animation
-from megadit.infer.video_io import encode_mp4, open_container, read_comment, read_video, write_video
+from megadit.infer.media.animations import encode_animation
+from megadit.infer.media.video_io import encode_mp4, open_container, read_comment, read_video, write_video
 from megadit.models.shared.errors import UserError
 
 
@@ -147,7 +147,7 @@ def test_encoding_is_reproducible():
 def test_same_frames_give_the_same_file_whatever_memory_held_before():
     program = """
 import hashlib, numpy as np
-from megadit.infer.video_io import encode_mp4
+from megadit.infer.media.video_io import encode_mp4
 squares = np.kron(np.random.default_rng(0).integers(0, 255, (6, 6, 3)), np.ones((8, 8, 1))).astype(np.uint8)
 print(hashlib.sha256(encode_mp4(np.stack([squares[i : i + 32, i : i + 32] for i in range(9)]), 8)).hexdigest())
 """
@@ -184,7 +184,7 @@ def picture(height: int, width: int) -> bytes:
 OPENED = """
 import sys
 from pathlib import Path
-from megadit.infer.video_io import open_container
+from megadit.infer.media.video_io import open_container
 def most() -> int:
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 before = most()

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megadit.infer.generate import main
-from megadit.infer.given import GivenVideo
-from megadit.infer.video_io import encode_mp4, read_video, stream_mp4
-from megadit.infer.windows import num_windows, stream_windows
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.generate.command import main
+from megadit.infer.media.video_io import encode_mp4, read_video, stream_mp4
+from megadit.infer.pipeline.windows import num_windows, stream_windows
 from megadit.models.shared.errors import UserError
 
 

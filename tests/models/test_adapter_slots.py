@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.adapter_slots import AdapterSlots, SlottedLinears
-from megadit.models.adapters import adapter_state, load_adapter, remove, set_scale
-from megadit.models.conditioning import Conditioning, Given
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.dit import DiT
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.lora.adapters import adapter_state, load_adapter, remove, set_scale
+from megadit.models.lora.inputs import AdapterSlots, SlottedLinears
+from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 
 from .test_adapters import NETWORKS, begin, everywhere, network, output, train_a_little

@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 
-from megadit.models import low_rank
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import (
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.lora import layers as low_rank
+from megadit.models.lora.adapters import (
     adapter_key,
     adapter_names,
     adapter_state,
@@ -26,10 +28,8 @@ from megadit.models.adapters import (
     targets_of,
     train_adapter_only,
 )
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.expert_config import ExpertConfig
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 
 SIZES = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 4, "crossattn_emb_size": 16, "in_channels": 2}
@@ -202,10 +202,10 @@ RESIDENT = """
 import gc, sys
 from pathlib import Path
 import torch
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import adapter_state, attach, load_adapter, remove
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.lora.adapters import adapter_state, attach, load_adapter, remove
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.dit import DiT
 
 def resident():
     gc.collect()

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megadit.models.axial import axial_layout, find_move
-from megadit.models.layout import PackLayout
+from megadit.models.networks.axial import axial_layout, find_move
 from megadit.models.ops.attention import attend_by_length_group
-from megadit.models.segments import Segment, TokenMesh
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment, TokenMesh
 
 GRIDS = ((3, 2, 4), (1, 3, 3), (2, 5, 1), (4, 1, 1), (3, 2, 4))
 """Ragged: a video, an image, a column of pixels, one pixel over time, and the first size again."""

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megadit.infer.text_features import TextFeaturesCache
+from megadit.infer.pipeline.text_features import TextFeaturesCache
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import CLIPTextEncoder, load_text_encoder
 from megadit.models.text_encoders.clip import SideBySide

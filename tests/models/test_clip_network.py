@@ -8,21 +8,21 @@ import safetensors.torch
 import torch
 from transformers import CLIPConfig, CLIPModel
 
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.clip import HIGHEST_SCALE, bounded
-from megadit.models.convert import cli
+from megadit.models.bundle import Bundle
+from megadit.models.commands import convert as cli
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.convert.published import open_published
-from megadit.models.embeddings import class_digits, token_sequence
-from megadit.models.layout import PackLayout
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.networks import build_network
+from megadit.models.networks.clip import HIGHEST_SCALE, bounded
+from megadit.models.networks.embeddings import class_digits, token_sequence
+from megadit.models.networks.registry import build_network
 from megadit.models.ops.attention import attention
-from megadit.models.segments import Segment
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
+from megadit.models.storage.weights import network_shapes
 from megadit.models.text_encoders import TokenIds, load_text_encoder
 from megadit.models.text_encoders.token_ids import learned_words
-from megadit.models.weights import network_shapes
 
 TEXTS = ["a red seven", "a green three on a table", "the number nine", ""]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -93,7 +93,7 @@ def test_a_tower_that_sees_what_follows_is_noticed(saved, monkeypatch):
     network, folder = saved
     token_BL, length_B = words().tokens(TEXTS[:1])
     expected = network(input_ids=token_BL, pixel_values=images()).text_embeds
-    monkeypatch.setattr("megadit.models.dense_layout.DenseLayout.is_causal", False)
+    monkeypatch.setattr("megadit.models.packing.dense_layout.DenseLayout.is_causal", False)
     assert (ours(folder).embed_texts(token_BL, length_B) - expected).abs().max() > 1e-3
 
 

@@ -8,15 +8,15 @@ import typing
 import pytest
 import torch
 
-from megadit.models import config as config_file
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.expert_config import ExpertConfig
-from megadit.models.families import Structure
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.settings import SamplingSettings
+from megadit.models.configs import config as config_file
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.configs.families import Structure
+from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.configs.text_tower import TextTowerConfig
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.text_tower_config import TextTowerConfig
 from megadit.train.config.schema import RunConfig
 
 

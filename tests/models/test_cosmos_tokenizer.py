@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from megadit.models.convert.cli import main as convert
-from megadit.models.convert.cosmos_tokenizer import diffusers_names
-from megadit.models.convert.tensor_archive import read_archive
+from megadit.models.commands.convert import main as convert
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_archive import read_archive
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
+from megadit.models.tokenizers.released_cosmos import diffusers_names
 from megadit.models.tokenizers.tiling import Tiles, reconstruct, tiling_error
 
 from ..half_products import counted_half_products, without_half_products

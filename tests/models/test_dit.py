@@ -6,17 +6,17 @@ import hashlib
 import pytest
 import torch
 
-from megadit.models import blocks
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dense_layout import grid_positions
-from megadit.models.dit import DiT
-from megadit.models.embeddings import patchify, rotary_table, sincos_table, unpatchify
-from megadit.models.initialize import initialize_
-from megadit.models.layout import PackLayout
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks import blocks
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.embeddings import patchify, rotary_table, sincos_table, unpatchify
+from megadit.models.networks.initialize import initialize_
 from megadit.models.ops import attention
 from megadit.models.ops.registry import Variant
-from megadit.models.segments import Segment
+from megadit.models.packing.dense_layout import grid_positions
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 
 CONFIG = DiTConfig(num_layers=2, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
 SHAPES = ((3, 4, 4), (1, 4, 6), (3, 4, 4), (2, 8, 4), (1, 4, 6))

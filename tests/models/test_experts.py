@@ -6,14 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megadit.models.blocks import swiglu
-from megadit.models.config import DiTConfig
-from megadit.models.dense_layout import DenseLayout
-from megadit.models.dit import DiT
-from megadit.models.expert_config import ExpertConfig
-from megadit.models.experts import ExpertLoad, Experts, _Balance, chosen_by_experts, chosen_by_tokens, compute_here
-from megadit.models.layout import PackLayout
-from megadit.models.segments import Segment
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.networks.blocks import swiglu
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.experts import (
+    ExpertLoad,
+    Experts,
+    _Balance,
+    chosen_by_experts,
+    chosen_by_tokens,
+    compute_here,
+)
+from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 
 TOKENS = ExpertConfig(num_experts=4, top_k=2)

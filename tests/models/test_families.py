@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.embeddings import patchify
-from megadit.models.expert_config import ExpertConfig
-from megadit.models.initialize import initialize_
-from megadit.models.layout import PackLayout
-from megadit.models.segments import Segment
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.embeddings import patchify
+from megadit.models.networks.initialize import initialize_
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 
 COMMON = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "in_channels": 4, "crossattn_emb_size": 2}

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megadit.models.conditioning import Conditioning, Given, partly_given
-from megadit.models.config import DiTConfig
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.dense_packs import pack_dense, pad_segments, unpack_dense
-from megadit.models.dit import DiT
-from megadit.models.initialize import initialize_
-from megadit.models.layout import CPU, PackLayout
-from megadit.models.parameterization import denoise_packed
-from megadit.models.segments import Segment, TokenMesh
-from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import edm_loss
-from megadit.train.noise_levels import token_noise
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.parameterization import denoise_packed
+from megadit.models.networks.conditioning import Conditioning, Given, partly_given
+from megadit.models.networks.dense_packs import pack_dense, pad_segments, unpack_dense
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.initialize import initialize_
+from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.segments import Segment, TokenMesh
+from megadit.train.data.packs.packed_batch import PackedBatch
+from megadit.train.objectives.denoise import edm_loss
+from megadit.train.objectives.noise_levels import token_noise
 
 CONFIG = DiTConfig(
     num_layers=2,

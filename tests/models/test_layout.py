@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megadit.models.blocks import BlockInputs
-from megadit.models.dense_layout import DenseLayout
-from megadit.models.kept import Kept
-from megadit.models.layout import CPU, PackLayout
-from megadit.models.segments import LengthGroup, Piece, Segment, TokenMesh, text_of_group
+from megadit.models.cache import Kept
+from megadit.models.networks.blocks import BlockInputs
+from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.segments import LengthGroup, Piece, Segment, TokenMesh, text_of_group
 from megadit.models.shared.errors import UserError
 
 CLIP, IMAGE = Segment((3, 2, 2), 4), Segment((1, 2, 3), 0)

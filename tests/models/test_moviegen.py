@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megadit import models
-from megadit.models.blocks import BlockInputs
-from megadit.models.bundle.tensor_source import from_state_dict
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.convert import nemo_moviegen
 from megadit.models.convert.converted import to_ours, to_theirs
-from megadit.models.dense_layout import DenseLayout
-from megadit.models.dit import DiT
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.weights import network_shapes
+from megadit.models.networks.blocks import BlockInputs
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.storage.tensor_source import from_state_dict
+from megadit.models.storage.weights import network_shapes
 
 BILLION = 1e9
 WIDTH, HEADS, GROUPS, HEAD, TEXT = 288, 16, 8, 18, 24

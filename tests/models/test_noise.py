@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megadit.models.noise import (
+from megadit.models.diffusion.noise import (
     Stream,
     latent_noise,
     normal,
@@ -121,7 +121,7 @@ def test_extreme_words_give_finite_normals(monkeypatch):
     for radius_word in (0, largest):
         for angle_word in (0, 2**30 - 1, 2**30, 2**31, 3 * 2**30, largest):
             words = torch.tensor([[[radius_word, angle_word, radius_word, angle_word]]])
-            monkeypatch.setattr("megadit.models.noise._words", lambda *_, words=words: words)
+            monkeypatch.setattr("megadit.models.diffusion.noise._words", lambda *_, words=words: words)
             numbers = normal(*rows(1), 4, stream=0)
             assert numbers.isfinite().all()
             radius = numbers[0, :2].norm().item()
@@ -132,7 +132,7 @@ def test_extreme_words_give_finite_normals(monkeypatch):
 def test_box_muller_agrees_with_library_functions(monkeypatch):
     """The series for logarithm, cosine and sine, to float32's last bit or so."""
     words = torch.randint(0, 2**32, (1000, 8, 4), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr("megadit.models.noise._words", lambda *_: words)
+    monkeypatch.setattr("megadit.models.diffusion.noise._words", lambda *_: words)
     numbers = normal(*rows(1000), 32, stream=0).double().unflatten(1, (8, 2, 2))
     radius = (-2 * ((words[..., 0::2].double() + 0.5) / 2**32).log()).sqrt()
     # Quarter q holds the angles from q pi/2 - pi/4 to q pi/2 + pi/4.
@@ -147,7 +147,7 @@ def test_uniform_numbers_are_uniform_and_never_0_or_1(monkeypatch):
     expected = numbers.numel() / 64
     # chi-squared with 63 degrees of freedom: mean 63, standard deviation 11.2
     assert ((histogram - expected) ** 2 / expected).sum() < 63 + 5 * 11.2
-    monkeypatch.setattr("megadit.models.noise._words", lambda *_: torch.tensor([[[0, 2**32 - 1, 1, 2]]]))
+    monkeypatch.setattr("megadit.models.diffusion.noise._words", lambda *_: torch.tensor([[[0, 2**32 - 1, 1, 2]]]))
     numbers = uniform(*rows(1), 4, stream=0)
     assert numbers.min() > 0 and numbers.max() < 1
 

@@ -7,13 +7,13 @@ import pytest
 
 SCRIPT = """
 import random, torch
-from megadit.models.blocks import BlockInputs, DiTBlock
-from megadit.models.config import DiTConfig
-from megadit.models.embeddings import rotary_table
-from megadit.models.layout import PackLayout
+from megadit.models.networks.blocks import BlockInputs, DiTBlock
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.embeddings import rotary_table
+from megadit.models.packing.layout import PackLayout
 from megadit.models.machine import peak_memory
 from megadit.models.ops.ledger import cheap_values_recomputed
-from megadit.models.segments import Segment
+from megadit.models.packing.segments import Segment
 
 TOKENS, SEGMENTS, TEXT = 65536, 40, 20
 random.seed(0)

@@ -5,13 +5,13 @@ from typing import get_args
 import pytest
 import torch
 
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig, Preconditioner
-from megadit.models.ddpm import ddpm_sigmas
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.dit import DiT
-from megadit.models.initialize import initialize_
-from megadit.models.parameterization import EDM, VP, Flow, VPVelocity, parameterization_of
+from megadit.models.configs.config import DiTConfig, Preconditioner
+from megadit.models.diffusion.ddpm import ddpm_sigmas
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.parameterization import EDM, VP, Flow, VPVelocity, parameterization_of
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.initialize import initialize_
 
 SIGMAS = torch.logspace(-3, 2, 11, dtype=torch.float64)
 

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megadit.models import blocks
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.embeddings import patchify
-from megadit.models.layout import PackLayout
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks import blocks
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.embeddings import patchify
 from megadit.models.ops import ledger
-from megadit.models.segments import Segment
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 
 CONFIG = DiTConfig(num_layers=1, hidden_size=48, num_attention_heads=2, in_channels=4, crossattn_emb_size=8)
 SIGMAS = (0.002, 80.0, 1e-5, 1e4, 0.5)

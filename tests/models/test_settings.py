@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megadit.infer.flow_levels import FLOW_LEVELS
-from megadit.infer.samplers import SAMPLERS as SAMPLER_FUNCTIONS
-from megadit.infer.schedules import SCHEDULES as SCHEDULE_FUNCTIONS
-from megadit.models import settings
-from megadit.models.settings import (
+from megadit.infer.sampling.flow_levels import FLOW_LEVELS
+from megadit.infer.sampling.samplers import SAMPLERS as SAMPLER_FUNCTIONS
+from megadit.infer.sampling.schedules import SCHEDULES as SCHEDULE_FUNCTIONS
+from megadit.models.diffusion import settings
+from megadit.models.diffusion.settings import (
     OF_ADAPTERS,
     SAMPLERS,
     SCHEDULES,
@@ -23,8 +23,8 @@ from megadit.models.settings import (
     resolve,
     switched_off,
 )
+from megadit.models.shared.cli.setting import settings_of
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.setting import settings_of
 
 DEFAULTS = SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0)
 
@@ -106,7 +106,13 @@ def test_a_shift_that_suits_no_resolution_is_refused():
 
 
 def test_nothing_here_brings_torch():
-    light = ["models.settings", "serve.contract", "serve.ask", "serve.gateway.schemas", "serve.gateway.store"]
+    light = [
+        "models.diffusion.settings",
+        "serve.contract",
+        "serve.ask",
+        "serve.gateway.http.schemas",
+        "serve.gateway.store.store",
+    ]
     code = f"import sys\nfor name in {light}: __import__('megadit.' + name)\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -114,7 +120,7 @@ def test_nothing_here_brings_torch():
 # ------------------------------------------------------------------------------------- one line adds a setting
 
 
-PAGE = Path(settings.__file__).parents[1] / "docs" / "extend.md"
+PAGE = Path(settings.__file__).parents[2] / "docs" / "extend.md"
 ADDED = PAGE.read_text(encoding="utf-8").split("```python setting\n")[1].split("```")[0]
 SHOW = """
 import importlib.abc, importlib.util, json, sys
@@ -122,7 +128,7 @@ from contextlib import suppress
 
 class Changed(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
     def find_spec(self, name, path, target=None):
-        if name == "megadit.models.settings":
+        if name == "megadit.models.diffusion.settings":
             return importlib.util.spec_from_file_location(name, sys.argv[1], loader=self)
     def get_filename(self, name):
         return sys.argv[1]
@@ -132,13 +138,13 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 sys.meta_path.insert(0, Changed())
 from pathlib import Path
 from unittest.mock import MagicMock
-from megadit.infer.specs import video_grid
-from megadit.infer.options import parse
-from megadit.models.settings import SamplingSettings
-from megadit.models.shared import verbs
+from megadit.infer.generate.specs import video_grid
+from megadit.infer.generate.options import parse
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.shared.cli import verbs
 from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
-from megadit.serve.gateway.app import create_app
-from megadit.serve.model_config import Scheduling, service_config
+from megadit.serve.gateway.http.app import create_app
+from megadit.serve.repository.model_config import Scheduling, service_config
 
 for verb in ("generate", "serve ask"):
     with suppress(SystemExit):

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from megadit.models.axial import AxialInputs, axial_layout, move
-from megadit.models.blocks import BlockInputs, STDiTBlock
-from megadit.models.config import DiTConfig
-from megadit.models.layout import PackLayout
-from megadit.models.segments import Segment
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.axial import AxialInputs, axial_layout, move
+from megadit.models.networks.blocks import BlockInputs, STDiTBlock
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 
 CONFIG = DiTConfig(
     family="st_dit", num_layers=1, hidden_size=24, num_attention_heads=2, ffn_hidden_size=40, qk_layernorm=False

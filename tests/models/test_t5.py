@@ -169,7 +169,7 @@ def test_eight_bits_are_asked_of_transformers(directory, asked, monkeypatch):
     """In settings of its own; weights are quantised on a GPU alone."""
     from transformers import BitsAndBytesConfig
 
-    from megadit.models.bundle import pretrained
+    from megadit.models.storage import pretrained
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(pretrained, "find_spec", lambda library: library)
@@ -179,7 +179,7 @@ def test_eight_bits_are_asked_of_transformers(directory, asked, monkeypatch):
 
 
 def test_placements_name_the_library_that_is_missing(directory, monkeypatch):
-    from megadit.models.bundle import pretrained
+    from megadit.models.storage import pretrained
 
     monkeypatch.setattr(
         pretrained, "find_spec", lambda library: None if library in ("bitsandbytes", "accelerate") else library

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.models.bundle.wrapped import open_tensor_file
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.wrapped import open_tensor_file
 from megadit.models.text_encoders import CLIPTextEncoder, T5TextEncoder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

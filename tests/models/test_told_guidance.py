@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.conditioning import Conditioning, Given, partly_given
-from megadit.models.config import DiTConfig
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.dense_packs import pack_dense, unpack_dense
-from megadit.models.dit import DiT
-from megadit.models.initialize import initialize_
-from megadit.models.parameterization import denoise_packed
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.parameterization import denoise_packed
+from megadit.models.networks.conditioning import Conditioning, Given, partly_given
+from megadit.models.networks.dense_packs import pack_dense, unpack_dense
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.initialize import initialize_
 
 SMALL = dict(num_layers=1, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
 NETWORKS = {

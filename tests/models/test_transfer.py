@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.infer.samplers import SAMPLERS
-from megadit.models import transfer
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.layout import PackLayout
-from megadit.models.segments import Segment
-from megadit.models.transfer import sent_together
-from megadit.models.unet import UNet
-from megadit.models.unet_config import USUAL, UNetConfig
-from megadit.train.adamw import HalfMomentAdamW
+from megadit.infer.sampling.samplers import SAMPLERS
+from megadit.models import host_to_device as transfer
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.unet import USUAL, UNetConfig
+from megadit.models.host_to_device import sent_together
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.unet import UNet
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.data.packed_batch import PackFormat, TrainingSample
-from megadit.train.training_model import TrainingModel
+from megadit.train.data.packs.packed_batch import PackFormat, TrainingSample
+from megadit.train.engine.model import TrainingModel
+from megadit.train.optim.adamw import HalfMomentAdamW
 from tests.stable_diffusion import UNETS
 from tests.traffic import Traffic
 

@@ -7,18 +7,18 @@ import safetensors.torch
 import torch
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert import cli
+from megadit.models.bundle import Bundle
+from megadit.models.commands import convert as cli
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.convert.published import open_published
-from megadit.models.embeddings import token_sequence
-from megadit.models.layout import PackLayout
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.networks import build_network
-from megadit.models.segments import Segment
+from megadit.models.networks.embeddings import token_sequence
+from megadit.models.networks.registry import build_network
+from megadit.models.networks.vit import resized_positions
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.vit import resized_positions
-from megadit.models.weights import network_shapes
+from megadit.models.storage.weights import network_shapes
 
 SIZES = {
     "hidden_size": 32,

@@ -23,7 +23,7 @@ def bundle_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pipeline(bundle_dir):
-    from megadit.infer.pipeline import TextToVideo
+    from megadit.infer.pipeline.pipeline import TextToVideo
 
     return TextToVideo.from_pretrained(bundle_dir, device="cpu")
 
@@ -38,7 +38,7 @@ def able_dir(bundle_dir, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def able(able_dir):
-    from megadit.infer.pipeline import TextToVideo
+    from megadit.infer.pipeline.pipeline import TextToVideo
 
     return TextToVideo.from_pretrained(able_dir, device="cpu")
 
@@ -46,9 +46,9 @@ def able(able_dir):
 @pytest.fixture(scope="session")
 def able_server(tritonserver, able_dir, tmp_path_factory):
     """One tritonserver of that bundle, under torch."""
-    from megadit.serve.build_repository import build_repository
-    from megadit.serve.local_server import LocalServer
-    from megadit.serve.model_config import Scheduling
+    from megadit.serve.launch.local_server import LocalServer
+    from megadit.serve.repository.build import build_repository
+    from megadit.serve.repository.model_config import Scheduling
 
     folder = tmp_path_factory.mktemp("able_models")
     repository = build_repository(able_dir, folder / "repository", scheduling=Scheduling(device="cpu"))
@@ -59,7 +59,7 @@ def able_server(tritonserver, able_dir, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tritonserver():
     """Skips, with the reason, where no tritonserver can be started; nothing is tested against a stand-in."""
-    from megadit.serve.triton_binary import find_triton
+    from megadit.serve.launch.triton_binary import find_triton
 
     if shutil.which("tritonserver") is None and importlib.util.find_spec("pytriton") is None:
         pytest.skip("no tritonserver: neither the vendor's nor nvidia-pytriton's")
@@ -82,8 +82,8 @@ def adapter_dir(bundle_dir, tmp_path_factory):
 @pytest.fixture(scope="session")
 def repository(bundle_dir, adapter_dir, tmp_path_factory):
     """A repository with room for requests that take a while."""
-    from megadit.serve.build_repository import build_repository
-    from megadit.serve.model_config import Scheduling
+    from megadit.serve.repository.build import build_repository
+    from megadit.serve.repository.model_config import Scheduling
 
     return build_repository(
         bundle_dir,
@@ -143,7 +143,7 @@ def traces():
 @pytest.fixture(scope="session")
 def server(tritonserver, repository, kept_running, traces, tmp_path_factory):
     """One tritonserver for every test that does not stop it."""
-    from megadit.serve.local_server import LocalServer
+    from megadit.serve.launch.local_server import LocalServer
 
     log = tmp_path_factory.mktemp("log") / "triton.log"
     with pytest.MonkeyPatch.context() as patch:

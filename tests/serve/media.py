@@ -6,8 +6,8 @@ import zlib
 
 import numpy as np
 
-from megadit.infer.animations import encode_animation, encode_image
-from megadit.infer.video_io import encode_mp4
+from megadit.infer.media.animations import encode_animation, encode_image
+from megadit.infer.media.video_io import encode_mp4
 
 
 def clip(num_frames: int, seed: int, height: int = 16, width: int = 24) -> np.ndarray:

@@ -16,24 +16,24 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megadit.infer import adapters as shelf
-from megadit.infer import batches
-from megadit.infer.check_adapter import problem_of
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.video_io import encode_mp4
-from megadit.models.adapters import adapter_names
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.adapter_files import read_adapter, with_base, write_adapter
-from megadit.models.named_adapters import adapters_in, find_adapter
-from megadit.models.shared import verbs
+from megadit.infer.commands.check_adapter import problem_of
+from megadit.infer.media.video_io import encode_mp4
+from megadit.infer.pipeline import adapters as shelf
+from megadit.infer.pipeline import batches
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.convert.adapters.files import read_adapter, with_base, write_adapter
+from megadit.models.lora.adapters import adapter_names
+from megadit.models.lora.named import adapters_in, find_adapter
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import AdapterNotFoundError, InvalidRequestError
-from megadit.serve.build_repository import build_repository, service_info
+from megadit.serve.backend.engine import Engine
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.engine import Engine
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.events import AdapterNotFoundError, InvalidRequestError
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository, service_info
+from megadit.serve.repository.model_config import Scheduling
 from tests.bundles import write_pair_bundle
 from tests.infer.conftest import make_adapter
 
@@ -51,7 +51,7 @@ def engine(bundle_dir, adapter_dir):
 @pytest.fixture
 def frames(monkeypatch):
     """Videos are frames as they are, before they are encoded."""
-    monkeypatch.setattr("megadit.serve.engine.encode_mp4", lambda video, fps, metadata: video.tobytes())
+    monkeypatch.setattr("megadit.serve.backend.engine.encode_mp4", lambda video, fps, metadata: video.tobytes())
 
 
 REQUEST = VideoRequest(prompt="a red seven", seed=5)

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megadit.infer.video_io import read_video
-from megadit.serve.build_repository import build_repository
-from megadit.serve.local_server import Ports
-from megadit.serve.model_config import Scheduling
+from megadit.infer.media.video_io import read_video
+from megadit.serve.launch.local_server import Ports
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 from tests.documents import ROOT, Block, blocks
 
 SECONDS_TO_START = 180

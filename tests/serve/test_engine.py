@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megadit.infer.resolve import with_changed_defaults
-from megadit.infer.video_io import encode_mp4
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.media.video_io import encode_mp4
+from megadit.infer.sampling.resolve import with_changed_defaults
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import ClassLabels
-from megadit.serve.answers import (
+from megadit.serve.backend.engine import Engine, OpenRequest
+from megadit.serve.contract import VideoRequest
+from megadit.serve.events import (
     CancelledError,
     DeadlineExceededError,
     InvalidRequestError,
@@ -22,9 +24,7 @@ from megadit.serve.answers import (
     StepDone,
     VideoResult,
 )
-from megadit.serve.build_repository import service_info
-from megadit.serve.contract import VideoRequest
-from megadit.serve.engine import Engine, OpenRequest
+from megadit.serve.repository.build import service_info
 
 
 @dataclass
@@ -224,7 +224,7 @@ def test_the_denoiser_rests_when_nobody_waits(engine, pipeline, monkeypatch):
 
 
 def test_later_batches_are_made_when_the_first_was_for_nobody(engine, monkeypatch):
-    monkeypatch.setattr("megadit.infer.batches.TOKENS_PER_BATCH", 1)
+    monkeypatch.setattr("megadit.infer.pipeline.batches.TOKENS_PER_BATCH", 1)
     gone, stays = Asker(VideoRequest(prompt="a", seed=1), cancel_at=1), Asker(VideoRequest(prompt="b", seed=2))
     run(engine, gone, stays)
     assert isinstance(gone.endings[0], CancelledError)
@@ -256,7 +256,7 @@ def test_a_fault_ends_its_group_alone(engine, monkeypatch):
     def faulty(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("megadit.serve.engine.encode_image", faulty)
+    monkeypatch.setattr("megadit.serve.backend.engine.encode_image", faulty)
     image, video = Asker(VideoRequest(prompt="a", num_frames=1)), Asker(VideoRequest(prompt="a"))
     run(engine, image, video)
     assert type(image.endings[0]) is ServiceError
@@ -325,7 +325,7 @@ def test_an_unknown_class_is_told_to_who_asked_for_it(engine, pipeline, monkeypa
 
 
 def test_videos_that_were_sent_before_a_fault_are_not_sent_again(engine, pipeline, monkeypatch):
-    monkeypatch.setattr("megadit.infer.batches.TOKENS_PER_BATCH", 1)
+    monkeypatch.setattr("megadit.infer.pipeline.batches.TOKENS_PER_BATCH", 1)
     sample, calls = pipeline._sample, []
 
     def faulty(batch, *arguments):
@@ -354,6 +354,6 @@ def test_a_text_is_measured_by_what_it_costs(engine, pipeline):
 def test_what_serves_holds_no_library_that_it_does_not_use():
     """torch's distributed checkpoints bring sympy along: 50 MB of each process."""
     names = ("torch.distributed.checkpoint", "sympy")
-    code = f"import sys, megadit.serve.engine; print([name in sys.modules for name in {names}])"
+    code = f"import sys, megadit.serve.backend.engine; print([name in sys.modules for name in {names}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[False, False]\n"

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import read_comment, read_video, write_video
+from megadit.infer.media.video_io import read_comment, read_video, write_video
 from megadit.serve.examples import with_megadit, with_tritonclient
 
 

@@ -12,14 +12,14 @@ import pytest
 from PIL import Image
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import InvalidRequestError
-from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.events import InvalidRequestError
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 from tests.infer.conftest import make_adapter
 
 PATTERNS = ("blocks.*", "final_layer.*")

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.infer.classify import Classifier
+from megadit.infer.commands.classify import Classifier
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import Matcher
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared import verbs
+from megadit.models.bundle import Bundle
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve.build_repository import build_repository
+from megadit.serve.backend.features import MODELS, Features
 from megadit.serve.contract import Limits
-from megadit.serve.feature_repository import LIMITS, build_feature_repository
-from megadit.serve.features import MODELS, Features
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.features import LIMITS, build_feature_repository
+from megadit.serve.repository.model_config import Scheduling
 from tests.bundles import write_classifier_bundle, write_clip_bundle
 from tests.serve.test_build_repository import parse
 

@@ -10,16 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from megadit.models.settings import SERVED
-from megadit.models.shared import verbs
-from megadit.models.shared.setting import other_names
-from megadit.serve import ask, build_repository, run, up
-from megadit.serve.answers import UnavailableError, VideoResult
+from megadit.models.diffusion.settings import SERVED
+from megadit.models.shared.cli import verbs
+from megadit.models.shared.cli.setting import other_names
+from megadit.serve import ask
 from megadit.serve.client import Generation
 from megadit.serve.contract import VideoRequest
+from megadit.serve.events import UnavailableError, VideoResult
 from megadit.serve.gateway import command
 from megadit.serve.gateway.service import GatewaySettings
+from megadit.serve.launch import run, up
 from megadit.serve.page import demo
+from megadit.serve.repository import build as build_repository
 
 
 class ReachedError(Exception):

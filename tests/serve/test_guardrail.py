@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from megadit.infer.guardrail import Guardrail
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.hooks.guardrail import Guardrail
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import HeldBackError, InvalidRequestError
-from megadit.serve.build_repository import build_repository, service_info
+from megadit.serve.backend.engine import Engine
 from megadit.serve.contract import VideoRequest
-from megadit.serve.engine import Engine
+from megadit.serve.events import HeldBackError, InvalidRequestError
+from megadit.serve.repository.build import build_repository, service_info
 
 from .test_engine import Asker, run
 
@@ -50,7 +50,7 @@ def guarded(pipeline, bundle_dir, tmp_path):
 
 
 def test_what_is_held_back_ends_alone(guarded, pipeline, monkeypatch):
-    monkeypatch.setattr("megadit.serve.engine.encode_mp4", lambda video, fps, metadata: video.tobytes())
+    monkeypatch.setattr("megadit.serve.backend.engine.encode_mp4", lambda video, fps, metadata: video.tobytes())
     faults = {2: "throw", 3: "hold", 4: "wrong", 5: "none"}
     engine = guarded(faults | {6: "black"})
     askers = {seed: Asker(replace(REQUEST, seed=seed)) for seed in range(1, 7)}

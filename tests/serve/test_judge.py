@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megadit.infer.judge import Judge
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.hooks.scorer import Judge
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import InvalidRequestError
-from megadit.serve.build_repository import build_repository, service_info
+from megadit.serve.backend.engine import Engine
 from megadit.serve.contract import VideoRequest
-from megadit.serve.engine import Engine
+from megadit.serve.events import InvalidRequestError
+from megadit.serve.repository.build import build_repository, service_info
 
 from .test_engine import Asker, run
 

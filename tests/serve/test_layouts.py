@@ -10,17 +10,17 @@ import torch
 from PIL import Image
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.cli import main
-from megadit.models.convert.merge import merge_bundle
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.commands.convert import main
+from megadit.models.convert.adapters.merge import merge_bundle
 from megadit.models.text_encoders import HashedWordEncoder
-from megadit.serve.build_repository import build_repository, service_info
+from megadit.serve.backend.engine import Engine
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.engine import Engine
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository, service_info
+from megadit.serve.repository.model_config import Scheduling
 from tests.infer.conftest import make_adapter
 from tests.models.convert.test_layouts import READ
 

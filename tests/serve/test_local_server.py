@@ -15,14 +15,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megadit.models.shared import verbs
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve import local_server, run, triton_binary, up
-from megadit.serve.answers import ServiceError
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import SECRET_HEADER, SHARED_MEMORY, LocalServer, Ports, check_repository, secret_in
-from megadit.serve.run import docker_command
+from megadit.serve.events import ServiceError
+from megadit.serve.launch import local_server, run, triton_binary, up
+from megadit.serve.launch.local_server import (
+    SECRET_HEADER,
+    SHARED_MEMORY,
+    LocalServer,
+    Ports,
+    check_repository,
+    secret_in,
+)
+from megadit.serve.launch.run import docker_command
 
 
 def processes_of(group: int) -> list[int]:
@@ -139,7 +146,7 @@ def test_a_server_whose_owner_is_killed_goes_too(tritonserver, repository, tmp_p
     program = f"""
 import time
 from pathlib import Path
-from megadit.serve.local_server import LocalServer
+from megadit.serve.launch.local_server import LocalServer
 with LocalServer({str(repository)!r}, log=Path({str(tmp_path / "log")!r}), stop_seconds=5) as server:
     print(server.process.pid, server._prefix, flush=True)
     time.sleep(600)
@@ -160,7 +167,7 @@ def test_the_command_restarts_what_dies_and_ends_when_told(tritonserver, reposit
     command = [
         sys.executable,
         "-m",
-        "megadit.models.shared.verbs",
+        "megadit.models.shared.cli.verbs",
         "serve",
         "run",
         str(repository),

@@ -6,22 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megadit.infer.given import GivenVideo
-from megadit.infer.media import decode
-from megadit.infer.media_reader import MediaReader
-from megadit.infer.video_io import read_video
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.given_settings import GIVEN, MEDIA, GivenOptions, MediaLimits
-from megadit.models.shared import verbs
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.media.reader import MediaReader
+from megadit.infer.media.untrusted import decode
+from megadit.infer.media.video_io import read_video
+from megadit.models.bundle import Bundle
+from megadit.models.diffusion.conditioning_settings import GIVEN, MEDIA, GivenOptions, MediaLimits
+from megadit.models.shared.cli import verbs
+from megadit.models.shared.cli.setting import settings_of
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.setting import settings_of
-from megadit.serve.answers import InvalidRequestError
 from megadit.serve.ask import given_values
-from megadit.serve.build_repository import service_info
+from megadit.serve.backend.engine import Engine
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import INPUTS, VideoRequest
-from megadit.serve.engine import Engine
-from megadit.train.data.given import USES
+from megadit.serve.events import InvalidRequestError
+from megadit.serve.repository.build import service_info
+from megadit.train.data.packs.conditioning import USES
 
 from .media import GIF, HALF, HOSTILE, MASK, MP4, OTHER_PNG, PNG
 from .test_engine import Asker, run
@@ -81,7 +81,8 @@ def test_requests_of_every_kind_in_one_batch_are_those_of_generate(engine, able,
     """Frames as they are, before they are encoded."""
     made = {}
     monkeypatch.setattr(
-        "megadit.serve.engine.encode_mp4", lambda video, fps, metadata: made.setdefault(len(made), video).tobytes()
+        "megadit.serve.backend.engine.encode_mp4",
+        lambda video, fps, metadata: made.setdefault(len(made), video).tobytes(),
     )
     askers = {name: Asker(request_of(name)) for name in CASES}
     twice = Asker(replace(request_of("first frame"), num_videos=2))
@@ -200,7 +201,7 @@ def test_a_decoder_that_dies_or_hangs_costs_its_file_alone(monkeypatch):
     first.kill()
     first.wait()
     assert np.array_equal(reader.read(PNG), FRAME), "one that is gone is replaced"
-    monkeypatch.setattr("megadit.infer.media_reader._SECONDS", 0.0)
+    monkeypatch.setattr("megadit.infer.media.reader._SECONDS", 0.0)
     with pytest.raises(UserError, match="came to no end"):
         reader.read(MP4)
     monkeypatch.undo()
@@ -225,7 +226,7 @@ def test_served_videos_are_those_of_generate(able_server, able, able_dir, tmp_pa
     """Through gRPC and HTTP, one after the other and all at once; and the commands."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from megadit.infer.video_io import encode_mp4
+    from megadit.infer.media.video_io import encode_mp4
 
     from .test_triton import frames_of
 

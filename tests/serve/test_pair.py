@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.infer.pipeline import TextToVideo
-from megadit.serve.build_repository import build_repository
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 from tests.bundles import write_pair_bundle
 from tests.infer.conftest import make_adapter
 

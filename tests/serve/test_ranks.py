@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.models.shared import verbs
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import ServiceError
-from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.events import ServiceError
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 
 REQUEST = VideoRequest(prompt="a red seven", seed=5, num_frames=1)
 """An image, which is sent without loss."""

@@ -2,17 +2,17 @@
 
 import pytest
 
-from megadit.infer.signing import Marker, SigningOptions
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared import verbs
+from megadit.infer.media.signing import Marker, SigningOptions
+from megadit.models.bundle import Bundle
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve.build_repository import build_repository, service_info
+from megadit.serve.backend.engine import Engine
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.engine import Engine
-from megadit.serve.local_server import LocalServer, Ports
-from megadit.serve.model_config import PATHS, Scheduling, parameter_in
-from megadit.serve.run import docker_command
+from megadit.serve.launch.local_server import LocalServer, Ports
+from megadit.serve.launch.run import docker_command
+from megadit.serve.repository.build import build_repository, service_info
+from megadit.serve.repository.model_config import PATHS, Scheduling, parameter_in
 from tests.signing import state_of, write_chain
 
 from .test_engine import Asker, run

@@ -4,11 +4,11 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.serve.build_repository import build_repository
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import LocalServer
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("tritonclient.grpc")

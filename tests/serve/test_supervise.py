@@ -15,9 +15,9 @@ import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.ports import free_ports
-from megadit.serve import up
+from megadit.serve.launch import up
+from megadit.serve.launch.up import _renew, ask_to_renew, noted, supervise
 from megadit.serve.supervise import Child, OwnedProcess, answers, keep_running
-from megadit.serve.up import _renew, ask_to_renew, noted, supervise
 
 
 class FakeServer:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.infer.pipeline import TextToVideo
-from megadit.serve.answers import InvalidRequestError
-from megadit.serve.build_repository import build_repository
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import LocalServer
+from megadit.serve.events import InvalidRequestError
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
 from tests.bundles import CONFIG, write_tiny_bundle
 
 pytest.importorskip("tritonclient.grpc")

@@ -13,9 +13,11 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import encode_mp4
-from megadit.models.shared import verbs
-from megadit.serve.answers import (
+from megadit.infer.media.video_io import encode_mp4
+from megadit.models.shared.cli import verbs
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import IMAGE_MODEL, VideoRequest
+from megadit.serve.events import (
     CancelledError,
     DeadlineExceededError,
     InvalidRequestError,
@@ -23,8 +25,6 @@ from megadit.serve.answers import (
     UnavailableError,
     VideoResult,
 )
-from megadit.serve.client import VideoClient
-from megadit.serve.contract import IMAGE_MODEL, VideoRequest
 
 tritonclient = pytest.importorskip("tritonclient.grpc")
 

@@ -13,7 +13,7 @@ import pytest
 
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import SECRET_HEADER, SHARED_MEMORY, LocalServer
+from megadit.serve.launch.local_server import SECRET_HEADER, SHARED_MEMORY, LocalServer
 
 grpcclient = pytest.importorskip("tritonclient.grpc")
 

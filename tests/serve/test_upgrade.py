@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle
-from megadit.serve.build_repository import build_repository
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.serve.repository.build import build_repository
 
 MEANS = np.array(
     [

@@ -122,7 +122,7 @@ def write_noise_dataset(root: Path, *, is_prior: bool = False) -> None:
 @pytest.fixture(scope="session")
 def tiny_arguments(tiny_dataset) -> tuple[str, ...]:
     """A command that trains on `tiny_dataset`, but for train.output_dir."""
-    from megadit.train.data.dataset_info import DatasetInfo
+    from megadit.train.dataset.dataset_info import DatasetInfo
 
     info = DatasetInfo.read(tiny_dataset)
     return (

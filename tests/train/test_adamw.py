@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from megadit.train import adamw
-from megadit.train.adamw import HalfMomentAdamW, round_at_random
+from megadit.train.optim import adamw
+from megadit.train.optim.adamw import HalfMomentAdamW, round_at_random
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.adapters import adapter_key, targets_of
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.lora.adapters import adapter_key, targets_of
 from megadit.models.megatron.checkpoint import NETWORK, _read, model_key
 
 from .conftest import MOVIEGEN, distance

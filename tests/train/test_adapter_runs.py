@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import adapter_state, attach, check_state, fingerprint
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.dit import DiT
+from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.lora.adapters import adapter_state, attach, check_state, fingerprint
 from megadit.models.megatron.checkpoint import _read, base_of, find_checkpoints, read_adapter, read_network
-from megadit.models.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer

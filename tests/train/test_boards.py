@@ -14,10 +14,10 @@ from importlib.machinery import ModuleSpec
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import write_video
-from megadit.train import boards
-from megadit.train.boards import open_boards
-from megadit.train.metrics import Metrics
+from megadit.infer.media.video_io import write_video
+from megadit.train.monitoring import trackers as boards
+from megadit.train.monitoring.metrics import Metrics
+from megadit.train.monitoring.trackers import open_boards
 from megadit.train.recipes import load_recipe
 
 FRAMES = np.random.default_rng(0).integers(0, 255, (3, 16, 24, 3), dtype=np.uint8)

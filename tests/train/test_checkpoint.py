@@ -9,9 +9,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megadit.models.megatron.checkpoint import CONFIG, DESCRIPTION, STATE, SUMS, TENSORS, find_checkpoints
 from megadit.models.shared.files import write_json
-from megadit.train.checkpoint import _delete_old
-from megadit.train.kept import _differ
-from megadit.train.whole_folders import reason_of
+from megadit.train.checkpoints.atomic_folders import reason_of
+from megadit.train.checkpoints.checkpoint import _delete_old
+from megadit.train.checkpoints.fixed_settings import _differ
 
 
 def full_disk():

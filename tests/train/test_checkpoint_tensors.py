@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch import nn
 
-from megadit.train import checkpoint_tensors
-from megadit.train.adamw import HalfMomentAdamW
-from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.optimizer_state import OwnedSlice
+from megadit.train.checkpoints import tensors as checkpoint_tensors
+from megadit.train.checkpoints.tensors import TrainedTensors
+from megadit.train.optim.adamw import HalfMomentAdamW
+from megadit.train.optim.state import OwnedSlice
 
 SHAPES = {"a.weight": (6, 4), "b.weight": (3, 4), "c.weight": (40, 4), "d.bias": (5,)}
 GPU = torch.device("meta")

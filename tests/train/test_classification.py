@@ -9,27 +9,27 @@ import imageio.v3 as iio
 import pytest
 import torch
 
-from megadit.infer.classify import main as classify
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.embeddings import class_digits
-from megadit.models.networks import build_network
-from megadit.models.noise import sample_key
-from megadit.models.segments import Segment
-from megadit.models.settings import SamplingSettings
+from megadit.infer.commands.classify import main as classify
+from megadit.models.bundle import write_bundle
+from megadit.models.diffusion.noise import sample_key
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.embeddings import class_digits
+from megadit.models.networks.registry import build_network
+from megadit.models.networks.vit import resized_positions
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders import ClassLabels
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.models.vit import resized_positions
-from megadit.train.classification import classification_loss
-from megadit.train.data import prepare
-from megadit.train.data.mixup import draw_mixture
-from megadit.train.data.packed_batch import PackedBatch, PackFormat
-from megadit.train.data.training_sample import TrainingSample
-from megadit.train.digits import data as digits
-from megadit.train.given_network import given_network
+from megadit.train.checkpoints.init_from import given_network
+from megadit.train.checkpoints.to_bundle import main as to_bundle
+from megadit.train.data.packs.mixup import draw_mixture
+from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
+from megadit.train.data.packs.training_sample import TrainingSample
+from megadit.train.data.prepare import command as prepare
+from megadit.train.demos.digits import data as digits
+from megadit.train.objectives.classify import classification_loss
 from megadit.train.recipes import load_recipe
-from megadit.train.to_bundle import main as to_bundle
 
 RUN = load_recipe("vit_digits")
 MODEL = replace(RUN.model, num_layers=2, hidden_size=32, num_classes=300)

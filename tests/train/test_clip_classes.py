@@ -9,23 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.infer.checkpoints import open_any_bundle
-from megadit.infer.classify import Classifier
-from megadit.infer.classify import main as classify
+from megadit.infer.commands.classify import Classifier
+from megadit.infer.commands.classify import main as classify
 from megadit.infer.evaluate.command import main as evaluate
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.videos import Clip
+from megadit.infer.media.video_io import write_video
 from megadit.infer.pictures import read_picture
-from megadit.infer.video_io import write_video
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.networks import build_network
+from megadit.infer.pipeline.checkpoints import open_any_bundle
+from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.networks.registry import build_network
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
+from megadit.serve.backend.features import Features
 from megadit.serve.contract import Limits
-from megadit.serve.features import Features
-from megadit.train.data import prepare
-from megadit.train.digits import compare_judges
-from megadit.train.digits import data as digits
+from megadit.train.data.prepare import command as prepare
+from megadit.train.demos.digits import compare_classifiers as compare_judges
+from megadit.train.demos.digits import data as digits
 from tests.bundles import random_state, write_classifier_bundle, write_clip_classifier_bundle, write_tiny_bundle
 
 CPU = torch.device("cpu")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from megadit.models.shared.errors import UserError
-from megadit.train import boards, curves
-from megadit.train.boards import open_boards
+from megadit.train.monitoring import curves
+from megadit.train.monitoring import trackers as boards
+from megadit.train.monitoring.trackers import open_boards
 from megadit.train.recipes import load_recipe
 
 
@@ -72,7 +73,7 @@ def test_a_run_draws_its_curves_beside_its_steps(tmp_path, monkeypatch, capsys):
     assert iio.imread(tmp_path / "curves.png").std() > 1
     (tmp_path / "metrics.jsonl").unlink()
     board.close()
-    assert "curves.png could not be drawn; `python -m megadit.train.curves" in capsys.readouterr().err
+    assert "curves.png could not be drawn; `python -m megadit.train.monitoring.curves" in capsys.readouterr().err
 
 
 def test_requests_that_waited_are_drawn_once(tmp_path, monkeypatch):
@@ -92,5 +93,6 @@ def test_requests_that_waited_are_drawn_once(tmp_path, monkeypatch):
 
 
 def test_drawing_needs_no_torch():
-    program = "import sys, megadit.train.curves; print([name for name in ('torch', 'megatron') if name in sys.modules])"
+    names = "[name for name in ('torch', 'megatron') if name in sys.modules]"
+    program = f"import sys, megadit.train.monitoring.curves; print({names})"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"

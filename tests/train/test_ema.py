@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from megadit.train.ema import WeightAverages, decay, gamma_of
-from megadit.train.optimizer_state import OwnedSlice, Ownership
+from megadit.train.optim.ema import WeightAverages, decay, gamma_of
+from megadit.train.optim.state import OwnedSlice, Ownership
 
 ALONE = SimpleNamespace(data=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
 

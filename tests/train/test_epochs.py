@@ -6,8 +6,8 @@ import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config, to_yaml
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.epochs import with_epochs
+from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.engine.epochs import with_epochs
 
 
 def run_of(path, *overrides):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
 from megadit.models.megatron.checkpoint import read_network
 from megadit.models.shared.files import read_json
-from megadit.train.to_bundle import main as make_bundle
+from megadit.train.checkpoints.to_bundle import main as make_bundle
 
 pytestmark = pytest.mark.slow
 

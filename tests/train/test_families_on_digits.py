@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.contact_sheet import contact_sheet
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.media.contact_sheet import contact_sheet
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
 from megadit.models.text_encoders import ClassLabels
-from megadit.train.data.drawn import prepare_drawn
+from megadit.train.checkpoints.to_bundle import main as make_bundle
+from megadit.train.data.prepare.drawn import prepare_drawn
 from megadit.train.data.writer import DatasetWriter
-from megadit.train.digits import data as digits
-from megadit.train.digits.judge import DigitReader, judge
-from megadit.train.digits.samples import DIGITS
-from megadit.train.to_bundle import main as make_bundle
+from megadit.train.demos.digits import data as digits
+from megadit.train.demos.digits.classifier import DigitReader, judge
+from megadit.train.demos.digits.samples import DIGITS
 
 JOB = Path(__file__).parent / "jobs" / "families.py"
 SECONDS = float(os.environ.get("MEGADIT_FAMILY_SECONDS", "0"))

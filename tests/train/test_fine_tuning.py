@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.dit import DiT
+from megadit.models.bundle import write_bundle
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.megatron.checkpoint import find_checkpoints, read_network
-from megadit.models.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.recipes import load_recipe

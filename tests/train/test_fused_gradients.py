@@ -12,7 +12,8 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megadit.models.megatron import extensions, gradient_sums
+from megadit.models.megatron import extensions
+from megadit.models.megatron.linears import gradient_sums
 from megadit.models.shared.errors import UserError
 from megadit.train.config.rules import check_inputs
 from megadit.train.config.schema import ParallelConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megadit.train.config.schema import HealthConfig
-from megadit.train.health import READING_WINDOW, WARM_UP_STEPS, Judge, ReadingTime
+from megadit.train.monitoring.anomalies import READING_WINDOW, WARM_UP_STEPS, Judge, ReadingTime
 
 LOUD = "sample-loud"
 

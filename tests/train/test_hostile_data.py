@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.writer import prepare_for_energon, sample_members, write_members
+from megadit.train.dataset.dataset_info import DatasetInfo
 
 pytestmark = pytest.mark.slow
 

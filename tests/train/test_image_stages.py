@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 from megadit.infer.evaluate.command import main as evaluate
 from megadit.infer.evaluate.extractors.digits import DigitReader
 from megadit.infer.evaluate.extractors.files import KIND
-from megadit.infer.generate import main as generate
-from megadit.infer.video_io import read_video, write_video
-from megadit.models.bundle.bundle import Bundle
-from megadit.train.data import prepare
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.digits.labelled import draw_captioned
-from megadit.train.to_bundle import main as make_bundle
+from megadit.infer.generate.command import main as generate
+from megadit.infer.media.video_io import read_video, write_video
+from megadit.models.bundle import Bundle
+from megadit.train.checkpoints.to_bundle import main as make_bundle
+from megadit.train.data.prepare import command as prepare
+from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.demos.digits.labelled import draw_captioned
 from tests.stable_diffusion import random_vae
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

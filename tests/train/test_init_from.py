@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.dit import DiT
+from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, checkpoint_name, model_key
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
+from megadit.models.storage.weights import network_shapes
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.models.weights import network_shapes
+from megadit.train.checkpoints.init_from import given_network, read_teacher
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import to_yaml
-from megadit.train.given_network import given_network, read_teacher
 from megadit.train.recipes import load_recipe
 from tests.bundles import write_tiny_bundle
 

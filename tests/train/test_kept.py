@@ -7,8 +7,8 @@ import pytest
 
 from megadit.models.megatron.checkpoint import find_checkpoints
 from megadit.train.__main__ import main
+from megadit.train.checkpoints.fixed_settings import KEPT_SETTINGS, kept_settings
 from megadit.train.config.load import resolve_config, to_yaml
-from megadit.train.kept import KEPT_SETTINGS, kept_settings
 
 RUN = ("--recipe", "digits_tiny", "--mock", "train.train_iters=4")
 CHANGES = {

@@ -131,8 +131,8 @@ def test_trackers_that_nobody_answers_change_nothing(
 
 PROGRAM = """
 import os, signal, sys
-from megadit.models.shared.command import run_command
-from megadit.models.shared.signals import StopRequest
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.signals import StopRequest
 def run(argv):
     with StopRequest() as stop:
         print("begun", flush=True)
@@ -180,7 +180,7 @@ sys.exit(launch("rank_program", sys.argv[1:], num_processes=2))
 """
 RANK = """
 import os, pathlib, signal, sys, time
-from megadit.models.shared.signals import StopRequest, end_with_parent
+from megadit.models.shared.cli.signals import StopRequest, end_with_parent
 end_with_parent()
 with StopRequest() as stop:
     path = pathlib.Path(sys.argv[1]) / f"rank{os.environ['RANK']}"
@@ -234,7 +234,7 @@ def test_a_step_in_a_process_of_its_own_ends_as_its_parent_is_told(tmp_path):
     (tmp_path / "step.py").write_text(RANK.replace("os.environ['RANK']", "0"))
     program = """
 import sys
-from megadit.models.shared.command import run_command, run_module
+from megadit.models.shared.cli.command import run_command, run_module
 sys.exit(run_command(lambda argv: run_module("step", *argv), sys.argv[1:]))
 """
     for number, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)):

@@ -9,16 +9,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megadit.models.dit import DiT
 from megadit.models.flops import training_flops
-from megadit.models.layout import PackLayout
 from megadit.models.machine import is_out_of_memory, peak_flops
 from megadit.models.megatron.checkpoint import find_checkpoints
-from megadit.models.segments import Segment
+from megadit.models.networks.dit import DiT
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.train.config.load import load_config
-from megadit.train.metrics import Metrics
+from megadit.train.engine.validation import lowest_so_far
+from megadit.train.monitoring.metrics import Metrics
 from megadit.train.recipes import load_recipe
-from megadit.train.validation import lowest_so_far
 
 MOCK = ("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "validation.interval=0")
 LINE = re.compile(

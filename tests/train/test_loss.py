@@ -7,19 +7,19 @@ import pytest
 import torch
 from einops import rearrange
 
-from megadit.models.conditioning import Conditioning
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.dit import DiT
-from megadit.models.embeddings import patchify, unpatchify
-from megadit.models.initialize import initialize_
-from megadit.models.noise import Stream, normal
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.noise import Stream, normal
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.embeddings import patchify, unpatchify
+from megadit.models.networks.initialize import initialize_
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.data.packed_batch import PackFormat
-from megadit.train.data.training_sample import TrainingSample
-from megadit.train.loss import Uncertainty, edm_loss
-from megadit.train.noise_levels import token_noise
+from megadit.train.data.packs.packed_batch import PackFormat
+from megadit.train.data.packs.training_sample import TrainingSample
+from megadit.train.engine.model import TrainingModel
+from megadit.train.objectives.denoise import Uncertainty, edm_loss
+from megadit.train.objectives.noise_levels import token_noise
 from megadit.train.recipes import load_recipe
-from megadit.train.training_model import TrainingModel
 
 MODEL = replace(load_recipe("digits_tiny").model, in_channels=4, patch_spatial=2, sigma_data=0.7)
 SHAPES = ((1, 4, 4), (2, 4, 6), (2, 2, 2))

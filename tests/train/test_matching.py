@@ -12,21 +12,21 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 
-from megadit.infer.classify import Classifier
-from megadit.infer.evaluate.intervals import mean_estimate, resamplings
+from megadit.infer.commands.classify import Classifier
+from megadit.infer.evaluate.metrics.intervals import mean_estimate, resamplings
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import Matcher
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.embeddings import class_digits
+from megadit.models.bundle import Bundle
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.megatron.checkpoint import _read
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.networks import build_network
-from megadit.train.data import prepare
-from megadit.train.data.packed_batch import PackFormat
-from megadit.train.data.training_sample import TrainingSample
-from megadit.train.digits import data as digits
-from megadit.train.matching import matching_loss
-from megadit.train.to_bundle import main as to_bundle
+from megadit.models.networks.embeddings import class_digits
+from megadit.models.networks.registry import build_network
+from megadit.train.checkpoints.to_bundle import main as to_bundle
+from megadit.train.data.packs.packed_batch import PackFormat
+from megadit.train.data.packs.training_sample import TrainingSample
+from megadit.train.data.prepare import command as prepare
+from megadit.train.demos.digits import data as digits
+from megadit.train.objectives.contrast import matching_loss
 
 from .conftest import distance
 from .test_vit_layouts import FSDP, JOB, PP, SP, TP

@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.megatron import groups
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 

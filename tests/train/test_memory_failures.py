@@ -8,7 +8,7 @@ import pytest
 SCRIPT = """
 import resource, sys
 import torch
-from megadit.train import loop
+from megadit.train.engine import loop
 from megadit.train.__main__ import main
 
 build = loop.build_training

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.axial import find_move
-from megadit.models.layout import PackLayout
-from megadit.models.segments import Segment, TokenMesh
+from megadit.models.networks.axial import find_move
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment, TokenMesh
 
 JOB = Path(__file__).parent / "jobs" / "moved_bytes.py"
 GRIDS = {"256 px": (32, 16, 16), "768 px": (32, 48, 48)}

@@ -17,10 +17,10 @@ from dataclasses import replace
 import pytest
 
 from megadit.models.machine import free_memory
-from megadit.models.shared import verbs
-from megadit.train.checkpoint import RunState
-from megadit.train.metrics import time_left
-from megadit.train.narration import beginning, ending
+from megadit.models.shared.cli import verbs
+from megadit.train.checkpoints.checkpoint import RunState
+from megadit.train.monitoring.console import beginning, ending
+from megadit.train.monitoring.metrics import time_left
 from megadit.train.recipes import load_recipe
 
 LINE = re.compile(

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import yaml
 
-from megadit.infer.video_io import read_video, write_video
-from megadit.models.shared import verbs
+from megadit.infer.media.video_io import read_video, write_video
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
-from megadit.train import new
-from megadit.train.data.ingest.look import Seen, look
-from megadit.train.new import main
+from megadit.train.data.ingest.clips.probe import Seen, look
+from megadit.train.new import command as new
+from megadit.train.new.command import main
+from megadit.train.new.proposal import CPU, GPU, choose_length, choose_sizes
 from megadit.train.plan.hardware import Gpu
-from megadit.train.proposal import CPU, GPU, choose_length, choose_sizes
 
 CORE = Gpu(
     name="a core",

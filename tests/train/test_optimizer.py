@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from megadit.train import muon
-from megadit.train.muon import Muon, orthogonalize
-from megadit.train.optimizer import build_scheduler, fuse_updates, takes_muon
-from megadit.train.optimizer_state import OwnedSlice
+from megadit.train.optim import muon
+from megadit.train.optim.muon import Muon, orthogonalize
+from megadit.train.optim.optimizer import build_scheduler, fuse_updates, takes_muon
+from megadit.train.optim.state import OwnedSlice
 from megadit.train.recipes import load_recipe
 
 from ..half_products import counted_half_products, without_half_products

@@ -9,10 +9,10 @@ import torch
 
 from megadit.models.megatron.checkpoint import find_checkpoints
 from megadit.train.config.load import resolve_config
-from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.loader import build_train_loader
-from megadit.train.data.packed_batch import REFUSALS
+from megadit.train.data.packs.packed_batch import REFUSALS
 from megadit.train.data.writer import prepare_for_energon, sample_members, write_members
+from megadit.train.dataset.dataset_info import DatasetInfo
 
 pytestmark = pytest.mark.slow
 

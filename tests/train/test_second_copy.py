@@ -7,7 +7,7 @@ import pytest
 
 from megadit.models.megatron.integrity import SUMS, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
-from megadit.train.second_copy import SecondCopy, check_url
+from megadit.train.checkpoints.mirror import SecondCopy, check_url
 
 
 @pytest.fixture(params=["memory", "file", "s3"])

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from megadit.infer.video_io import read_video
+from megadit.infer.media.video_io import read_video
 from megadit.models.megatron.checkpoint import find_checkpoints
 from megadit.train import pretrain_dit_model
 from megadit.train.__main__ import main as train
-from megadit.train.data.prepare import main as prepare
+from megadit.train.data.prepare.command import main as prepare
 
 CONF = Path(pretrain_dit_model.__file__).parent / "conf"
 PROGRAMS = {
@@ -166,7 +166,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def pretrained(cosmos_sized_dataset, tmp_path_factory):
     """(run folder, output) of the documents' pretraining, every value that they tell one to edit edited."""
-    from megadit.train.data.dataset_info import DatasetInfo
+    from megadit.train.dataset.dataset_info import DatasetInfo
 
     folder = tmp_path_factory.mktemp("pretrain")
     info = DatasetInfo.read(cosmos_sized_dataset)

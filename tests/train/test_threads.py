@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megadit.models.shared import cores
+from megadit.train.engine.threads import Threads
 from megadit.train.recipes import load_recipe
-from megadit.train.threads import Threads
 
 CPU = torch.device("cpu")
 

@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.infer.checkpoints import open_bundle
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.manifest import write_manifest
-from megadit.models.bundle.words import read_words, write_words
-from megadit.models.convert.adapter_files import read_adapter_of
+from megadit.infer.pipeline.checkpoints import open_bundle
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.convert.adapters.files import read_adapter_of
 from megadit.models.megatron.checkpoint import read_adapter as read_trained
 from megadit.models.megatron.checkpoint import read_network
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
+from megadit.models.storage.manifest import write_manifest
 from megadit.models.text_encoders import load_text_encoder
+from megadit.models.text_encoders.vocabulary import read_words, write_words
+from megadit.train.checkpoints.to_bundle import choose_average, find_checkpoint, main, prompts_of, training_words
 from megadit.train.config.load import load_config
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.to_bundle import choose_average, find_checkpoint, main, prompts_of, training_words
+from megadit.train.dataset.dataset_info import DatasetInfo
 
 pytestmark = pytest.mark.slow
 BLEND = """

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megadit.infer.video_io import read_video
+from megadit.infer.media.video_io import read_video
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megadit.models.settings import SamplingSettings
-from megadit.models.shared.setting import settings_of
-from megadit.train import validation
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.shared.cli.setting import settings_of
+from megadit.train.checkpoints.sampling_defaults import sampling_defaults
 from megadit.train.config.load import resolve_config
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.sampling_defaults import sampling_defaults
+from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.engine import validation
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megadit.train import watchdog
-from megadit.train.watchdog import EXIT_CODE, Watchdog
+from megadit.train.monitoring import watchdog
+from megadit.train.monitoring.watchdog import EXIT_CODE, Watchdog
 
 LIMIT = 3.0
 TIMEOUT = 240
 RANK = """
 import os, pathlib, signal, sys, time
-from megadit.train.watchdog import Watchdog
+from megadit.train.monitoring.watchdog import Watchdog
 folder, rank, behaviour = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def a_collective_that_waits():
@@ -180,6 +180,6 @@ def test_a_rank_of_a_training_is_missed(start_ranks, tmp_path, number):
     assert ranks[0].returncode == EXIT_CODE
     assert f"error: rank 1 (process {ranks[1].pid}" in output and "in step" in output
     if number == signal.SIGSTOP:
-        assert "has given no sign of life" in output and "train/step.py" in output
+        assert "has given no sign of life" in output and "train/engine/step.py" in output
     else:
         assert "died; last heard of" in output and "Traceback" not in output

@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path, read_json, write_json
-from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
-from megadit.models.shared.setting import setting
 
 RECIPE = "digits_tiny"
 BASE = (

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from megadit.infer.benchmarks.profile import shares, watch
 from megadit.models.machine import datasheet_flops, matmul_flops, peak_memory, reset_peak_memory, synchronize
 from megadit.models.megatron.groups import Groups
+from megadit.train.benchmarks.step_costs import StepFigures
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches
-from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.optimizer import precision
+from megadit.train.data.packs.packed_batch import PackedBatch
+from megadit.train.engine.setup import Training, build_training
+from megadit.train.engine.step import StepResult, train_step
+from megadit.train.optim.optimizer import precision
 from megadit.train.plan.work import count_parameters, upstream_pack_flops
-from megadit.train.setup import Training, build_training
-from megadit.train.step import StepResult, train_step
-from megadit.train.step_figures import StepFigures
 
 
 class Timing(NamedTuple):

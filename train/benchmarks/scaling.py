@@ -19,12 +19,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, differences, read_json, write_json
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
 from megadit.train.benchmarks.train import run_of
 from megadit.train.config.load import resolve_config, to_plain_values
 from megadit.train.config.rules import check_layout

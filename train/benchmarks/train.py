@@ -17,18 +17,18 @@ from typing import Any
 from rich.console import Console
 
 from megadit.models.megatron.launch import launch, rank_arguments
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import told_once
 from megadit.models.shared.files import write_json
 from megadit.models.shared.memory import ANYWAY_HELP
-from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
-from megadit.models.shared.setting import setting
+from megadit.train.benchmarks.step_costs import StepFigures, shares_of, table_of
 from megadit.train.config.load import resolve_config, to_plain_values
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
-from megadit.train.step_figures import StepFigures, shares_of, table_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepFig
     from megadit.models.machine import describe
     from megadit.models.megatron import groups as process_groups
     from megadit.train.benchmarks.measure import measure_steps
-    from megadit.train.setup import check_memory, start_processes
+    from megadit.train.engine.setup import check_memory, start_processes
 
     groups = start_processes(config)
     try:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megadit.models.network_config import NetworkConfig
-from megadit.models.shared.setting import check_settings, setting
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.shared.cli.setting import check_settings, setting
 
 ObjectiveName = Literal[
     "guidance",

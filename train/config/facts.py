@@ -98,7 +98,7 @@ class Run:
     @property
     def adapted_parts(self) -> tuple[bool, ...]:
         """Whether each part of the network has a linear that `train.adapter.targets` names."""
-        from megadit.models.adapters import chosen_targets
+        from megadit.models.lora.adapters import chosen_targets
 
         paths = [target.linear.split(".") for target in chosen_targets(self.model, self.train.adapter.targets).values()]
         size = self.model.num_layers // self.sizes.num_parts
@@ -126,7 +126,7 @@ class Run:
     @property
     def damaged_shards(self) -> dict[Path, list[str]]:
         """Folders of the data set, or of those that are blended, with what is wrong with the sizes of their shards."""
-        from megadit.train.data.dataset_info import folders_of
+        from megadit.train.dataset.dataset_info import folders_of
 
         folders = folders_of(self.data.path) if self.data.path else []
         found = {folder: damaged_shards(folder) for folder in folders}

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.shared.documents import parse_yaml
 from megadit.models.shared.errors import UserError, choose_one, nearest
 from megadit.models.shared.files import read_json
@@ -130,7 +130,7 @@ def _from_dataset(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
     path = asked.get("data.path", config.data.path)
     if path is None or asked.get("data.mock", config.data.mock):
         return {}
-    from megadit.train.data.dataset_info import DatasetInfo
+    from megadit.train.dataset.dataset_info import DatasetInfo
 
     try:
         info = DatasetInfo.read(path)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+from megadit.models.diffusion.settings import SamplingSettings, check_guidance, resolve
 from megadit.models.megatron.parallel_sizes import Division, refusal
-from megadit.models.settings import SamplingSettings, check_guidance, resolve
+from megadit.models.shared.cli.rules import Rule, always
 from megadit.models.shared.errors import nearest_multiples
-from megadit.models.shared.rules import Rule, always
 from megadit.models.shared.shards import copied_in_part
 from megadit.train.config.facts import Run, agree
 
@@ -146,27 +146,27 @@ def too_long_in_words(run: Run) -> str:
 
 
 def check_copy_url(run: Run) -> None:
-    from megadit.train.second_copy import check_url
+    from megadit.train.checkpoints.mirror import check_url
 
     check_url(run.checkpoint.copy_to)
 
 
 def check_continues(run: Run) -> None:
-    from megadit.train import kept
+    from megadit.train.checkpoints import fixed_settings as kept
 
     kept.check_continues(run.config)
 
 
 def check_targets(run: Run) -> None:
     """Raises UserError for a pattern of `train.adapter.targets` that names no linear of the network."""
-    from megadit.models.adapters import chosen_targets
+    from megadit.models.lora.adapters import chosen_targets
 
     chosen_targets(run.model, run.train.adapter.targets)
 
 
 def check_uses(run: Run) -> None:
     """Raises UserError for a use of `data.given` that does not exist, or shares that cannot be."""
-    from megadit.train.data.given import parse_uses
+    from megadit.train.data.packs.conditioning import parse_uses
 
     parse_uses(run.data.given)
 
@@ -179,14 +179,14 @@ def check_sampling(run: Run) -> None:
 
 def check_schedule(run: Run) -> None:
     """Raises UserError for noise levels that no sampler can take."""
-    from megadit.infer.schedules import settings_sigmas
+    from megadit.infer.sampling.schedules import settings_sigmas
 
     settings_sigmas(resolve(SINGLE_IMAGE, **run.given_sampling))
 
 
 def check_student_sigmas(run: Run) -> None:
     """Raises UserError for `train.distill.sigmas` that do not decrease."""
-    from megadit.infer.schedules import given_sigmas
+    from megadit.infer.sampling.schedules import given_sigmas
 
     if run.train.distill.sigmas:
         given_sigmas(run.train.distill.sigmas)

@@ -9,8 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megadit.models.shared.cli.rules import Rule, accepted_by, enforce
 from megadit.models.shared.files import can_be_folder
-from megadit.models.shared.rules import Rule, accepted_by, enforce
 from megadit.train.config.computing_rules import COMPUTING
 from megadit.train.config.facts import OF_DATASET, Run
 from megadit.train.config.learning_rules import LEARNING
@@ -65,7 +65,7 @@ def check_dataset(config: Any) -> Any:
 
 
 def _read_dataset(config: Any) -> Any:
-    from megadit.train.data.dataset_info import DatasetInfo
+    from megadit.train.dataset.dataset_info import DatasetInfo
 
     return DatasetInfo.read(config.data.path)
 

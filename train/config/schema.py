@@ -8,10 +8,10 @@ value and a remedy.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.config import DiTConfig
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
-from megadit.models.shared.setting import check_settings, setting
+from megadit.models.shared.cli.setting import check_settings, setting
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.rules import check_config
 from megadit.train.config.upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
@@ -69,7 +69,7 @@ class DataConfig:
     without words: set `text_dropout=0` for a subject, and let the prior samples lose some texts."""
     given: tuple[str, ...] = ()
     """Shares of samples trained with conditioning, by mode: `[first_frame:0.2, prefix:0.1]`; the others learn from text
-    alone. Modes are first_frame, last_frame, keyframes, prefix, suffix, inpaint and edit (`train/data/given.py`)."""
+    alone. Modes are first_frame, last_frame, keyframes, prefix, suffix, inpaint, edit (`packs/conditioning.py`)."""
     given_dropout: tuple[float, float, float] = (0.05, 0.05, 0.05)
     """Shares of those samples that lose their conditioning, their text, or both: guidance by either needs some (arXiv
     2211.09800, section 3.2.1)."""

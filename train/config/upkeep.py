@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megadit.models.settings import SamplingSettings
-from megadit.models.shared.setting import check_settings, setting, with_defaults
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.shared.cli.setting import check_settings, setting, with_defaults
 
 Remedy = Literal["stop", "skip", "rollback"]
 SamplingConfig = with_defaults("SamplingConfig", SamplingSettings, module=__name__, num_steps=35, guidance=7.0)

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megadit.models.axial import axial_needs
-from megadit.models.clip import texts_as_segments
-from megadit.models.config import DiTConfig
-from megadit.models.layout import PackLayout, computed
-from megadit.models.megatron.context_parallel import context_needs
-from megadit.models.megatron.expert_parallel import choice_needs
+from megadit.models.configs.config import DiTConfig
+from megadit.models.host_to_device import Need, SideStream, send_with
 from megadit.models.megatron.groups import Groups
-from megadit.models.transfer import Need, SideStream, send_with
+from megadit.models.megatron.parallelism.context import context_needs
+from megadit.models.megatron.parallelism.experts import choice_needs
+from megadit.models.networks.axial import axial_needs
+from megadit.models.networks.clip import texts_as_segments
+from megadit.models.packing.layout import PackLayout, computed
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.loader import build_train_loader, build_validation_loader
-from megadit.train.data.packed_batch import BATCH_TENSORS, PackedBatch
+from megadit.train.data.packs.packed_batch import BATCH_TENSORS, PackedBatch
 from megadit.train.data.redistribute import redistribute
 
 

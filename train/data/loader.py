@@ -1,6 +1,6 @@
 """Loaders of packed batches: one reader per data-parallel rank.
 
-What stays the same when the ranks change. Noise, sigma and text dropout belong to samples (`models.noise`), and every
+Noise, sigma and text dropout belong to samples (`models/diffusion/noise.py`), not to ranks, and every
 pass over the data visits each sample once, on any number of ranks. Which samples meet in one pack follows Energon's
 reproducible scaling: the data are dealt to `ranks x max(1, workers)` readers, and reader k reads, shuffles and packs
 the same whatever rank it runs on. With that product constant, the packs of all ranks together are the same, step by
@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 from megadit.models.shared.errors import UserError
 from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.dataset_info import DatasetInfo, iter_captions
-from megadit.train.data.energon_files import CRUDE
-from megadit.train.data.given import parse_uses
-from megadit.train.data.mock import MockLoader
-from megadit.train.data.packed_batch import PackedBatch, PackFormat
-from megadit.train.data.places import place
+from megadit.train.data.packs.conditioning import parse_uses
+from megadit.train.data.packs.mock import MockLoader
+from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
+from megadit.train.data.packs.rules import Rules
+from megadit.train.data.packs.training_sample import TrainingSample
 from megadit.train.data.redistribute import RANK, RANKS, WORKERS
-from megadit.train.data.rules import Rules
-from megadit.train.data.training_sample import TrainingSample
+from megadit.train.dataset.dataset_info import DatasetInfo, iter_captions
+from megadit.train.dataset.energon_files import CRUDE
+from megadit.train.dataset.places import place
 
 if TYPE_CHECKING:  # a run on mock data needs no Energon
     from megatron.energon import SavableDataLoader, WorkerConfig
@@ -142,7 +142,7 @@ def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: 
             rank=rank,
             world_size=world_size,
         )
-    from megadit.train.data.task_encoder import LatentTaskEncoder
+    from megadit.train.data.packs.task_encoder import LatentTaskEncoder
 
     info = check_dataset(config)
     num_readers = world_size * max(1, data.num_workers)
@@ -189,7 +189,7 @@ def build_validation_loader(
             name="mock-validation",
             num_batches=num_packs,
         )
-    from megadit.train.data.task_encoder import LatentTaskEncoder
+    from megadit.train.data.packs.task_encoder import LatentTaskEncoder
 
     info = check_dataset(config)
     split = _validation_split(config, info)
@@ -258,7 +258,7 @@ def _worker_config(config: RunConfig, rank: int, world_size: int, num_workers: i
 
 def _reader(config: RunConfig, info: DatasetInfo) -> Callable[[dict[str, Any]], TrainingSample]:
     from megadit.train.data.on_the_fly import FrozenEncoders
-    from megadit.train.data.samples import decode
+    from megadit.train.data.packs.samples import decode
 
     if config.data.encode == "on_the_fly":
         return FrozenEncoders(info.tokenizer_folder, info.text_encoder_folder)
@@ -268,7 +268,7 @@ def _reader(config: RunConfig, info: DatasetInfo) -> Callable[[dict[str, Any]], 
 def _read_split(config: RunConfig, split: str, worker_config: "WorkerConfig", *, training: bool) -> "LoadedDatasetList":
     from megatron.energon.metadataset import load_dataset
 
-    from megadit.train.data.task_encoder import LatentTaskEncoder
+    from megadit.train.data.packs.task_encoder import LatentTaskEncoder
 
     try:
         return load_dataset(place(config.data.path)).get_datasets(

@@ -20,9 +20,9 @@ from megadit.infer.decoding.containers import open_container
 from megadit.infer.decoding.rules import MAX_PIXELS
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.data.description import UnreadableSampleError, read_description
-from megadit.train.data.samples import OCCURRENCE, member, training_sample
-from megadit.train.data.training_sample import Frames, TrainingSample, drawn_caption, encode_frames, frame_times
+from megadit.train.data.packs.samples import OCCURRENCE, member, training_sample
+from megadit.train.data.packs.training_sample import Frames, TrainingSample, drawn_caption, encode_frames, frame_times
+from megadit.train.dataset.description import UnreadableSampleError, read_description
 
 MAX_CLIP_PIXELS = 1 << 30
 """Maximum number of pixels in all frames of a clip; a small file may hold any number of them."""

@@ -30,9 +30,9 @@ from megadit.models.shared.files import atomic_directory, atomic_path
 from megadit.models.shared.shards import describe_shards
 from megadit.models.text_encoders.base import TextEncoder
 from megadit.models.tokenizers.base import VideoTokenizer
-from megadit.train.data.dataset_info import INFO_FILE, DatasetInfo
-from megadit.train.data.energon_files import CRUDE, DEFINITIONS, FOLDER
-from megadit.train.data.training_sample import Frames
+from megadit.train.data.packs.training_sample import Frames
+from megadit.train.dataset.dataset_info import INFO_FILE, DatasetInfo
+from megadit.train.dataset.energon_files import CRUDE, DEFINITIONS, FOLDER
 
 LATENT_DTYPES = (torch.float16, torch.float32)
 _LONGEST_NAME = 100

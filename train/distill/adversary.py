@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.config import DiTConfig
-from megadit.models.initialize import initial_value
-from megadit.models.noise import derived_keys
-from megadit.models.parameterization import parameterization_of
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.noise import derived_keys
+from megadit.models.diffusion.parameterization import parameterization_of
+from megadit.models.networks.initialize import initial_value
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import LossSums, weighted_error
-from megadit.train.noise_levels import draw_sigma, token_noise
+from megadit.train.data.packs.packed_batch import PackedBatch
+from megadit.train.objectives.denoise import LossSums, weighted_error
+from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 
 HIDDEN = 256
 Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]

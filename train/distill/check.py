@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megadit.infer.adapters import NO_ADAPTERS, Scales
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation
 from megadit.infer.evaluate.extractors.base import Extractor, resized
 from megadit.infer.evaluate.features import FeatureStore
-from megadit.infer.evaluate.made import BundleMaker, Request, made_videos, make_videos
+from megadit.infer.evaluate.generated import BundleMaker, Request, made_videos, make_videos
 from megadit.infer.evaluate.videos import VideoSet
 from megadit.infer.evaluate.window import window_of
-from megadit.infer.ranks import ALONE
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.pipeline.adapters import NO_ADAPTERS, Scales
+from megadit.infer.runtimes.ranks import ALONE
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 
 DISTANCES = ("fvd", "kvd")

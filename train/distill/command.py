@@ -19,27 +19,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.adapters import adapted_defaults
-from megadit.infer.checkpoints import open_bundle
+from megadit.infer.commands.tune_sampler import write_defaults
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.videos import open_videos, prompts_of
-from megadit.infer.options import refuse
-from megadit.infer.resolve import resolve_settings
+from megadit.infer.generate.options import refuse
+from megadit.infer.pipeline.adapters import adapted_defaults
+from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.torch import find_device
-from megadit.infer.tune_sampler import write_defaults
-from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
-from megadit.models.convert.adapter_files import is_adapter, read_adapter, write_adapter
-from megadit.models.shared.command import run_command, run_module
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.models.bundle import Bundle, check_single, check_transformer
+from megadit.models.convert.adapters.files import is_adapter, read_adapter, write_adapter
+from megadit.models.shared.cli.command import run_command, run_module
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.memory import ANYWAY_HELP, check_room
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
+from megadit.train.checkpoints.init_from import UNTRAINED, check_scales
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.dataset_info import draw_captions
+from megadit.train.dataset.dataset_info import draw_captions
 from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.pairs import DATASET, make_pairs
 from megadit.train.distill.stages import (
@@ -51,7 +52,6 @@ from megadit.train.distill.stages import (
     student_sigmas,
     told_scale,
 )
-from megadit.train.given_network import UNTRAINED, check_scales
 from megadit.train.plan.hardware import this_machines_memory
 from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 
@@ -373,7 +373,7 @@ def _check_memory(runs: Sequence[StageRun], ranks: int) -> None:
 def _write(student: Path, teacher: Bundle, settings: dict[str, Any]) -> None:
     """Write the bundle of a run beside it, or its adapter, with the student's sampling settings."""
     with atomic_directory(student) as temporary:
-        run_module("megadit.train.to_bundle", str(student.parent), str(temporary))
+        run_module("megadit.train.checkpoints.to_bundle", str(student.parent), str(temporary))
         if is_adapter(temporary):
             write_adapter(temporary, replace(read_adapter(temporary), defaults=settings))
         else:

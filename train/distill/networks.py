@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megadit.models.noise import seed_key, uniform
-from megadit.train.data.packed_batch import PackedBatch
+from megadit.models.diffusion.noise import seed_key, uniform
+from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.distill.adversary import Judge, critic_loss
 from megadit.train.distill.objectives import (
     OBJECTIVES,
@@ -26,7 +26,7 @@ from megadit.train.distill.objectives import (
     wanted_of,
     with_scale,
 )
-from megadit.train.loss import LossSums
+from megadit.train.objectives.denoise import LossSums
 
 CALLS = 1
 """The stream of the student's numbers of calls, under the key of the run's seed."""

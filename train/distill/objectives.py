@@ -15,17 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.config import DiTConfig
-from megadit.models.noise import Stream, derived_keys, uniform
-from megadit.models.parameterization import Parameterization, parameterization_of
-from megadit.models.transfer import constant
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.noise import Stream, derived_keys, uniform
+from megadit.models.diffusion.parameterization import Parameterization, parameterization_of
+from megadit.models.host_to_device import constant
 from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.distill.adversary import Denoise, Judge, towards_real
 from megadit.train.distill.tangent import derivative
-from megadit.train.loss import LossSums, weighted_error
-from megadit.train.noise_levels import draw_sigma, initial_noise, token_noise
+from megadit.train.objectives.denoise import LossSums, weighted_error
+from megadit.train.objectives.noise_levels import draw_sigma, initial_noise, token_noise
 
 RHO = 7
 """Exponent that spaces the levels between two of a list (arXiv 2206.00364, eq. 5)."""

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle import Bundle
 from megadit.models.megatron.launch import launch
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
@@ -42,5 +42,5 @@ def make_pairs(
     request = [str(teacher.path), str(folder / DATASET), "--prompt_file", str(prompts), "--count", str(count)]
     way = ["--sampler", SAMPLER, "--eta", "0", "--churn", "0"]
     way += ["--num_steps", str(num_steps), "--guidance", f"{guidance:g}"]
-    if launch("megadit.train.data.prepare", ["trajectories", *request, *way], num_processes=num_processes):
+    if launch("megadit.train.data.prepare.command", ["trajectories", *request, *way], num_processes=num_processes):
         raise UserError(f"no videos were made to learn from: {folder / 'dataset'} is not whole; run the command again")

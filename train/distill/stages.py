@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megadit.infer.schedules import highest_sigma, karras_sigmas, log_linear_sigmas
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.config import DiTConfig
-from megadit.models.settings import OF_TWO_CALLS, SamplingSettings
+from megadit.infer.sampling.schedules import highest_sigma, karras_sigmas, log_linear_sigmas
+from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.settings import OF_TWO_CALLS, SamplingSettings
 from megadit.train.config.schema import RunConfig
 
 MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7

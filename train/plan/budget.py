@@ -122,11 +122,11 @@ def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part
     is_half = config.train.is_half
     size = 2 if is_half else 4
     is_muon, half_moments = config.optimizer.optimizer == "muon", config.optimizer.moments == "bf16"
-    # `train/device_update.py`: AdamW reads gradients once, and writes the weights too, which under FSDP are float32
+    # `engine/device_update.py`: AdamW reads gradients once, and writes the weights too, which under FSDP are float32
     folds = half_moments and not is_muon
     writes = folds and is_half and layout.data_parallel != "fsdp"
     fuses = config.parallel.gradient_accumulation_fusion
-    # `models/megatron/gradient_sums.py`: a step's first product overwrites a sum, which nothing has zeroed
+    # `models/megatron/linears/gradient_sums.py`: a step's first product overwrites a sum, which nothing has zeroed
     overwrites = fuses and config.parallel.transformer_impl == "local"
     added = (8 if fuses else 8 + size) * layout.num_micro_batches
     moments = 4 if is_muon else 2 * 2 * (2 if half_moments else 4)

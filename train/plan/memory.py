@@ -7,7 +7,7 @@ token in the MLP (of both factors of SwiGLU).
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from megadit.models.adapters import chosen_targets
+from megadit.models.lora.adapters import chosen_targets
 from megadit.models.ops.ledger import SMALL
 from megadit.train.config.schema import RunConfig
 from megadit.train.distill.adversary import head_parameters

@@ -11,14 +11,14 @@ from megadit.models.shared.memory import GIB, memory_in_words
 from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.budget import budget
-from megadit.train.plan.doubts import doubts
 from megadit.train.plan.estimate import tokens_per_second
 from megadit.train.plan.hardware import Gpu, this_device, this_machines_memory
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import Memory, memory_of
-from megadit.train.plan.pace import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
 from megadit.train.plan.recompute import choice_in_words, with_recompute
 from megadit.train.plan.search import Choice, assess, rank_layouts, usable_memory
+from megadit.train.plan.throughput import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
+from megadit.train.plan.warnings import doubts
 from megadit.train.plan.work import count_parameters, count_trained, typical_pack, upstream_flops, work_of
 
 NUM_SHOWN = 12

@@ -14,16 +14,16 @@ from math import prod
 
 import torch
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import adapter_key, attach
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.manifest import is_bundle
-from megadit.models.config import DiTConfig
+from megadit.models.bundle import Bundle
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.flops import attention_flops, training_flops
-from megadit.models.layout import PackLayout
+from megadit.models.lora.adapters import adapter_key, attach
 from megadit.models.megatron.plan import role_of
-from megadit.models.networks import build_network
-from megadit.models.segments import Segment
+from megadit.models.networks.registry import build_network
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
+from megadit.models.storage.manifest import is_bundle
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
 

@@ -7,7 +7,7 @@ packs on every rank: here with those of the whole batch.
 
 from dataclasses import replace
 
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import OptimizerConfig, RunConfig
 from megadit.train.recipes.registry import recipe
 from megadit.train.recipes.vit import vit_b_16, vit_digits

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megadit.models.expert_config import ExpertConfig
+from megadit.models.configs.experts import ExpertConfig
 from megadit.train.config.schema import ParallelConfig, RunConfig
 from megadit.train.recipes.moviegen import pretrain_ditllama1b
 from megadit.train.recipes.registry import recipe

@@ -9,7 +9,7 @@ twice as strong (`diffusion.shift_tokens`).
 
 from dataclasses import replace
 
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -5,7 +5,7 @@ Their text passes the MLP only (`model.compat=nemo` builds that); here it is add
 
 from dataclasses import replace
 
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -6,7 +6,7 @@ The second and third stage start from the weights of the run before, which check
 
 from dataclasses import replace
 
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import ParallelConfig, RunConfig
 from megadit.train.recipes.pretrain import stage1_7b_256, stage2_7b_8k, stage3_7b_74k
 from megadit.train.recipes.registry import recipe

@@ -7,7 +7,7 @@ The networks are NeMo's (`model.family=nemo`: 7.17 and 28.26 billion parameters)
 
 from dataclasses import replace
 
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -5,8 +5,8 @@ Sizes count 512-slot texts and the latents of an 8x spatial tokenizer, so that a
 
 from dataclasses import replace
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes.digits import digits, digits_dreambooth
 from megadit.train.recipes.registry import recipe

@@ -6,7 +6,7 @@ the tokens themselves move so that each rank has whole columns and frames (`mode
 
 from dataclasses import replace
 
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes.performance import performance_7b_8k
 from megadit.train.recipes.pretrain import pretrain_7b_256p_joint_pack, pretrain_xl

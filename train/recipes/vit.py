@@ -6,7 +6,7 @@ reader here makes, and for label smoothing in the place of its mixup, which is `
 
 from dataclasses import replace
 
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,

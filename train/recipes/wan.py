@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -18,11 +18,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
 from megadit.train.config.load import change, to_yaml
 from megadit.train.slurm.config import ChainConfig
 from megadit.train.slurm.graph import describe, draw

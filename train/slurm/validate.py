@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.shared.command import run_command
+from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.evaluate.extractors.base import Extractor, Sight, resized
-from megadit.models.bundle.bundle import USED_BY, Bundle, Kind
+from megadit.models.bundle import USED_BY, Bundle, Kind
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
 

@@ -20,10 +20,10 @@ from megadit.infer.evaluate.extractors.digits import DigitClips, DigitPictures, 
 from megadit.infer.evaluate.extractors.i3d import I3D, I3DClips
 from megadit.infer.evaluate.extractors.inception import Inception, InceptionPictures
 from megadit.infer.evaluate.extractors.published import open_published
-from megadit.models.bundle.manifest import MANIFEST_FILE
 from megadit.models.shared.documents import check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import sha256_of
+from megadit.models.storage.manifest import MANIFEST_FILE
 
 KIND = "extractor"
 """The key of a file's metadata that names its row."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megadit.infer.evaluate.extractors.base import Extractor, resized
-from megadit.models.bundle.pretrained import PRETRAINED
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json, sha256_of
+from megadit.models.storage.pretrained import PRETRAINED
 
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Mean and standard deviation of colours in 0..1, as CLIP was trained; a preprocessor_config.json may differ."""

@@ -7,7 +7,7 @@ import pytest
 from megadit.infer.benchmarks import generate as benchmark_generate
 from megadit.infer.benchmarks.generate import DECODER, ENCODER, NETWORK, WHOLE, Figure, parts
 from megadit.models.flops import forward_flops
-from megadit.models.segments import Segment
+from megadit.models.packing.segments import Segment
 
 
 def test_figures_of_a_bundle(bundle_dir, pipeline, tmp_path, capsys, monkeypatch):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from megadit.infer.evaluate.videos import read_file
-from megadit.infer.media import decode
-from megadit.infer.video_io import read_video
-from megadit.models.given_settings import MediaLimits
+from megadit.infer.media.untrusted import decode
+from megadit.infer.media.video_io import read_video
+from megadit.models.diffusion.conditioning_settings import MediaLimits
 from megadit.models.shared.errors import UserError
-from megadit.train.data.ingest.decode import read_frames, read_image, read_timeline
+from megadit.train.data.ingest.clips.decode import read_frames, read_image, read_timeline
+from megadit.train.data.ingest.clips.scan import scan
 from megadit.train.data.ingest.plan import Settings, Source
-from megadit.train.data.ingest.scan import scan
 
 from .drawing import COUNT, Row, fields_of, number_of
 from .flags import moment

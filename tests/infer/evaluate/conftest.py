@@ -5,7 +5,7 @@ from safetensors.torch import save_file
 
 from megadit.infer.evaluate.extractors.digits import DigitReader
 from megadit.infer.evaluate.extractors.files import KIND
-from megadit.infer.video_io import write_video
+from megadit.infer.media.video_io import write_video
 
 SIZE = (5, 16, 24)
 """Frames, height, width that the tiny bundle makes."""

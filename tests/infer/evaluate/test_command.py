@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megadit.infer.evaluate import command, compare, features, made
+from megadit.infer.evaluate import command, features
+from megadit.infer.evaluate import generated as made
 from megadit.infer.evaluate import tokenizer as tokenizer_command
-from megadit.infer.lpips import LAYERS, LPIPS
-from megadit.infer.video_io import read_video, write_video
+from megadit.infer.evaluate.metrics.lpips import LAYERS, LPIPS
+from megadit.infer.evaluate.report import compare
+from megadit.infer.media.video_io import read_video, write_video
 from megadit.models.shared.files import read_json
 from tests.bundles import write_clip_bundle
 

@@ -5,9 +5,9 @@ import pytest
 import scipy.linalg
 import torch
 
-from megadit.infer.evaluate import distances
-from megadit.infer.evaluate.distances import Features, Moments, frechet, moments
-from megadit.infer.evaluate.intervals import resamplings
+from megadit.infer.evaluate.metrics import distances
+from megadit.infer.evaluate.metrics.distances import Features, Moments, frechet, moments
+from megadit.infer.evaluate.metrics.intervals import resamplings
 from megadit.models.shared.errors import UserError
 
 

@@ -15,9 +15,9 @@ from megadit.infer.evaluate.extractors.base import resized
 from megadit.infer.evaluate.extractors.files import KIND
 from megadit.infer.evaluate.extractors.i3d import I3D, _maximum
 from megadit.infer.evaluate.extractors.inception import Inception
-from megadit.infer.evaluate.intervals import resamplings
-from megadit.infer.evaluate.metrics import clip_estimate
-from megadit.models.convert.cli import main as convert_weights
+from megadit.infer.evaluate.metrics.intervals import resamplings
+from megadit.infer.evaluate.metrics.table import clip_estimate
+from megadit.models.commands.convert import main as convert_weights
 from megadit.models.shared.errors import UserError
 
 CPU = torch.device("cpu")

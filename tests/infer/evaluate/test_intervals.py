@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megadit.infer.evaluate.intervals import Estimate, mean_estimate, resamplings, wilson
+from megadit.infer.evaluate.metrics.intervals import Estimate, mean_estimate, resamplings, wilson
 
 
 def test_videos_of_a_prompt_are_drawn_together():

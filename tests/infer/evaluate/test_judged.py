@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer import tune_sampler
+from megadit.infer.commands import tune_sampler
 from megadit.infer.evaluate import command
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation
 from megadit.infer.evaluate.features import FeatureStore
-from megadit.infer.evaluate.judged import JudgeScorer
+from megadit.infer.evaluate.metrics.scorer import JudgeScorer
 from megadit.infer.evaluate.videos import videos_in_memory
 from megadit.infer.evaluate.window import Window
-from megadit.infer.judge import Judge
-from megadit.infer.ranks import ALONE
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.hooks.scorer import Judge
+from megadit.infer.runtimes.ranks import ALONE
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megadit.infer.evaluate.distances import Features
-from megadit.infer.evaluate.intervals import resamplings
-from megadit.infer.evaluate.metrics import METRICS
-from megadit.infer.evaluate.motion import MotionClips, optical_flow, warped
+from megadit.infer.evaluate.metrics.distances import Features
+from megadit.infer.evaluate.metrics.intervals import resamplings
+from megadit.infer.evaluate.metrics.motion import MotionClips, optical_flow, warped
+from megadit.infer.evaluate.metrics.table import METRICS
 
 
 def texture(count, size, seed=0):

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from megadit.infer.evaluate import service
-from megadit.infer.video_io import encode_mp4
-from megadit.models.settings import SERVED
+from megadit.infer.media.video_io import encode_mp4
+from megadit.models.diffusion.settings import SERVED
 from megadit.models.shared.errors import UserError
 
 from .test_videos import pixels

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megadit.infer.commands.tune_sampler import Tuner, Way, is_good_enough, main, num_evaluations, ways_to_sample
 from megadit.infer.evaluate.evaluation import Figure
-from megadit.infer.evaluate.intervals import Estimate
-from megadit.infer.tune_sampler import Tuner, Way, is_good_enough, main, num_evaluations, ways_to_sample
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.settings import SamplingSettings
+from megadit.infer.evaluate.metrics.intervals import Estimate
+from megadit.models.bundle import Bundle
+from megadit.models.diffusion.settings import SamplingSettings
 
 from .conftest import write_folder
 

@@ -13,10 +13,10 @@ from safetensors.torch import save
 
 from megadit.infer.evaluate import videos as videos_module
 from megadit.infer.evaluate.extractors.base import resized
-from megadit.infer.evaluate.pictures import clips_at
+from megadit.infer.evaluate.report.pictures import clips_at
 from megadit.infer.evaluate.videos import Clip, open_videos, videos_in_memory
 from megadit.infer.evaluate.window import looked_at, thinned, window_of
-from megadit.infer.video_io import encode_mp4
+from megadit.infer.media.video_io import encode_mp4
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer

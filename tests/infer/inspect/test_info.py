@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megadit.infer.inspect import info
-from megadit.infer.video_io import write_video
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.dit import DiT
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.settings import SamplingSettings
+from megadit.infer.media.video_io import write_video
+from megadit.models.bundle import write_bundle
+from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer

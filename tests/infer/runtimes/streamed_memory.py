@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from megadit.infer.runtimes.streamed import load_streamed_dit
+from megadit.infer.runtimes.offloaded import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.conditioning import Conditioning
 from megadit.models.machine import peak_memory, reset_peak_memory
-from megadit.models.weights import load_network
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.storage.weights import load_network
 
 
 def take(directory: Path, device: torch.device, resident: int) -> None:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megadit.infer.evaluate.made import BundleMaker
-from megadit.infer.generate import main
-from megadit.infer.outputs import read_record
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.evaluate.generated import BundleMaker
+from megadit.infer.generate.command import main
+from megadit.infer.generate.outputs import read_record
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes import chosen_dtype as chosen
 from megadit.infer.runtimes.chosen_dtype import chosen_dtype, stored_dtype, tell_dtype
 from megadit.models import machine

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.runtimes.streamed import load_streamed_dit
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.runtimes.offloaded import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.weights import load_network, network_shapes, save_network
+from megadit.models.storage.weights import load_network, network_shapes, save_network
 from tests.bundles import random_state, write_tiny_bundle
 
 JOB = Path(__file__).parent / "streamed_memory.py"

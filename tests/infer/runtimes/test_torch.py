@@ -6,11 +6,11 @@ import torch
 
 from megadit.infer.runtimes import torch as runtime
 from megadit.infer.runtimes.torch import DTYPES, TorchDenoiser, find_device, find_dtype
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.dit import DiT
+from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 
 

@@ -5,9 +5,9 @@ import shutil
 import pytest
 import torch
 
-from megadit.models.bundle import hub
-from megadit.models.convert import cli
+from megadit.models.commands import convert as cli
 from megadit.models.shared.errors import UserError
+from megadit.models.storage import hub
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 

@@ -9,15 +9,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megadit.infer.inspect.info import describe_bundle, describe_checkpoint
-from megadit.models.bundle.bundle import Bundle, update_manifest, write_bundle
-from megadit.models.bundle.manifest import MANIFEST_FILE, write_manifest
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.bundle import Bundle, update_manifest, write_bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, read_network
 from megadit.models.megatron.integrity import checksums, file_names, write_sums
-from megadit.models.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
+from megadit.models.storage.manifest import MANIFEST_FILE, write_manifest
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from tests.memory import within_memory

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import megadit
-from megadit.models.bundle import pretrained
 from megadit.models.shared.errors import UserError
+from megadit.models.storage import pretrained
 from megadit.models.text_encoders.published import PublishedText
 
 ROOT = Path(megadit.__file__).parent.parent

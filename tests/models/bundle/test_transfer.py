@@ -6,11 +6,11 @@ import fsspec
 import pytest
 import torch
 
-from megadit.models.bundle.bundle import Bundle, update_manifest, write_bundle
-from megadit.models.bundle.transfer import pull, pull_bundle, push, push_bundle
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.settings import SamplingSettings
+from megadit.models.bundle import Bundle, update_manifest, write_bundle
+from megadit.models.commands.push_pull import pull, pull_bundle, push, push_bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer

@@ -6,16 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.models.bundle.bundle import FORMAT_VERSION, Bundle, write_bundle
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.settings import SamplingSettings
+from megadit.models.bundle import FORMAT_VERSION, Bundle, write_bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
+from megadit.models.storage.weights import load_network, network_shapes, save_network
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.models.weights import load_network, network_shapes, save_network
 
 TOKENIZER = HaarTokenizer(temporal_compression=2, spatial_compression=2)
 TEXT_ENCODER = HashedWordEncoder(dim=16)

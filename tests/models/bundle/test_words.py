@@ -6,7 +6,8 @@ import string
 
 import pytest
 
-from megadit.models.bundle.words import (
+from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders.vocabulary import (
     MOST_WORDS,
     WORDS_FILE,
     far_longer,
@@ -15,7 +16,6 @@ from megadit.models.bundle.words import (
     words_of,
     write_words,
 )
-from megadit.models.shared.errors import UserError
 
 
 def test_words_of_captions_are_kept_and_compared(tmp_path):

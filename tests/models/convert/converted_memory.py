@@ -4,7 +4,7 @@ import sys
 import threading
 from pathlib import Path
 
-from megadit.models.convert.cli import main
+from megadit.models.commands.convert import main
 
 
 def anonymous() -> int:

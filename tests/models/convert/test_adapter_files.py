@@ -7,18 +7,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import chosen_targets, load_adapter
-from megadit.models.bundle.tensor_source import from_state_dict
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.convert import cosmos
-from megadit.models.convert.adapter import Adapter
-from megadit.models.convert.adapter_files import is_adapter, read_adapter, write_adapter
+from megadit.models.convert.adapters.adapter import Adapter
+from megadit.models.convert.adapters.files import is_adapter, read_adapter, write_adapter
 from megadit.models.convert.converted import to_ours
 from megadit.models.convert.written import diffusers_entries, original_entries
-from megadit.models.dit import DiT
+from megadit.models.lora.adapters import chosen_targets, load_adapter
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import from_state_dict
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "in_channels": 4, "patch_spatial": 2}
 OURS = DiTConfig(num_layers=2, crossattn_emb_size=8, **SIZES)
@@ -250,7 +250,7 @@ def test_without_an_alpha_it_is_the_rank(tmp_path):
 
 def test_each_linear_of_theirs_has_rows_of_ours():
     """No two names mean other rows, and together they have them all."""
-    from megadit.models.convert.adapter_names import _linears
+    from megadit.models.convert.adapters.names import _linears
 
     for config, entries_of in [(COSMOS, diffusers_entries), (COSMOS, original_entries), (CLASSES, original_entries)]:
         rows: dict[str, list[int]] = {}

@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megadit.models.adapters import load_adapter
-from megadit.models.convert.adapter_files import read_adapter, write_adapter
+from megadit.models.convert.adapters.files import read_adapter, write_adapter
+from megadit.models.lora.adapters import load_adapter
 from megadit.models.shared.errors import UserError
 from tests.models.convert.test_adapter_files import (
     COSMOS,

@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megadit.models.adapters import load_adapter, merge
-from megadit.models.bundle.tensor_source import from_state_dict
-from megadit.models.conditioning import Conditioning
 from megadit.models.convert import wan
-from megadit.models.convert.adapter_files import read_adapter, write_adapter
+from megadit.models.convert.adapters.files import read_adapter, write_adapter
 from megadit.models.convert.converted import to_ours
-from megadit.models.dit import DiT
+from megadit.models.lora.adapters import load_adapter, merge
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import from_state_dict
 from tests.models.convert.test_layouts import WAN
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -208,7 +208,7 @@ def test_half_of_a_change_of_biases(theirs, tmp_path):
     adapter = read_adapter(file, WAN)
     dit = our_network(theirs)
     load_adapter(dit, *adapter.to_state(), "one")
-    from megadit.models.adapters import set_scale
+    from megadit.models.lora.adapters import set_scale
 
     set_scale(dit, torch.tensor([0.5, 1.0]), "one")
     found = our_output(dit)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle import Bundle
 from megadit.models.convert import schedulers
-from megadit.models.convert.adapter_files import read_adapter
+from megadit.models.convert.adapters.files import read_adapter
 from megadit.models.convert.published import open_published
-from megadit.models.image_encoder import ImageEncoder
-from megadit.models.networks import build_network
-from megadit.models.settings import SamplingSettings
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.registry import build_network
 from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.tokenizers import published_tokenizer
 from tests.bundles import write_tiny_bundle
 from tests.infer.conftest import make_adapter

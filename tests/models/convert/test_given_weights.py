@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer import generate
-from megadit.infer.given import GivenVideo
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.video_io import read_video
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.tensor_source import from_state_dict, write_safetensors
-from megadit.models.conditioning import Conditioning, Given
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.generate import command as generate
+from megadit.infer.media.video_io import read_video
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.commands.convert import main
 from megadit.models.convert import cosmos, wan
-from megadit.models.convert.cli import main
 from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import open_published
-from megadit.models.noise import Stream, latent_noise, seed_key
+from megadit.models.diffusion.noise import Stream, latent_noise, seed_key
+from megadit.models.networks.conditioning import Conditioning, Given
 from megadit.models.shared.errors import UserError
-from megadit.serve.build_repository import service_info
+from megadit.models.storage.tensor_source import from_state_dict, write_safetensors
+from megadit.serve.backend.engine import Engine
 from megadit.serve.contract import VideoRequest
-from megadit.serve.engine import Engine
+from megadit.serve.repository.build import service_info
 from tests.models.convert.test_parity import assert_round_trip, distance, in_random_type, ours_from, randomised
 from tests.models.convert.test_pipelines import Harmless
 from tests.models.convert.test_wan import converted, random_wan, save, small_autoencoder, start_noise, text_parts

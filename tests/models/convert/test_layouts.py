@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megadit.models.bundle.tensor_source import from_state_dict
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.convert import class_dit, wan
 from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import open_published
-from megadit.models.dit import DiT
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import from_state_dict
 
 WAN = DiTConfig(
     family="wan",

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from megadit.models.bundle.tensor_source import from_state_dict
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.convert import nemo
 from megadit.models.convert.converted import to_ours, to_theirs
-from megadit.models.dit import DiT
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.storage.tensor_source import from_state_dict
 
 LAYERS, WIDTH, HEADS, HEAD, TEXT = 2, 320, 4, 80, 24
 GRID = (2, 3, 4)

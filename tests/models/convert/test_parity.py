@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megadit.models.bundle.tensor_source import from_state_dict
-from megadit.models.conditioning import Conditioning
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.convert import class_dit, cosmos
 from megadit.models.convert.converted import to_ours, to_theirs
-from megadit.models.dit import DiT
-from megadit.models.embeddings import class_digits
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.embeddings import class_digits
+from megadit.models.storage.tensor_source import from_state_dict
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.cli import main
-from megadit.models.ddpm import ddpm_sigmas
-from megadit.models.noise import latent_noise, seed_key
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.commands.convert import main
+from megadit.models.diffusion.ddpm import ddpm_sigmas
+from megadit.models.diffusion.noise import latent_noise, seed_key
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders import T5TextEncoder
 

@@ -9,23 +9,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadit.infer import generate
-from megadit.infer.given import GivenVideo
-from megadit.infer.media import decode
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.schedules import settings_sigmas
-from megadit.infer.video_io import read_video
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.tensor_source import open_safetensors
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.generate import command as generate
+from megadit.infer.media.untrusted import decode
+from megadit.infer.media.video_io import read_video
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.sampling.schedules import settings_sigmas
+from megadit.models.bundle import Bundle
+from megadit.models.commands.convert import main
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.convert import cosmos
-from megadit.models.convert.cli import main
-from megadit.models.given_settings import MediaLimits
-from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.diffusion.conditioning_settings import MediaLimits
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import open_safetensors
 from megadit.models.text_encoders import QwenVLTextEncoder, load_text_encoder
-from megadit.serve.build_repository import service_info
+from megadit.serve.backend.engine import Engine
 from megadit.serve.contract import VideoRequest
-from megadit.serve.engine import Engine
+from megadit.serve.repository.build import service_info
 from tests.conftest import WORDS
 from tests.models.convert.test_given_weights import frames, pictures, random_cosmos
 from tests.models.convert.test_parity import distance, num_parameters

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.tensor_source import from_state_dict
+from megadit.models.bundle import Bundle
+from megadit.models.commands.convert import main
 from megadit.models.convert import wan
-from megadit.models.convert.cli import main
 from megadit.models.convert.converted import to_theirs
-from megadit.models.dit import DiT
-from megadit.models.image_encoder import ImageEncoder
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import from_state_dict
+from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from tests.models.convert.test_layouts import WAN, prefixed
 from tests.models.test_text_weights import released

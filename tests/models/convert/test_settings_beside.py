@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.bundle.tensor_source import from_state_dict, write_safetensors
+from megadit.models.configs.unet import FIXED, USUAL
 from megadit.models.convert import class_dit, cosmos, schedulers, stable_diffusion, vit, wan
 from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import config_of, open_published
 from megadit.models.convert.schedulers import scheduler_settings
-from megadit.models.settings import SamplingSettings
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import from_state_dict, write_safetensors
 from megadit.models.tokenizers.kinds import KINDS
-from megadit.models.unet_config import FIXED, USUAL
 from tests.models.convert.test_given_weights import random_cosmos
 from tests.models.convert.test_parity import ours_from, random_class_dit
 from tests.models.convert.test_wan import random_wan

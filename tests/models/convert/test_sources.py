@@ -12,16 +12,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from megadit.models.bundle.tensor_source import from_state_dict, open_safetensors, write_safetensors
-from megadit.models.config import DiTConfig
+from megadit.models.commands.convert import main
+from megadit.models.configs.config import DiTConfig
 from megadit.models.convert import class_dit, cosmos, nemo
-from megadit.models.convert.cli import main
 from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import open_published
 from megadit.models.convert.written import write_diffusers as write_diffusers_form
 from megadit.models.convert.written import write_original
-from megadit.models.dit import DiT
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import from_state_dict, open_safetensors, write_safetensors
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
 from tests.stable_diffusion import random_vae
@@ -246,7 +246,7 @@ def test_distributed_checkpoints_come_in(tmp_path, family, stacked):
 MEASURE = """
 import sys, torch._dynamo  # as torch does at the first operation on the device "meta"
 from pathlib import Path
-from megadit.models import weights
+from megadit.models.storage import weights
 from megadit.models.convert.published import open_published
 from megadit.models.machine import peak_memory
 before = peak_memory(torch.device("cpu"))

@@ -10,24 +10,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.infer import generate
-from megadit.infer.batches import batch_size
 from megadit.infer.benchmarks.generate import measure
-from megadit.infer.evaluate.loss import LossScorer
+from megadit.infer.evaluate.metrics.loss import LossScorer
+from megadit.infer.generate import command as generate
 from megadit.infer.inspect import info
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.pipeline.batches import batch_size
+from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.load import load_denoiser
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
-from megadit.models.convert.cli import main
-from megadit.models.ddpm import ddpm_sigmas
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.noise import latent_noise, seed_key
+from megadit.models.bundle import Bundle
+from megadit.models.commands.convert import main
+from megadit.models.configs.unet import FIXED, USUAL
+from megadit.models.diffusion.ddpm import ddpm_sigmas
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.diffusion.noise import latent_noise, seed_key
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.unet import UNet
 from megadit.models.shared.errors import UserError
-from megadit.models.unet import UNet
-from megadit.models.unet_config import FIXED, USUAL
-from megadit.serve.build_repository import build_repository
-from megadit.serve.model_config import Scheduling
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 from tests.stable_diffusion import SCHEDULE, UNETS, make_pipeline
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -288,8 +288,8 @@ def test_it_is_timed_and_its_loss_is_measured(made):
 
 @pytest.mark.parametrize("is_adapter", [False, True], ids=["all of it", "an adapter"])
 def test_training_is_refused_with_the_reason_and_the_recipe_to_take(made, is_adapter):
+    from megadit.train.checkpoints.init_from import read_given
     from megadit.train.config.load import resolve_config
-    from megadit.train.given_network import read_given
 
     path = str(made("1.x")[2])
     of_adapter = ["train.adapter.rank=4", f"checkpoint.init_from={path}"]

@@ -8,22 +8,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megadit.export.adapter_cases import random_state
-from megadit.infer.check_adapter import problem_of
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapter_slots import AdapterSlots, SlottedLinears
-from megadit.models.adapters import load_adapter, set_scale, targets_of
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
-from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter, read_adapter_of, write_adapter
-from megadit.models.convert.cli import main
-from megadit.models.convert.merge import merge_bundle
+from megadit.infer.commands.check_adapter import problem_of
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.commands.convert import main
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.unet import USUAL as USUAL_SETTINGS
+from megadit.models.configs.unet import UNetConfig
+from megadit.models.convert.adapters.files import bundle_fingerprint, read_adapter, read_adapter_of, write_adapter
+from megadit.models.convert.adapters.merge import merge_bundle
 from megadit.models.convert.stable_diffusion import original_entries
+from megadit.models.lora.adapters import load_adapter, set_scale, targets_of
+from megadit.models.lora.inputs import AdapterSlots, SlottedLinears
+from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
-from megadit.models.unet_config import USUAL as USUAL_SETTINGS
-from megadit.models.unet_config import UNetConfig
-from megadit.models.weights import config_to_dict
-from megadit.serve.build_repository import service_info
+from megadit.models.storage.weights import config_to_dict
+from megadit.serve.repository.build import service_info
 from tests.stable_diffusion import UNETS, make_pipeline, random_unet
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -202,8 +202,8 @@ def test_a_network_of_four_levels_has_few_inputs():
 @pytest.mark.slow
 def test_pictures_are_those_of_diffusers(made, tmp_path):
     """Guided, ten steps, two adapters: one of them in PEFT's own folder, which we wrote."""
-    from megadit.models.ddpm import ddpm_sigmas
-    from megadit.models.noise import latent_noise, seed_key
+    from megadit.models.diffusion.ddpm import ddpm_sigmas
+    from megadit.models.diffusion.noise import latent_noise, seed_key
 
     pipeline, bundle = made("xl")
     paths = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]

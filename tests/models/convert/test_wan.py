@@ -8,20 +8,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.bundle.tensor_source import from_state_dict, open_safetensors, write_safetensors
-from megadit.models.conditioning import Conditioning
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.commands.convert import main
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.convert import cosmos, wan
-from megadit.models.convert.adapter_files import read_adapter, read_adapter_of
-from megadit.models.convert.cli import main
+from megadit.models.convert.adapters.files import read_adapter, read_adapter_of
+from megadit.models.convert.adapters.merge import merge_bundle
 from megadit.models.convert.converted import to_theirs
-from megadit.models.convert.merge import merge_bundle
 from megadit.models.convert.published import open_published
-from megadit.models.dit import DiT
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.noise import latent_noise, seed_key
+from megadit.models.diffusion.noise import latent_noise, seed_key
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import from_state_dict, open_safetensors, write_safetensors
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from tests.models.convert.test_parity import (

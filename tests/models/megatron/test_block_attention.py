@@ -5,8 +5,13 @@ import math
 import pytest
 import torch
 
-from megadit.models.megatron import block_attention
-from megadit.models.megatron.block_attention import attend_block, attend_block_backward, plain_backward, plain_forward
+from megadit.models.megatron.parallelism import block_attention
+from megadit.models.megatron.parallelism.block_attention import (
+    attend_block,
+    attend_block_backward,
+    plain_backward,
+    plain_forward,
+)
 
 
 def inputs(num_queries=5, num_keys=9, heads=3, width=8):

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from megadit.models.megatron import extensions
-from megadit.models.megatron.fp8_linears import (
+from megadit.models.megatron.linears.fp8 import (
     E4M3,
     E5M2,
     OF_GRADIENTS,
@@ -20,7 +20,7 @@ from megadit.models.megatron.fp8_linears import (
     codes_of,
     scale_of,
 )
-from megadit.models.megatron.linear_shares import Share
+from megadit.models.megatron.linears.shares import Share
 from megadit.models.ops import fusion
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

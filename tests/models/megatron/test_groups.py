@@ -8,7 +8,7 @@ from megadit.models.megatron.parallel_sizes import ParallelSizes
 
 def test_one_process_needs_no_torchrun(run_ranks):
     code = (
-        "from megadit.models.config import DiTConfig\n"
+        "from megadit.models.configs.config import DiTConfig\n"
         "from megadit.models.megatron import groups\n"
         "found = groups.initialize(groups.ParallelSizes(), DiTConfig())\n"
         "assert found.world_size == found.tensor.size() == found.data.size() == 1 and found.is_first\n"

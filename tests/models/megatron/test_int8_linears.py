@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.low_rank import Factors, LowRank, Rows, Target
-from megadit.models.megatron.int8_linears import Int8Linear, Int8Matrix, eight_bits
-from megadit.models.megatron.linear_shares import Share
+from megadit.models.configs.config import DiTConfig
+from megadit.models.lora.layers import Factors, LowRank, Rows, Target
+from megadit.models.megatron.linears.int8 import Int8Linear, Int8Matrix, eight_bits
+from megadit.models.megatron.linears.shares import Share
 from megadit.models.megatron.plan import COLUMN, ROW, WHOLE, role_of
+from megadit.models.networks.dit import DiT
 
 
 def random(*shape, seed=0):

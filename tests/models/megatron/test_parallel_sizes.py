@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from megadit.models.config import DiTConfig
-from megadit.models.expert_config import ExpertConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.configs.text_tower import TextTowerConfig
 from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes, legal_layouts
-from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
-from megadit.models.text_tower_config import TextTowerConfig
 
 MODEL = DiTConfig(num_layers=4, hidden_size=48, num_attention_heads=6)
 TOWERS = replace(NAMED_CONFIGS["clip_digits"], num_layers=4, text_tower=TextTowerConfig(num_layers=6))

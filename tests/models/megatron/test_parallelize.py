@@ -5,10 +5,10 @@ import sys
 
 CODE = """
 import torch
-from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.initialize import initialize_
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.initialize import initialize_
 from megadit.models.megatron import groups
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.shards import initialize_dit_, splits
@@ -54,7 +54,7 @@ assert split == {
     )
 }
 
-from megadit.models.megatron.linears import ColumnLinear
+from megadit.models.megatron.linears.parallel import ColumnLinear
 with torch.device("meta"):
     dit = DiT(config)
     dit.blocks["0"].mlp.adapter = torch.nn.Linear(2, 2)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.megatron.plan import COLUMN, COLUMN_OF_TEXT, PARTIAL, PLAN, ROW, WHOLE, Row, role_of
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.networks import build_network
+from megadit.models.networks.registry import build_network
 
 FOLDER = Path(__file__).parent
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.megatron import extensions, te_linears
+from megadit.models.megatron import extensions
+from megadit.models.megatron.linears import te as te_linears
 
 OURS = Path(te_linears.__file__)
 
@@ -129,10 +130,10 @@ def test_a_call_that_does_not_fit_is_found(tmp_path):
 
 PARITY = """
 import torch
-from megadit.models.config import DiTConfig
-from megadit.models.conditioning import Conditioning
-from megadit.models.dit import DiT
-from megadit.models.initialize import initialize_
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.initialize import initialize_
 from megadit.models.megatron import groups
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.transformer_config import transformer_config

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megadit.models.attention import QKNorm
-from megadit.models.config import DiTConfig
-from megadit.models.dense_layout import DenseLayout, grid_positions
-from megadit.models.embeddings import rotary_table
-from megadit.models.layout import PackLayout
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.attention import QKNorm
+from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import batch_attention, linear, tiled_attention
 from megadit.models.ops.attention import attention
 from megadit.models.ops.registry import FORCED, OPS, describe_variants, force_variants, variants_run
-from megadit.models.segments import Segment
+from megadit.models.packing.dense_layout import DenseLayout, grid_positions
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 
 PACK = PackLayout.pack([Segment((1, 2, 4), 3), Segment((1, 2, 4), 0)], capacity=20, text_capacity=5)

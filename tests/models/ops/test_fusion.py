@@ -12,16 +12,16 @@ from itertools import product
 import pytest
 import torch
 
-from megadit.models import dit as dit_module
-from megadit.models.conditioning import Conditioning, Given
-from megadit.models.config import DiTConfig
-from megadit.models.denoiser import EDMDenoiser
-from megadit.models.dit import DiT
-from megadit.models.layout import PackLayout
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.denoiser import EDMDenoiser
+from megadit.models.networks import dit as dit_module
+from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.dit import DiT
 from megadit.models.ops import fusion, gated_residual, modulated_norm, qk_norm_rope
 from megadit.models.ops.fusion import fused
-from megadit.models.segments import RowsByToken, Segment
-from megadit.train.adamw import HalfMomentAdamW
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import RowsByToken, Segment
+from megadit.train.optim.adamw import HalfMomentAdamW
 
 CONFIG = DiTConfig(
     num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=4, crossattn_emb_size=16, given_sigma=0.02

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megadit.models.blocks import MLP
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.blocks import MLP
 from megadit.models.ops import ledger, linear
 from megadit.models.ops.linear import Linear, fuses_gelu
 

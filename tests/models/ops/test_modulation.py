@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megadit.models.layout import CPU, PackLayout
 from megadit.models.ops.modulated_norm import modulated_norm
-from megadit.models.segments import Segment, TokenMesh
+from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.segments import Segment, TokenMesh
 
 LAYOUT = PackLayout.pack([Segment((1, 1, n), 1) for n in (5, 5, 3, 8, 8, 8, 1)], capacity=48, text_capacity=8)
 WIDTH = 12

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.models.config import DiTConfig
-from megadit.models.dense_layout import DenseLayout
-from megadit.models.embeddings import rotary_table
-from megadit.models.layout import CPU, PackLayout
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.embeddings import rotary_table
 from megadit.models.ops import linear, tiled_attention
 from megadit.models.ops.registry import OPS, Op, Variant
-from megadit.models.segments import DenseRows, RowsByToken, Segment
+from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.segments import DenseRows, RowsByToken, Segment
 from tests.models.ops.rounded import rounded
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-9}

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megadit.models.layout import CPU, PackLayout
 from megadit.models.megatron.graphed_blocks import _most_starts
 from megadit.models.ops import fusion
 from megadit.models.ops.registry import OPS, Variant
-from megadit.models.segments import LONGEST_RUN, RowsByToken, Segment
+from megadit.models.packing.layout import CPU, PackLayout
+from megadit.models.packing.segments import LONGEST_RUN, RowsByToken, Segment
 
 triton = pytest.importorskip("triton")
 row_sums = pytest.importorskip("megadit.models.ops.row_sums")

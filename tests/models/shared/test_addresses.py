@@ -2,12 +2,12 @@
 
 import pytest
 
-from megadit.models.bundle.transfer import pull_bundle
+from megadit.models.commands.push_pull import pull_bundle
 from megadit.models.shared.addresses import check_no_secret
 from megadit.models.shared.errors import UserError
-from megadit.serve.gateway.results import Results
-from megadit.train.data.ingest.files import open_file
-from megadit.train.second_copy import check_url
+from megadit.serve.gateway.store.results import Results
+from megadit.train.checkpoints.mirror import check_url
+from megadit.train.data.ingest.sources.files import open_file
 
 SECRETS = [
     "sftp://me:hunter2@host/run",

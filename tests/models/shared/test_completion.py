@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from megadit.models.shared.completion import main
+from megadit.models.shared.cli.completion import main
 
 CASES = {
     "megadit ge": "generate",

@@ -93,7 +93,7 @@ def test_a_quota_limits_a_process_that_has_no_ranks(tmp_path):
 def test_threads_of_a_command_wait_passively_unless_the_user_says_otherwise(before, after):
     program = (
         "import os, sys\n"
-        "from megadit.models.shared.command import run_command\n"
+        "from megadit.models.shared.cli.command import run_command\n"
         "assert run_command(lambda argv: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules), []) == 0\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in cores.WAITING} | before

@@ -7,11 +7,10 @@ from typing import Literal
 
 import pytest
 
-from megadit.models.shared import options as shared_options
-from megadit.models.shared.command import CommandParser
-from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import given_options, made_of, options, read_options
-from megadit.models.shared.setting import (
+from megadit.models.shared.cli import options as shared_options
+from megadit.models.shared.cli.command import CommandParser
+from megadit.models.shared.cli.options import given_options, made_of, options, read_options
+from megadit.models.shared.cli.setting import (
     check_json,
     check_settings,
     check_value,
@@ -20,6 +19,7 @@ from megadit.models.shared.setting import (
     setting,
     settings_of,
 )
+from megadit.models.shared.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,13 +8,13 @@ import pytest
 
 from megadit.export.build import _check_place
 from megadit.infer.evaluate.videos import open_videos
+from megadit.infer.media.video_io import write_video
 from megadit.infer.pictures import picture_files
-from megadit.infer.video_io import write_video
-from megadit.models.bundle.licence import find_licence
-from megadit.models.bundle.transfer import push_bundle
+from megadit.models.commands.push_pull import push_bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import check_own, files_under, leads_out, walk
-from megadit.serve.model_files import write_model
+from megadit.models.storage.license import find_licence
+from megadit.serve.repository.model_files import write_model
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megadit.models.shared import command
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.cli import command
+from megadit.models.shared.cli.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest, nearest_multiples
 from megadit.models.shared.files import (
     atomic_directory,
@@ -325,7 +325,7 @@ def test_a_folder_needs_a_place_without_files(tmp_path):
 def test_a_reader_that_leaves_ends_a_command_in_silence():
     """As in `command | head -1`, with standard output buffered or not."""
     program = (
-        "import sys; from megadit.models.shared.command import run_command;"
+        "import sys; from megadit.models.shared.cli.command import run_command;"
         "sys.stdin.readline();"  # until the reader has left
         "sys.exit(run_command(lambda argv: print('text'), []))"
     )
@@ -345,7 +345,7 @@ def test_a_reader_that_leaves_ends_a_command_in_silence():
 
 def test_a_broken_pipe_of_another_kind_is_a_fault_of_ours():
     program = (
-        "from megadit.models.shared.command import run_command\n"
+        "from megadit.models.shared.cli.command import run_command\n"
         "def fail(argv): raise BrokenPipeError('worker')\n"
         "run_command(fail, [])"
     )
@@ -381,8 +381,8 @@ def test_wrong_arguments_are_user_errors(arguments, message):
 
 def test_support_needs_no_torch():
     """`megadit --help` imports this module, and must be quick."""
-    imports = "from megadit.models.shared import command, errors, files, options, progress, verbs"
-    code = f"import sys; {imports}; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    imports = "from megadit.models.shared import errors, files\nfrom megadit.models.shared.cli import command, verbs"
+    code = f"import sys\n{imports}\nsys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

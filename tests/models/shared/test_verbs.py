@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megadit.models.shared import verbs
+from megadit.models.shared.cli import verbs
 
 
 def test_help_lists_every_verb(capsys):
@@ -60,7 +60,7 @@ def test_unknown_second_word_is_one_line(capsys, argv, hint):
 
 def test_help_imports_neither_torch_nor_megatron():
     program = (
-        "import sys; from megadit.models.shared import verbs; verbs.main(['--help']);"
+        "import sys; from megadit.models.shared.cli import verbs; verbs.main(['--help']);"
         "print([name for name in ('torch', 'megatron', 'numpy', 'omegaconf') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)

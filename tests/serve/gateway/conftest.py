@@ -19,12 +19,12 @@ import pytest
 import uvicorn
 
 from megadit.serve.contract import Limits, ServiceInfo
-from megadit.serve.gateway.app import create_app
-from megadit.serve.gateway.connections import BACKLOG, Connection, Door
-from megadit.serve.gateway.database import Database
-from megadit.serve.gateway.keys import KeyLimits, KeyRing
+from megadit.serve.gateway.http.app import create_app
+from megadit.serve.gateway.http.connections import BACKLOG, Connection, Door
 from megadit.serve.gateway.service import Gateway, GatewaySettings
-from megadit.serve.local_server import SHARED_MEMORY, Ports
+from megadit.serve.gateway.store.database import Database
+from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
+from megadit.serve.launch.local_server import SHARED_MEMORY, Ports
 
 from .served_up import Service, processes
 
@@ -221,7 +221,7 @@ def start_gateway(tmp_path):
         prefix: tuple[str, ...] = (),
     ) -> RunningGateway:
         ports, store = Ports.free(), store or str(folder / "jobs.sqlite")
-        command = [sys.executable, "-m", "megadit.models.shared.verbs"]
+        command = [sys.executable, "-m", "megadit.models.shared.cli.verbs"]
         command += ["serve", "gateway"]
         command += [f"--server={server}" for server in servers]
         command += [f"--port={ports.http}", f"--metrics_port={ports.metrics}", f"--store={store}"]

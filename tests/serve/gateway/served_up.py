@@ -11,9 +11,9 @@ from pathlib import Path
 
 import httpx
 
-from megadit.serve.gateway.database import Database
-from megadit.serve.gateway.keys import KeyLimits, KeyRing
-from megadit.serve.local_server import Ports
+from megadit.serve.gateway.store.database import Database
+from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
+from megadit.serve.launch.local_server import Ports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Service:
         command = [
             sys.executable,
             "-m",
-            "megadit.models.shared.verbs",
+            "megadit.models.shared.cli.verbs",
             "serve",
             "up",
             str(repository),

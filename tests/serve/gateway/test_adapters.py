@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from anyio import from_thread, to_thread
 
-from megadit.infer.check_adapter import problem_of
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.adapter_files import read_adapter, write_adapter
+from megadit.infer.commands.check_adapter import problem_of
+from megadit.models.bundle import Bundle
+from megadit.models.convert.adapters.files import read_adapter, write_adapter
 from megadit.models.shared.errors import UserError
-from megadit.serve.build_repository import build_repository, service_info
 from megadit.serve.gateway.adapters import Adapters, StoredAdapter
-from megadit.serve.gateway.runner import Runner
-from megadit.serve.model_config import Scheduling
+from megadit.serve.gateway.jobs.runner import Runner
+from megadit.serve.repository.build import build_repository, service_info
+from megadit.serve.repository.model_config import Scheduling
 from tests.infer.conftest import make_adapter
 
 from ..test_triton import frames_of
@@ -249,7 +249,7 @@ def test_videos_with_adapters_of_keys(
     """Through the gateway and Triton: loaded, used, deleted under a waiting job, 16 clients at once."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from megadit.serve.local_server import LocalServer
+    from megadit.serve.launch.local_server import LocalServer
 
     repository = build_repository(
         bundle_dir,

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import CancelledError, InvalidRequestError, StepDone
 from megadit.serve.contract import VideoRequest
+from megadit.serve.events import CancelledError, InvalidRequestError, StepDone
 from megadit.serve.gateway import command
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.gateway.process import gateway_process
-from megadit.serve.local_server import Ports
+from megadit.serve.launch.local_server import Ports
 
 MODELS = frozenset({"text_to_video"})
 REQUEST = VideoRequest(prompt="a", num_steps=4, preview_every=2)

@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 import pytest
 from sqlalchemy import func, select
 
-from megadit.serve.answers import CancelledError, UnavailableError
 from megadit.serve.contract import VideoRequest
+from megadit.serve.events import CancelledError, UnavailableError
 from megadit.serve.gateway import client as client_module
 from megadit.serve.gateway.client import GatewayClient
-from megadit.serve.gateway.database import JOBS
+from megadit.serve.gateway.store.database import JOBS
 
 from .faulty_proxy import FAULTS, Fault, FaultyProxy
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megadit.models.shared.options import every_setting, read_options
+from megadit.models.shared.cli.options import every_setting, read_options
 from megadit.serve.gateway import command
+from megadit.serve.launch.run import RunOptions
+from megadit.serve.launch.up import UpOptions
 from megadit.serve.page.demo import PageOptions
-from megadit.serve.run import RunOptions
-from megadit.serve.up import UpOptions
 
 SERVE = Path(__file__).resolve().parents[3] / "serve"
 UNIT = SERVE / "systemd" / "megadit.service"

@@ -14,21 +14,23 @@ import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import ServiceError, VideoResult
 from megadit.serve.client import Generation
 from megadit.serve.contract import VideoRequest
-from megadit.serve.gateway import connections, database, middleware, patience, webhooks
-from megadit.serve.gateway.connections import most_connections
-from megadit.serve.gateway.database import Database, holds_password, shown
-from megadit.serve.gateway.jobs import NewJob
-from megadit.serve.gateway.keys import KeyLimits, KeyRing
+from megadit.serve.events import ServiceError, VideoResult
+from megadit.serve.gateway.http import connections, middleware
+from megadit.serve.gateway.http.connections import most_connections
+from megadit.serve.gateway.jobs import webhooks
+from megadit.serve.gateway.jobs.runner import _Run
+from megadit.serve.gateway.jobs.webhooks import Webhooks
 from megadit.serve.gateway.metrics import serve_metrics
-from megadit.serve.gateway.results import Results
-from megadit.serve.gateway.runner import _Run
 from megadit.serve.gateway.service import Gateway, GatewaySettings
-from megadit.serve.gateway.store import JobStore, KeyRevokedError
-from megadit.serve.gateway.webhooks import Webhooks
-from megadit.serve.local_server import Ports
+from megadit.serve.gateway.store import database, patience
+from megadit.serve.gateway.store.database import Database, holds_password, shown
+from megadit.serve.gateway.store.jobs import NewJob
+from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
+from megadit.serve.gateway.store.results import Results
+from megadit.serve.gateway.store.store import JobStore, KeyRevokedError
+from megadit.serve.launch.local_server import Ports
 
 MODELS = frozenset({"text_to_video"})
 SIZES = {"num_steps": 4, "num_frames": 5, "height": 8, "width": 8, "fps": 8.0}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.shared import verbs
-from megadit.models.weights import load_network
-from megadit.serve.build_repository import build_repository
-from megadit.serve.local_server import Ports
-from megadit.serve.model_config import Scheduling
+from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.shared.cli import verbs
+from megadit.models.storage.weights import load_network
+from megadit.serve.launch.local_server import Ports
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 
 LONG, SHORT = {"prompt": "a", "num_steps": 1500, "num_frames": 1}, {"prompt": "a red seven", "num_frames": 1, "seed": 3}
 
@@ -52,7 +52,7 @@ def test_another_bundle_is_served_and_no_job_is_lost(serve_up, bundle_dir, retra
     running = [service.create(**LONG, seed=seed) for seed in range(2)]
     eventually(lambda: "in_progress" in map(service.status, running), tell=service.log)
     build(retrained_dir, models)
-    command = [sys.executable, "-m", "megadit.models.shared.verbs", "serve", "up", str(models), "--drain"]
+    command = [sys.executable, "-m", "megadit.models.shared.cli.verbs", "serve", "up", str(models), "--drain"]
     drain = subprocess.Popen([*command, f"--port={service.port}"])
     eventually(lambda: "begins no job" in (service.folder / "log").read_text(), tell=service.log)
     time.sleep(1.0)  # until the gateway was told

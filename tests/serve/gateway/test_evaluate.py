@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 
 from megadit.infer.evaluate import command, service
 from megadit.infer.evaluate.videos import decoded
-from megadit.infer.video_io import encode_mp4
-from megadit.models.settings import SERVED
+from megadit.infer.media.video_io import encode_mp4
+from megadit.models.diffusion.settings import SERVED
 from megadit.models.shared.files import read_json
 from tests.infer.evaluate.conftest import write_folder
 

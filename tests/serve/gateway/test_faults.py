@@ -71,8 +71,8 @@ import os
 import signal
 from pathlib import Path
 
-from megadit.serve import engine
-from megadit.serve.triton_model import TritonPythonModel
+from megadit.serve.backend import engine
+from megadit.serve.backend.triton_model import TritonPythonModel
 
 _end_unwanted = engine._end_unwanted
 
@@ -217,7 +217,7 @@ def test_a_full_disk_ends_jobs_honestly_and_passes(triton, start_gateway, eventu
     disk.mkdir()
     prepare = 'mount -t tmpfs -o size=12m tmpfs "$0" && $KEYS --store="$0/jobs.sqlite" > "$0.key" && exec "$@"'
     monkeypatch.setenv(
-        "KEYS", f"{sys.executable} -m megadit.models.shared.verbs serve keys add a --requests_per_minute=1000000"
+        "KEYS", f"{sys.executable} -m megadit.models.shared.cli.verbs serve keys add a --requests_per_minute=1000000"
     )
     mount = ("unshare", "-rm", "sh", "-c", prepare, str(disk))
     gateway = start_gateway(triton, folder=disk, log=tmp_path / "log", prefix=mount)

@@ -23,7 +23,7 @@ from hypothesis.errors import Unsatisfiable
 
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import INPUTS, VideoRequest
-from megadit.serve.gateway.app import create_app
+from megadit.serve.gateway.http.app import create_app
 from tests.memory import within_memory
 
 from ..media import MASK, MP4, PNG

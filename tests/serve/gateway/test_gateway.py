@@ -14,12 +14,12 @@ import httpx
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import encode_mp4
-from megadit.models.shared import verbs
+from megadit.infer.media.video_io import encode_mp4
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import CancelledError, StepDone
+from megadit.serve.events import CancelledError, StepDone
 from megadit.serve.gateway.client import GatewayClient
-from megadit.serve.page.demo import Studio
+from megadit.serve.page.studio import Studio
 
 VIDEO = {"prompt": "a red seven", "seed": 11, "guidance": 3.0, "num_steps": 5}
 LONG = {"prompt": "a long one", "num_steps": 2500}

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import encode_mp4
-from megadit.serve.answers import InvalidRequestError
+from megadit.infer.media.video_io import encode_mp4
 from megadit.serve.contract import VideoRequest
+from megadit.serve.events import InvalidRequestError
 from megadit.serve.gateway.client import GatewayClient
 
 from ..media import GIF, MASK, MP4, OTHER_PNG, PNG
@@ -37,9 +37,9 @@ REFUSED_BY_THE_MODEL = [
 def service(request, able_dir, tmp_path, tritonserver, start_gateway):
     """The runtime, and a gateway in front of a tritonserver of its own."""
     from megadit.export.build import ExportSettings, export_bundle
-    from megadit.serve.build_repository import build_repository
-    from megadit.serve.local_server import LocalServer
-    from megadit.serve.model_config import Scheduling
+    from megadit.serve.launch.local_server import LocalServer
+    from megadit.serve.repository.build import build_repository
+    from megadit.serve.repository.model_config import Scheduling
 
     source = able_dir
     if request.param == "onnx":

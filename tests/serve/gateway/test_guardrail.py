@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megadit.serve.answers import HeldBackError
-from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.events import HeldBackError
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 
 from ..test_guardrail import PROGRAM, REQUEST
 from ..test_triton import frames_of

@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.gateway.app import create_app
+from megadit.serve.gateway.http.app import create_app
 from megadit.serve.gateway.service import GatewaySettings
 
 MODELS = frozenset({"text_to_video"})

@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import save_file
 
 from megadit.infer.evaluate.extractors.files import KIND
-from megadit.models.shared import verbs
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.files import read_json
-from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
 from megadit.serve.gateway.client import GatewayClient
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
-from megadit.train.digits.judge import DigitReader
-from megadit.train.digits.score import judge_of_prompts, write_judge
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
+from megadit.train.demos.digits.classifier import DigitReader
+from megadit.train.demos.digits.score import judge_of_prompts, write_judge
 
 from ..test_judge import ASKED
 

@@ -9,16 +9,16 @@ from sqlalchemy.exc import OperationalError
 from starlette.testclient import TestClient
 
 from megadit.serve.contract import VideoRequest
-from megadit.serve.gateway import clock
-from megadit.serve.gateway.app import create_app
-from megadit.serve.gateway.clock import Heart
-from megadit.serve.gateway.database import Database
-from megadit.serve.gateway.jobs import NewJob
-from megadit.serve.gateway.keys import KeyLimits, KeyRing
-from megadit.serve.gateway.rates import Rates
-from megadit.serve.gateway.room import QuotaExceededError, TooManyActiveError
+from megadit.serve.gateway.http.app import create_app
 from megadit.serve.gateway.service import Gateway
-from megadit.serve.gateway.store import JobStore
+from megadit.serve.gateway.store import clock
+from megadit.serve.gateway.store.clock import Heart
+from megadit.serve.gateway.store.database import Database
+from megadit.serve.gateway.store.jobs import NewJob
+from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
+from megadit.serve.gateway.store.quotas import QuotaExceededError, TooManyActiveError
+from megadit.serve.gateway.store.rates import Rates
+from megadit.serve.gateway.store.store import JobStore
 
 NEW = NewJob(
     model="text_to_video", request=VideoRequest(prompt="a", num_steps=4, num_frames=5, height=8, width=8, fps=8)

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from megadit.serve.local_server import LocalServer
+from megadit.serve.launch.local_server import LocalServer
 
 NUM_CLIENTS = 16
 SHAPES = [{}, {"num_frames": 1}, {"size": "8x8"}, {"num_steps": 2, "guidance": 1.0}]
@@ -118,8 +118,8 @@ COUNTING = '''"""Counts the steps that are computed, each of which takes a while
 import time
 from pathlib import Path
 
-from megadit.serve import engine
-from megadit.serve.triton_model import TritonPythonModel
+from megadit.serve.backend import engine
+from megadit.serve.backend.triton_model import TritonPythonModel
 
 _end_unwanted = engine._end_unwanted
 

@@ -20,7 +20,7 @@ QUIET = {"gateway drains", "gateway ended", "gateway started", "job cancelled", 
 def events() -> dict[str, list[bool]]:
     """Every event that the gateway logs by a literal name -> whether an error comes with it, at each place."""
     found: dict[str, list[bool]] = {}
-    for path in Path(package.__file__).parent.glob("*.py"):
+    for path in Path(package.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "log" and node.args:
                 if isinstance(node.args[0], ast.Constant):

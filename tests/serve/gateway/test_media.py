@@ -9,8 +9,8 @@ import pytest
 
 from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway.client import _in_json
-from megadit.serve.gateway.given import pack, unpack
-from megadit.serve.gateway.runner import Runner
+from megadit.serve.gateway.jobs.runner import Runner
+from megadit.serve.gateway.media import pack, unpack
 
 from ..media import GIF, HOSTILE, MASK, MP4, OTHER_PNG, PNG
 from .conftest import INFO
@@ -118,7 +118,7 @@ def test_a_file_that_is_just_written_is_not_swept_away(gateway, monkeypatch):
     """Another gateway may be about to write its job down."""
     result = gateway.results.put_given("video_" + "0" * 32, b"x")
     assert gateway.results.sweep(gateway.store.has_result) == 0
-    monkeypatch.setattr("megadit.serve.gateway.results._SECONDS_OF_YOUTH", 0.0)
+    monkeypatch.setattr("megadit.serve.gateway.store.results._SECONDS_OF_YOUTH", 0.0)
     assert gateway.results.sweep(gateway.store.has_result) == 1 and result.num_bytes == 1
 
 

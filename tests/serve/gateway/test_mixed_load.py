@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.infer.animations import encode_image
-from megadit.infer.given import GivenVideo
-from megadit.infer.video_io import encode_mp4
-from megadit.serve.build_repository import build_repository
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.media.animations import encode_image
+from megadit.infer.media.video_io import encode_mp4
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 from tests.infer.conftest import make_adapter
 
 from ..test_triton import frames_of
@@ -37,7 +37,7 @@ COUNTING = '''"""Notes every adapter that is put beside the network, and every o
 from pathlib import Path
 
 from megadit.infer.runtimes.torch import AdaptableDenoiser
-from megadit.serve.triton_model import TritonPythonModel
+from megadit.serve.backend.triton_model import TritonPythonModel
 
 
 def noted(method):

@@ -14,8 +14,8 @@ import anyio
 import httpx
 import pytest
 
+from megadit.serve.gateway.http.middleware import Surroundings
 from megadit.serve.gateway.metrics import Metrics
-from megadit.serve.gateway.middleware import Surroundings
 from megadit.serve.gateway.turns import Turns
 from megadit.serve.tracing import Tracing
 
@@ -47,7 +47,7 @@ def test_a_validator_complains_of_few_values(visit, value):
     """Each of a hundred thousand wrong ones of a body costs pydantic more than to read it, and all others wait."""
     values = f"[{','.join(value.replace('%d', str(number)) for number in range(1100))}]"
     nested = '{"name": "a", "more": ' + values + "}"
-    with mock.patch("megadit.serve.gateway.schemas.CreateVideo.model_validate") as validated:
+    with mock.patch("megadit.serve.gateway.http.schemas.CreateVideo.model_validate") as validated:
         for text in (f'{{"prompt": "a", "adapters": {values}}}', f'{{"prompt": "a", "keyframe": [{nested}]}}', values):
             answer = visit().post("/v1/videos", content=text, headers={"content-type": "application/json"})
             assert answer.status_code == 400 and "more than 1,000 values" in answer.text
@@ -58,7 +58,7 @@ def test_a_validator_complains_of_few_values(visit, value):
 
 
 def test_a_body_of_very_many_values_is_refused_unread(visit, monkeypatch):
-    monkeypatch.setattr("megadit.serve.gateway.schemas.from_json", None)
+    monkeypatch.setattr("megadit.serve.gateway.http.schemas.from_json", None)
     for text in (b"[" + b"[]," * 300_000 + b"1]", b'{"prompt":' + b"{" * 600_000, b'["' + b'","' * 200_000 + b'"]'):
         answer = visit().post("/v1/videos", content=text, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and "too many values" in answer.text

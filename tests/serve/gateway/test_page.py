@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from megadit.infer import generate
-from megadit.infer.video_io import read_video
-from megadit.serve.build_repository import build_repository
+from megadit.infer.generate import command as generate
+from megadit.infer.media.video_io import read_video
 from megadit.serve.gateway.client import GatewayClient
-from megadit.serve.local_server import LocalServer
-from megadit.serve.page.demo import Studio
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.page.studio import Studio
+from megadit.serve.repository.build import build_repository
 
 
 @pytest.fixture

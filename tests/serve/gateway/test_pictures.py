@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.infer.animations import encode_image
-from megadit.infer.signing import Marker
-from megadit.infer.video_io import encode_mp4
-from megadit.serve.gateway import content
+from megadit.infer.media.animations import encode_image
+from megadit.infer.media.signing import Marker
+from megadit.infer.media.video_io import encode_mp4
+from megadit.serve.gateway.http import content
 from tests.signing import state_of, write_chain
 
 MODELS = frozenset({"text_to_video"})

@@ -9,9 +9,9 @@ import fsspec
 import pytest
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.gateway.content import content_of
 from megadit.serve.gateway.errors import ApiError
-from megadit.serve.gateway.results import Results
+from megadit.serve.gateway.http.content import content_of
+from megadit.serve.gateway.store.results import Results
 
 DATA = b"what a Triton made" * 1000
 SIZE = len(DATA)

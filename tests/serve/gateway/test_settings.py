@@ -10,15 +10,15 @@ import pytest
 from prometheus_client import generate_latest
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import DeadlineExceededError, UnavailableError, VideoResult
 from megadit.serve.contract import VideoRequest
-from megadit.serve.gateway import runner
+from megadit.serve.events import DeadlineExceededError, UnavailableError, VideoResult
 from megadit.serve.gateway.errors import ApiError
-from megadit.serve.gateway.jobs import NewJob
-from megadit.serve.gateway.runner import RunnerSettings, _Run
-from megadit.serve.gateway.servers import Server
+from megadit.serve.gateway.http.streams import Streams
+from megadit.serve.gateway.jobs import runner
+from megadit.serve.gateway.jobs.runner import RunnerSettings, _Run
+from megadit.serve.gateway.jobs.servers import Server
 from megadit.serve.gateway.service import Gateway
-from megadit.serve.gateway.streams import Streams
+from megadit.serve.gateway.store.jobs import NewJob
 
 SIZES = {"num_steps": 4, "num_frames": 5, "height": 8, "width": 8, "fps": 8.0}
 MODEL = "text_to_video"

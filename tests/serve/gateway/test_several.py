@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import select
 
-from megadit.serve.gateway.database import JOBS, Database
-from megadit.serve.local_server import LocalServer
+from megadit.serve.gateway.store.database import JOBS, Database
+from megadit.serve.launch.local_server import LocalServer
 
 LONG = {"prompt": "a long one", "num_steps": 600, "num_frames": 1}
 SHORTER = LONG | {"num_steps": 400}

@@ -20,7 +20,7 @@ from sqlalchemy import select
 
 from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway.client import GatewayClient
-from megadit.serve.gateway.database import JOBS, Database
+from megadit.serve.gateway.store.database import JOBS, Database
 
 from .faulty_proxy import FaultyProxy
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
-from megadit.models.shared import verbs
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
-from megadit.serve.gateway import clock, patience, store
-from megadit.serve.gateway import database as databases
-from megadit.serve.gateway.clock import Heart
-from megadit.serve.gateway.database import Database
-from megadit.serve.gateway.jobs import NewJob, Result
-from megadit.serve.gateway.keys import KeyRing
-from megadit.serve.gateway.rates import Rates
-from megadit.serve.gateway.store import JobStore
+from megadit.serve.gateway.store import clock, patience, store
+from megadit.serve.gateway.store import database as databases
+from megadit.serve.gateway.store.clock import Heart
+from megadit.serve.gateway.store.database import Database
+from megadit.serve.gateway.store.jobs import NewJob, Result
+from megadit.serve.gateway.store.keys import KeyRing
+from megadit.serve.gateway.store.rates import Rates
+from megadit.serve.gateway.store.store import JobStore
 
 MODELS = frozenset({"text_to_video"})
 NEW = NewJob(
@@ -326,10 +326,10 @@ def test_an_accepted_job_survives_a_kill(tmp_path):
     """What was committed is there though the process never closed anything."""
     program = f"""
 import os, signal
-from megadit.serve.gateway.database import Database
-from megadit.serve.gateway.keys import KeyRing
-from megadit.serve.gateway.jobs import NewJob
-from megadit.serve.gateway.store import JobStore
+from megadit.serve.gateway.store.database import Database
+from megadit.serve.gateway.store.keys import KeyRing
+from megadit.serve.gateway.store.jobs import NewJob
+from megadit.serve.gateway.store.store import JobStore
 from megadit.serve.contract import VideoRequest
 database = Database({str(tmp_path / "jobs.sqlite")!r})
 key = KeyRing(database).add("a")[1]

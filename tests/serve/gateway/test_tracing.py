@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 from starlette.testclient import TestClient
 
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.ports import free_ports
-from megadit.serve.answers import ServiceError, VideoResult
-from megadit.serve.build_repository import service_info
+from megadit.serve.backend.engine import Engine, OpenRequest
 from megadit.serve.client import Generation
-from megadit.serve.engine import Engine, OpenRequest
-from megadit.serve.gateway.app import create_app
-from megadit.serve.gateway.keys import KeyLimits
+from megadit.serve.events import ServiceError, VideoResult
+from megadit.serve.gateway.http.app import create_app
 from megadit.serve.gateway.service import Gateway, GatewaySettings
+from megadit.serve.gateway.store.keys import KeyLimits
+from megadit.serve.repository.build import service_info
 from megadit.serve.tracing import Tracing
 
 from ..collector import collecting

@@ -9,15 +9,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megadit.models.shared import verbs
 from megadit.models.shared.addresses import is_link_local
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
-from megadit.serve.gateway import webhooks
-from megadit.serve.gateway.jobs import NewJob, Result
-from megadit.serve.gateway.keys import KeyLimits
-from megadit.serve.gateway.store import JobStore
-from megadit.serve.gateway.webhooks import Webhooks, signature
+from megadit.serve.gateway.jobs import webhooks
+from megadit.serve.gateway.jobs.webhooks import Webhooks, signature
+from megadit.serve.gateway.store.jobs import NewJob, Result
+from megadit.serve.gateway.store.keys import KeyLimits
+from megadit.serve.gateway.store.store import JobStore
 
 MODELS = frozenset({"text_to_video"})
 RESULT = Result(name="a.mp4", media_type="video/mp4", num_bytes=3, sha256="0" * 64)

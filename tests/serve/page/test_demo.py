@@ -10,16 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import encode_mp4, read_video, write_video
-from megadit.models.shared import verbs
+from megadit.infer.media.video_io import encode_mp4, read_video, write_video
+from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve.answers import CancelledError, ServiceError, StepDone, UnavailableError, VideoResult
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
+from megadit.serve.events import CancelledError, ServiceError, StepDone, UnavailableError, VideoResult
 from megadit.serve.page import demo
-from megadit.serve.page.demo import Studio, service
+from megadit.serve.page.demo import service
+from megadit.serve.page.studio import Studio
+from megadit.serve.page.variants import Way
 from megadit.serve.page.view import Preset, facts, finished_stage, presets, progress_stage, told_stage
-from megadit.serve.page.ways import Way
 
 from ..test_triton import frames_of
 

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.infer.video_io import read_video
+from megadit.infer.media.video_io import read_video
 from megadit.models.shared.errors import UserError
 from megadit.serve.client import VideoClient
-from megadit.serve.page.demo import Studio
+from megadit.serve.page.studio import Studio
 
 from ..media import MP4, OTHER_PNG, PNG
 
 
 def test_what_is_painted_becomes_white():
     pytest.importorskip("gradio")
-    from megadit.serve.page.given import _painted
+    from megadit.serve.page.conditioning import _painted
 
     layer = np.zeros((4, 6, 4), np.uint8)
     with pytest.raises(UserError, match="paint the part"):

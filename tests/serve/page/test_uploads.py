@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from megadit.serve.client import VideoClient
 from megadit.serve.page import uploads
-from megadit.serve.page.demo import Studio
+from megadit.serve.page.studio import Studio
 from megadit.serve.page.uploads import UploadRoom
 
 LARGEST = 1 << 20

@@ -6,19 +6,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.video_io import encode_mp4
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.adapter_files import read_adapter, write_adapter
-from megadit.models.settings import SamplingSettings
-from megadit.serve.build_repository import build_repository
+from megadit.infer.media.video_io import encode_mp4
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.convert.adapters.files import read_adapter, write_adapter
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import AdapterInfo, Limits, ServiceInfo, VideoRequest
-from megadit.serve.local_server import LocalServer
-from megadit.serve.model_config import Scheduling
-from megadit.serve.page.demo import Studio
+from megadit.serve.launch.local_server import LocalServer
+from megadit.serve.page.studio import Studio
+from megadit.serve.page.variants import Way, ways_of
 from megadit.serve.page.view import Preset
-from megadit.serve.page.ways import Way, ways_of
+from megadit.serve.repository.build import build_repository
+from megadit.serve.repository.model_config import Scheduling
 from tests.bundles import CONFIG, write_tiny_bundle
 from tests.infer.conftest import make_adapter
 

@@ -108,8 +108,8 @@ def test_kinds_of_operations():
 
 
 def test_the_upstream_formula_of_a_pack():
-    from megadit.models.layout import PackLayout
-    from megadit.models.segments import Segment
+    from megadit.models.packing.layout import PackLayout
+    from megadit.models.packing.segments import Segment
 
     model = resolve_config("digits_tiny").model
     pack = PackLayout.pack([Segment((1, 4, 4), 2), Segment((3, 4, 4), 0)], capacity=96, text_capacity=8)

@@ -9,8 +9,8 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from megadit.models.configs.text_tower import TextTowerConfig
 from megadit.models.shared.errors import UserError
-from megadit.models.text_tower_config import TextTowerConfig
 from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import config_from_dict, known_keys, load_config, resolve_config, to_yaml
@@ -326,7 +326,7 @@ def test_a_run_is_not_renamed():
 
 def test_a_network_takes_over_what_its_data_set_decides(tiny_dataset, tmp_path):
     """Unless it is told otherwise; of a data set that is not there, nothing."""
-    from megadit.train.data.dataset_info import DatasetInfo
+    from megadit.train.dataset.dataset_info import DatasetInfo
 
     info, recipe = DatasetInfo.read(tiny_dataset), load_recipe("digits")
     of_data = (info.latent_channels, info.text_width, info.sigma_data)

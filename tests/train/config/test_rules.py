@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megadit.models import text_encoders, tokenizers
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.expert_config import ExpertConfig
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.configs.text_tower import TextTowerConfig
 from megadit.models.megatron import extensions
+from megadit.models.shared.cli.rules import first_broken
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.rules import first_broken
-from megadit.models.text_tower_config import TextTowerConfig
 from megadit.train.config import rules
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.facts import Run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import (
     CheckpointConfig,

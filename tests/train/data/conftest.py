@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.train.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig, ValidationConfig
 from megadit.train.data.writer import DatasetWriter
 

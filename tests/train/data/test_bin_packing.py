@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megadit.train.data.bin_packing import best_fit
+from megadit.train.data.packs.bin_packing import best_fit
 
 CAPACITY = (8192, 4096)
 

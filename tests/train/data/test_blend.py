@@ -8,9 +8,9 @@ import torch
 
 from megadit.models.shared.errors import UserError
 from megadit.train.config.rules import check_dataset
-from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.loader import build_train_loader, build_validation_loader
 from megadit.train.data.writer import write_members
+from megadit.train.dataset.dataset_info import DatasetInfo
 
 BLEND = """
 __module__: megatron.energon

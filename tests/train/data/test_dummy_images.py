@@ -4,10 +4,10 @@ import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
-from megadit.train.data import prepare
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.data.dummy_images import prepare_dummy_images
 from megadit.train.data.loader import build_train_loader
+from megadit.train.data.prepare import command as prepare
+from megadit.train.data.prepare.dummy_images import prepare_dummy_images
+from megadit.train.dataset.dataset_info import DatasetInfo
 
 
 def test_what_nemo_s_documents_say(tmp_path, monkeypatch, capsys):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from megadit.infer.video_io import write_video
+from megadit.infer.media.video_io import write_video
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.data.edits import list_pairs
-from megadit.train.data.prepare import main
-from megadit.train.data.samples import OCCURRENCE, decode
+from megadit.train.data.packs.samples import OCCURRENCE, decode
+from megadit.train.data.prepare.command import main
+from megadit.train.data.prepare.edits import list_pairs
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_mistakes(tmp_path, encoders, capsys, rows, columns, message):
 def test_a_network_can_train_on_it(tmp_path, encoders):
     from dataclasses import replace
 
-    from megadit.train.data.packed_batch import PackFormat
+    from megadit.train.data.packs.packed_batch import PackFormat
     from megadit.train.recipes import load_recipe
 
     picture(tmp_path / "a.png", 0)

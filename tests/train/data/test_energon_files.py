@@ -15,10 +15,10 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.metadataset import load_dataset
 
 from megadit.models.shared.errors import UserError
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.data.energon_files import _FILES, MOST_SHARDS, check_blend, check_data_set
 from megadit.train.data.loader import build_train_loader
-from megadit.train.data.task_encoder import LatentTaskEncoder
+from megadit.train.data.packs.task_encoder import LatentTaskEncoder
+from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.dataset.energon_files import _FILES, MOST_SHARDS, check_blend, check_data_set
 from tests.memory import within_memory
 from tests.mutations import mutated
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.dit import DiT
-from megadit.models.initialize import initialize_
-from megadit.models.noise import sample_key
+from megadit.models.diffusion.noise import sample_key
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.initialize import initialize_
 from megadit.models.shared.errors import UserError
-from megadit.train.data.given import USES, draw, parse_uses
-from megadit.train.data.packed_batch import PackedBatch, PackFormat
-from megadit.train.data.training_sample import Frames, TrainingSample
-from megadit.train.loss import edm_loss
-from megadit.train.noise_levels import token_noise
+from megadit.train.data.packs.conditioning import USES, draw, parse_uses
+from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
+from megadit.train.data.packs.training_sample import Frames, TrainingSample
+from megadit.train.objectives.denoise import edm_loss
+from megadit.train.objectives.noise_levels import token_noise
 from megadit.train.recipes import load_recipe
 
 MODEL = replace(load_recipe("digits_tiny").model, in_channels=4, sigma_data=1.0, given_sigma=0.02)

@@ -13,16 +13,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from megadit.train.data.dataset_info import DatasetInfo, iter_captions
-from megadit.train.data.description import UnreadableSampleError
+from megadit.train.checkpoints.sampling_defaults import sampling_defaults
 from megadit.train.data.loader import build_train_loader
-from megadit.train.data.packed_batch import REFUSALS, PackFormat
-from megadit.train.data.rules import Rules
-from megadit.train.data.samples import OCCURRENCE, decode
+from megadit.train.data.packs.packed_batch import REFUSALS, PackFormat
+from megadit.train.data.packs.rules import Rules
+from megadit.train.data.packs.samples import OCCURRENCE, decode
+from megadit.train.data.packs.training_sample import TrainingSample
 from megadit.train.data.shards import ShardReader
-from megadit.train.data.training_sample import TrainingSample
 from megadit.train.data.writer import prepare_for_energon, sample_members
-from megadit.train.sampling_defaults import sampling_defaults
+from megadit.train.dataset.dataset_info import DatasetInfo, iter_captions
+from megadit.train.dataset.description import UnreadableSampleError
 from tests.memory import within_memory
 from tests.mutations import mutated
 

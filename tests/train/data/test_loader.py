@@ -12,7 +12,7 @@ from itertools import islice
 import pytest
 import torch
 
-from megadit.models.noise import sample_key
+from megadit.models.diffusion.noise import sample_key
 from megadit.models.shared.errors import UserError
 from megadit.train.data.loader import (
     build_train_loader,
@@ -20,7 +20,7 @@ from megadit.train.data.loader import (
     check_dataset,
     validation_captions,
 )
-from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.data.packs.packed_batch import PackedBatch
 
 
 def names_and_keys(batch: PackedBatch) -> list[tuple[str, int]]:

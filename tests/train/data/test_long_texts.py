@@ -5,9 +5,9 @@ import torch
 from megatron.energon import SkipSample
 
 from megadit.train.data.loader import build_train_loader
-from megadit.train.data.rules import Rules
-from megadit.train.data.samples import OCCURRENCE
-from megadit.train.data.task_encoder import LatentTaskEncoder
+from megadit.train.data.packs.rules import Rules
+from megadit.train.data.packs.samples import OCCURRENCE
+from megadit.train.data.packs.task_encoder import LatentTaskEncoder
 from megadit.train.data.writer import sample_members
 
 

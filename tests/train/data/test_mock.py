@@ -9,7 +9,7 @@ import torch
 
 from megadit.models.shared.errors import UserError
 from megadit.train.data.loader import build_train_loader, build_validation_loader
-from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.data.packs.packed_batch import PackedBatch
 
 
 def assert_same(batch: PackedBatch, expected: PackedBatch) -> None:

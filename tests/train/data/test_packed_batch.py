@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.config import DiTConfig
-from megadit.models.embeddings import patchify
-from megadit.models.noise import sample_key
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.noise import sample_key
+from megadit.models.networks.embeddings import patchify
 from megadit.models.shared.errors import UserError
-from megadit.train.data.packed_batch import PackedBatch, PackFormat
-from megadit.train.data.training_sample import TrainingSample
+from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
+from megadit.train.data.packs.training_sample import TrainingSample
 
 MODEL = DiTConfig(
     num_layers=1, hidden_size=24, num_attention_heads=2, in_channels=4, patch_spatial=2, crossattn_emb_size=6

@@ -11,11 +11,12 @@ from megadit.infer.evaluate.extractors.digits import centres_of_mass, strokes
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.data import drawn, prepare
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.digits import data as digits
-from megadit.train.digits import judge
-from megadit.train.digits.samples import DIGITS
+from megadit.train.data.prepare import command as prepare
+from megadit.train.data.prepare import drawn
+from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos.digits import data as digits
+from megadit.train.demos.digits.samples import DIGITS
 
 
 def read_samples(root, split: str) -> list[tuple[str, dict, dict]]:

@@ -10,29 +10,30 @@ import pytest
 import safetensors.torch
 import torch
 
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.tune_sampler import write_defaults
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.embeddings import patchify
-from megadit.models.initialize import initialize_
-from megadit.models.noise import latent_noise, seed_key
-from megadit.models.segments import TokenMesh
-from megadit.models.settings import SamplingSettings
+from megadit.infer.commands.tune_sampler import write_defaults
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.noise import latent_noise, seed_key
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.embeddings import patchify
+from megadit.models.networks.initialize import initialize_
+from megadit.models.packing.segments import TokenMesh
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.data import prepare, prior
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.data.description import read_description
-from megadit.train.data.ingest.team import Team
-from megadit.train.data.packed_batch import PackFormat
-from megadit.train.data.rules import Rules
-from megadit.train.data.samples import UnreadableSampleError, decode
-from megadit.train.data.training_sample import TrainingSample
+from megadit.train.data.ingest.workers import Team
+from megadit.train.data.packs.packed_batch import PackFormat
+from megadit.train.data.packs.rules import Rules
+from megadit.train.data.packs.samples import UnreadableSampleError, decode
+from megadit.train.data.packs.training_sample import TrainingSample
+from megadit.train.data.prepare import command as prepare
+from megadit.train.data.prepare import prior
+from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.dataset.description import read_description
 from megadit.train.distill import pairs
-from megadit.train.loss import edm_loss
-from megadit.train.noise_levels import initial_noise, token_noise
+from megadit.train.objectives.denoise import edm_loss
+from megadit.train.objectives.noise_levels import initial_noise, token_noise
 
 MODEL = DiTConfig(
     num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=48, patch_spatial=2, crossattn_emb_size=16

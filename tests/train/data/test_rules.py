@@ -11,7 +11,7 @@ import torch
 
 from megadit.models.shared.errors import UserError
 from megadit.train.data.loader import build_train_loader, build_validation_loader
-from megadit.train.data.packed_batch import REFUSALS
+from megadit.train.data.packs.packed_batch import REFUSALS
 from megadit.train.data.writer import prepare_for_energon, sample_members, write_members
 
 

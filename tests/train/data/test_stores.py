@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megadit.models.shared.errors import UserError
-from megadit.train.data import places
-from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.loader import build_train_loader, build_validation_loader, validation_captions
-from megadit.train.data.places import energon_url
+from megadit.train.dataset import places
+from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.dataset.places import energon_url
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from megadit.infer.inspect import info
 from megadit.models.shared.shards import SHARDS_FILE, damaged_shards
 from megadit.train import __main__ as command
 from megadit.train.config.upkeep import HealthConfig
-from megadit.train.health import Refusals
+from megadit.train.monitoring.anomalies import Refusals
 
 SHARD = "train-000000.tar"
 

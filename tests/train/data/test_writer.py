@@ -21,8 +21,8 @@ from megatron.energon import (
 )
 
 from megadit.models.shared.errors import UserError
-from megadit.train.data import dataset_info
-from megadit.train.data.dataset_info import DatasetInfo, draw_captions, iter_captions
+from megadit.train.dataset import dataset_info
+from megadit.train.dataset.dataset_info import DatasetInfo, draw_captions, iter_captions
 
 
 @edataclass

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from megadit.train.digits import data as digits
-from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, SPEEDS, Attributes
-from megadit.train.digits.judge import centres_of_mass, strokes
+from megadit.train.demos.digits import data as digits
+from megadit.train.demos.digits.classifier import centres_of_mass, strokes
+from megadit.train.demos.digits.data import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, SPEEDS, Attributes
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -9,15 +9,15 @@ import imageio.v3 as iio
 import pytest
 import torch
 
-from megadit.models.shared.command import run_module
+from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.train.digits import demo as demo_module
-from megadit.train.digits import stages
-from megadit.train.digits.clips import wall, watchable, write_clips
-from megadit.train.digits.demo import FULL, QUICK, Demo
-from megadit.train.digits.evaluation import ALL_GUIDANCES
-from megadit.train.digits.stages import Stage, TrainingDemo
+from megadit.train.demos import stages
+from megadit.train.demos.clips import wall, watchable, write_clips
+from megadit.train.demos.digits import demo as demo_module
+from megadit.train.demos.digits.demo import FULL, QUICK, Demo
+from megadit.train.demos.digits.evaluation import ALL_GUIDANCES
+from megadit.train.demos.stages import Stage, TrainingDemo
 from megadit.train.plan.hardware import Gpu
 
 JOBS = Path(__file__).parents[1] / "jobs"
@@ -180,7 +180,7 @@ def test_a_training_stage_asks_for_the_demos_folders_ranks_and_settings(tmp_path
     folders = f"data.path={demo.dataset}", f"train.output_dir={demo.training}"
     assert asked == [
         ("megadit.train", "--recipe", "digits", "--nproc", "3", *folders, "train.seed=7"),
-        ("megadit.train.to_bundle", str(demo.training), str(demo.bundle)),
+        ("megadit.train.checkpoints.to_bundle", str(demo.training), str(demo.bundle)),
     ]
     assert train.results(demo)[0].exists() and "`digits` here" in train.purpose
 

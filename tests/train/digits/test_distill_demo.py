@@ -7,7 +7,7 @@ import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.train.digits import distill_demo
+from megadit.train.demos.digits import distill_demo
 from megadit.train.recipes import load_recipe
 from tests.bundles import write_able_bundle
 

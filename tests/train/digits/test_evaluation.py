@@ -7,10 +7,11 @@ from safetensors.torch import save_file
 
 from megadit.infer.evaluate.evaluation import Candidate, differences
 from megadit.infer.evaluate.extractors.files import KIND
-from megadit.infer.evaluate.judged import JudgeScorer
-from megadit.infer.ranks import ALONE
+from megadit.infer.evaluate.metrics.scorer import JudgeScorer
+from megadit.infer.runtimes.ranks import ALONE
 from megadit.models.shared.errors import UserError
-from megadit.train.digits import evaluation, judge, score
+from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos.digits import evaluation, score
 
 METRICS = ("fid", "kid", "fvd", "kvd", "consistency", "motion", "flicker")
 

@@ -8,9 +8,11 @@ import torch
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.train.digits import given_data, given_demo, given_score
-from megadit.train.digits.data import COLOURS, DIGITS, random_attributes
-from megadit.train.digits.judge import DigitReader, Verdicts
+from megadit.train.demos.digits import conditioning_data as given_data
+from megadit.train.demos.digits import conditioning_demo as given_demo
+from megadit.train.demos.digits import conditioning_score as given_score
+from megadit.train.demos.digits.classifier import DigitReader, Verdicts
+from megadit.train.demos.digits.data import COLOURS, DIGITS, random_attributes
 
 
 def attributes(count=24):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megadit.train.digits import data as digits
-from megadit.train.digits import judge
-from megadit.train.digits.data import COLOURS, DIRECTIONS
-from megadit.train.digits.judge import NONE
+from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos.digits import data as digits
+from megadit.train.demos.digits.classifier import NONE
+from megadit.train.demos.digits.data import COLOURS, DIRECTIONS
 
 
 @pytest.fixture(scope="module")

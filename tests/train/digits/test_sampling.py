@@ -3,16 +3,16 @@ import json
 import pytest
 from safetensors.torch import save_file
 
-from megadit.infer.samplers import SAMPLERS
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.initialize import initialize_
-from megadit.models.settings import SamplingSettings
+from megadit.infer.sampling.samplers import SAMPLERS
+from megadit.models.bundle import write_bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.initialize import initialize_
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.digits import sampling
-from megadit.train.digits.judge import DigitReader
+from megadit.train.demos.digits import sampling
+from megadit.train.demos.digits.classifier import DigitReader
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megadit.train.digits import data as digits
-from megadit.train.digits import score
-from megadit.train.digits.data import COLOURS, DIRECTIONS, Attributes
-from megadit.train.digits.judge import NONE, Verdicts
+from megadit.train.demos.digits import data as digits
+from megadit.train.demos.digits import score
+from megadit.train.demos.digits.classifier import NONE, Verdicts
+from megadit.train.demos.digits.data import COLOURS, DIRECTIONS, Attributes
 
 CLIP = Attributes(digit=7, colour="red", direction="left", speed="slow")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megadit.models.shared.errors import UserError
-from megadit.train.digits import adapter_demo, subject
-from megadit.train.digits.data import COLOURS, DIRECTIONS, draw_clips, random_attributes
-from megadit.train.digits.score import score
+from megadit.train.demos.digits import adapter_demo, subject
+from megadit.train.demos.digits.data import COLOURS, DIRECTIONS, draw_clips, random_attributes
+from megadit.train.demos.digits.score import score
 
 
 def test_its_clips_show_every_colour_and_direction_and_leave_pairs_out():

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.dit import DiT
 from megadit.models.ops import ledger
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.distill.adversary import Adversary, critic_loss, head_parameters, towards_real
 from megadit.train.distill.objectives import OBJECTIVES, Turn
-from megadit.train.loss import edm_loss
-from megadit.train.noise_levels import draw_sigma, token_noise
-from megadit.train.training_model import TrainingModel
+from megadit.train.engine.model import TrainingModel
+from megadit.train.objectives.denoise import edm_loss
+from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 from tests.train.distill.test_objectives import DEVIATION, TEACHER, of_normal, pack, sigma_of, teaching
 
 CONFIG = DiTConfig(

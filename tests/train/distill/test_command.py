@@ -12,15 +12,15 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from megadit.infer.commands.tune_sampler import write_defaults
 from megadit.infer.evaluate.videos import videos_in_memory
-from megadit.infer.generate import main as generate
-from megadit.infer.pipeline import TextToVideo
-from megadit.infer.resolve import resolve_settings
-from megadit.infer.tune_sampler import write_defaults
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter
-from megadit.models.convert.merge import merge_bundle
-from megadit.models.settings import SamplingSettings, check_guidance
+from megadit.infer.generate.command import main as generate
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.models.bundle import Bundle
+from megadit.models.convert.adapters.files import bundle_fingerprint, read_adapter
+from megadit.models.convert.adapters.merge import merge_bundle
+from megadit.models.diffusion.settings import SamplingSettings, check_guidance
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
 from megadit.train.distill import command as distill
@@ -43,7 +43,7 @@ def trained(run_ranks, tiny_arguments, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def teacher(trained, tmp_path_factory):
-    from megadit.train.to_bundle import main as to_bundle
+    from megadit.train.checkpoints.to_bundle import main as to_bundle
 
     path = tmp_path_factory.mktemp("teacher") / "bundle"
     assert to_bundle([str(trained), str(path)]) == 0
@@ -329,7 +329,7 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
 
     def run_module(module, *arguments):
         asked.append((module, arguments))
-        if module == "megadit.train.to_bundle":
+        if module == "megadit.train.checkpoints.to_bundle":
             shutil.copytree(bundle, arguments[1], dirs_exist_ok=True)
 
     def found(folder, teacher, student, prompts, **given):
@@ -381,7 +381,11 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     made, steps = [], ["--num_pairs", "5", "--pair_steps", "3", "--nproc", "2"]
     assert main([str(bundle), str(out), *of_pairs, *steps, "--guidance", "4"]) == 0
     ((module, request), ranks) = made[0]
-    assert module == "megadit.train.data.prepare" and ranks == {"num_processes": 2} and request[0] == "trajectories"
+    assert (
+        module == "megadit.train.data.prepare.command"
+        and ranks == {"num_processes": 2}
+        and request[0] == "trajectories"
+    )
     told = dict(zip(request[3::2], request[4::2], strict=True))
     assert (told["--count"], told["--num_steps"], told["--guidance"], told["--eta"]) == ("5", "3", "4", "0")
     assert {"a cat", "a dog"} == {json.loads(line)["prompt"] for line in Path(told["--prompt_file"]).open()}

@@ -9,7 +9,7 @@ import torch
 
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.distill.objectives import LEAST_TANGENT, OBJECTIVES, Turn, _drawn_interval
-from megadit.train.noise_levels import draw_sigma, token_noise
+from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 from tests.train.distill.test_objectives import DEVIATION, MEAN, MODEL, TEACHER, pack, sigma_of, teaching
 
 SIGMA_D = MODEL.sigma_data

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.dit import DiT
-from megadit.models.expert_config import ExpertConfig
+from megadit.models.bundle import write_bundle
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.megatron.checkpoint import _read
-from megadit.models.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.recipes import load_recipe

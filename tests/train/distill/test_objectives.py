@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.models.config import DiTConfig
-from megadit.models.ddpm import ddpm_sigmas
-from megadit.models.dit import WHOLE_NETWORK
-from megadit.models.embeddings import patchify
-from megadit.models.layout import PackLayout
-from megadit.models.noise import latent_noise
-from megadit.models.parameterization import denoise_packed, parameterization_of
-from megadit.models.segments import Segment
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.ddpm import ddpm_sigmas
+from megadit.models.diffusion.noise import latent_noise
+from megadit.models.diffusion.parameterization import denoise_packed, parameterization_of
+from megadit.models.networks.dit import WHOLE_NETWORK
+from megadit.models.networks.embeddings import patchify
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.distill.networks import Distillation, guided
 from megadit.train.distill.objectives import OBJECTIVES, Teaching, Turn, of_tokens, student_state
-from megadit.train.noise_levels import draw_sigma
+from megadit.train.objectives.noise_levels import draw_sigma
 
 MEAN, DEVIATION = 0.7, 0.5
 MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5, patch_spatial=1)

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import adapter_state, attach
-from megadit.models.convert.adapter import Adapter
-from megadit.models.convert.adapter_files import write_adapter
-from megadit.models.dit import DiT
-from megadit.models.expert_config import ExpertConfig
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.convert.adapters.adapter import Adapter
+from megadit.models.convert.adapters.files import write_adapter
+from megadit.models.lora.adapters import adapter_state, attach
 from megadit.models.megatron.checkpoint import _read
-from megadit.models.networks import build_network
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.registry import build_network
+from megadit.train.engine.shared_base import share_base
 from megadit.train.recipes import load_recipe
-from megadit.train.shared_base import share_base
 
 from ..conftest import distance
 from .test_layouts import CHANNELS, CP, EXPERTS, OBJECTIVES, SCALES, SP, deviation, numbers, write

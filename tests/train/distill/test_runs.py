@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import chosen_targets
-from megadit.models.bundle.bundle import Bundle
-from megadit.models.convert.adapter import Adapter
-from megadit.models.convert.adapter_files import write_adapter
+from megadit.models.bundle import Bundle
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.convert.adapters.adapter import Adapter
+from megadit.models.convert.adapters.files import write_adapter
+from megadit.models.lora.adapters import chosen_targets
 from megadit.models.megatron.checkpoint import _read, find_checkpoints, read_adapter, read_network
 from tests.train.test_adapter_runs import MODEL, write
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.expert_config import ExpertConfig
-from megadit.models.layout import PackLayout
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.diffusion.parameterization import denoise_packed
+from megadit.models.networks.dit import DiT
 from megadit.models.ops.registry import FORCED
-from megadit.models.parameterization import denoise_packed
-from megadit.models.segments import Segment
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment
 from megadit.train.distill import tangent
 from megadit.train.distill.tangent import EXCHANGES, derivative
 

@@ -16,10 +16,10 @@ from layouts import run_config  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.train.data.distribute import SharedBatches, TrainBatches  # noqa: E402
-from megadit.train.data.packed_batch import BATCH_TENSORS, PackedBatch  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
-from megadit.train.step import train_step  # noqa: E402
-from megadit.train.validation import _losses, _validation_batches  # noqa: E402
+from megadit.train.data.packs.packed_batch import BATCH_TENSORS, PackedBatch  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.step import train_step  # noqa: E402
+from megadit.train.engine.validation import _losses, _validation_batches  # noqa: E402
 
 NUM_STEPS = 2
 read = SharedBatches.__next__

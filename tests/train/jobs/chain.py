@@ -22,7 +22,7 @@ import megatron.core  # noqa: E402
 from layouts import randomise_initial_values, run_config  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train.loop import train  # noqa: E402
+from megadit.train.engine.loop import train  # noqa: E402
 
 
 def run(out, folder, iters, case, copy_of=None):

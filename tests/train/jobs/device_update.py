@@ -19,12 +19,13 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 from layouts import randomise_initial_values, run_config  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train import device_update, optimizer, setup  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
-from megadit.train.device_update import DeviceUpdate  # noqa: E402
-from megadit.train.optimizer_state import held  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
-from megadit.train.step import train_step  # noqa: E402
+from megadit.train.engine import device_update, setup
+from megadit.train.engine.device_update import DeviceUpdate  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.step import train_step  # noqa: E402
+from megadit.train.optim import optimizer
+from megadit.train.optim.state import held  # noqa: E402
 
 NUM_STEPS = 4
 asked = []

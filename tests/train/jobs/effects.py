@@ -23,13 +23,13 @@ from megadit.models.megatron import cpu_shim
 if __name__ == "__main__":
     cpu_shim.install()
 
-from megadit.infer.video_io import read_video  # noqa: E402
+from megadit.infer.media.video_io import read_video  # noqa: E402
 from megadit.models.megatron.checkpoint import TENSORS, _read, find_checkpoints  # noqa: E402
 from megadit.models.megatron.integrity import read_description  # noqa: E402
 from megadit.models.ops import ledger  # noqa: E402
-from megadit.train import loop  # noqa: E402
 from megadit.train.__main__ import main as train  # noqa: E402
-from megadit.train.metrics import Metrics  # noqa: E402
+from megadit.train.engine import loop
+from megadit.train.monitoring.metrics import Metrics  # noqa: E402
 
 OF_TIME = {"seconds", "reading_seconds", "samples_per_s", "tokens_per_s", "tflops", "mfu", "time"}
 """What differs between two runs of one command."""

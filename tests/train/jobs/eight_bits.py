@@ -22,12 +22,12 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 from layouts import gradients, randomise_initial_values, run_config, sampled  # noqa: E402
 
-from megadit.models import blocks  # noqa: E402
 from megadit.models.megatron import extensions  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.models.networks import blocks
 from megadit.models.ops import ledger  # noqa: E402
-from megadit.train.schedule import evaluation  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.schedule import evaluation  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
 
 FORMATS = {"E4M3": (torch.float8_e4m3fn, torch.float8_e4m3fn), "HYBRID": (torch.float8_e4m3fn, torch.float8_e5m2)}
 now = SimpleNamespace(recipe=None)

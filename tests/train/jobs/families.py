@@ -21,12 +21,12 @@ if __name__ == "__main__":
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.train.config.load import resolve_config  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
-from megadit.train.loop import train  # noqa: E402
-from megadit.train.metrics import METRICS_FILE  # noqa: E402
-from megadit.train.schedule import evaluation  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
-from megadit.train.step import train_step  # noqa: E402
-from megadit.train.validation import _losses, _validation_batches  # noqa: E402
+from megadit.train.engine.loop import train  # noqa: E402
+from megadit.train.engine.schedule import evaluation  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.step import train_step  # noqa: E402
+from megadit.train.engine.validation import _losses, _validation_batches  # noqa: E402
+from megadit.train.monitoring.metrics import METRICS_FILE  # noqa: E402
 
 STEPS_BY_HEART = 90
 TOKENS_BY_HEART = {"seq_length": 96, "text_seq_length": 64}

@@ -21,10 +21,10 @@ from memory import resident, settle  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train import building, setup  # noqa: E402
 from megadit.train.config.load import resolve_config  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
-from megadit.train.step import train_step  # noqa: E402
+from megadit.train.engine import building, setup  # noqa: E402
+from megadit.train.engine.step import train_step  # noqa: E402
 
 M_MMAP_THRESHOLD = -3
 

@@ -17,11 +17,11 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 from layouts import gradients, randomise_initial_values, run_config  # noqa: E402
 
-from megadit.models import blocks  # noqa: E402
-from megadit.models.megatron import gradient_sums  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.models.megatron.linears import gradient_sums
+from megadit.models.networks import blocks
 from megadit.models.ops import ledger  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
 
 
 class StandIn:

@@ -23,8 +23,8 @@ from megadit.models.megatron import graphed_blocks  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.ops import ledger  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
-from megadit.train.step import train_step  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.step import train_step  # noqa: E402
 
 CASES = {"all": 6, "some": 3, "none": 1}
 """Of `cuda_graph_max_segments`; packs here have three segments or four."""

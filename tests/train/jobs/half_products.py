@@ -18,16 +18,18 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from half_products import counted_half_products, without_half_products  # noqa: E402
 
-from megadit.train import to_bundle  # noqa: E402
 from megadit.train.__main__ import main as train  # noqa: E402
-from megadit.train.digits import demo, judge, stages  # noqa: E402
+from megadit.train.checkpoints import to_bundle  # noqa: E402
+from megadit.train.demos import stages  # noqa: E402
+from megadit.train.demos.digits import classifier as judge  # noqa: E402
+from megadit.train.demos.digits import demo  # noqa: E402
 
 STEPS = ("train.train_iters=2", "train.num_threads=1", "validation.num_batches=1", "logger.curves=false")
 
 
 def in_this_process(module: str, *arguments: str) -> None:
     """In place of `run_module`: the same command, without ranks of its own."""
-    mains = {"megadit.train": train, "megadit.train.to_bundle": to_bundle.main}
+    mains = {"megadit.train": train, "megadit.train.checkpoints.to_bundle": to_bundle.main}
     kept = [argument for argument in arguments if argument not in ("--nproc", "1")]
     assert mains[module](kept) == 0
 

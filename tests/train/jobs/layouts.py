@@ -23,36 +23,41 @@ if __name__ == "__main__":
 import safetensors.torch  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 
-from megadit.models import axial, experts, initialize, layout, parameterization  # noqa: E402
-from megadit.models.adapter_config import AdapterConfig  # noqa: E402
-from megadit.models.adapters import adapter_key  # noqa: E402
-from megadit.models.attention import WidthNorm  # noqa: E402
-from megadit.models.conditioning import Conditioning, Given  # noqa: E402
-from megadit.models.config import DiTConfig  # noqa: E402
-from megadit.models.expert_config import ExpertConfig  # noqa: E402
-from megadit.models.given_forms import GIVEN_FORMS  # noqa: E402
-from megadit.models.low_rank import LowRank, _identity  # noqa: E402
-from megadit.models.megatron import context_parallel, expert_parallel  # noqa: E402
+from megadit.models.configs.adapter import AdapterConfig  # noqa: E402
+from megadit.models.configs.conditioning_modes import GIVEN_FORMS  # noqa: E402
+from megadit.models.configs.config import DiTConfig  # noqa: E402
+from megadit.models.configs.experts import ExpertConfig  # noqa: E402
+from megadit.models.configs.text_tower import TextTowerConfig  # noqa: E402
+from megadit.models.diffusion import parameterization
+from megadit.models.diffusion.noise import latent_noise, seed_key  # noqa: E402
+from megadit.models.lora.adapters import adapter_key  # noqa: E402
+from megadit.models.lora.layers import LowRank, _identity  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.models.megatron.fp8_linears import Fp8Linear  # noqa: E402
+from megadit.models.megatron.linears.fp8 import Fp8Linear  # noqa: E402
+from megadit.models.megatron.parallelism import context as context_parallel
+from megadit.models.megatron.parallelism import experts as expert_parallel
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
-from megadit.models.networks import build_network  # noqa: E402
-from megadit.models.noise import latent_noise, seed_key  # noqa: E402
+from megadit.models.networks import axial, experts, initialize
+from megadit.models.networks.attention import WidthNorm  # noqa: E402
+from megadit.models.networks.conditioning import Conditioning, Given  # noqa: E402
+from megadit.models.networks.registry import build_network  # noqa: E402
 from megadit.models.ops import linear  # noqa: E402
-from megadit.models.text_tower_config import TextTowerConfig  # noqa: E402
-from megadit.train import balance, loss, matching, setup  # noqa: E402
+from megadit.models.packing import layout
 from megadit.train.config.distill import DistillConfig  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
-from megadit.train.data import packed_batch  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.data.loader import build_train_loader  # noqa: E402
-from megadit.train.optimizer_state import held  # noqa: E402
+from megadit.train.data.packs import packed_batch
+from megadit.train.engine import balance, setup
+from megadit.train.engine.model import TrainingModel  # noqa: E402
+from megadit.train.engine.schedule import evaluation  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.sharded_denoiser import ShardedDenoiser  # noqa: E402
+from megadit.train.engine.step import _forward_backward, train_step  # noqa: E402
+from megadit.train.objectives import contrast as matching
+from megadit.train.objectives import denoise as loss
+from megadit.train.optim.state import held  # noqa: E402
 from megadit.train.recipes import load_recipe  # noqa: E402
-from megadit.train.schedule import evaluation  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
-from megadit.train.sharded_denoiser import ShardedDenoiser  # noqa: E402
-from megadit.train.step import _forward_backward, train_step  # noqa: E402
-from megadit.train.training_model import TrainingModel  # noqa: E402
 
 NUM_STEPS = 2  # the first update of Adam hides much, the second does not
 SHAPES = ((1, 4, 4), (3, 4, 4), (2, 3, 5), (1, 2, 3), (2, 5, 5))

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import safetensors.torch  # noqa: E402
 
-from megadit.train.matching import pairwise_loss, softmax_loss  # noqa: E402
+from megadit.train.objectives.contrast import pairwise_loss, softmax_loss  # noqa: E402
 
 COUNTS = {1: [10], 2: [7, 3], 4: [4, 3, 0, 3]}
 """Ranks -> pairs of each."""

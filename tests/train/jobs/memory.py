@@ -16,8 +16,8 @@ cpu_shim.install()
 
 from megadit.train.config.load import resolve_config  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
-from megadit.train.step import train_step  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.step import train_step  # noqa: E402
 
 
 def resident(kind: str) -> int:

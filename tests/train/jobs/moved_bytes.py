@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megadit.models.axial import AxialInputs, axial_layout, move
-from megadit.models.blocks import BlockInputs, STDiTBlock
-from megadit.models.config import DiTConfig
-from megadit.models.layout import PackLayout
-from megadit.models.megatron import context_parallel
-from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
-from megadit.models.segments import Segment, TokenMesh
+from megadit.models.configs.config import DiTConfig
+from megadit.models.megatron.parallelism import context as context_parallel
+from megadit.models.megatron.parallelism.context import ContextGroups, attend_shared
+from megadit.models.networks.axial import AxialInputs, axial_layout, move
+from megadit.models.networks.blocks import BlockInputs, STDiTBlock
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment, TokenMesh
 
 GRIDS = {"256 px": (32, 16, 16), "768 px": (32, 48, 48)}
 CONFIG = DiTConfig(family="st_dit", num_layers=1, hidden_size=16, num_attention_heads=2, qk_layernorm=False)

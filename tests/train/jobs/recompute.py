@@ -14,10 +14,10 @@ from megadit.models.megatron import cpu_shim
 cpu_shim.install()
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train import building, setup  # noqa: E402
 from megadit.train.config.load import resolve_config  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
-from megadit.train.step import train_step  # noqa: E402
+from megadit.train.engine import building, setup  # noqa: E402
+from megadit.train.engine.step import train_step  # noqa: E402
 
 
 def run_config(granularity: str, overrides: list[str]):

@@ -7,7 +7,7 @@ from megadit.models.megatron import cpu_shim
 
 if __name__ == "__main__":
     cpu_shim.install()
-    from megadit.train import background_write
+    from megadit.train.checkpoints import writer as background_write
 
     write = background_write.BackgroundWrite._write
 

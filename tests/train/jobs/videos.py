@@ -20,14 +20,14 @@ if __name__ == "__main__":
 from layouts import randomise_initial_values  # noqa: E402
 
 from megadit.infer.runtimes.torch import TorchDenoiser  # noqa: E402
-from megadit.models.dit import DiT  # noqa: E402
-from megadit.models.initialize import initialize_  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.models.networks.dit import DiT  # noqa: E402
+from megadit.models.networks.initialize import initialize_  # noqa: E402
 from megadit.train.config.load import resolve_config  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
-from megadit.train.schedule import evaluation  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
-from megadit.train.validation import _pipeline  # noqa: E402
+from megadit.train.engine.schedule import evaluation  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.validation import _pipeline  # noqa: E402
 
 PROMPTS = ["a red seven", "", "sample number three"]
 

@@ -26,11 +26,12 @@ from layouts import run_config  # noqa: E402
 from traffic import Traffic, ones  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train import optimizer, setup  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
-from megadit.train.device_update import DeviceUpdate  # noqa: E402
-from megadit.train.setup import build_training, start_processes  # noqa: E402
-from megadit.train.step import train_step  # noqa: E402
+from megadit.train.engine import setup  # noqa: E402
+from megadit.train.engine.device_update import DeviceUpdate  # noqa: E402
+from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
+from megadit.train.engine.step import train_step  # noqa: E402
+from megadit.train.optim import optimizer  # noqa: E402
 
 BAD_RANKS = 3
 """Where the sums of a step count the ranks whose losses are not finite; with any, the step would end otherwise."""

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from megadit.models.bundle.bundle import write_bundle
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
-from megadit.models.settings import SamplingSettings
+from megadit.models.bundle import write_bundle
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.__main__ import main
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.plan.doubts import doubts, reconstruction_psnr
+from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.plan.hardware import find_gpu
+from megadit.train.plan.warnings import doubts, reconstruction_psnr
 from megadit.train.recipes import load_recipe
 
 GIB = 2**30

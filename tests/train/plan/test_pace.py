@@ -12,11 +12,11 @@ from torch import zeros
 from megadit.models.machine import small_operations_speed
 from megadit.models.shared.memory import GIB
 from megadit.train.config.load import resolve_config
-from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.plan.hardware import Gpu, find_gpu, this_device
 from megadit.train.plan.layout import Layout
-from megadit.train.plan.pace import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
 from megadit.train.plan.search import assess
+from megadit.train.plan.throughput import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
 from megadit.train.recipes import load_recipe
 
 CORE = Gpu(

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.flops import training_flops
-from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import GIB
-from megadit.models.weights import network_shapes
+from megadit.models.storage.weights import network_shapes
 from megadit.train.__main__ import main
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import resolve_config

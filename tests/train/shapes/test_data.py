@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.train.digits.data import COLOURS
-from megadit.train.shapes import data as shapes
-from megadit.train.shapes.data import ACTIONS, BACKGROUNDS, RELATIONS, SHAPES, Scene
+from megadit.train.demos.digits.data import COLOURS
+from megadit.train.demos.shapes import data as shapes
+from megadit.train.demos.shapes.data import ACTIONS, BACKGROUNDS, RELATIONS, SHAPES, Scene
 
 
 def generator(seed: int = 0) -> torch.Generator:

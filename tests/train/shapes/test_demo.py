@@ -8,10 +8,10 @@ import torch
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.train.shapes import demo as demo_module
-from megadit.train.shapes import score
-from megadit.train.shapes.demo import QUICK, ShapesDemo
-from megadit.train.shapes.edits import CHANGES
+from megadit.train.demos.shapes import demo as demo_module
+from megadit.train.demos.shapes import score
+from megadit.train.demos.shapes.demo import QUICK, ShapesDemo
+from megadit.train.demos.shapes.edits import CHANGES
 
 
 def test_every_option_reaches_the_demo(tmp_path, monkeypatch):

@@ -5,11 +5,11 @@ from dataclasses import fields
 
 import pytest
 
-from megadit.train.shapes import score, subject
-from megadit.train.shapes.data import ACTIONS, Scene
-from megadit.train.shapes.demo import real_clips
-from megadit.train.shapes.edits import CHANGES, edits, score_edits, told
-from megadit.train.shapes.judge import name_backgrounds
+from megadit.train.demos.shapes import score, subject
+from megadit.train.demos.shapes.classifier import name_backgrounds
+from megadit.train.demos.shapes.data import ACTIONS, Scene
+from megadit.train.demos.shapes.demo import real_clips
+from megadit.train.demos.shapes.edits import CHANGES, edits, score_edits, told
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.train.shapes import data as shapes
-from megadit.train.shapes import score
-from megadit.train.shapes.judge import judge
-from megadit.train.shapes.samples import SHAPES
+from megadit.train.demos.shapes import data as shapes
+from megadit.train.demos.shapes import score
+from megadit.train.demos.shapes.classifier import judge
+from megadit.train.demos.shapes.samples import SHAPES
 
 
 def draw(num_things: int, count: int = 60):

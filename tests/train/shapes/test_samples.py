@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 import torch
 
-from megadit.train.data import drawn, prepare
-from megadit.train.shapes import data as shapes
-from megadit.train.shapes.samples import SHAPES
+from megadit.train.data.prepare import command as prepare
+from megadit.train.data.prepare import drawn
+from megadit.train.demos.shapes import data as shapes
+from megadit.train.demos.shapes.samples import SHAPES
 
 
 def test_every_option_reaches_the_data_set(tmp_path, monkeypatch):

@@ -7,29 +7,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.shared.folder_lock import FolderLock
-from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import group, setting
-from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
-from megadit.train.data.ingest.captions import CaptionServer
-from megadit.train.data.ingest.download import Downloads
-from megadit.train.data.ingest.encodings import default_encodings, read_encodings
+from megadit.train.data.ingest.clips.captions import CaptionServer
+from megadit.train.data.ingest.clips.encodings import default_encodings, read_encodings
+from megadit.train.data.ingest.clips.probe import USUAL_SIDE, look_at, side_filled
 from megadit.train.data.ingest.engine import choose_engine, run_on_ray, start_ray
 from megadit.train.data.ingest.lines import read_lines
-from megadit.train.data.ingest.listing import Listing, Reading, shorten_captions
-from megadit.train.data.ingest.look import USUAL_SIDE, look_at, side_filled
 from megadit.train.data.ingest.plan import Notes, Settings, source_from_json
 from megadit.train.data.ingest.pool import default_workers
-from megadit.train.data.ingest.sources import list_folder
+from megadit.train.data.ingest.sources.download import Downloads
+from megadit.train.data.ingest.sources.listing import Listing, Reading, shorten_captions
+from megadit.train.data.ingest.sources.sources import list_folder
+from megadit.train.data.ingest.sources.webdataset import list_webdataset
 from megadit.train.data.ingest.tables import Tables
-from megadit.train.data.ingest.team import Part, join_team
 from megadit.train.data.ingest.update import changes
-from megadit.train.data.ingest.webdataset import list_webdataset
-from megadit.train.data.places import is_url
+from megadit.train.data.ingest.workers import Part, join_team
 from megadit.train.data.writer import is_prepared
+from megadit.train.dataset.dataset_info import INFO_FILE
+from megadit.train.dataset.places import is_url
 
 BUTTERFLIES = "huggan/smithsonian_butterflies_subset"
 FAILED = "failed"

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from PIL import ImageColor
 
+from megadit.models.shared.cli.setting import check_settings, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import differences, read_json, write_json
-from megadit.models.shared.setting import check_settings, setting
-from megadit.train.data.description import MOST_FRAMES
 from megadit.train.data.ingest.lines import Lines, read_lines
+from megadit.train.dataset.description import MOST_FRAMES
 
 NOTES = "prepare"
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")
@@ -109,7 +109,7 @@ class Settings:
         low=0,
         high=MOST_FRAMES,
     )
-    """Conditioning frames besides a clip's own latents (`train/data/given.py`)."""
+    """Conditioning frames besides a clip's own latents (`train/data/packs/conditioning.py`)."""
     store: Literal["latents", "raw"] = setting("latents", "encode now (latents), or while training (raw)")
     """Encoded samples, or pixels that training encodes as it reads them."""
     originals: bool = setting(False, "also store the source files, and the clips cut out of longer videos, unencoded")

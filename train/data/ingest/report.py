@@ -13,9 +13,9 @@ import numpy as np
 
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import duration
+from megadit.train.data.ingest.clips.select import SPLITS
 from megadit.train.data.ingest.lines import read_lines
 from megadit.train.data.ingest.plan import REST, Notes, Skip, skip_from_json
-from megadit.train.data.ingest.select import SPLITS
 
 REPORT = "report.json"
 PICTURE = "report.png"

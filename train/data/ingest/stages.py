@@ -17,19 +17,18 @@ from pathlib import Path
 
 import torch
 
-from megadit.infer.checkpoints import open_any_bundle
-from megadit.models.bundle.bundle import check_kind
-from megadit.models.bundle.components import part_folder
+from megadit.infer.pipeline.checkpoints import open_any_bundle
+from megadit.models.bundle import check_kind
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.progress import Progress, duration
+from megadit.models.storage.components import part_folder
 from megadit.models.text_encoders import ClassLabels, TokenIds
 from megadit.models.text_encoders.token_ids import learned_words
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
-from megadit.train.data.dataset_info import INFO_FILE
-from megadit.train.data.ingest.captions import NOT_CAPTIONED, CaptionServer, caption_clips, check_captions
-from megadit.train.data.ingest.encode import decoded_clips, encode_shard, store_shard, to_video
-from megadit.train.data.ingest.encodings import (
+from megadit.train.data.ingest.clips.captions import NOT_CAPTIONED, CaptionServer, caption_clips, check_captions
+from megadit.train.data.ingest.clips.encode import decoded_clips, encode_shard, store_shard, to_video
+from megadit.train.data.ingest.clips.encodings import (
     BUILT_IN,
     HAAR,
     LABELS,
@@ -42,21 +41,22 @@ from megadit.train.data.ingest.encodings import (
     gather_labels,
     load_encoder,
 )
-from megadit.train.data.ingest.fitting import drop_unfit, parse_least
-from megadit.train.data.ingest.judging import NO_SCORE, judge_clips, open_judge
-from megadit.train.data.ingest.left_out import picture_left_out
+from megadit.train.data.ingest.clips.fitting import drop_unfit, parse_least
+from megadit.train.data.ingest.clips.scan import scan
+from megadit.train.data.ingest.clips.scoring import NO_SCORE, judge_clips, open_judge
+from megadit.train.data.ingest.clips.select import SPLITS, Filter, add_caption, check_not_in, drop_known, select, shards
+from megadit.train.data.ingest.clips.source_media import expected, originals_bytes, originals_of, write_originals
 from megadit.train.data.ingest.lines import Lines, line_starts, read_lines, write_lines
-from megadit.train.data.ingest.listing import Listing, shorten_captions
-from megadit.train.data.ingest.originals import expected, originals_bytes, originals_of, write_originals
 from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, Source, source_from_json
 from megadit.train.data.ingest.pool import Pool
+from megadit.train.data.ingest.rejected import picture_left_out
 from megadit.train.data.ingest.report import more_channels_in_words, summary, write_report
-from megadit.train.data.ingest.scan import scan
-from megadit.train.data.ingest.select import SPLITS, Filter, add_caption, check_not_in, drop_known, select, shards
+from megadit.train.data.ingest.sources.listing import Listing, shorten_captions
 from megadit.train.data.ingest.tables import Tables
-from megadit.train.data.ingest.team import Team
 from megadit.train.data.ingest.update import KeptFindings, changes, keep_findings
+from megadit.train.data.ingest.workers import Team
 from megadit.train.data.writer import describe_dataset
+from megadit.train.dataset.dataset_info import INFO_FILE
 
 STAGES = ("fetch", "scan", "select", "encode", "index")
 SHARED_STAGES = ("fetch", "scan", "encode")

@@ -19,15 +19,15 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.outside import LEADS_OUT
 from megadit.models.shared.progress import Progress
-from megadit.train.data.ingest.download import Downloads, download_all
-from megadit.train.data.ingest.files import open_folder
 from megadit.train.data.ingest.lines import read_lines, write_lines
-from megadit.train.data.ingest.listing import Listing, Reading, counted
 from megadit.train.data.ingest.plan import Skip
-from megadit.train.data.ingest.rows import parquet_rows, read_parquet
-from megadit.train.data.ingest.sniff import HEAD_BYTES, extension_of
-from megadit.train.data.ingest.team import Team
-from megadit.train.data.ingest.webdataset import list_shards
+from megadit.train.data.ingest.sources.download import Downloads, download_all
+from megadit.train.data.ingest.sources.files import open_folder
+from megadit.train.data.ingest.sources.listing import Listing, Reading, counted
+from megadit.train.data.ingest.sources.rows import parquet_rows, read_parquet
+from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, extension_of
+from megadit.train.data.ingest.sources.webdataset import list_shards
+from megadit.train.data.ingest.workers import Team
 
 ROWS_OF_A_UNIT = 1000
 MEDIA_COLUMNS = ("image", "video", "jpg", "png", "mp4", "img")

@@ -20,19 +20,19 @@ cpu_shim.install()
 from megatron.core import parallel_state  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from megadit.models.adapter_config import AdapterConfig  # noqa: E402
-from megadit.models.adapters import adapter_key, attach  # noqa: E402
-from megadit.models.config import DiTConfig  # noqa: E402
-from megadit.models.dit import Part  # noqa: E402
-from megadit.models.expert_config import ExpertConfig  # noqa: E402
+from megadit.models.configs.adapter import AdapterConfig  # noqa: E402
+from megadit.models.configs.config import DiTConfig  # noqa: E402
+from megadit.models.configs.experts import ExpertConfig  # noqa: E402
+from megadit.models.lora.adapters import adapter_key, attach  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron import plan  # noqa: E402
-from megadit.models.megatron.linears import ColumnLinear, RowLinear  # noqa: E402
+from megadit.models.megatron.linears.parallel import ColumnLinear, RowLinear  # noqa: E402
 from megadit.models.megatron.parallel_sizes import ParallelSizes  # noqa: E402
 from megadit.models.megatron.parallelize import parallelize  # noqa: E402
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.megatron.transformer_config import transformer_config  # noqa: E402
-from megadit.models.networks import build_network  # noqa: E402
+from megadit.models.networks.dit import Part  # noqa: E402
+from megadit.models.networks.registry import build_network  # noqa: E402
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "crossattn_emb_size": 16, "in_channels": 2}
 LEARNED = {"position_embedding": "learned", "learned_positions": (4, 5, 5)}

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megadit.models.shared.errors import UserError
-from megadit.train.data import prepare
-from megadit.train.data.description import read_description
-from megadit.train.data.ingest.sources import list_folder
+from megadit.train.data.ingest.sources.sources import list_folder
+from megadit.train.data.ingest.sources.webdataset import list_webdataset
 from megadit.train.data.ingest.stages import SHARED_STAGES, STAGES
-from megadit.train.data.ingest.webdataset import list_webdataset
 from megadit.train.data.on_the_fly import FrozenEncoders
-from megadit.train.data.samples import OCCURRENCE, decode
+from megadit.train.data.packs.samples import OCCURRENCE, decode
+from megadit.train.data.prepare import command as prepare
+from megadit.train.dataset.description import read_description
 
 OPTIONS = ["--sizes", "16x16", "--num_frames", "1", "--num_workers", "0", "--tokenizer", "pixels", "--val_share", "0"]
 
@@ -168,7 +168,7 @@ def test_whoever_prepares_a_folder_and_however_often_it_ends_the_bytes_are_the_s
         for count in ends:
             _prepare_until(ended, count)
         assert prepare.main(ended) == code
-        processes = start_ranks(ranks, "-m", "megadit.models.shared.verbs", "prepare", *by_ranks)
+        processes = start_ranks(ranks, "-m", "megadit.models.shared.cli.verbs", "prepare", *by_ranks)
         said = [process.communicate()[0] for process in processes]
         assert {process.returncode for process in processes} == {code}, said
         for stage in STAGES if code == 0 else ():

@@ -9,10 +9,10 @@ from PIL import Image
 
 from megadit.infer.decoding import animations
 from megadit.infer.decoding.rules import TRANSPARENT, UnusableSourceError
-from megadit.train.data import prepare
-from megadit.train.data.ingest.decode import read_frames, read_image, read_timeline
+from megadit.train.data.ingest.clips.decode import read_frames, read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
-from megadit.train.data.ingest.sources import list_folder
+from megadit.train.data.ingest.sources.sources import list_folder
+from megadit.train.data.prepare import command as prepare
 
 SETTINGS = Settings(sizes=((64, 64),), num_frames=(9,), fps=60.0)
 MILLISECONDS = 40

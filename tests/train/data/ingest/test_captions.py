@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 
 from megadit.models.shared.files import read_json
-from megadit.train.data import prepare
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.data.ingest import captions, exchanges
-from megadit.train.data.ingest.captions import caption_of
+from megadit.train.data.ingest.clips import captions
+from megadit.train.data.ingest.clips.captions import caption_of
+from megadit.train.data.ingest.sources import http_retries as exchanges
+from megadit.train.data.prepare import command as prepare
+from megadit.train.dataset.dataset_info import DatasetInfo
 
 COUNT = 9
 ENDLESS = object()

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.train.data import prepare
-from megadit.train.data.ingest import download, exchanges, plan, tables
-from megadit.train.data.ingest.download import Downloads, download_all, is_public
+from megadit.train.data.ingest import plan, tables
+from megadit.train.data.ingest.sources import download
+from megadit.train.data.ingest.sources import http_retries as exchanges
+from megadit.train.data.ingest.sources.download import Downloads, download_all, is_public
+from megadit.train.data.prepare import command as prepare
 
 pyarrow = pytest.importorskip("pyarrow")
 AT_ONCE = 16
@@ -342,7 +344,7 @@ def test_each_way_to_fail_is_counted_by_its_reason(server, tmp_path, quick, monk
 
 SMALL_UNITS = """
 import sys
-from megadit.train.data import prepare
+from megadit.train.data.prepare import command as prepare
 from megadit.train.data.ingest import tables
 tables.ROWS_OF_A_UNIT = 8
 sys.exit(prepare.main(sys.argv[1:]))

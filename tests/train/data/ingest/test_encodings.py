@@ -12,9 +12,9 @@ import torch
 
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
-from megadit.train.data import prepare
-from megadit.train.data.ingest.encodings import gather_labels, read_encodings
+from megadit.train.data.ingest.clips.encodings import gather_labels, read_encodings
 from megadit.train.data.loader import build_train_loader
+from megadit.train.data.prepare import command as prepare
 from megadit.train.recipes import load_recipe
 
 GOOD = """

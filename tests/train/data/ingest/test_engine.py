@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from megadit.models.shared.errors import UserError
-from megadit.train.data import prepare
 from megadit.train.data.ingest.engine import share
+from megadit.train.data.prepare import command as prepare
 
 OPTIONS = ("--sizes", "64x64", "--num_frames", "9", "--num_workers", "0", "--channels", "16")
 

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from megadit.train.data import prepare
+from megadit.train.data.prepare import command as prepare
 
 NUM_CLIPS = 4
 

@@ -9,15 +9,15 @@ from PIL import Image
 
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import Matcher
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.networks import build_network
-from megadit.models.settings import SamplingSettings
+from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.registry import build_network
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.token_ids import learned_words
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.data import prepare
-from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.data.prepare import command as prepare
+from megadit.train.dataset.dataset_info import DatasetInfo
 
 TEXTS = ["a red seven", "a green three", "the number nine", "a blue one", "two"]
 

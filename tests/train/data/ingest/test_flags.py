@@ -7,8 +7,8 @@ from PIL import Image
 
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.data import prepare
 from megadit.train.data.ingest import stages
+from megadit.train.data.prepare import command as prepare
 
 SMALL = ("--height", "64", "--width", "64", "--num_frames", "9", "--num_workers", "0", "--channels", "8")
 SELECTED = ("--stages", "fetch,scan,select")

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from megadit.train.data import prepare
-from megadit.train.data.ingest.decode import read_timeline
-from megadit.train.data.ingest.flow import mean_speed
+from megadit.train.data.ingest.clips.decode import read_timeline
+from megadit.train.data.ingest.clips.flow import mean_speed
 from megadit.train.data.ingest.plan import Settings, Source
+from megadit.train.data.prepare import command as prepare
 
 SETTINGS = Settings(sizes=((64, 64),), num_frames=(17,))
 

@@ -13,17 +13,17 @@ import torch
 from PIL import Image
 
 from megadit.infer.decoding.rules import UnusableSourceError
-from megadit.models.convert.tensor_archive import read_archive
 from megadit.models.machine import peak_memory, reset_peak_memory
 from megadit.models.shared.errors import UserError
-from megadit.train.data import prepare
-from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
-from megadit.train.data.ingest.decode import read_image
-from megadit.train.data.ingest.foreign import UnreadableTensorError, as_tensor, read_pickle, read_pth
+from megadit.models.storage.tensor_archive import read_archive
+from megadit.train.data.ingest.clips.decode import read_image
 from megadit.train.data.ingest.plan import Settings, Source
-from megadit.train.data.ingest.rows import read_table
-from megadit.train.data.ingest.sources import list_folder
-from megadit.train.data.ingest.webdataset import list_webdataset
+from megadit.train.data.ingest.sources.importers import UnreadableTensorError, as_tensor, read_pickle, read_pth
+from megadit.train.data.ingest.sources.rows import read_table
+from megadit.train.data.ingest.sources.sources import list_folder
+from megadit.train.data.ingest.sources.webdataset import list_webdataset
+from megadit.train.data.prepare import command as prepare
+from megadit.train.dataset.dataset_info import DatasetInfo, iter_descriptions
 
 CPU = torch.device("cpu")
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]

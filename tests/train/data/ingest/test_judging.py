@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from megadit.models.shared.files import read_json
-from megadit.train.data import prepare
+from megadit.train.data.prepare import command as prepare
 
 COUNT = 8
 JUDGE = """

@@ -13,11 +13,11 @@ from PIL import Image
 from megadit.infer.decoding.rules import UnusableSourceError
 from megadit.models.shared.captions import caption_columns, captions_in, file_columns, shortened
 from megadit.models.shared.errors import UserError
-from megadit.train.data.ingest.decode import read_image, read_timeline
-from megadit.train.data.ingest.listing import Listing, Reading, shorten_captions
+from megadit.train.data.ingest.clips.decode import read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
-from megadit.train.data.ingest.sources import list_folder
-from megadit.train.data.ingest.webdataset import list_webdataset
+from megadit.train.data.ingest.sources.listing import Listing, Reading, shorten_captions
+from megadit.train.data.ingest.sources.sources import list_folder
+from megadit.train.data.ingest.sources.webdataset import list_webdataset
 
 PICTURE = io.BytesIO()
 Image.new("RGB", (8, 8), "red").save(PICTURE, "png")

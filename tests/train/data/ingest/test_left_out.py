@@ -16,9 +16,9 @@ from safetensors.torch import save
 from megadit.infer.decoding.containers import CONTAINERS
 from megadit.infer.inspect import info
 from megadit.infer.inspect.dataset_sheet import draw_strip
-from megadit.train.data import prepare
-from megadit.train.data.ingest.left_out import choose
 from megadit.train.data.ingest.plan import Skip
+from megadit.train.data.ingest.rejected import choose
+from megadit.train.data.prepare import command as prepare
 
 FIGURE = re.compile(
     r'<figure>(?:<img alt="[^"]*" src="data:image/jpeg;base64,([^"]+)">)?<figcaption>(.*?)</figcaption>'

@@ -5,11 +5,12 @@ import tracemalloc
 import many_rows
 import pytest
 
-from megadit.train.data.ingest import files, lines, report
+from megadit.train.data.ingest import lines, report
+from megadit.train.data.ingest.clips.select import select
 from megadit.train.data.ingest.lines import LongList, line_starts, read_lines
 from megadit.train.data.ingest.plan import Notes, Settings, Source, source_from_json
-from megadit.train.data.ingest.select import select
-from megadit.train.data.ingest.sources import list_folder
+from megadit.train.data.ingest.sources import files
+from megadit.train.data.ingest.sources.sources import list_folder
 from megadit.train.data.ingest.update import KeptFindings, keep_findings
 
 

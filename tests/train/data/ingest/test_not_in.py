@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.train.data import prepare
+from megadit.train.data.prepare import command as prepare
 
 COMMAND = ["--sizes", "32x32", "--num_frames", "1", "--tokenizer", "pixels", "--num_workers", "0"]
 

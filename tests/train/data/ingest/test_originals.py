@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from megadit.infer.inspect import info
-from megadit.train.data import prepare
-from megadit.train.data.ingest import originals
-from megadit.train.data.ingest.originals import originals_bytes
+from megadit.train.data.ingest.clips import source_media as originals
+from megadit.train.data.ingest.clips.source_media import originals_bytes
 from megadit.train.data.loader import build_train_loader
+from megadit.train.data.prepare import command as prepare
 from tests.train.data.ingest.test_encodings import run_of
 
 VIDEO = ("--sizes", "64x64", "--num_frames", "9", "--num_workers", "0", "--channels", "8", "--val_share", "0")

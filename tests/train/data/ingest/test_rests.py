@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megadit.train.data import prepare
-from megadit.train.data.ingest.look import Seen
-from megadit.train.proposal import CPU, choose_length
+from megadit.train.data.ingest.clips.probe import Seen
+from megadit.train.data.prepare import command as prepare
+from megadit.train.new.proposal import CPU, choose_length
 
 
 @pytest.mark.parametrize(("more", "clips"), [((), 2), (("--overlap",), 4), (("--num_frames", "17,5"), 4)])

@@ -5,10 +5,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megadit.train.data.ingest.decode import THUMBNAIL, read_frames, read_timeline
+from megadit.train.data.ingest.clips.decode import THUMBNAIL, read_frames, read_timeline
+from megadit.train.data.ingest.clips.scan import bucket, find_scenes, fingerprint, scan, windows
+from megadit.train.data.ingest.clips.select import Fingerprints
 from megadit.train.data.ingest.plan import Settings, Source
-from megadit.train.data.ingest.scan import bucket, find_scenes, fingerprint, scan, windows
-from megadit.train.data.ingest.select import Fingerprints
 
 SETTINGS = Settings(sizes=((64, 64),), num_frames=(9,))
 

@@ -20,16 +20,17 @@ from PIL import Image
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.data import on_the_fly, prepare
-from megadit.train.data.dataset_info import DatasetInfo, iter_captions, iter_descriptions
-from megadit.train.data.description import UnreadableSampleError
+from megadit.train.data import on_the_fly
+from megadit.train.data.ingest.clips.scan import scan
 from megadit.train.data.ingest.command import FolderOptions, PrepareOptions, _fitted, _settings
-from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Notes, Settings, Source
-from megadit.train.data.ingest.scan import scan
-from megadit.train.data.ingest.sources import list_folder
-from megadit.train.data.ingest.webdataset import list_webdataset
-from megadit.train.data.samples import OCCURRENCE
+from megadit.train.data.ingest.sources.importers import UnreadableTensorError, read_pickle, read_pth
+from megadit.train.data.ingest.sources.sources import list_folder
+from megadit.train.data.ingest.sources.webdataset import list_webdataset
+from megadit.train.data.packs.samples import OCCURRENCE
+from megadit.train.data.prepare import command as prepare
+from megadit.train.dataset.dataset_info import DatasetInfo, iter_captions, iter_descriptions
+from megadit.train.dataset.description import UnreadableSampleError
 
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
 

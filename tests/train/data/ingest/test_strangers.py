@@ -20,7 +20,7 @@ print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """KiB of the largest of a process and its children."""
 READ = """
 import signal, sys
-from megadit.infer.video_io import read_video
+from megadit.infer.media.video_io import read_video
 from megadit.models.shared.errors import UserError
 seen = 0
 for path in sys.stdin.read().splitlines():
@@ -34,7 +34,7 @@ print(seen)
 """
 PREPARE = """
 import sys
-from megadit.train.data import prepare
+from megadit.train.data.prepare import command as prepare
 assert prepare.main(sys.argv[1:]) == 0
 """
 

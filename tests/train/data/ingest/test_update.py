@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.train.data import prepare
-from megadit.train.data.ingest import scan
+from megadit.train.data.ingest.clips import scan
+from megadit.train.data.prepare import command as prepare
 
 OPTIONS = ["--sizes", "16x16", "--num_frames", "1", "--num_workers", "0", "--tokenizer", "pixels", "--val_share", "0"]
 

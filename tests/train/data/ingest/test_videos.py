@@ -17,15 +17,15 @@ from megatron.energon.tools.lint import command as energon_lint
 from PIL import Image
 
 from megadit.infer.inspect import dataset_sheet, info
-from megadit.models.config import DiTConfig
+from megadit.models.configs.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.data import prepare
-from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.data.ingest.decode import fit_image
-from megadit.train.data.ingest.encode import to_video
+from megadit.train.data.ingest.clips.decode import fit_image
+from megadit.train.data.ingest.clips.encode import to_video
 from megadit.train.data.loader import build_train_loader
 from megadit.train.data.on_the_fly import read_mp4
+from megadit.train.data.prepare import command as prepare
+from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.recipes import load_recipe
 
 DIT = DiTConfig(
@@ -217,7 +217,7 @@ def test_killed_again_and_again_it_leaves_the_same_bytes(prepared, videos, start
     generator = random.Random(3)
     kills = 0
     while True:
-        (process,) = start_ranks(1, "-m", "megadit.models.shared.verbs", "prepare", "videos", videos, out, *options)
+        (process,) = start_ranks(1, "-m", "megadit.models.shared.cli.verbs", "prepare", "videos", videos, out, *options)
         if kills < num_kills:
             wait_for_news(out, process, generator)
         if process.poll() is None and kills < num_kills:

@@ -1,0 +1,66 @@
+"""Test cases of exported networks with conditioning: every kind that the network was trained for, as in sampling.
+
+Torch computes them as it does when it samples: tokens in runs, whose places it knows. The graph is told by its inputs.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadit.infer.conditioning.encode import encode_given
+from megadit.infer.conditioning.items import GivenVideo, Media, Target
+from megadit.infer.runtimes.exported import denoiser_inputs
+from megadit.models.bundle import Bundle
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.conditioning import Conditioning, Given
+
+MEDIA: dict[str, Callable[[np.ndarray], dict[str, Any]]] = {
+    "keyframes": lambda video: {"use": "keyframe", "frame": len(video) // 2, "frames": video[:1]},
+    "prefix": lambda video: {"frames": video[: 1 + len(video) // 2]},
+    "suffix": lambda video: {"frames": video[1:]},
+    "inpaint": lambda video: {"mask": np.indices(video[:1].shape[:3])[2] < video.shape[2] // 2},
+}
+"""Use of training -> what a `GivenVideo` for it says beside its use, of a video (uint8 THWC) to be made."""
+
+
+def given_together(bundle: Bundle) -> dict[str, Media]:
+    """Random media that the network takes, by the name of their case: each use by itself, or all at once where it reads
+    them beside its latents."""
+    media = {use: random_medium(use, bundle.defaults, seed=4) for use in bundle.takes}
+    if bundle.config.given.is_among:
+        return {use: (medium,) for use, medium in media.items()}
+    return {" and ".join(media): tuple(media.values())}
+
+
+def always_given(bundle: Bundle) -> Media:
+    """Random media without which the network makes no video: none of most."""
+    return () if bundle.config.given.is_among else next(iter(given_together(bundle).values()))
+
+
+def given_inputs(
+    media: Media, bundle: Bundle, inputs: Mapping[str, Tensor], seed: int = 4
+) -> tuple[dict[str, Tensor], Conditioning]:
+    """Add conditioning on `media` to the `inputs` of a graph, and return it also as torch takes it.
+
+    Noise level, text and frame rate are those of `inputs`.
+    """
+    target, batch = Target.of(bundle.defaults, bundle.config, bundle.load_tokenizer()), len(inputs["sigma"])
+    known = encode_given(media, bundle.takes, target, torch.device("cpu"), bundle.load_image_encoder())
+    given = Given.concatenate([known.given] * batch)
+    image = None if known.image_BIE is None else known.image_BIE.expand(batch, -1, -1)
+    told = {"given": given, "image_BIE": image, "guidance_B": inputs.get("guidance")}
+    conditioning = Conditioning(inputs["text"], inputs["text_length"], inputs["fps"], **told)
+    noise_BCTHW = torch.randn(batch, *target.shape, generator=torch.Generator().manual_seed(seed))
+    x_BCTHW = noise_BCTHW * (inputs["sigma"] ** 2 + bundle.config.sigma_data**2).sqrt()[:, None, None, None, None]
+    found = denoiser_inputs(x_BCTHW, inputs["sigma"], conditioning)
+    return {name: value for name, value in found.items() if name in inputs}, conditioning
+
+
+def random_medium(use: str, settings: SamplingSettings, seed: int = 0) -> GivenVideo:
+    """Something to give of a video for a use of training."""
+    size = (settings.num_frames, settings.height, settings.width, 3)
+    video = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    return GivenVideo(**{"use": use, "frames": video} | (MEDIA[use](video) if use in MEDIA else {}))

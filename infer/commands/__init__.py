@@ -1,0 +1,1 @@
+"""Commands on a bundle: classify, similarity, tune-sampler, calibrate-cache."""

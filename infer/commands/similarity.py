@@ -1,0 +1,104 @@
+"""`megadit similarity`: scores image-text similarity with the bundle of a CLIP model.
+
+    megadit similarity clip cat.png "a cat" "a dog"           # the similarity of each text
+    megadit similarity clip pictures/ "a cat"                 # of all pictures in a folder
+    megadit similarity clip pictures/ --out recall.json       # cat.png with cat.txt beside it: who finds whom
+
+Without texts those beside the pictures are theirs: the share of pictures and of texts that find their own among the
+1, 5 and 10 nearest.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megadit.infer.matching import Matcher, recall
+from megadit.infer.pictures import batches_of_pictures, picture_files
+from megadit.infer.pipeline.checkpoints import open_any_bundle
+from megadit.infer.runtimes.load import EXPORTED, TORCH
+from megadit.infer.runtimes.torch import find_device
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
+
+COUNTS = (1, 5, 10)
+MOST_TEXT = 1 << 16
+"""Bytes of a text beside a picture."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimilarityOptions:
+    bundle: str = setting(help="bundle of a CLIP model, or the folder of its run", positional=True, metavar="BUNDLE")
+    picture: Path = setting(help="a picture, a video, or a folder of them", positional=True, metavar="PICTURE")
+    texts: Sequence[str] = setting(
+        (), "texts to score (default: those beside the pictures)", positional=True, metavar="TEXT"
+    )
+    out: Path | None = setting(None, "also write all results to this file", metavar="FILE.json")
+    batch_size: int = setting(32, "pictures at once (default: {default})", low=1)
+    runtime: str = setting(TORCH, "runtime of the network (default: {default})", choices=(TORCH, *EXPORTED))
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit similarity`; returns its exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> None:
+    options = read_options(
+        SimilarityOptions, argv, prog="megadit similarity", description="How well texts fit pictures."
+    )
+    matcher = Matcher(open_any_bundle(options.bundle), runtime=options.runtime, device=find_device(options.device))
+    paths = list(picture_files([options.picture]))
+    own = [] if options.texts else [_text_beside(path) for path in paths]
+    texts = list(options.texts or dict.fromkeys(own))
+    batches = batches_of_pictures(paths, options.batch_size, matcher.most)
+    pictures_NE = torch.cat([matcher.pictures(clips) for clips in batches])
+    similarity_NJ = pictures_NE @ matcher.texts(texts).T
+    result = _recall(similarity_NJ, own, texts) if own else _scores(similarity_NJ, paths, texts)
+    if options.out is not None:
+        write_json(options.out, result)
+
+
+def _scores(similarity_NJ: Tensor, paths: Sequence[Path], texts: Sequence[str]) -> dict[str, Any]:
+    """Similarities, -1..1, printed with the fitting text first."""
+    rows = [dict(zip(texts, row, strict=True)) for row in similarity_NJ.tolist()]
+    for path, row in zip(paths, rows, strict=True):
+        print(path, *(f"{value:.3f} {text}" for text, value in sorted(row.items(), key=lambda x: -x[1])), sep="  ")
+    return {"pictures": [{"picture": str(path), "texts": row} for path, row in zip(paths, rows, strict=True)]}
+
+
+def _recall(similarity_NJ: Tensor, own: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
+    place = {text: index for index, text in enumerate(texts)}
+    own_NJ = F.one_hot(torch.tensor([place[mine] for mine in own]), len(texts)).bool()
+    found = recall(similarity_NJ, own_NJ, COUNTS)
+    for name, (of_pictures, of_texts) in found.items():
+        print(f"{name}: {of_pictures:.2%} of {len(own):,} pictures, {of_texts:.2%} of {len(texts):,} texts")
+    return found
+
+
+def _text_beside(path: Path) -> str:
+    """The text of a picture, in a file of its name.
+
+    Raises:
+        UserError: if there is none.
+    """
+    beside = path.with_suffix(".txt")
+    try:
+        if beside.stat().st_size <= MOST_TEXT:
+            return beside.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        pass
+    raise UserError(f"{beside} holds no text of {path.name}: give texts, or one beside each picture")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,397 @@
+"""`megadit tune-sampler`: the fewest function evaluations that make videos as good as a model's best ones.
+
+    megadit tune-sampler BUNDLE --real data/clips --extractors judge.safetensors --out runs/tuned
+
+Solvers, short lists of noise levels and guidance scales (with --noise_scale also scales of the initial noise) are tried
+on a part of the prompts; the best of each number of evaluations are compared on all of them, with the same prompts and
+seeds. The cheapest that is as good as the best becomes the bundle's default, which generate, export, Triton and the
+page obey.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
+from megadit.infer.evaluate.extractors import open_extractors
+from megadit.infer.evaluate.features import FeatureStore
+from megadit.infer.evaluate.generated import BundleMaker, Request, made_videos, make_videos
+from megadit.infer.evaluate.metrics.scorer import JudgeScorer
+from megadit.infer.evaluate.metrics.table import ADHERENCE, METRICS
+from megadit.infer.evaluate.videos import open_videos, prompts_of
+from megadit.infer.evaluate.window import window_of
+from megadit.infer.generate.options import DEFAULT_DTYPE, refuse
+from megadit.infer.pipeline.checkpoints import open_bundle
+from megadit.infer.runtimes.chosen_dtype import tell_dtype
+from megadit.infer.runtimes.ranks import ALONE
+from megadit.infer.runtimes.torch import find_device
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.infer.sampling.samplers import num_denoiser_calls
+from megadit.infer.sampling.schedules import highest_sigma, karras_sigmas, log_linear_sigmas, settings_sigmas
+from megadit.models.bundle import Bundle, update_manifest
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.diffusion.settings import SAMPLERS as TRAITS
+from megadit.models.diffusion.settings import SamplingSettings, check_guidance
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.files import write_json
+
+SOLVERS: tuple[dict[str, Any], ...] = (
+    {"sampler": "restart"},
+    {"sampler": "dpmpp_2m"},
+    {"sampler": "euler", "eta": 1.0},
+)
+"""Solvers with one denoiser call a step: with few steps, a second call in each costs another step."""
+LOWEST_SIGMAS = (0.02, 0.3, 0.7, 1.5)
+"""The last level before 0, of data with unit standard deviation."""
+SECOND_SIGMA = 6.0
+"""Level after the highest, in lists beside Karras schedules: levels between them change little."""
+SCALES = (0.5, 0.75, 1.0, 1.5)
+"""Guidance scales to try, as factors of the model's own."""
+TRIAL_SHARE = 4
+"""All candidates are tried on one prompt of so many."""
+FEWEST_PROMPTS = 32
+"""Fewest prompts of a trial."""
+METRICS_OF_TUNING = ("kid", "kvd")
+"""Metrics that must not get worse, unless others are named."""
+FINALISTS = 3
+"""Candidates for each number of function evaluations that are compared on all prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    model: str = setting(help="a bundle", positional=True, metavar="BUNDLE")
+    real: Path = setting(help="real videos to compare with: a folder, or a data set of `megadit prepare`")
+    prompts: str = setting(
+        "", "a text file, one prompt a line, or .jsonl (default: the captions of --real)", metavar="PATH"
+    )
+    out: Path = setting(help="folder for tuned.json, and for videos and features, with which a second run continues")
+    extractors: Sequence[Path] = setting((), "feature extractors, as for `megadit evaluate`")
+    metrics: Sequence[str] = setting(
+        (), f"metrics that must not get worse (default: {' '.join(METRICS_OF_TUNING)})", metavar="NAME"
+    )
+    judge_dir: Path | None = setting(
+        None, "folder of a scorer of yours (judge.py), none of whose scores may get worse", metavar="DIR"
+    )
+    evaluations: Sequence[int] = setting(
+        (4, 6, 8),
+        "numbers of network calls for a video, to try each; guidance takes two calls a step (default: {default})",
+    )
+    guidance: Sequence[float] = setting(
+        (), "guidance scales to try (default: none, and 0.5 to 1.5 times the model's own)", low=1, metavar="NUMBER"
+    )
+    noise_scale: Sequence[float] = setting(
+        (),
+        "scales of the initial noise to try, with solvers that add none (default: the model's own)",
+        above=0,
+        metavar="NUMBER",
+    )
+    budget: float = setting(
+        0.02,
+        "relative loss of the best metric value that is accepted; losses within the noise always are "
+        "(default: {default})",
+        low=0,
+    )
+    count: int | None = setting(None, "videos of each candidate (default: one for each prompt)", above=1)
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
+    dtype: str = setting(DEFAULT_DTYPE, "dtype of the network (default: {default})", metavar="NAME")
+    dry_run: bool = setting(False, "print the best settings and leave the bundle as it is")
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("real", "out", "evaluations", "budget", "count", "dry_run"),
+    "what is compared": ("prompts", "extractors", "metrics", "judge_dir"),
+    "what is tried": ("guidance", "noise_scale"),
+    "machine": ("device", "dtype"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to sample, with what it costs and what its videos are like."""
+
+    settings: SamplingSettings
+    evaluations: int
+    figures: tuple[Figure, ...] = ()
+
+    @property
+    def text(self) -> str:
+        made = self.settings
+        how = f"{made.sampler}{' with eta 1' if made.eta else ''}"
+        levels = ", ".join(f"{level:.3g}" for level in settings_sigmas(made).tolist()[:-1][:10])
+        noise = "" if made.noise_scale == 1 else f", {made.noise_scale:g} of the noise"
+        return f"{self.evaluations} evaluations: {how}, guidance {made.guidance:g}, sigma {levels}{noise}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuner:
+    """Makes and measures videos of a bundle, each kind once."""
+
+    folder: Path
+    maker: BundleMaker
+    evaluation: Evaluation
+    prompts: Sequence[str]
+
+    def measured(self, ways: Sequence[Way], prompts: Sequence[str], *, told: bool = True) -> list[Way]:
+        """Return the ways with the metrics of their videos of `prompts`."""
+        candidates = []
+        for number, way in enumerate(ways, 1):
+            if told:
+                print(f"{number}/{len(ways)} {way.text}", flush=True)
+            request = Request(maker=self.maker, prompts=prompts, settings=way.settings)
+            make_videos(self.folder / "videos", request, ALONE, told=told)
+            videos = made_videos(self.folder / "videos", request, way.text)
+            candidates.append(Candidate(model=way.text, guidance=None, videos=videos))
+        of = replace(self.evaluation, metrics=self.evaluation.possible(len(prompts)))
+        of.look(candidates, ALONE, told=told)
+        figures = of.figures(candidates, told=told)
+        return [
+            replace(way, figures=tuple(figure for figure in figures if figure.candidate is candidate))
+            for way, candidate in zip(ways, candidates, strict=True)
+        ]
+
+    def tune(
+        self,
+        evaluations: Sequence[int],
+        budget: float,
+        scales: Sequence[float] = (),
+        noise_scales: Sequence[float] = (),
+    ) -> tuple[list[Way], Way]:
+        """All ways that were compared on all prompts, the model's own first, and the cheapest that is good enough;
+        what is tried: `ways_to_sample`."""
+        part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
+        if self.evaluation.extractors and not self.evaluation.possible(len(part)):
+            part = self.prompts  # a Fréchet distance wants more videos than its features have dimensions
+        defaults = self.maker.defaults
+        own = Way(settings=defaults, evaluations=num_evaluations(defaults, self.maker.bundle.config))
+        tried = self.measured([own, *ways_to_sample(self.maker.bundle, evaluations, scales, noise_scales)], part)
+        finalists = [own]
+        for cost in sorted(set(evaluations)):
+            able = [way for way in tried[1:] if way.evaluations == cost]
+            finalists += sorted(able, key=lambda way: shortfall(way, tried))[:FINALISTS]
+        final = self.measured([replace(way, figures=()) for way in finalists], self.prompts)
+        best = {name: best_of(final, name) for name in names_of(final)}
+        good = [way for way in final if all(is_good_enough(way, best[name], name, budget) for name in best)]
+        chosen = min(good or final[:1], key=lambda way: (way.evaluations, shortfall(way, final)))
+        return final, chosen
+
+
+def ways_to_sample(
+    bundle: Bundle, evaluations: Sequence[int], scales: Sequence[float] = (), noise_scales: Sequence[float] = ()
+) -> Iterator[Way]:
+    """Solvers, levels and scales whose videos take one of these numbers of evaluations; `scales` of guidance are some
+    around the model's own if there are none, of the noise its own alone."""
+    own, unit = bundle.defaults, bundle.config.sigma_data
+    highest = highest_sigma(own)
+    for cost in sorted(set(evaluations)):
+        for guidance in scales or _scales(own.guidance, bundle.config.guidance_range):
+            num_steps = cost if guidance == 1 or bundle.config.guidance_range else cost // 2
+            if not num_steps:
+                continue
+            for sigmas, solver in product(_levels(num_steps, highest, unit), _solvers(num_steps, noise_scales)):
+                levels = {"sigmas": sigmas, "num_steps": num_steps, "shift": 1.0}
+                settings = resolve_settings(own, **{"churn": 0.0, "eta": 0.0, "guidance": guidance} | levels | solver)
+                if num_evaluations(settings, bundle.config) == cost:
+                    yield Way(settings=settings, evaluations=cost)
+
+
+def _scales(own: float, told: tuple[float, float] | None) -> list[float]:
+    """Guidance scales to try: none, and some around the model's own; a guidance-distilled network has a range."""
+    low, high = told or (1.0, math.inf)
+    return sorted({low, *(min(max(low, own * scale), high) for scale in SCALES)})
+
+
+def _solvers(num_steps: int, noise_scales: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Yield solvers, with each of these initial noise scales where that noise is not soon replaced."""
+    for solver in SOLVERS if num_steps > 1 else SOLVERS[:1]:  # one step is the same in all of them
+        is_renewed = num_steps > 2 and (solver.get("eta") or TRAITS[solver["sampler"]].renews_noise)
+        tried = [] if is_renewed else sorted(set(noise_scales))
+        yield from ({**solver, "noise_scale": each} for each in tried) if tried else (solver,)
+
+
+def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ...]]:
+    """Lists of so many noise levels, from the highest on."""
+    if num_steps == 1:
+        return [(highest,)]
+    found = []
+    for lowest in (unit * sigma for sigma in LOWEST_SIGMAS):
+        found.append(tuple(karras_sigmas(num_steps, lowest, highest).tolist()[:-1]))
+        if num_steps > 2:
+            found.append((highest, *log_linear_sigmas(num_steps - 1, lowest, unit * SECOND_SIGMA).tolist()[:-1]))
+    return found
+
+
+def num_evaluations(settings: SamplingSettings, config: NetworkConfig) -> int:
+    """Function evaluations of a video: guidance takes two a step, or one if the network is guidance-distilled."""
+    is_guided = settings.guidance != 1 and config.guidance_range is None
+    halves = 1 + is_guided + bool(settings.second_prompt)
+    return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * halves
+
+
+def names_of(ways: Sequence[Way]) -> list[tuple[str, str]]:
+    """(metric, extractor) of the metrics that all ways have."""
+    return [(figure.metric, figure.of) for figure in ways[0].figures]
+
+
+def figure_of(way: Way, name: tuple[str, str]) -> Figure:
+    return next(figure for figure in way.figures if (figure.metric, figure.of) == name)
+
+
+def best_of(ways: Sequence[Way], name: tuple[str, str]) -> Figure:
+    """Best value of this metric among all ways."""
+    figures = [figure_of(way, name) for way in ways]
+    return min(figures, key=lambda figure: _lost(figure, figure.estimate.value, 0.0))
+
+
+def _lost(figure: Figure, value: float, best: float) -> float:
+    """How much worse a value of this metric is than another."""
+    return best - value if figure.better == "higher" else value - best
+
+
+def is_good_enough(way: Way, best: Figure, name: tuple[str, str], budget: float) -> bool:
+    """Whether it loses no more than the share `budget` of the best value, or nothing that its interval would show."""
+    figure = figure_of(way, name)
+    lost = _lost(figure, figure.estimate.value, best.estimate.value)
+    return lost <= budget * abs(best.estimate.value) or lost <= (figure.estimate - best.estimate).error
+
+
+def shortfall(way: Way, among: Sequence[Way]) -> float:
+    """How far it falls behind the best of all in its worst metric, in standard errors."""
+    behind = []
+    for name in names_of(among):
+        figure, best = figure_of(way, name), best_of(among, name)
+        error = max(figure.estimate.error, 1e-9)
+        behind.append(_lost(figure, figure.estimate.value, best.estimate.value) / error)
+    return max(behind) if all(map(math.isfinite, behind)) else math.inf
+
+
+def report(final: Sequence[Way], chosen: Way) -> dict[str, Any]:
+    """Return the comparison as plain values."""
+    return {
+        "chosen": asdict(chosen.settings),
+        "ways": [
+            {
+                "text": way.text,
+                "evaluations": way.evaluations,
+                "is_chosen": way is chosen,
+                "figures": {
+                    f"{figure.metric} by {figure.of}": {
+                        "value": figure.estimate.value,
+                        "interval": list(figure.estimate.interval),
+                        "protocol": figure.protocol,
+                    }
+                    for figure in way.figures
+                },
+                "settings": asdict(way.settings),
+            }
+            for way in final
+        ],
+    }
+
+
+def table(final: Sequence[Way], chosen: Way) -> str:
+    """Metrics of all ways that were compared as a table, the chosen one marked."""
+    lines = []
+    for way in final:
+        values = "  ".join(f"{figure.metric} {figure.estimate.value:.4g}" for figure in way.figures)
+        lines.append(f"{'->' if way is chosen else '  '} {values}  {way.text}")
+    return "\n".join(lines)
+
+
+def write_defaults(bundle: Bundle, settings: SamplingSettings) -> None:
+    """Makes these the bundle's settings, whole or not at all."""
+    update_manifest(bundle.path, defaults=settings.to_dict())
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit tune-sampler`; returns its exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> None:
+    options = read_options(
+        TuneOptions,
+        argv,
+        groups=GROUPS,
+        examples=("megadit tune-sampler runs/demo/bundle --real runs/demo/dataset --out tuned --evaluations 6 8",),
+        prog="megadit tune-sampler",
+        description="Finds the fewest evaluations that make videos as good as a model's best, and keeps them in it.",
+    )
+    tuner = _tuner(options)
+    final, chosen = tuner.tune(options.evaluations, options.budget, options.guidance, options.noise_scale)
+    write_json(options.out / "tuned.json", report(final, chosen))
+    print(table(final, chosen))
+    before, own = final[0].evaluations, final[0].settings.guidance
+    if chosen is final[0]:
+        print(f"nothing with fewer than its {before} evaluations is as good: {options.model} stays as it is")
+    elif options.dry_run:
+        print(f"best: {chosen.text}, in place of {before}; {options.model} stays as it is (--dry_run)")
+    else:
+        write_defaults(tuner.maker.bundle, chosen.settings)
+        print(f"{options.model} now takes {chosen.evaluations} evaluations in place of {before}; export it anew")
+    if chosen.settings.guidance < own and ADHERENCE not in options.metrics and options.judge_dir is None:
+        print(
+            f"note: guidance {chosen.settings.guidance:g} in place of {own:g}; distances from real videos do not see "
+            f"whether prompts are obeyed: --guidance {own:g} keeps it, --metrics {ADHERENCE} measures it, by CLIP, and "
+            "--judge_dir by a program of yours"
+        )
+    if chosen.settings.noise_scale < final[0].settings.noise_scale:
+        print(
+            f"note: {chosen.settings.noise_scale:g} of the noise: videos of one prompt differ less, which distances "
+            "and judges of single videos do not see; look at some (megadit generate --seeds 1 2 3)"
+        )
+
+
+def _tuner(options: TuneOptions) -> Tuner:
+    """Build the tuner of the command, with everything checked before anything is made."""
+    bundle = open_bundle(options.model)
+    for name in options.metrics:
+        choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")
+    refuse(
+        not options.extractors and (options.metrics or options.judge_dir is None),
+        "no metric compares the videos: give --extractors, or --judge_dir and no --metrics, or both",
+    )
+    refuse(
+        any(cost < 1 for cost in options.evaluations),
+        f"--evaluations {' '.join(map(str, options.evaluations))}: each must be 1 or more",
+    )
+    for scale in options.guidance:
+        check_guidance(replace(bundle.defaults, guidance=scale), bundle.config.guidance_range)
+    device = find_device(options.device)
+    extractors = [each for path in options.extractors for each in open_extractors(path, device)]
+    real = open_videos(options.real, options.count)
+    prompts = prompts_of(options.prompts, real, options.real, options.count)
+    store = FeatureStore(options.out / "features", window_of(real.parts[0].read()[0], None, None))
+    evaluation = Evaluation(
+        store=store,
+        real=real,
+        extractors=extractors,
+        scorers=() if options.judge_dir is None else [JudgeScorer.open(options.judge_dir)],
+        metrics=tuple(options.metrics) or (METRICS_OF_TUNING if extractors else ()),
+    )
+    evaluation.check(len(prompts))
+    made = bundle.defaults
+    if (made.height, made.width) != (store.window.height, store.window.width) or made.num_frames < store.window.frames:
+        raise UserError(
+            f"{options.model} makes {made.num_frames} frames of {made.height}x{made.width}, the real videos are "
+            f"{store.window.frames} of {store.window.height}x{store.window.width}: prepare them alike"
+        )
+    return Tuner(
+        folder=options.out,
+        maker=BundleMaker(bundle, device=str(device), dtype=tell_dtype(options.dtype, bundle, device)),
+        evaluation=evaluation,
+        prompts=prompts,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,303 @@
+"""Conditioning media of a video (frames, clips, a mask), and how sampling takes them.
+
+A network that was trained with a conditioning (`train/data/packs/conditioning.py`) sees it as clean tokens (`Given`).
+Any other one sees a noisy video, in which sampling puts the known parts back at every step.
+
+Shapes: B batch, C latent channels, T/H/W latent frames/height/width (frames/height/width of a video).
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from megadit.infer.sampling.resolve import latent_size
+from megadit.models.configs.conditioning_modes import GivenForm
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.tokenizers import VideoTokenizer
+
+REMAKE = "remake"
+"""Video-to-video: noise is added to a whole video, from which the last steps are done again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GivenVideo:
+    """Conditioning medium: a video or image, and its use in the generated one; resized where the size differs.
+
+    Raises:
+        UserError: for frames of another kind, an unknown use, or a use that lacks what it needs.
+    """
+
+    frames: np.ndarray
+    """uint8 THWC."""
+    use: str = ""
+    """One of `USES`; "" where `strength` or `keep_frames` says it."""
+    strength: float | None = None
+    """Strength of video-to-video: the share of the steps that is done again, from this video with that much noise."""
+    keep_frames: int | None = None
+    """Number of frames that are kept: this video's last ones become the first (`prefix`), its first ones the last
+    (`suffix`); rounded down to what the tokenizer can encode."""
+    frame: int | None = None
+    """Index of the frame that a `keyframe` is."""
+    mask: np.ndarray | None = None
+    """Mask of `inpaint`: bool THW, or 1HW for all frames; True where the video is made anew."""
+
+    def __post_init__(self) -> None:
+        if self.frames.dtype != np.uint8 or self.frames.ndim != 4 or self.frames.shape[-1] != 3:
+            raise UserError(f"frames must be uint8 [T, H, W, 3], got {self.frames.dtype} {list(self.frames.shape)}")
+        if not self.use:
+            if (self.strength is None) == (self.keep_frames is None):
+                raise UserError("a conditioning video without a use needs one of strength and keep_frames")
+            object.__setattr__(self, "use", "prefix" if self.strength is None else REMAKE)
+        choose_one(self.use, USES, f"conditioning {self.use!r} is unknown")
+        for use, name in ((REMAKE, "strength"), ("keyframe", "frame"), ("inpaint", "mask")):
+            if (self.use == use) != (getattr(self, name) is not None):
+                raise UserError(f"{name} goes with use={use} alone, got use={self.use}")
+        if self.strength is not None and not 0 < self.strength <= 1:
+            raise UserError(f"strength={self.strength} must be greater than 0 and at most 1")
+        if self.keep_frames is not None and self.keep_frames < 1:
+            raise UserError(f"keep_frames={self.keep_frames} must be at least 1")
+        if self.mask is not None and (self.mask.dtype != bool or self.mask.ndim != 3):
+            raise UserError(f"a mask must be bool [T, H, W], got {self.mask.dtype} {list(self.mask.shape)}")
+
+
+def remaining_sigmas(sigmas: Tensor, all_media: Iterable[Sequence[GivenVideo]]) -> Tensor:
+    """The last levels of a schedule [steps + 1]: the share `strength` of its steps, and at least one.
+
+    Raises:
+        UserError: if the strengths of videos differ.
+    """
+    strength = common_strength(all_media)
+    if strength is None:
+        return sigmas
+    num_steps = len(sigmas) - 1
+    return sigmas[num_steps - max(1, round(strength * num_steps)) :]
+
+
+def strength_of(media: Iterable[GivenVideo]) -> float | None:
+    """Strength of video-to-video; None where no medium is for it."""
+    return next((medium.strength for medium in media if medium.use == REMAKE), None)
+
+
+def common_strength(all_media: Iterable[Sequence[GivenVideo]]) -> float | None:
+    """The strength of videos that share their noise levels.
+
+    Raises:
+        UserError: if they differ.
+    """
+    strengths = {strength_of(media) for media in all_media}
+    if len(strengths) > 1:
+        raise UserError(f"videos of one batch need the same strength, got {', '.join(map(str, strengths))}")
+    return next(iter(strengths), None)
+
+
+# ------------------------------------------------------------------------------------------------------------- uses
+
+
+FRAMES_BESIDE = {"first_frame": "--image", "last_frame": "--last_image"}
+"""Conditionings in extra channels, without which such networks (Wan's) make no video -> flags of `megadit generate`."""
+
+
+class Target(NamedTuple):
+    """The video to be made."""
+
+    settings: SamplingSettings
+    covering: int
+    """Frames that its latents decode to: at least as many as are asked for."""
+    shape: tuple[int, int, int, int]
+    """Shape of its latents, (C, T, H, W)."""
+    tokenizer: VideoTokenizer
+    form: GivenForm
+    """Mode in which the network is conditioned."""
+
+    @classmethod
+    def of(cls, settings: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer) -> "Target":
+        """Raises UserError for a size that cannot be made; see `latent_size`."""
+        return cls(settings, *latent_size(settings, config, tokenizer), tokenizer, config.given)
+
+    @property
+    def num_frames(self) -> int:
+        return self.settings.num_frames
+
+    @property
+    def latent_frames(self) -> int:
+        return self.shape[1]
+
+    def time_of(self, frame: int) -> float:
+        """Time of a frame, in latent frames: a causal tokenizer's latent t ends with frame t * compression."""
+        return frame / self.tokenizer.temporal_compression
+
+
+class Source(NamedTuple):
+    """Frames of a medium to encode, and the place of their latents."""
+
+    frames_THWC: np.ndarray
+    first: int | None
+    """Latent frame of the video at which they begin; None: extra conditioning frames, at `times`."""
+    times: tuple[float, ...] = ()
+    skipped: int = 0
+    """Latent frames that are dropped at their beginning."""
+
+
+def _first_frame(medium: GivenVideo, target: Target) -> Source:
+    _encodable(1, target.tokenizer)  # refuses tokenizers that are not causal
+    return Source(medium.frames[:1], 0)
+
+
+def _prefix(medium: GivenVideo, target: Target) -> Source:
+    asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
+    num_frames = _encodable(min(asked, len(medium.frames)), target.tokenizer)
+    if num_frames >= target.num_frames:
+        raise UserError(f"keep_frames={asked} leaves nothing to make of {target.num_frames} frames")
+    return Source(medium.frames[len(medium.frames) - num_frames :], 0)
+
+
+def _suffix(medium: GivenVideo, target: Target) -> Source:
+    """Place a video's end, whose latents depend on unknown frames before it: its first one stands for them."""
+    asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
+    compression = target.tokenizer.temporal_compression
+    count = min(asked, len(medium.frames)) // compression
+    if not count:
+        raise UserError(f"conditioning on a video's end takes at least {compression} frames, got {len(medium.frames)}")
+    if count >= target.latent_frames:
+        raise UserError(f"keep_frames={asked} leaves nothing to make of {target.num_frames} frames")
+    frames = medium.frames[: count * compression]
+    before = np.repeat(frames[:1], target.covering - len(frames), axis=0)
+    first = target.latent_frames - count
+    return Source(np.concatenate([before, frames]), first, skipped=first)
+
+
+def _last_frame(medium: GivenVideo, target: Target) -> Source:
+    return Source(medium.frames[-1:], None, (target.time_of(target.num_frames - 1),))
+
+
+def _keyframe(medium: GivenVideo, target: Target) -> Source:
+    if not 0 <= medium.frame < target.num_frames:
+        raise UserError(f"keyframe {medium.frame}: the video has the frames 0 to {target.num_frames - 1}")
+    if medium.frame == 0:
+        return _first_frame(medium, target)
+    return Source(medium.frames[:1], None, (target.time_of(medium.frame),))
+
+
+def _whole(medium: GivenVideo, target: Target) -> Source:
+    return Source(lengthened(medium.frames, target.num_frames, target.covering), 0)
+
+
+def _edit(medium: GivenVideo, target: Target) -> Source:
+    frames = lengthened(medium.frames, target.num_frames, target.covering)
+    return Source(frames, None, tuple(map(float, range(target.latent_frames))))
+
+
+USES: dict[str, Callable[[GivenVideo, Target], Source]] = {
+    "first_frame": _first_frame,
+    "last_frame": _last_frame,
+    "keyframe": _keyframe,
+    "prefix": _prefix,
+    "suffix": _suffix,
+    "inpaint": _whole,
+    "edit": _edit,
+    REMAKE: _whole,
+}
+"""Use of a medium -> its frames to encode and their place."""
+
+
+Media = tuple[GivenVideo, ...]
+"""All conditioning media of one video."""
+
+
+AnyGiven = GivenVideo | Media | list[GivenVideo | Media | None] | None
+"""Conditioning media of all videos of a generation; a list has an entry for each."""
+
+
+def media_of(given: AnyGiven, count: int) -> list[Media]:
+    """Return the conditioning media of each of `count` videos: a list has an entry for each, others apply to all.
+
+    Raises:
+        UserError: for a list of another length.
+    """
+    entries = given if isinstance(given, list) else [given] * count
+    if len(entries) != count:
+        raise UserError(f"{len(entries)} conditioning inputs for {count} prompts; give one, or one for each prompt")
+    return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
+
+
+def structure_of(media: Media, target: Target) -> tuple[Any, ...]:
+    """Key that is equal for videos with conditioning in the same places: these can share a batch."""
+    masks = (None if medium.mask is None else (medium.mask.shape, medium.mask.tobytes()) for medium in media)
+    return *places_of(media, target), *masks
+
+
+def places_of(media: Media, target: Target) -> tuple[Any, ...]:
+    """Return the uses and places of media: equal for videos that differ in pictures and masks alone."""
+    sources = [USES[medium.use](medium, target) for medium in media]
+    return tuple(
+        (medium.use, medium.strength, len(source.frames_THWC), *source[1:])
+        for medium, source in zip(media, sources, strict=True)
+    )
+
+
+def num_extra_frames(media: Media, target: Target) -> int:
+    """Number of extra conditioning frames beside the video's own, in latent frames."""
+    return sum(len(USES[medium.use](medium, target).times) for medium in media)
+
+
+def trained_as(use: str, frame: int | None) -> str:
+    """Return the conditioning of training (`train/data/packs/conditioning.py`) that belongs to a use here."""
+    if use == "keyframe":
+        return "keyframes" if frame else "first_frame"
+    return use
+
+
+def _encodable(frames: int, tokenizer: VideoTokenizer) -> int:
+    """The largest number of frames, at most `frames`, that can be encoded."""
+    if not tokenizer.causal:
+        raise UserError("only a causal tokenizer's videos can be continued: its latents know no later frame")
+    covering = tokenizer.frames_covering(frames)
+    return covering if covering == frames else covering - tokenizer.temporal_compression
+
+
+def lengthened(video: np.ndarray, wanted: int, frames: int) -> np.ndarray:
+    """The first `wanted` frames, the last of them repeated up to `frames`.
+
+    Raises:
+        UserError: if there are fewer than `wanted`.
+    """
+    if len(video) < wanted:
+        raise UserError(
+            f"the conditioning video has {len(video)} frames, {wanted} are needed: set num_frames to at most "
+            f"{len(video)}"
+        )
+    return np.concatenate([video[:wanted], np.repeat(video[wanted - 1 : wanted], frames - wanted, axis=0)])
+
+
+def check_given(media: Sequence[GivenVideo], takes: Collection[str], target: Target) -> None:
+    """Check media as far as it can be done before anything is encoded.
+
+    `takes` are the conditionings that the network was trained with.
+
+    Raises:
+        UserError: for media that do not fit the video or each other, and uses that the network cannot take.
+    """
+    if len(media) > 1 and strength_of(media) is not None:
+        raise UserError("strength is for video-to-video alone: leave out all other conditioning")
+    sources = [USES[medium.use](medium, target) for medium in media]
+    needs_training = not target.form.is_among or any(source.first is None for source in sources)
+    uses = [trained_as(medium.use, medium.frame) for medium in media]
+    asked = [use for use in FRAMES_BESIDE if use == "first_frame" or use in takes]
+    if not target.form.is_among and not set(asked) <= set(uses):
+        named, flags = " and a ".join(use.replace("_", " ") for use in asked), map(FRAMES_BESIDE.get, asked)
+        raise UserError(f"this network needs a {named}: give {' and '.join(flags)}")
+    for medium, use in zip(media, uses, strict=True):
+        if needs_training and use not in takes:
+            known = ", ".join(sorted(takes)) or "none"
+            raise UserError(f"this checkpoint has no {use} conditioning (supported: {known})")
+        if medium.mask is not None and len(medium.mask) not in (1, len(medium.frames)):
+            raise UserError(
+                f"the mask has {len(medium.mask)} frames, the video {len(medium.frames)}; give 1 mask frame or as many"
+            )
+        if medium.mask is not None and not medium.mask.any():
+            raise UserError("the mask is black everywhere: white marks what is generated, black what stays")

@@ -1,0 +1,120 @@
+"""Table of the metrics: a row is a function of an extractor's features of generated and of real videos.
+
+Shapes: N videos, F features of each, D width, R resamplings.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megadit.infer.evaluate.metrics import distances
+from megadit.infer.evaluate.metrics.distances import Features
+from megadit.infer.evaluate.metrics.intervals import Estimate, mean_estimate
+
+Better = Literal["lower", "higher"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    title: str
+    sees: str
+    """Kind of extractors that it is computed with."""
+    better: Better
+    estimate: Callable[[Features, Features], Estimate]
+    """(generated, real) -> the metric."""
+
+
+def _of_videos(value: Callable[[Tensor], Tensor], scale: float = 1.0) -> Callable[[Features, Features], Estimate]:
+    """Metric that compares the distribution of a number per video with that of real videos: Wasserstein's distance.
+
+    The number alone would praise a still picture, in which nothing is inconsistent.
+    """
+
+    def estimate(made: Features, real: Features) -> Estimate:
+        made_N, real_M = (scale * value(side.features_NFD).double() for side in (made, real))
+        resampled = [
+            wasserstein(made_N, real_M, *weights) for weights in zip(made.weight_RN, real.weight_RN, strict=True)
+        ]
+        ones = torch.ones_like(made_N), torch.ones_like(real_M)
+        return Estimate(
+            value=wasserstein(made_N, real_M, *ones).item(),
+            resampled_R=torch.stack(resampled),
+            count=len(made_N),
+            bounds=(0.0, float("inf")),
+            beside={"mean": made_N.mean().item(), "mean of real videos": real_M.mean().item()},
+        )
+
+    return estimate
+
+
+def wasserstein(a_N: Tensor, b_M: Tensor, a_weight_N: Tensor, b_weight_M: Tensor) -> Tensor:
+    """W1 of two weighted samples, a scalar: the area between their distribution functions."""
+    values, order = torch.cat([a_N, b_M]).sort()
+    steps = torch.cat([a_weight_N / a_weight_N.sum(), -b_weight_M / b_weight_M.sum()])[order]
+    return (steps.cumsum(0)[:-1].abs() * values.diff()).sum()
+
+
+def neighbour_likeness(features_NFD: Tensor) -> Tensor:
+    """Mean cosine of the features of neighbouring frames, [N]."""
+    return torch.cosine_similarity(features_NFD[:, 1:], features_NFD[:, :-1], dim=2).mean(1)
+
+
+METRICS: dict[str, Metric] = {
+    "fid": Metric(
+        title="Fréchet distance of frames", sees="pictures", better="lower", estimate=distances.frechet_estimate
+    ),
+    "kid": Metric(
+        title="kernel distance of frames", sees="pictures", better="lower", estimate=distances.kernel_estimate
+    ),
+    "fvd": Metric(title="Fréchet distance of clips", sees="clips", better="lower", estimate=distances.frechet_estimate),
+    "kvd": Metric(title="kernel distance of clips", sees="clips", better="lower", estimate=distances.kernel_estimate),
+    "precision": Metric(
+        title="generated clips among real ones", sees="clips", better="higher", estimate=distances.precision
+    ),
+    "recall": Metric(title="real clips among generated ones", sees="clips", better="higher", estimate=distances.recall),
+    "density": Metric(
+        title="real neighbourhoods per generated clip", sees="clips", better="higher", estimate=distances.density
+    ),
+    "coverage": Metric(
+        title="real clips with a generated neighbour", sees="clips", better="higher", estimate=distances.coverage
+    ),
+    "consistency": Metric(
+        title="likeness of neighbouring frames (%), away from real",
+        sees="pictures",
+        better="lower",
+        estimate=_of_videos(neighbour_likeness, 100),
+    ),
+    "motion": Metric(
+        title="motion (% of the height per frame), away from real",
+        sees="motion",
+        better="lower",
+        estimate=_of_videos(lambda features_NFD: features_NFD[:, 0, 0]),
+    ),
+    "flicker": Metric(
+        title="change that no motion explains (%), away from real",
+        sees="motion",
+        better="lower",
+        estimate=_of_videos(lambda features_NFD: features_NFD[:, 0, 1], 100),
+    ),
+}
+ADHERENCE = "clip"
+"""The CLIP score, which asks for texts instead of real videos."""
+
+
+def clip_scores(frames_NFD: Tensor, text_ND: Tensor) -> Tensor:
+    """100 cos(frame, text), the mean over frames, [N] (arXiv 2104.08718; there 2.5 max(cos, 0))."""
+    return 100 * torch.cosine_similarity(frames_NFD, text_ND[:, None], dim=2).mean(1)
+
+
+def clip_estimate(frames_NFD: Tensor, text_ND: Tensor, weight_RN: Tensor) -> Estimate:
+    """The mean CLIP score, 0 where it is negative."""
+    return mean_estimate(clip_scores(frames_NFD, text_ND), weight_RN, bounds=(0.0, 100.0))
+
+
+def distance_to_real(made_NFD: Tensor, real_NFD: Tensor) -> Tensor:
+    """How far each generated video lies from its nearest real one in the features' space, [N]: to find odd ones."""
+    made, real = (Features(side, torch.ones(1, len(side))).rows_ND for side in (made_NFD, real_NFD))
+    return torch.cdist(made, real).amin(1)

@@ -1,0 +1,1 @@
+"""Results of an evaluation: report.json, the page, pictures, and comparisons of several reports."""

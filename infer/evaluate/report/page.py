@@ -1,0 +1,102 @@
+"""report.html: one file that needs no other, to be read by people."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megadit.infer.evaluate.report.report import shown
+from megadit.infer.media.animations import encode_animation, encode_image
+from megadit.infer.media.pages import embedded, write_html
+
+
+def write_page(path: Path, report: dict[str, Any], shows: Sequence[tuple[str, str, np.ndarray, float]]) -> None:
+    """Writes the page.
+
+    Args:
+        shows: (heading, explanation, frames THWC uint8, frames per second) of each picture or video below the tables.
+    """
+    body = [
+        f"<h1>{escape(_title(report))}</h1>",
+        f'<p class="faint">{escape(_subtitle(report))}</p>',
+        _figures(report["figures"]),
+        _differences(report["differences"]),
+        *(_shown(*show) for show in shows),
+        _protocols(report["figures"]),
+    ]
+    write_html(path, "Evaluation", body)
+
+
+def _title(report: dict[str, Any]) -> str:
+    models = list(dict.fromkeys(figure["model"] for figure in report["figures"]))
+    return f"Evaluation of {' and '.join(models)}"
+
+
+def _subtitle(report: dict[str, Any]) -> str:
+    real = report["real"]
+    against = f"; {real['videos']} real videos of {real['label']}" if real else ""
+    return f"{report['window']}{against}; intervals: {report['interval']}"
+
+
+def _label(figure: dict[str, Any]) -> str:
+    return figure["model"] if figure["guidance"] is None else f"{figure['model']}, guidance {figure['guidance']:g}"
+
+
+def _figures(figures: Sequence[dict[str, Any]]) -> str:
+    head = (
+        '<tr><th>figure<th>of<th class="number">value<th class="number">95 % interval<th class="number">real against '
+        'real<th class="number">videos<th>beside'
+    )
+    rows, last = [], None
+    for figure in sorted(figures, key=lambda each: (each["metric"], each["of"])):
+        name = (figure["metric"], figure["of"])
+        arrow = "lower is better" if figure["better"] == "lower" else "higher is better"
+        what = f"<b>{escape(name[0])}</b> by {escape(name[1])}<br><small>{escape(figure['title'])}; {arrow}</small>"
+        beside = ", ".join(f"{key} {shown(value)}" for key, value in figure["beside"].items())
+        note = f'<br><span class="bad">{escape(figure["note"])}</span>' if figure["note"] else ""
+        floor = f"{shown(figure['floor']['low'])} to {shown(figure['floor']['high'])}" if figure["floor"] else ""
+        rows.append(
+            f"<tr><td>{what if name != last else ''}<td>{escape(_label(figure))}"
+            f'<td class="number"><b>{shown(figure["value"])}</b>'
+            f'<td class="number">{shown(figure["low"])} to {shown(figure["high"])}'
+            f'<td class="number">{floor}<td class="number">{figure["videos"]}'
+            f"<td><small>{escape(beside)}</small>{note}"
+        )
+        last = name
+    return f"<h2>Figures</h2><table>{head}{''.join(rows)}</table>"
+
+
+def _differences(differences: Sequence[dict[str, Any]]) -> str:
+    if not differences:
+        return ""
+    rows = []
+    for each in differences:
+        verdict = f'<b class="good">{escape(each["better"])}</b>' if each["better"] else "cannot be told apart"
+        rows.append(
+            f"<tr><td><b>{escape(each['metric'])}</b> by {escape(each['of'])}<td>{escape(each['first'])} less "
+            f'{escape(each["second"])}<td class="number">{shown(each["value"])}'
+            f'<td class="number">{shown(each["low"])} to {shown(each["high"])}<td>{verdict}'
+        )
+    head = '<tr><th>figure<th>of<th class="number">difference<th class="number">95 % interval<th>better'
+    explained = "Same prompts, same seeds: what they share drops out of the interval."
+    return f"<h2>Differences</h2><p>{explained}</p><table>{head}{''.join(rows)}</table>"
+
+
+def _shown(heading: str, explanation: str, frames_THWC: np.ndarray, fps: float) -> str:
+    if len(frames_THWC) == 1:
+        kind, content = "png", encode_image(frames_THWC[0], ".png")
+    else:
+        kind, content = "webp", encode_animation(frames_THWC, fps or 8.0, ".webp")
+    picture = embedded(content, f"image/{kind}", heading)
+    return f"<h2>{escape(heading)}</h2><p>{escape(explanation)}</p>{picture}"
+
+
+def _protocols(figures: Sequence[dict[str, Any]]) -> str:
+    lines = "".join(f"<li><code>{escape(line)}</code>" for line in dict.fromkeys(each["protocol"] for each in figures))
+    return (
+        "<h2>Protocols</h2><p>Figures can be compared where their protocols are the same, letter by letter. Fréchet "
+        "distances are those of infinitely many videos, extrapolated; the plain ones of as many videos as there are "
+        f"stand beside them.</p><ul>{lines}</ul>"
+    )

@@ -1,0 +1,133 @@
+"""Results of an evaluation: report.json, a table for the terminal, and reports side by side."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.evaluate.evaluation import Difference, Evaluation, Figure, check_same_protocol
+from megadit.infer.evaluate.metrics.intervals import NUM_RESAMPLINGS, Estimate
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
+
+FORMAT_VERSION = 1
+REPORT_FILE = "report.json"
+
+
+def to_json(
+    evaluation: Evaluation,
+    figures: Sequence[Figure],
+    differences: Sequence[Difference],
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """The contents of report.json; all but `seconds` is the same whenever the same is evaluated."""
+    real = evaluation.real
+    return {
+        "format_version": FORMAT_VERSION,
+        "window": evaluation.store.window.text,
+        "real": None if real is None else {"label": real.label, "key": real.key, "videos": real.count},
+        "interval": f"95 %, {NUM_RESAMPLINGS} resamplings of prompts with their videos",
+        "figures": [_figure(figure) for figure in figures],
+        "differences": [
+            {
+                "first": each.first.candidate.label,
+                "second": each.second.candidate.label,
+                "metric": each.first.metric,
+                "of": each.first.of,
+                **_estimate(each.estimate),
+                "better": each.winner,
+            }
+            for each in differences
+        ],
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+    }
+
+
+def _figure(figure: Figure) -> dict[str, Any]:
+    return {
+        "model": figure.candidate.model,
+        "guidance": figure.candidate.guidance,
+        "metric": figure.metric,
+        "title": figure.title,
+        "of": figure.of,
+        "better": figure.better,
+        **_estimate(figure.estimate),
+        "videos": figure.estimate.count,
+        "beside": {name: _rounded(value) for name, value in figure.estimate.beside.items()},
+        "floor": None if figure.floor is None else _estimate(figure.floor),
+        "note": figure.note,
+        "protocol": figure.protocol,
+    }
+
+
+def interval_of(figure: Figure) -> dict[str, float]:
+    """{"value", "low", "high"} of a metric."""
+    return _estimate(figure.estimate)
+
+
+def _estimate(estimate: Estimate) -> dict[str, float]:
+    low, high = estimate.interval
+    return {"value": _rounded(estimate.value), "low": _rounded(low), "high": _rounded(high)}
+
+
+def _rounded(value: float) -> float:
+    """Round to six digits: beyond them lies the order of additions."""
+    return float(f"{value:.6g}")
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read a report.json, or that of a folder.
+
+    Raises:
+        UserError: if it is none.
+    """
+    file = path / REPORT_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; give an OUT of `megadit evaluate BUNDLE --real DATA --out OUT`")
+    report = read_json(file)
+    is_report = isinstance(report, dict) and isinstance(report.get("figures"), list)
+    if not is_report or report.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{file} is not a report of `megadit evaluate` of this version")
+    return report
+
+
+def side_by_side(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics of several reports in one list, those of one metric and extractor next to each other.
+
+    Raises:
+        UserError: where their protocols differ.
+    """
+    by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for report in reports:
+        for figure in report["figures"]:
+            others = by_name.setdefault((figure["metric"], figure["of"]), [])
+            if others:
+                check_same_protocol(others[0]["protocol"], figure["protocol"])
+            others.append(figure)
+    return [figure for figures in by_name.values() for figure in figures]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Metrics of a report as a table, a line each."""
+    cells = [("model", "metric", "", "value", "95 % interval", "real against real", "videos")]
+    for row in rows:
+        label = row["model"] if row["guidance"] is None else f"{row['model']}, guidance {row['guidance']:g}"
+        floor = shown(row["floor"]["value"]) if row["floor"] else ""
+        interval = f"{shown(row['low'])} to {shown(row['high'])}"
+        arrow = "v" if row["better"] == "lower" else "^"
+        cells.append(
+            (label, f"{row['metric']} ({row['of']})", arrow, shown(row["value"]), interval, floor, str(row["videos"]))
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+
+
+def shown(value: float) -> str:
+    """Format a value with the digits that a reader wants: 0.000123, 0.984, 12.3, 1234."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(digits, 6)}f}"

@@ -1,0 +1,1 @@
+"""`megadit generate`: options, one specification per video, output files, long videos, the memory plan."""

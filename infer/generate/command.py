@@ -1,0 +1,267 @@
+"""`megadit generate`: prompts to videos on disk.
+
+Has every flag of NeMo's and DFM's `inference_dit_model.py`, under the same names; each does what it says or says why
+it cannot. Flags that are left out take the checkpoint's defaults.
+"""
+
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megadit.infer.conditioning.items import GivenVideo, Media, Target, check_given, places_of
+from megadit.infer.generate.conditioning_files import GivenFile
+from megadit.infer.generate.long_videos import stories, write_long_videos
+from megadit.infer.generate.memory_plan import Choices, describe_plan, fitting, plan_memory
+from megadit.infer.generate.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
+from megadit.infer.generate.outputs import make_record, output_paths, read_record, repeated, save
+from megadit.infer.generate.specs import Grid, VideoSpec, load_media, video_grid
+from megadit.infer.media.contact_sheet import contact_sheet, middle_frame
+from megadit.infer.media.signing import Marker, load_marker
+from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
+from megadit.infer.pipeline.adapters import NO_ROOM
+from megadit.infer.pipeline.checkpoints import open_bundle, weaker_bundle
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
+from megadit.infer.pipeline.step_cache import bundle_plans, find_plan
+from megadit.infer.pipeline.windows import given_later
+from megadit.infer.runtimes.chosen_dtype import chosen_dtype, tell_dtype
+from megadit.infer.runtimes.load import TORCH, adapter_slots, taken
+from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
+from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.infer.sampling.resolve import far_from_training, latent_size
+from megadit.models.bundle import Bundle
+from megadit.models.convert.adapters.files import read_adapter_of
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.machine import enough_memory, free_memory
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.errors import told_once
+from megadit.models.shared.files import can_be_folder
+from megadit.models.shared.memory import GIB, check_room
+from megadit.models.shared.progress import Progress
+from megadit.models.text_encoders import load_text_encoder
+from megadit.models.text_encoders.vocabulary import far_longer, unseen_words
+from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit generate`; returns its exit code."""
+    return run_command(_generate, sys.argv[1:] if argv is None else argv)
+
+
+@enough_memory(
+    "make smaller or shorter videos or fewer at a time (--height, --width, --num_frames, --batch_size 1), or keep less "
+    "on the device (--sequential_guidance, --offload_text_encoder, --resident_blocks); --dry-run says what fits"
+)
+def _generate(argv: list[str]) -> None:
+    with told_once():
+        options, bundle, grid = _plan(parse(argv))
+        options = replace(options, dtype=_dtype(options, bundle))
+        tokenizer = _tokenizer(options, bundle)
+        if options.total_frames:
+            grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
+        media = _check_videos(grid.specs, options, bundle, tokenizer)
+        asked, room = _asked_of_memory(grid.specs, options, bundle, tokenizer)
+        if options.dry_run:
+            print(describe_plan(plan_memory(*asked), room, fitting(*asked, room)))
+            return
+        device = device_name(options.device)
+        find_device(device)
+        if not options.even_if_too_large and world_size() == 1:
+            _check_room(asked, room)
+        mark = load_marker(options.signing)
+        paths = output_paths(options.video_save_path, grid.specs, options.format)
+        ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
+        if options.compile and is_first():
+            print("the network is compiled when it is first asked, which may take minutes", file=sys.stderr)
+        pipeline = TextToVideo.from_pretrained(
+            bundle,
+            device=device,
+            dtype=options.dtype,
+            tokenizer=tokenizer,
+            text_encoder=load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else None,
+            batch_guidance=not options.sequential_guidance,
+            offload_text_encoder=options.offload_text_encoder,
+            compile=options.compile,
+            cuda_graphs=options.cuda_graphs,
+            resident_blocks=options.resident_blocks,
+            overlap_decoding=options.overlap_decoding,
+            cache_measure=options.cache_measure,
+            guardrail_dir=options.guardrail_dir,
+            runtime=options.runtime or DEFAULT_RUNTIME,
+            tensor_parallel=options.tp_size,
+            context_parallel=options.cp_size,
+            split_guidance=ranks.halves,
+        )
+    if options.total_frames:
+        write_long_videos(pipeline, ranks.mine(grid.specs), ranks.mine(paths), media, options, bundle, mark)
+        finish()
+        return
+    specs, videos = ranks.mine(grid.specs), []
+    for path, spec, result in zip(ranks.mine(paths), specs, _videos(pipeline, specs, media, options), strict=True):
+        if ranks.writes:
+            save(path, result, make_record(result, spec), options.format, mark)
+            print(f"{path}\n", end="", flush=True)  # in one write: several ranks share the output
+        if options.contact_sheet:
+            videos.append(result.video)
+    if options.contact_sheet and (everyones := ranks.gathered(videos)):
+        _write_contact_sheet(options.contact_sheet, grid, everyones, mark)
+        print(options.contact_sheet)
+    finish()
+
+
+def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
+    """Return the videos to make, their checkpoint, and the options, which `--repeat` fills in first."""
+    refuse(
+        options.lpips_weights,
+        "--lpips_weights is for `megadit calibrate-cache`: a calibrated plan is used without it; leave it out",
+    )
+    record = read_record(options.repeat) if options.repeat else None
+    wants_other_checkpoint = bool(options.checkpoint_path)
+    options, recorded = repeated(options, record) if record else (options, None)
+    bundle = open_bundle(options.checkpoint_path)
+    is_other = record is not None and record.get("checkpoint") != checkpoint_fingerprint(bundle)
+    refuse(
+        is_other and not wants_other_checkpoint,
+        f"{bundle.path} is no longer the checkpoint that made {options.repeat}; to use it nevertheless, name it with "
+        "--checkpoint_path",
+    )
+    return options, bundle, video_grid(options, bundle.defaults, recorded)
+
+
+def _check_videos(
+    specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
+) -> dict[GivenFile, GivenVideo]:
+    """Refuse what cannot be made before the network is loaded; return the conditioning media by their files."""
+    for settings in dict.fromkeys(spec.settings for spec in specs):
+        latent_size(settings, bundle.config, tokenizer)
+        warning = far_from_training(settings, bundle.defaults, bundle.config, tokenizer)
+        if warning and is_first():
+            print(f"warning: {warning}", file=sys.stderr)
+        if settings.autoguidance:
+            weaker_bundle(settings.autoguidance, bundle)
+    # what an adapter was told, it does not say
+    prompts = [spec.prompt for spec in specs if not spec.adapters]
+    for warning in (unseen_words(prompts, bundle.path), far_longer(prompts, bundle.longest_caption)):
+        if warning and is_first():
+            print(f"warning: {warning}", file=sys.stderr)
+    media = load_media(specs)
+    takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
+    plans, total_frames = bundle_plans(bundle, options.cache_measure), options.total_frames or 0
+    for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs):
+        given_media, target = tuple(media[file] for file in given), Target.of(settings, bundle.config, tokenizer)
+        check_given(given_media, takes, target)
+        later = [_given_later(options, settings, takes)] if total_frames > settings.num_frames else []
+        for each in (given_media, *later):
+            find_plan(plans, settings, places_of(each, target))
+    _check_adapters(specs, options, bundle)
+    suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
+    is_picture = not options.contact_sheet or suffix in names
+    refuse(not is_picture, f"--contact_sheet={options.contact_sheet}: use a name that ends in {', '.join(names)}")
+    has_folder = can_be_folder(Path(options.contact_sheet).parent)
+    refuse(not has_folder, f"--contact_sheet={options.contact_sheet}: its folder is a file; give another name")
+    return media
+
+
+def _given_later(options: GenerateOptions, settings: SamplingSettings, takes: Collection[str]) -> Media:
+    """Conditioning media of windows after the first, with black frames in place of those yet to be made."""
+    nothing = np.zeros((settings.num_frames, settings.height, settings.width, 3), np.uint8)
+    return given_later(nothing, options.keep_frames or 1, takes, nothing if options.keep_first else None)
+
+
+def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle) -> None:
+    paths = dict.fromkeys(adapter.path for spec in specs for adapter in spec.adapters)
+    adapters = {path: read_adapter_of(path, bundle) for path in paths}
+    for path, adapter in adapters.items():
+        if is_first():
+            print(f"{path}: {adapter.reading}", file=sys.stderr)
+    states = {path: adapter.to_state() for path, adapter in adapters.items()}
+    if not paths or options.runtime in (None, TORCH):
+        return
+    slots = adapter_slots(bundle, options.runtime)
+    refuse(slots is None, f"{bundle.path} was {NO_ROOM}")
+    ranks = {path: slots.packed(*state).ranks for path, state in states.items()}
+    for uses in dict.fromkeys(spec.adapters for spec in specs):
+        slots.check_together([ranks[use.path] for use in uses if use.scale])
+
+
+def _dtype(options: GenerateOptions, bundle: Bundle) -> str:
+    """Return the dtype that the options name, or else choose one for this bundle; the first rank prints it."""
+    tell = tell_dtype if is_first() else chosen_dtype
+    runtime = options.runtime or DEFAULT_RUNTIME
+    return tell(options.dtype or DEFAULT_DTYPE, bundle, device_name(options.device), runtime)
+
+
+def _asked_of_memory(
+    specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
+) -> tuple[tuple[Any, ...], int]:
+    """Return the arguments of `plan_memory` for the largest video, and the bytes that the device has for it."""
+    choices = Choices(
+        dtype=find_dtype(options.dtype),
+        resident_blocks=options.resident_blocks,
+        offload_text_encoder=options.offload_text_encoder,
+        sequential_guidance=options.sequential_guidance,
+        batch_size=options.batch_size,
+        num_videos=len(specs),
+        slots=None if options.runtime in (None, TORCH) else adapter_slots(bundle, options.runtime),
+    )
+    largest = max((spec.settings for spec in specs), key=lambda each: each.num_frames * each.height * each.width)
+    text_encoder = load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else bundle.load_text_encoder()
+    in_gib = options.device_memory
+    room = free_memory(find_device(options.device)) if in_gib is None else int(in_gib * GIB)
+    return (bundle, largest, tokenizer, text_encoder, choices), room
+
+
+def _check_room(asked: tuple[Any, ...], room: int) -> None:
+    """Raises UserError for far more memory than there is, with the flags that would make it less."""
+    needed = plan_memory(*asked).peak
+    if needed > room:
+        fits = fitting(*asked, room)
+        check_room(needed, room, "this", f"use {fits.flags}" if fits else "make the video smaller")
+
+
+def _tokenizer(options: GenerateOptions, bundle: Bundle) -> VideoTokenizer:
+    if not options.tokenizer_model:
+        return bundle.load_tokenizer()
+    return load_tokenizer(Path(options.tokenizer_cache_dir, options.tokenizer_model))
+
+
+def _videos(
+    pipeline: TextToVideo, specs: Sequence[VideoSpec], media: dict[GivenFile, GivenVideo], options: GenerateOptions
+) -> Iterator[GeneratedVideo]:
+    """The video of each spec, in order: neighbours with the same settings share batches."""
+    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.settings, spec.given))]
+
+    def given(group: list[VideoSpec]) -> tuple[GivenVideo, ...]:
+        return tuple(media[file] for file in group[0].given)
+
+    def num_calls(group: list[VideoSpec]) -> int:
+        return pipeline.num_denoiser_calls(len(group), group[0].settings, options.batch_size, given(group))
+
+    with Progress(sum(map(num_calls, groups)), "sampling", enabled=is_first()) as bar:
+        for group in groups:
+            yield from pipeline.stream(
+                [spec.prompt for spec in group],
+                group[0].settings,
+                seeds=[spec.seed for spec in group],
+                batch_size=options.batch_size,
+                given=given(group),
+                adapters=[{adapter.path: adapter.scale for adapter in spec.adapters} for spec in group],
+                on_step=lambda step: bar.advance(),
+            )
+
+
+def _write_contact_sheet(path: str, grid: Grid, videos: list[np.ndarray], mark: Marker | None) -> None:
+    if Path(path).suffix.lower() in IMAGE_SUFFIXES:
+        videos = [middle_frame(video) for video in videos]
+    captions = [f"{spec.prompt} · seed {spec.seed} · guidance {spec.settings.guidance:g}" for spec in grid.specs]
+    fps = max(spec.settings.fps for spec in grid.specs)
+    write_video(path, contact_sheet(videos, captions, grid.num_columns), fps, mark=mark)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

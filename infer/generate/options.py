@@ -1,0 +1,315 @@
+"""The options of `megadit generate`: what they are called, what they mean, and which of them exclude each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.media.signing import SigningOptions
+from megadit.infer.pipeline.adapters import MERGE_FIRST
+from megadit.infer.pipeline.batches import TOKENS_PER_BATCH
+from megadit.infer.pipeline.step_cache import Measure
+from megadit.infer.runtimes.load import check_runtime
+from megadit.infer.runtimes.ranks import world_size
+from megadit.infer.sampling.guidance import GuidanceConvention
+from megadit.models.diffusion.conditioning_settings import NEEDED, GivenOptions
+from megadit.models.diffusion.settings import GivenSettings
+from megadit.models.shared.cli.options import read_options, with_rest
+from megadit.models.shared.cli.setting import check_text, group, setting, settings_of
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import ANYWAY_HELP
+
+DEFAULT_DTYPE = "auto"
+DEFAULT_RUNTIME = "torch"
+FORMATS = ("mp4", "gif", "webp", "png", "jpg", "safetensors")
+
+
+def _path(help: str) -> Any:
+    """A path as text, of which "" is none."""
+    return setting("", help, metavar="PATH")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions(GivenOptions):
+    """The options of the command; None is the checkpoint's default."""
+
+    checkpoint_path: str = _path(
+        "a bundle, or a training directory, whose newest checkpoint is then converted to a bundle once"
+    )
+    repeat: str = _path(
+        "a file that this command wrote: make it again, from the settings inside it or beside it; other options "
+        "replace what it says"
+    )
+
+    # what to make
+    prompt: Sequence[str] = setting(
+        (), "one prompt or several; the flag may be repeated", nargs="+", repeated=True, metavar="TEXT"
+    )
+    prompt_file: str = _path(
+        "prompts after those of --prompt: .txt, one a line, where # begins a comment; .jsonl, each line an object with "
+        '"prompt" and the settings of that prompt alone; or .json, a list of either'
+    )
+    adapter: Sequence[str] = setting(
+        (),
+        "an adapter to add, and how much of it (default: 1); repeat for several. high=PATH or low=PATH: for one of "
+        "two networks alone (Wan 2.2). A line of a .jsonl prompt file may have a list of its own",
+        repeated=True,
+        metavar="PATH[:SCALE]",
+    )
+    subject_name: str = setting(
+        "",
+        'replaces {subject} in every prompt, as in: --prompt "a {subject} on the beach" --subject_name "teal robot"',
+        metavar="TEXT",
+    )
+    seed: int | None = setting(
+        None, "seed of the initial noise: the same seed gives the same video in any batch (default: 0)"
+    )
+    seeds: Sequence[int] = setting((), "several seeds: one video for each prompt and seed")
+    guidances: Sequence[float] = setting((), "several guidance scales: one video for each prompt, scale and seed")
+    guidance_convention: GuidanceConvention = setting(
+        "standard", "scale of --guidance: uncond + scale (cond - uncond), or NeMo's cond + g (cond - uncond)"
+    )
+    total_frames: int | None = setting(
+        None,
+        "frames of a longer video, an mp4: made in windows of --num_frames, each of which begins with the last "
+        "--keep_frames (default: 1) of the one before",
+        above=0,
+    )
+    story: bool = setting(
+        False,
+        ("prompts of one video, one for each window of --total_frames; the last one serves all windows that follow"),
+    )
+    keep_first: bool = setting(
+        False,
+        "condition every window of --total_frames on the first one too, as a clip to edit, so that what it "
+        "shows stays itself (needs a model with edit conditioning)",
+    )
+    cache_measure: Measure = setting(
+        "latents",
+        "error that --cache_budget bounds: the relative error of the latents (default), or lpips, how "
+        "different the frames look",
+    )
+    lpips_weights: str = _path(
+        "for calibrate-cache with lpips: the folder of alexnet*.pth (torchvision's) and alex.pth (LPIPS')"
+    )
+
+    # output
+    video_save_path: str = setting(
+        "outputs",
+        "a file (mp4, gif, webp; png or jpg for one frame; safetensors for latents), or a directory; several videos "
+        "are numbered, and NAME.mp4.json with the settings is written beside each (default: outputs)",
+        metavar="PATH",
+    )
+    format: str | None = setting(
+        None,
+        "format of files in a directory: mp4 (default), gif, webp, safetensors (latents), or png and jpg, "
+        "which make a folder of frames of a video and a file of an image",
+        choices=FORMATS,
+    )
+    contact_sheet: str = _path(
+        "also one picture of all videos, a row for each prompt and scale: an image of their middle frames, or an mp4, "
+        "gif or webp"
+    )
+
+    # machine
+    batch_size: int | None = setting(
+        None, f"videos made at once (default: as many as make {TOKENS_PER_BATCH:,} video tokens)", above=0
+    )
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
+    dtype: str | None = setting(
+        None,
+        "dtype of the network: float32, bfloat16, float16, or auto (default): as stored, where the device "
+        "multiplies that",
+        metavar="NAME",
+    )
+    runtime: str | None = setting(
+        None, "torch; onnx, onnx_tensorrt or tensorrt for a bundle of `megadit export` (default: torch)", metavar="NAME"
+    )
+    sequential_guidance: bool = setting(
+        False, "run the conditional and unconditional pass in turn: less memory, a little slower"
+    )
+    offload_text_encoder: bool = setting(False, "free the text encoder's memory while sampling")
+    compile: bool = setting(False, "compile the network (torch.compile) for any sizes")
+    cuda_graphs: bool = setting(False, "record the network's kernels as a CUDA graph, once for each size (GPU)")
+    resident_blocks: int | None = setting(
+        None,
+        "offload blocks of the network: keep so many and one more on the device, and copy each other one in before "
+        "use: much less memory, slower (default: keep all)",
+        above=0,
+    )
+    dry_run: bool = setting(
+        False,
+        "print the memory that the videos need and what fits; load and make nothing",
+        names=("--dry_run", "--dry-run"),
+    )
+    device_memory: float | None = setting(
+        None,
+        "memory of the device that may be used, in GiB (default: what is free on --device)",
+        above=0,
+        metavar="GIB",
+    )
+    even_if_too_large: bool = setting(False, ANYWAY_HELP)
+    overlap_decoding: bool = setting(False, "decode a batch while the next one is sampled")
+    tokenizer_model: str = _path(
+        "directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one"
+    )
+    tokenizer_cache_dir: str = _path("directory in which --tokenizer_model is looked up")
+    t5_cache_dir: str = _path(
+        "directory of the text encoder to load instead of the checkpoint's copy; must be the same one"
+    )
+    num_devices: int | None = setting(None, "processes that torchrun has started; any other number is refused")
+    tp_size: int = setting(1, "processes that share the network's matrices (tensor parallelism)")
+    cp_size: int = setting(1, "processes that share the tokens of a video (context parallelism)")
+    cfg_parallel: bool = setting(
+        False,
+        "run the conditional and unconditional pass on two processes; processes beyond --tp_size and this share the "
+        "prompts",
+    )
+    guardrail_dir: str = _path("directory with guardrail.py, a content filter for prompts and videos")
+
+    signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in what is written")
+    settings: GivenSettings = group(GivenSettings, "settings of sampling (default: those of the checkpoint)")
+
+    @property
+    def guidance(self) -> float | None:
+        """Guidance in the convention that the options name."""
+        return self.settings.guidance
+
+
+_SAMPLING = "sampling (default: as the checkpoint says)"
+_GROUPS = {
+    "most used": (
+        *("checkpoint_path", "prompt", "video_save_path", "num_steps", "guidance", "seed"),
+        *("num_frames", "height", "width", "fps", "negative_prompt", "format"),
+    ),
+    "prompts": ("prompt_file", "subject_name", "seeds", "guidances", "adapter", "repeat"),
+    _SAMPLING: (
+        *("sampler", "schedule", "sigmas", "sigma_min", "sigma_max", "rho", "shift", "noise_scale"),
+        *("churn", "churn_interval", "eta"),
+    ),
+    "guidance": (
+        *("guidance_convention", "guidance_interval", "guidance_rescale", "image_guidance", "low_guidance"),
+        *("autoguidance", "second_prompt", "second_guidance", "adapter_interval"),
+    ),
+    "conditioning: images and videos that the video is made from": (
+        *("image", "last_image", "keyframe", "input_video", "strength", "continue_video", "lead_to_video"),
+        *("keep_frames", "video", "mask", "instruction"),
+    ),
+    "length: videos longer than the network makes at once": ("total_frames", "story", "keep_first"),
+    "output": ("contact_sheet",),
+    "speed and memory": (
+        *("device", "dtype", "runtime", "batch_size", "compile", "cuda_graphs", "overlap_decoding"),
+        *("cache_budget", "cache_measure", "lpips_weights", "sequential_guidance", "offload_text_encoder"),
+        *("resident_blocks", "dry_run", "device_memory", "even_if_too_large"),
+    ),
+    "several devices, under torchrun": ("tp_size", "cp_size", "cfg_parallel", "num_devices"),
+    "parts from elsewhere": ("tokenizer_model", "tokenizer_cache_dir", "t5_cache_dir"),
+    "safety": ("guardrail_dir", "c2pa_certificate", "c2pa_key"),
+}
+GROUPS = with_rest(_GROUPS, _SAMPLING, GivenSettings)
+"""Title in the help -> the options below it; every option stands in one group."""
+EXAMPLES = {
+    "generate": (
+        'megadit generate --checkpoint_path runs/demo/bundle --prompt "a red seven moving left"',
+        'megadit generate --checkpoint_path runs/demo/bundle --prompt "a seven" --seeds 1 2 3 --contact_sheet all.png',
+        "megadit generate --checkpoint_path bundle --prompt_file prompts.txt --video_save_path videos --format gif",
+        'megadit generate --checkpoint_path bundle --prompt "waves" --image first.png --num_video_frames 33',
+        "megadit generate --repeat videos/0000_waves_seed0.mp4 --guidance 5",
+    ),
+    "calibrate-cache": (
+        "megadit calibrate-cache --checkpoint_path bundle --prompt_file prompts.txt --cache_budget 0.02",
+    ),
+    "check-cache": ("megadit check-cache --checkpoint_path bundle --prompt_file others.txt --cache_budget 0.02",),
+}
+
+_DESCRIPTIONS = {
+    "generate": "Generates videos, or images, from prompts. What is left out takes the checkpoint's default.",
+    "calibrate-cache": "Measures with these prompts which denoiser calls `megadit generate --cache_budget` can spare "
+    "under these settings, and stores that in the bundle. Options of output are not used.",
+    "check-cache": "Measures with these prompts how well a cache that was calibrated for these settings keeps its "
+    "budget. Options of output are not used.",
+}
+
+
+def parse(argv: list[str], verb: str = "generate") -> GenerateOptions:
+    """The options in `argv`.
+
+    Raises:
+        UserError: for an unknown or malformed option, and for what no checkpoint could make right.
+    """
+    options = read_options(
+        GenerateOptions,
+        argv,
+        prog=f"megadit {verb}",
+        groups=GROUPS,
+        examples=EXAMPLES[verb],
+        usage=f"megadit {verb} --checkpoint_path PATH --prompt TEXT [TEXT ...] [options]",
+        description=_DESCRIPTIONS[verb],
+        epilog="--debug shows the traceback of an error.",
+    )
+    check(options)
+    return options
+
+
+def check(options: GenerateOptions) -> None:
+    """Raises UserError for options that exclude each other, or lack one that they need."""
+    refuse(not (options.checkpoint_path or options.repeat), "give --checkpoint_path: a bundle or a training directory")
+    refuse(options.seed is not None and options.seeds, "give --seed or --seeds, not both")
+    refuse(options.guidance is not None and options.guidances, "give --guidance or --guidances, not both")
+    refuse(
+        options.guidance is None and not options.guidances and options.guidance_convention != "standard",
+        f"--guidance_convention={options.guidance_convention} says what --guidance means; give that too",
+    )
+    others = {"story": ("total_frames",), "keep_first": ("total_frames",), "tokenizer_cache_dir": ("tokenizer_model",)}
+    others["keep_frames"] = (*NEEDED["keep_frames"], "total_frames")
+    for name, needed in (NEEDED | others).items():
+        value = getattr(options, name)
+        missing = value not in (None, "", False) and not (
+            any(getattr(options, one) for one in needed) or options.repeat
+        )
+        refuse(missing, f"--{name}={value} needs --{' or --'.join(needed)}")
+    refuse(options.instruction and options.prompt, "--instruction stands for the prompt: give one of them")
+    for one in (options, options.settings):
+        for name, about in settings_of(type(one)).items():
+            if about.metavar == "PATH":
+                check_path(name, getattr(one, name) or "")
+    _check_machine(options)
+
+
+def _check_machine(options: GenerateOptions) -> None:
+    on_one_rank = options.tp_size == options.cp_size == 1
+    refuse(
+        options.adapter and (options.compile or options.cuda_graphs or options.resident_blocks),
+        f"--adapter needs a network with all blocks, neither compiled nor recorded; {MERGE_FIRST}",
+    )
+    is_torch = options.runtime in (None, "torch")
+    refuse(
+        options.resident_blocks and (not (is_torch and on_one_rank) or options.compile or options.cuda_graphs),
+        f"--resident_blocks={options.resident_blocks} needs the torch runtime on one rank, neither compiled nor "
+        "recorded: leave it out",
+    )
+    for name in ("tp_size", "cp_size"):
+        value = getattr(options, name)
+        refuse(
+            value > 1 and options.runtime not in (None, "torch"),
+            f"--{name}={value} divides torch's network: leave out --runtime={options.runtime}",
+        )
+    refuse(
+        options.cp_size > 1 and options.compile, f"--cp_size={options.cp_size} cannot be compiled: leave out --compile"
+    )
+    check_runtime(options.runtime or DEFAULT_RUNTIME, dtype=options.dtype, compile=options.compile)
+    refuse(
+        options.num_devices not in (None, world_size()),
+        f"--num_devices={options.num_devices}, but {world_size()} were started: use torchrun --nproc-per-node "
+        f"{options.num_devices} -m megadit.infer.generate.command ...",
+    )
+
+
+def check_path(name: str, path: str) -> None:
+    """Raises UserError for what no file system takes, room for a temporary name included."""
+    check_text(f"--{name}", Path(path))
+
+
+def refuse(is_wrong: object, reason: str) -> None:
+    if is_wrong:
+        raise UserError(reason)

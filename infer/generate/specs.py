@@ -1,0 +1,171 @@
+"""The videos of a `megadit generate` command: one for each prompt, guidance scale and seed, with its settings."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.generate.conditioning_files import OPTIONS as GIVEN
+from megadit.infer.generate.conditioning_files import GivenFile, given_files
+from megadit.infer.generate.options import GenerateOptions, check_path, refuse
+from megadit.infer.media.contact_sheet import grid_columns
+from megadit.infer.pipeline.adapters import AdapterUse, adapted_defaults, adapter_uses
+from megadit.infer.sampling.guidance import guidance_scale
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.lora.named import parse_adapters, split_expert
+from megadit.models.shared.cli.setting import check_json, settings_of, under_own_names
+from megadit.models.shared.errors import UserError
+
+SUBJECT = "{subject}"
+"""The place in a prompt that --subject_name fills."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoSpec:
+    """One video to make."""
+
+    prompt: str
+    seed: int
+    settings: SamplingSettings
+    given: tuple[GivenFile, ...] = ()
+    adapters: tuple[AdapterUse, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Videos in the order of (prompt, guidance, seed)."""
+
+    specs: list[VideoSpec]
+    num_columns: int
+    """Videos in a row of the contact sheet: the seeds of one prompt and scale, or a square of what has one seed."""
+
+
+def video_grid(options: GenerateOptions, defaults: SamplingSettings, recorded: SamplingSettings | None = None) -> Grid:
+    """All videos of the options with a checkpoint's defaults; settings in `recorded` come before defaults of the
+    checkpoint and its adapters.
+
+    Raises:
+        UserError: for a prompt file that cannot be read, and for settings that no video can have.
+    """
+    prompts = (*options.prompt, *filter(None, [options.instruction]))
+    lines = [*({"prompt": prompt} for prompt in prompts), *prompt_lines(options.prompt_file)]
+    refuse(not lines, "there is no prompt; give --prompt TEXT or --prompt_file FILE")
+    _check_subject([line["prompt"] for line in lines], options.subject_name)
+    rows = [row for line in lines for row in _rows(line, options, defaults, recorded)]
+    specs = [spec for row in rows for spec in row]
+    has_interval = any(spec.settings.adapter_interval for spec in specs)
+    refuse(has_interval and not any(spec.adapters for spec in specs), "adapter_interval needs an adapter")
+    most_seeds = max(map(len, rows))
+    return Grid(specs=specs, num_columns=most_seeds if most_seeds > 1 else grid_columns(len(specs)))
+
+
+def _rows(
+    line: Mapping[str, Any],
+    options: GenerateOptions,
+    defaults: SamplingSettings,
+    recorded: SamplingSettings | None,
+) -> Iterator[list[VideoSpec]]:
+    """The videos of one prompt: a row for each guidance scale, a video for each seed."""
+    values = asdict(options.settings) | {name: value for name, value in line.items() if name in _SETTINGS}
+    if values["autoguidance"]:
+        check_path("autoguidance", values["autoguidance"])
+        values["autoguidance"] = str(Path(values["autoguidance"]).resolve())  # so that --repeat finds it from anywhere
+    scales = [line["guidance"]] if "guidance" in line else list(options.guidances) or [options.guidance]
+    seeds = [line["seed"]] if "seed" in line else line.get("seeds") or options.seeds or [options.seed or 0]
+    prompt = line["prompt"].replace(SUBJECT, options.subject_name)
+    adapters = adapters_of(line.get("adapter", options.adapter))
+    begun = recorded or adapted_defaults(defaults, {use.path: use.scale for use in adapters})
+    for scale in scales:
+        guidance = None if scale is None else guidance_scale(scale, options.guidance_convention)
+        settings = resolve_settings(begun, trained=defaults, **values | {"guidance": guidance})
+        given = given_files(line, options, settings.num_frames)
+        yield [VideoSpec(prompt=prompt, seed=seed, settings=settings, given=given, adapters=adapters) for seed in seeds]
+
+
+def adapters_of(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
+    """Parse adapters of the form PATH:SCALE.
+
+    Raises:
+        UserError: for a scale that is no number, a path that is no adapter's, or one given twice.
+    """
+    scales = parse_adapters(texts)
+    for path in scales:
+        check_path("adapter", split_expert(path)[1])
+    return adapter_uses(scales)
+
+
+def load_media(specs: Iterable[VideoSpec]) -> dict[GivenFile, GivenVideo]:
+    """Load the conditioning media of the videos, each file once."""
+    return {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
+
+
+def _check_subject(prompts: list[str], subject: str) -> None:
+    has_place = any(SUBJECT in prompt for prompt in prompts)
+    refuse(has_place and not subject, f"a prompt contains {SUBJECT}; say what it is with --subject_name")
+    refuse(
+        subject and not has_place,
+        f"--subject_name={subject} has no place: write {SUBJECT} where a prompt should name it",
+    )
+
+
+# --------------------------------------------------------------------------------------------------- prompt files
+
+
+_SETTINGS = settings_of(SamplingSettings)
+_KEYS = (*_SETTINGS, "seed", "seeds", "adapter", *GIVEN)
+"""Keys of a line of a .jsonl prompt file beside its prompt: each as the option of that name."""
+
+
+def prompt_lines(path: str) -> list[dict[str, Any]]:
+    """The lines of a prompt file, as objects that have a "prompt"."""
+    if not path:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read --prompt_file {path}: {error}") from error
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+    match Path(path).suffix.lower():
+        case ".jsonl":
+            return [
+                _described(f"{path}, line {number}", _parsed(f"{path}, line {number}", line))
+                for number, line in numbered
+            ]
+        case ".json":
+            return _listed(path, _parsed(path, "\n".join(lines)))
+        case ".txt" | "":
+            return [{"prompt": line} for _, line in numbered if not line.startswith(COMMENT)]
+    raise UserError(f"--prompt_file {path}: use a name that ends in .txt (one prompt a line), .jsonl or .json (a list)")
+
+
+COMMENT = "#"
+"""Beginning of a line of a text file that is no prompt."""
+
+
+def _parsed(location: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{location} is not valid JSON: {error}") from None
+
+
+def _listed(path: str, values: Any) -> list[dict[str, Any]]:
+    """Prompts of a JSON list of texts, or of objects as a line of a .jsonl file holds one."""
+    if not isinstance(values, list):
+        raise UserError(f'{path} must be a list, such as ["a red seven", {{"prompt": "a blue two", "seed": 3}}]')
+    numbered = [(f"{path}, number {number}", value) for number, value in enumerate(values, start=1)]
+    return [{"prompt": value} if isinstance(value, str) else _described(place, value) for place, value in numbered]
+
+
+def _described(location: str, line: Any) -> dict[str, Any]:
+    if not isinstance(line, dict) or not isinstance(line.get("prompt"), str):
+        raise UserError(f'{location} must be an object with a "prompt", such as {{"prompt": "a red seven", "seed": 3}}')
+    prompt = line.pop("prompt")
+    line = under_own_names(line, _SETTINGS, where=f"{location}: ")
+    line = check_json(line, GenerateOptions, where=f"{location}: ", only=_KEYS)
+    refuse("seed" in line and "seeds" in line, f"{location}: give seed or seeds, not both")
+    refuse(line.get("seeds") == (), f"{location}: seeds=[] holds no seed")
+    return {"prompt": prompt} | {name: value for name, value in line.items() if value is not None}

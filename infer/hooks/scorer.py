@@ -1,0 +1,77 @@
+"""Hook for a scorer of videos, `--judge_dir DIRECTORY`: of `build-repository` for requests that ask for scores, of
+`evaluate` and `tune-sampler`, which take its scores for metrics, and of `prepare`.
+
+The directory holds `judge.py`, the user's own program, which is run as such, with what it needs beside it. It defines:
+
+    def judge(video: numpy.ndarray, prompt: str) -> dict[str, float]:
+        "Scores of a video (uint8 THWC) that was made of this prompt, by their names."
+
+    BETTER = {"beauty": "higher", "overlay": "lower"}    # the scores that are metrics, and their better direction
+
+A failure costs no video, which then has no scores; metrics need the scores of all videos, and end in an error.
+"""
+
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megadit.infer.hooks.user_program import FAILURES, find_program, run_program
+from megadit.models.shared.errors import UserError
+
+FILE = "judge.py"
+MOST_SCORES, LONGEST_NAME = 64, 100
+"""Most scores of a video, and the longest name of one: they are kept with its job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    judge: Callable[[np.ndarray, str], Mapping[str, float]]
+    better: Any = None
+    """Scores that count as metrics, as the program defines it; checked where metrics are computed."""
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Judge":
+        """Run the directory's judge.py.
+
+        Raises:
+            UserError: if there is none, it fails, or defines no judge.
+        """
+        path = find_judge(directory)
+        program = run_program(path)
+        judge = getattr(program, "judge", None)
+        if not callable(judge):
+            raise UserError(f"{path} defines no function judge(video, prompt)")
+        return cls(judge, getattr(program, "BETTER", None))
+
+    def scores(self, video_THWC: np.ndarray, prompt: str) -> dict[str, float]:
+        """Return the program's scores of a video, uint8; {} where it fails, which is printed to stderr."""
+        try:
+            return _checked(self.judge(video_THWC.copy(), prompt))
+        except FAILURES as error:
+            traceback.print_exception(error)
+            return {}
+
+
+def _checked(scores: Mapping[str, float]) -> dict[str, float]:
+    plain = {name: float(score) for name, score in scores.items()}
+    are_names = all(isinstance(name, str) and name.isprintable() and len(name) <= LONGEST_NAME for name in plain)
+    if len(plain) > MOST_SCORES or not are_names or not all(map(math.isfinite, plain.values())):
+        raise ValueError(
+            f"a judge gives up to {MOST_SCORES} finite numbers by names of up to {LONGEST_NAME} printable characters; "
+            f"this one gave {plain!r:.200}"
+        )
+    return plain
+
+
+def find_judge(directory: str | Path) -> Path:
+    """The program in a directory, absolute.
+
+    Raises:
+        UserError: if there is none.
+    """
+    return find_program(directory, FILE, option="--judge_dir", defines="judge")

@@ -1,0 +1,168 @@
+"""Files that somebody sent, decoded in processes of their own, which one may crash, hang or fill: others go on.
+
+What decodes (`media.py`) is loaded there and not here. A question is a file's bytes; an answer is JSON, and the frames.
+"""
+
+import json
+import math
+import os
+import queue
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import IO, TypeVar
+
+import numpy as np
+
+from megadit.models.diffusion.conditioning_settings import MediaLimits
+from megadit.models.shared.cli.setting import settings_of
+from megadit.models.shared.errors import UserError
+
+CHECKING = "--checking"
+"""Argument of a process that gives back no frames, and has the least claim on a core."""
+_SECONDS = 120.0
+"""Wall-clock time for one file."""
+_SECONDS_FOR_A_TURN = 30.0
+
+
+def check_bytes(data: bytes, limits: MediaLimits) -> None:
+    """Raises UserError for a file that is too large."""
+    if len(data) > limits.max_media_bytes:
+        raise UserError(f"the file has {len(data):,} bytes; this service takes {limits.max_media_bytes:,}")
+
+
+_Decoded = TypeVar("_Decoded", np.ndarray, int)
+
+
+def within_total(decode: Callable[[bytes], _Decoded], limits: MediaLimits) -> Callable[[bytes], _Decoded]:
+    """`decode`, which gives frames (uint8 THWC) or how many pixels they have, for the files of one request, which
+    together may have so many pixels."""
+    num_pixels = 0
+
+    def counted(data: bytes) -> _Decoded:
+        nonlocal num_pixels
+        frames = decode(data)
+        num_pixels += frames if isinstance(frames, int) else frames.size // 3
+        if num_pixels > limits.max_media_pixels:
+            raise UserError(f"the files have more than the {limits.max_media_pixels:,} pixels that this service takes")
+        return frames
+
+    return counted
+
+
+class MediaReader:
+    """Decodes files in processes of its own, `num_processes` at once; they are started when they are needed."""
+
+    def __init__(self, limits: MediaLimits, *, num_processes: int = 1, is_checking: bool = False) -> None:
+        """`is_checking`: whether files are decoded to see that they can be, and give way to all else; no frames come
+        back then, only how many pixels they have."""
+        self.limits = limits = MediaLimits(**{name: getattr(limits, name) for name in settings_of(MediaLimits)})
+        self._free: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        for _ in range(num_processes):
+            self._free.put(_Worker(limits, is_checking))
+
+    def read(self, data: bytes) -> np.ndarray:
+        """Decode a file as `media.decode` does; one that ends or holds up its decoder is refused like any other.
+
+        Raises:
+            UserError: as `media.decode`.
+            TimeoutError: if no process became free.
+        """
+        shape, raw = self._asked(data)
+        return np.frombuffer(raw, dtype=np.uint8).reshape(shape)
+
+    def num_pixels(self, data: bytes) -> int:
+        """Pixels of all frames of a file; raises as `read`."""
+        return math.prod(self._asked(data)[0][:3])
+
+    def _asked(self, data: bytes) -> tuple[list[int], bytearray]:
+        check_bytes(data, self.limits)
+        try:
+            worker = self._free.get(timeout=_SECONDS_FOR_A_TURN)
+        except queue.Empty:
+            raise TimeoutError("too many files are being read at the moment") from None
+        try:
+            return worker.read(data)
+        finally:
+            self._free.put(worker)
+
+    def close(self) -> None:
+        """Ends the processes, once they are free."""
+        while not self._free.empty():
+            self._free.get_nowait().end()
+
+
+class _Worker:
+    """One process; it lives until a file ends it, and is then started again."""
+
+    def __init__(self, limits: MediaLimits, is_checking: bool) -> None:
+        self._limits, self._is_checking = limits, is_checking
+        self._process: subprocess.Popen | None = None
+
+    def read(self, data: bytes) -> tuple[list[int], bytearray]:
+        """The shape of the frames, and their bytes, of which a checking one gives none."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        try:
+            answer, raw = self._exchange(data)
+        except (OSError, EOFError, ValueError, struct.error):
+            self.end()
+            raise UserError("the file cannot be read: its decoder came to no end, or to a bad one") from None
+        if "error" in answer:
+            raise UserError(answer["error"])
+        return answer["shape"], raw
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> None:
+        self.end()
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "megadit.infer.media.untrusted",
+                json.dumps(asdict(self._limits)),
+                *self._arguments(),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # each thread would reserve memory
+        )
+
+    def _arguments(self) -> list[str]:
+        return [CHECKING] if self._is_checking else []
+
+    def _exchange(self, data: bytes) -> tuple[dict, bytearray]:
+        process, too_late = self._process, threading.Timer(_SECONDS, self._process.kill)
+        too_late.start()
+        try:
+            send(process.stdin, data)
+            answer = json.loads(receive(process.stdout, 1 << 16))
+            return answer, receive(process.stdout, 3 * self._limits.max_media_pixels)
+        finally:
+            too_late.cancel()
+
+
+def send(file: IO[bytes], data: bytes) -> None:
+    file.write(struct.pack("<Q", len(data)))
+    file.write(data)
+    file.flush()
+
+
+def receive(file: IO[bytes], most: int) -> bytearray:
+    """Raises EOFError where less comes than was announced, or more than `most` bytes are."""
+    head = file.read(8)
+    if len(head) < 8 or (length := struct.unpack("<Q", head)[0]) > most:
+        raise EOFError
+    data = bytearray(length)
+    if file.readinto(data) < length:
+        raise EOFError
+    return data

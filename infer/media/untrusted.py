@@ -1,0 +1,105 @@
+"""Images and videos that somebody sent, decoded within limits: nothing here trusts a byte.
+
+Sizes, frames and seconds are checked before pixels are made, containers that lead to other files are not opened, and
+whatever a decoder raises becomes one line. As a program it is the process that a `MediaReader` asks.
+
+Frames are uint8 THWC, RGB, 0..255: those that `read_video` gives of the same file.
+"""
+
+import io
+import json
+import os
+import resource
+import signal
+import sys
+
+import numpy as np
+
+from megadit.infer.decoding.rules import Rules, UnusableSourceError
+from megadit.infer.decoding.sampling import read_all
+from megadit.infer.media.reader import CHECKING, check_bytes, receive, send
+from megadit.models.diffusion.conditioning_settings import MediaLimits
+from megadit.models.shared.errors import UserError
+
+CONTAINERS = "mov,mp4,matroska,webm,gif,apng"
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
+_PROCESSOR_SECONDS = 20.0
+"""Processor time for one file; the kernel ends a decoder that takes more."""
+_LEAST_CLAIM = 19
+"""Niceness of a process that only checks."""
+_MOST_MEMORY = 3 << 30
+"""Memory of a decoding process in bytes, beside twice the frames that the limits allow."""
+
+
+def decode(data: bytes, limits: MediaLimits) -> np.ndarray:
+    """Frames (uint8 THWC) of a png, jpg, webp, gif, mp4 or webm.
+
+    Raises:
+        UserError: for anything else, what is damaged, and what is beyond the limits.
+    """
+    check_bytes(data, limits)
+
+    def check(num_frames: int, height: int, width: int, seconds: float) -> None:
+        check_size(num_frames, height, width, limits)
+        _check_seconds(seconds, limits)
+
+    rules = Rules(max_pixels=limits.max_media_pixels)
+    try:
+        return read_all(io.BytesIO(data), rules, check, containers=CONTAINERS, formats=IMAGE_FORMATS)[0]
+    except UserError:
+        raise
+    except UnusableSourceError as error:
+        if error.reason == "broken":
+            raise UserError("the file is no png, jpg, webp, gif, mp4 or webm that can be read") from None
+        raise UserError(f"the file cannot be used; {error}") from None
+    except Exception:  # decoders raise whatever they like
+        raise UserError("the file is no png, jpg, webp, gif, mp4 or webm that can be read") from None
+
+
+def check_size(num_frames: int, height: int, width: int, limits: MediaLimits) -> None:
+    """Raises UserError for frames that are too large, too many, or nothing."""
+    if not 0 < height <= limits.max_media_side or not 0 < width <= limits.max_media_side:
+        raise UserError(
+            f"frames of {width}x{height}; this service takes sides of 1 to {limits.max_media_side:,} pixels"
+        )
+    if num_frames > limits.max_media_frames:
+        raise UserError(f"the file has more than the {limits.max_media_frames:,} frames that this service takes")
+    if num_frames * height * width > limits.max_media_pixels:
+        raise UserError(
+            f"{num_frames:,} frames of {width}x{height} or more are beyond the {limits.max_media_pixels:,} pixels that "
+            "this service takes: send fewer or smaller ones"
+        )
+
+
+def _check_seconds(seconds: float, limits: MediaLimits) -> None:
+    if not seconds <= limits.max_media_seconds:
+        raise UserError(f"the video runs for {seconds:,.0f} s; this service takes {limits.max_media_seconds:g} s")
+
+
+def _work(limits: MediaLimits, is_checking: bool) -> None:
+    """Answers until there is nobody left who asks."""
+    if is_checking:
+        os.nice(_LEAST_CLAIM)
+    memory = _MOST_MEMORY + 6 * limits.max_media_pixels
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a decoder prints is no answer
+    while True:
+        try:
+            data = bytes(receive(questions, limits.max_media_bytes))
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, _PROCESSOR_SECONDS)  # whose signal ends the process
+        try:
+            frames = decode(data, limits)
+            answer = {"shape": frames.shape}
+        except (UserError, MemoryError) as error:
+            frames, answer = np.empty(0, np.uint8), {"error": str(error) or "the file takes too much memory to read"}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(answers, json.dumps(answer).encode())
+        send(answers, np.ascontiguousarray(frames).data.cast("B") if frames.size and not is_checking else b"")
+
+
+if __name__ == "__main__":
+    _work(MediaLimits(**json.loads(sys.argv[1])), CHECKING in sys.argv[2:])

@@ -1,0 +1,1 @@
+"""`TextToVideo`, from prompts to videos: batches, adapters, step caching, windows, results."""

@@ -1,0 +1,129 @@
+"""The videos of a generation, cut into those that are sampled together."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from megadit.infer.conditioning.items import Media, Target, num_extra_frames, structure_of
+from megadit.infer.pipeline.adapters import Scales
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.shared.cli.setting import plain
+from megadit.models.shared.errors import UserError
+
+TOKENS_PER_BATCH = 32768
+"""Video tokens that one call of the denoiser handles (before guidance doubles them) where no batch size is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The videos that are sampled together."""
+
+    places: range
+    """Indices of its videos among all prompts of the generation."""
+    prompts: list[str]
+    seeds: list[int]
+    adapter_scale_B: Mapping[str, Tensor]
+    """Scale of each adapter for each video, float32, by the adapter's name at the network."""
+    given: Sequence[Media]
+    """Conditioning media of each video, in the same places in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Videos:
+    """Prompt, seed, adapters and conditioning media of each video of a generation."""
+
+    prompts: list[str]
+    seeds: list[int]
+    adapters: list[Scales]
+    given: list[Media]
+
+    @classmethod
+    def read(
+        cls,
+        prompts: Sequence[str],
+        seeds: int | Sequence[int],
+        adapters: Scales | Sequence[Scales],
+        given: list[Media],
+    ) -> "Videos":
+        """Check the inputs of a generation, and give each video its own.
+
+        Seeds and adapters come once for all prompts, or as a list with an entry for each, as `given` does.
+
+        Raises:
+            UserError: for prompts that are none, and a list of another length.
+        """
+        prompts = read_prompts(prompts)
+        seeds = plain(seeds)
+        seeds = [plain(seed) for seed in (seeds if isinstance(seeds, Sequence) else [seeds] * len(prompts))]
+        for seed in seeds:
+            if not isinstance(seed, int):
+                raise UserError(f"seed={seed!r:.60} must be a whole number")
+        if len(seeds) != len(prompts):
+            raise UserError(f"got {len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one for each prompt")
+        adapters = [adapters] * len(prompts) if isinstance(adapters, Mapping) else list(adapters)
+        if len(adapters) != len(prompts):
+            raise UserError(
+                f"got adapters for {len(adapters)} of {len(prompts)} prompts; give them once, or for each prompt"
+            )
+        scales = [{path: plain(scale) for path, scale in each.items()} for each in adapters]
+        return cls(prompts, seeds, scales, given)
+
+    def batch(self, here: slice, names: Mapping[str, str]) -> Batch:
+        """Return the videos of a slice; `names` maps paths of adapters to their names beside the network."""
+        scales = _scales(self.adapters[here], names)
+        return Batch(range(here.start, here.stop), self.prompts[here], self.seeds[here], scales, self.given[here])
+
+
+def read_prompts(prompts: Sequence[str] | None) -> list[str]:
+    """Raises UserError for prompts that are no list of texts."""
+    if prompts is None:
+        raise UserError("prompts are missing: give a list of texts, such as ['a red seven']")
+    if isinstance(prompts, str):
+        raise UserError(f"prompts must be a list; got the text {prompts!r}: write [prompt]")
+    prompts = list(prompts)
+    if not prompts:
+        raise UserError("there is no prompt; give at least one")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise UserError(f"prompts must be texts; got {prompt!r:.60}")
+    return prompts
+
+
+def cuts_of(all_media: Sequence[Media], target: Target, config: NetworkConfig, asked: int | None) -> list[slice]:
+    """Slices of videos to sample together: neighbours given in the same places, as many as are `asked` for."""
+    _, frames, *size = target.shape
+    most = frames + max(num_extra_frames(media, target) for media in all_media)
+    num_tokens = config.num_tokens(most, *size)
+    return cut_batches([structure_of(media, target) for media in all_media], batch_size(asked, num_tokens))
+
+
+def cut_batches(structures: Sequence[Hashable], size: int) -> list[slice]:
+    """Runs of neighbours of equal structure, at most `size` of them at a time."""
+    cuts, first = [], 0
+    for _, alike in groupby(structures):
+        stop = first + sum(1 for _ in alike)
+        cuts += [slice(start, min(start + size, stop)) for start in range(first, stop, size)]
+        first = stop
+    return cuts
+
+
+def batch_size(asked: int | None, num_tokens: int) -> int:
+    """Videos of `num_tokens` tokens that are sampled at once.
+
+    Raises:
+        UserError: if fewer than one is asked for.
+    """
+    if asked is None:
+        return max(1, TOKENS_PER_BATCH // num_tokens)
+    asked = plain(asked)
+    if not isinstance(asked, int) or asked < 1:
+        raise UserError(f"batch_size={asked!r:.60} must be a whole number of at least 1")
+    return asked
+
+
+def _scales(adapters: Sequence[Scales], names: Mapping[str, str]) -> dict[str, Tensor]:
+    used = dict.fromkeys(path for scales in adapters for path in scales)
+    return {names[path]: torch.tensor([float(scales.get(path, 0.0)) for scales in adapters]) for path in used}

@@ -1,0 +1,150 @@
+"""Opening of a bundle from whatever a user calls a checkpoint, and checks of what is used beside it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megadit.infer.sampling.guidance import Denoiser
+from megadit.models.bundle import Bundle, check_kind
+from megadit.models.convert.adapters.files import is_adapter
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import held_alone
+from megadit.models.storage.hub import cached_model
+from megadit.models.storage.manifest import MANIFEST_FILE
+from megadit.models.text_encoders import TextEncoder
+from megadit.models.tokenizers import VideoTokenizer
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """The bundle of videos at `path`; see `open_any_bundle`.
+
+    Raises:
+        UserError: if there is none, or one that makes no videos.
+    """
+    bundle = open_any_bundle(path)
+    check_kind(bundle, "video")
+    return bundle
+
+
+def open_any_bundle(path: str | Path) -> Bundle:
+    """The bundle at `path`; for a training directory, that of its newest valid step; by name, one of a hub's cache.
+
+    A training directory (the one that holds `checkpoints/`) is converted once into its folder `bundle/`, and again
+    only when a checkpoint was written since; of several processes that ask, one converts and the others wait.
+
+    Raises:
+        UserError: if there is neither, or the conversion fails.
+    """
+    path = _existing(path)
+    if (path / "checkpoints").is_dir():
+        converted = _converted(path)
+        if is_adapter(converted):
+            raise UserError(
+                f"{path} has trained an adapter, which is in {converted} now: give the bundle that it began with, and "
+                f"--adapter {converted}"
+            )
+        return Bundle.open(converted)
+    if (path / "model_index.json").is_file():
+        raise UserError(f"{path} is a pipeline of diffusers: run `megadit convert {path} OUT`, and give OUT")
+    if not (path / MANIFEST_FILE).exists():
+        raise UserError(
+            f"{path} is neither a bundle (no megadit.json) nor a training directory (no checkpoints/); to choose one "
+            "checkpoint yourself, run: megadit bundle CHECKPOINT OUT"
+        )
+    return Bundle.open(path)
+
+
+def _existing(path: str | Path) -> Path:
+    """The folder at `path`, or of a model of this name in a hub's cache."""
+    if found := Path(path) if Path(path).exists() else cached_model(str(path)):
+        return found
+    raise UserError(
+        f"{path} does not exist: give a bundle, a training directory, or the name of a bundle in the cache of a hub"
+    )
+
+
+def weaker_bundle(path: str, bundle: Bundle) -> Bundle:
+    """The bundle of a weaker checkpoint, to guide away from.
+
+    Raises:
+        UserError: if there is none, or its latents or text features are not those of `bundle`.
+    """
+    weaker = open_bundle(path)
+    for part, fingerprint in bundle.manifest["fingerprints"].items():
+        if weaker.manifest["fingerprints"][part] != fingerprint:
+            name = part.replace("_", " ")
+            raise UserError(
+                f"autoguidance={path} has another {name} than {bundle.path}: take a checkpoint with the same"
+            )
+    return weaker
+
+
+@dataclass
+class WeakerDenoisers:
+    """The denoisers of weaker checkpoints than a bundle, of which the last one is kept."""
+
+    bundle: Bundle
+    load: Callable[[Bundle], Denoiser]
+    _kept: dict[str, Denoiser] = field(default_factory=dict)
+
+    def __call__(self, path: str) -> Denoiser:
+        """Raises UserError: as `weaker_bundle`."""
+        if path not in self._kept:
+            self._kept = {path: self.load(weaker_bundle(path, self.bundle))}
+        return self._kept[path]
+
+
+def check_part(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -> None:
+    """Check a tokenizer or text encoder: any but the one trained with would give noise without an error.
+
+    Raises:
+        UserError: if `given` is another than the bundle's `part`.
+    """
+    expected = bundle.manifest["fingerprints"][part]
+    if given.fingerprint() != expected:
+        name = part.replace("_", " ")
+        raise UserError(
+            f"this {name} (fingerprint {given.fingerprint()}) is not the one that {bundle.path} was trained with "
+            f"({expected})"
+        )
+
+
+def _converted(training_directory: Path) -> Path:
+    bundle = training_directory / "bundle"
+    if _is_older(bundle, training_directory):
+        with held_alone(training_directory / ".bundle.lock"):
+            changed = _last_change(training_directory)
+            if _is_older(bundle, training_directory):  # nobody else made it meanwhile
+                told = f"converting the newest checkpoint of {training_directory} to {bundle}"
+                print(told, file=sys.stderr, flush=True)
+                _convert(training_directory, bundle)
+                # what was written during the conversion is newer than its result
+                os.utime(bundle / MANIFEST_FILE, ns=(changed, changed))
+    return bundle
+
+
+def _is_older(bundle: Path, training_directory: Path) -> bool:
+    manifest = bundle / MANIFEST_FILE
+    return not manifest.exists() or manifest.stat().st_mtime_ns < _last_change(training_directory)
+
+
+def _last_change(training_directory: Path) -> int:
+    """Time of the last change of checkpoints, which are renamed into their directory once they are complete."""
+    return (training_directory / "checkpoints").stat().st_mtime_ns
+
+
+def _convert(training_directory: Path, bundle: Path) -> None:
+    """Runs `megadit bundle` in a process of its own.
+
+    Reading a training checkpoint takes Megatron, its process groups and, without a GPU, patches to torch. They stay
+    out of this process, and this package stays independent of `megadit.train`.
+    """
+    command = [sys.executable, "-m", "megadit.train.checkpoints.to_bundle", str(training_directory), str(bundle)]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit code {result.returncode}"]
+        reason = lines[-1].removeprefix("error: ")
+        raise UserError(f"cannot convert {training_directory} ({reason}); try: megadit bundle {training_directory} OUT")

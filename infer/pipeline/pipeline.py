@@ -1,0 +1,402 @@
+"""`TextToVideo`: prompts in, videos out."""
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megadit.infer.background import one_behind
+from megadit.infer.conditioning.encode import Known, encode_batch, encode_given
+from megadit.infer.conditioning.items import AnyGiven, Media, Target, check_given, media_of, remaining_sigmas
+from megadit.infer.hooks.guardrail import Guardrail, load_guardrail
+from megadit.infer.media.preview import LinearPreview, fit_preview
+from megadit.infer.pipeline.adapters import (
+    KEPT_BYTES,
+    NO_ADAPTERS,
+    AdapterShelf,
+    Scales,
+    adapted_defaults,
+    adapter_shelf,
+    hold_adapters,
+)
+from megadit.infer.pipeline.batches import Batch, Videos, cuts_of, read_prompts
+from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_part, open_bundle
+from megadit.infer.pipeline.one_batch import sample
+from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
+from megadit.infer.pipeline.step_cache import CachePlan, Measure, bundle_plans, spared_calls
+from megadit.infer.pipeline.text_features import TextFeaturesCache
+from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype
+from megadit.infer.runtimes.distributed import Placement
+from megadit.infer.runtimes.experts import PairDenoiser
+from megadit.infer.runtimes.load import (
+    TORCH,
+    check_runtime,
+    load_denoiser,
+    load_text_encoder,
+    taken,
+    with_exported_networks,
+    with_exported_text_network,
+)
+from megadit.infer.runtimes.ranks import split_over_ranks
+from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.infer.sampling.callbacks import DECODE, DENOISE, Around, StepCallback, StepTeller, nothing_around
+from megadit.infer.sampling.guidance import (
+    Denoiser,
+    Evaluate,
+    GuidanceConvention,
+    guidance_scale,
+    in_one_batch,
+    in_turn,
+)
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.infer.sampling.samplers import num_denoiser_calls
+from megadit.infer.sampling.schedules import settings_sigmas
+from megadit.models.bundle import Bundle
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.default_dtype import each_in_float32, float32_by_default
+from megadit.models.diffusion.noise import seed_key
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.host_to_device import sent_together
+from megadit.models.machine import cost_in_words
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.shared.cli.setting import plain
+from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders import TextEncoder
+from megadit.models.text_encoders.base import on_device
+from megadit.models.text_encoders.image_encoder import ImageEncoder
+from megadit.models.tokenizers import VideoTokenizer
+
+
+class TextToVideo:
+    """Generates videos from prompts: opened by `from_pretrained`, then called.
+
+    The initial noise of a video is a function of its seed alone, so that neither its place in a batch nor its company
+    changes it.
+    """
+
+    def __init__(
+        self,
+        *,
+        denoiser: Denoiser,
+        tokenizer: VideoTokenizer,
+        text_encoder: TextEncoder,
+        config: NetworkConfig,
+        defaults: SamplingSettings,
+        device: torch.device | str = "cpu",
+        evaluate: Evaluate = in_one_batch,
+        load_weaker: Callable[[str], Denoiser] | None = None,
+        reload_text_encoder: Callable[[], TextEncoder] | None = None,
+        guardrail: Guardrail | None = None,
+        adapters: AdapterShelf | None = None,
+        takes: Collection[str] = (),
+        image_encoder: ImageEncoder | None = None,
+        cache_plans: Sequence[CachePlan] = (),
+        overlap_decoding: bool = False,
+        origin: Mapping[str, Any] = MappingProxyType({}),
+        reopen: Callable[[], "TextToVideo"] | None = None,
+    ) -> None:
+        """`evaluate` runs the passes of guidance; `load_weaker` gives the denoiser of a checkpoint for
+        autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `adapters` holds
+        those of the denoiser, where it takes any; `takes` are the conditionings that it was trained with
+        (`Bundle.takes`), `image_encoder` gives features of conditioning images to networks that read them;
+        `cache_plans` are those that `cache_budget` chooses from; with `overlap_decoding` a batch is decoded while the
+        next is sampled; `origin` is kept in the record of each video (`results.origin_of`); `reopen` opens the same
+        pipeline again, in place of a copy of what can have none (sessions, processes, threads)."""
+        self.denoiser = denoiser
+        self.tokenizer = tokenizer
+        self.text_encoder = TextFeaturesCache(text_encoder, reload_text_encoder)
+        self.config = config
+        self.defaults = defaults
+        self.device = torch.device(device)
+        self.evaluate = evaluate
+        self.guardrail = guardrail
+        self.takes = takes
+        self._image_encoder = image_encoder
+        self._adapters = adapters
+        self._cache_plans = cache_plans
+        self._overlap_decoding = overlap_decoding
+        self._origin = dict(origin)
+        self._reopen = reopen
+        self._load_weaker = load_weaker
+        self._preview: LinearPreview | None = None
+
+    @classmethod
+    @float32_by_default()
+    def from_pretrained(
+        cls,
+        path: str | Path | Bundle,
+        *,
+        device: str = "auto",
+        dtype: str = AUTO,
+        tokenizer: VideoTokenizer | None = None,
+        text_encoder: TextEncoder | None = None,
+        batch_guidance: bool = True,
+        offload_text_encoder: bool = False,
+        compile: bool = False,
+        cuda_graphs: bool = False,
+        resident_blocks: int | None = None,
+        overlap_decoding: bool = False,
+        cache_measure: Measure = "latents",
+        guardrail_dir: str | None = None,
+        adapter_bytes: int = KEPT_BYTES,
+        opens_paths: bool = True,
+        runtime: str = "torch",
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
+        split_guidance: ProcessGroup | None = None,
+        ranks: Placement | None = None,
+    ) -> "TextToVideo":
+        """The pipeline of a bundle (opened or not, or by its name in a hub's cache), or of a training directory.
+
+        A `tokenizer` or `text_encoder` given here spares loading the bundle's copy, and must be the same. `dtype` is
+        that of the network (auto: `runtimes/chosen_dtype.py`); preconditioning is float32 and the sampler's state
+        float64 in any case. Without `batch_guidance` the conditional and unconditional pass are two calls, not one;
+        `offload_text_encoder` frees its memory while sampling; `compile` compiles the network (torch.compile), with
+        sizes left open; `cuda_graphs` records its kernels for each size (on a GPU); with `resident_blocks` K at most K
+        + 1 blocks are in memory (`runtimes/offloaded.py`); `overlap_decoding` decodes a batch, maybe in tiles
+        (`tokenizers/tiling.py`), while the next one is sampled; `cache_measure` is the error that `cache_budget` bounds
+        (`step_cache.py`); `guardrail_dir` names a content filter (`hooks/guardrail.py`); adapters that nobody asks for
+        stay in memory up to `adapter_bytes`; without `opens_paths` no setting opens another checkpoint; `runtime` is
+        torch, or onnx or tensorrt for a bundle that `megadit export` made.
+        Processes of torchrun can share the network's matrices (`tensor_parallel` of them), the tokens of a video
+        (`context_parallel`) and, in groups, the passes of guidance; all of them then generate the same prompts. Without
+        torchrun, `ranks` are processes that this one starts to share all these (`runtimes/ranked.py`).
+
+        Raises:
+            UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
+        """
+        asked = {name: value for name, value in locals().items() if name != "cls"}
+        place = find_device(device)
+        num_ranks = tensor_parallel * context_parallel if ranks is None else ranks.per_share
+        of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
+        runtime = check_runtime(runtime, dtype=dtype, num_ranks=num_ranks, device=place, **of_torch)
+        bundle = path if isinstance(path, Bundle) else open_bundle(path)
+        dtype = chosen_dtype(dtype, bundle, place, runtime)
+        number_type = find_dtype(dtype)
+        if (cost := cost_in_words(place, number_type)) is not None:
+            warnings.warn(f"{cost}, which is more exact, too", stacklevel=2)
+        guardrail = load_guardrail(guardrail_dir, bundle)
+        tokenizer = tokenizer or bundle.load_tokenizer()
+        text_encoder = text_encoder or bundle.load_text_encoder()
+        check_part(bundle, "tokenizer", tokenizer)
+        check_part(bundle, "text_encoder", text_encoder)
+
+        shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel, "ranks": ranks}
+        load = partial(load_denoiser, runtime=runtime, device=place, dtype=number_type, **of_torch, **shared)
+
+        evaluate = in_one_batch if batch_guidance else in_turn
+        if split_guidance is not None:
+            evaluate = split_over_ranks(split_guidance)
+        denoiser = load(bundle)
+        has_plain_blocks = not (compile or resident_blocks)
+        is_plain = runtime == TORCH and not (resident_blocks or cuda_graphs or ranks)
+        return cls(
+            denoiser=denoiser,
+            adapters=adapter_shelf(
+                denoiser, bundle, runtime, adapter_bytes, has_plain_blocks=has_plain_blocks, is_ranked=ranks is not None
+            ),
+            tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
+            text_encoder=with_exported_text_network(text_encoder, bundle, runtime, place),
+            config=bundle.config,
+            defaults=bundle.defaults,
+            device=place,
+            evaluate=evaluate,
+            load_weaker=WeakerDenoisers(bundle, load) if opens_paths else None,
+            reload_text_encoder=partial(load_text_encoder, bundle, runtime, place) if offload_text_encoder else None,
+            reopen=None if is_plain else partial(cls.from_pretrained, **asked),
+            guardrail=guardrail,
+            takes=taken(bundle, runtime),
+            image_encoder=on_device(bundle.load_image_encoder(), place),
+            cache_plans=bundle_plans(bundle, cache_measure),
+            overlap_decoding=overlap_decoding,
+            origin=origin_of(bundle, dtype=dtype, runtime=runtime, cache_measure=cache_measure),
+        )
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Pickles and copies have the weights of a network in torch; another is opened again where they arrive."""
+        return super().__reduce_ex__(protocol) if self._reopen is None else (_reopened, (self._reopen, self.defaults))
+
+    def __repr__(self) -> str:
+        default = self.defaults
+        size = f"{default.num_frames} frames of {default.width}x{default.height}"
+        return f"<TextToVideo {self.config.family}, {self.config.outline}: {size}>"
+
+    def __call__(
+        self,
+        prompts: Sequence[str] | None = None,
+        *,
+        seeds: int | Sequence[int] = 0,
+        guidance: float | None = None,
+        guidance_convention: GuidanceConvention = "standard",
+        batch_size: int | None = None,
+        given: AnyGiven = None,
+        adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
+        on_step: StepCallback | None = None,
+        **settings: Any,
+    ) -> GeneratedVideos:
+        """One video for each prompt, in order.
+
+        `settings` are the fields of `SamplingSettings` (`num_frames`, `height`, `sampler`, `num_steps`, ...); what is
+        left out, or None, comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
+        `num_frames` may be any number: more are generated where the tokenizer needs them, and the tail is cut. One
+        frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
+        `given` are conditioning media (frames, a clip, a mask): one `GivenVideo`, a tuple of several, or a list
+        with either, or None, for each prompt. `adapters` gives the paths of adapters with their scales, {path: scale},
+        or a list of these, one for each prompt; settings left out may come from students. `on_step` is called after
+        every denoiser call, may look at a preview, and cancels by returning False.
+
+        Raises:
+            UserError: for anything that cannot be generated, before the network is asked.
+            Cancelled: if `on_step` cancels.
+        """
+        if guidance is not None:
+            settings["guidance"] = guidance_scale(plain(guidance), guidance_convention)
+        resolved = resolve_settings(adapted_defaults(self.defaults, adapters), **settings)
+        per_video = {"seeds": seeds, "adapters": adapters, "given": given}
+        return GeneratedVideos(self.stream(prompts, resolved, **per_video, batch_size=batch_size, on_step=on_step))
+
+    @each_in_float32
+    def stream(
+        self,
+        prompts: Sequence[str],
+        settings: SamplingSettings | None = None,
+        *,
+        seeds: int | Sequence[int] = 0,
+        batch_size: int | None = None,
+        given: AnyGiven = None,
+        adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
+        on_step: StepCallback | None = None,
+        skipped: Sequence[int] | None = None,
+        around: Around = nothing_around,
+    ) -> Iterator[GeneratedVideo]:
+        """Like a call, but gives each video as soon as its batch is done, and takes all settings in one.
+
+        None means the bundle's defaults; see `resolve_settings`. `skipped` are denoiser calls to
+        predict instead, in place of those that `cache_budget` chooses. `around` is entered around parts of the work.
+        """
+        settings = resolve_settings(adapted_defaults(self.defaults, adapters) if settings is None else settings)
+        prompts = read_prompts(prompts)
+        videos = Videos.read(prompts, seeds, adapters, media_of(given, len(prompts)))
+        if self.guardrail is not None:
+            self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])
+        if settings.low_guidance and not isinstance(self.denoiser, PairDenoiser):
+            raise UserError(f"low_guidance={settings.low_guidance} is for checkpoints of two networks; this has one")
+        target = Target.of(settings, self.config, self.tokenizer)
+        for media in dict.fromkeys(videos.given):
+            check_given(media, self.takes, target)
+        sigmas = remaining_sigmas(settings_sigmas(settings), videos.given)
+        spared = [skipped] * len(prompts)
+        if skipped is None:
+            spared = spared_calls(self._cache_plans, settings, videos.adapters, videos.given, target)
+        cuts = cuts_of(videos.given, target, self.config, batch_size)
+        self.text_encoder.prepare([*videos.prompts, settings.negative_prompt, settings.second_prompt])
+        num_calls = num_denoiser_calls(settings.sampler, sigmas)
+        teller = StepTeller(on_step, len(cuts) * num_calls, self.preview)
+
+        @lru_cache(maxsize=1)  # the same media are often given of all videos, and encoded once
+        def known_of(media: Media) -> Known | None:
+            return encode_given(media, self.takes, target, self.device, self._image_encoder)
+
+        def sampled() -> Iterator[tuple[Batch, Tensor]]:
+            with hold_adapters(self._adapters, videos.adapters) as names:
+                for batch in (videos.batch(here, names) for here in cuts):
+                    with around(DENOISE, batch.places):
+                        known = encode_batch(batch.given, known_of)
+                        spare = spared[batch.places[0]]
+                        latents_BCTHW = self._sample(batch, settings, sigmas, target.shape, known, spare, teller)
+                    yield batch, latents_BCTHW
+
+        def decoded(sample: tuple[Batch, Tensor]) -> Iterator[GeneratedVideo]:
+            batch, latents_BCTHW = sample
+            for place, latents_CTHW in zip(batch.places, latents_BCTHW, strict=True):
+                with around(DECODE, range(place, place + 1)):
+                    video_THWC = self._decode(latents_CTHW, settings.num_frames)
+                yield GeneratedVideo(
+                    video=video_THWC,
+                    prompt=videos.prompts[place],
+                    seed=videos.seeds[place],
+                    settings=settings,
+                    latents_CTHW=latents_CTHW.cpu(),
+                    num_denoiser_calls=num_calls - len(spared[place]),
+                    origin=self._origin.copy(),
+                    adapters=dict(videos.adapters[place]),
+                    given=[part.use for part in videos.given[place]],
+                )
+
+        aside = self._overlap_decoding
+        for results in one_behind(decoded, sampled(), self.device) if aside else map(decoded, sampled()):
+            yield from results
+
+    def admit_adapters(self, scales: Scales) -> None:
+        """Read adapters, so that unusable ones are reported before anything is generated.
+
+        Raises:
+            UserError: as a call.
+        """
+        with hold_adapters(self._adapters, [scales]):
+            pass
+
+    def num_denoiser_calls(
+        self,
+        num_videos: int,
+        settings: SamplingSettings,
+        batch_size: int | None = None,
+        given: AnyGiven = None,
+    ) -> int:
+        """Denoiser calls that `num_videos` take: `num_steps` of the calls of `on_step`; cached ones count, too."""
+        media, target = media_of(given, num_videos), Target.of(settings, self.config, self.tokenizer)
+        sigmas = remaining_sigmas(settings_sigmas(settings), media)
+        return len(cuts_of(media, target, self.config, batch_size)) * num_denoiser_calls(settings.sampler, sigmas)
+
+    def preview(self, latents_BCTHW: Tensor) -> np.ndarray:
+        """Approximate frames of latents without decoding them: see `LinearPreview`, which the first call fits."""
+        if self._preview is None:
+            self._preview = fit_preview(self.tokenizer, self.device)
+        return self._preview(latents_BCTHW)
+
+    def _sample(
+        self,
+        batch: Batch,
+        settings: SamplingSettings,
+        sigmas: Tensor,
+        shape: tuple[int, int, int, int],
+        known: Known | None,
+        skipped: Sequence[int],
+        teller: StepTeller,
+    ) -> Tensor:
+        """Latents BCTHW, float32, of one batch."""
+        [key_B] = sent_together([torch.tensor([seed_key(seed) for seed in batch.seeds])], self.device)
+        seen = {} if known is None else known.seen(self.config, key_B)
+        fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
+
+        def condition(texts: list[str]) -> Conditioning:
+            return replace(self.text_encoder.conditioning(texts, fps).to(self.device), **seen)
+
+        network = {"denoiser": self.denoiser, "config": self.config, "weaker": None, "evaluate": self.evaluate}
+        if settings.autoguidance:
+            if self._load_weaker is None:
+                raise UserError(f"autoguidance={settings.autoguidance}: this pipeline cannot load a second checkpoint")
+            network["weaker"] = self._load_weaker(settings.autoguidance)
+        return sample(batch, settings, sigmas, key_B, shape, known, condition, skipped, teller.around, **network)
+
+    def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
+        """Decode one video at a time: a decoder's memory grows with the batch, and no result depends on it."""
+        video_1CTHW = self.tokenizer.decode(latents_CTHW[None])
+        frames_THWC = rearrange(video_1CTHW, "1 C T H W -> T H W C")[:num_frames]
+        video_THWC = ((frames_THWC.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
+        return video_THWC if self.guardrail is None else self.guardrail.screen(video_THWC)
+
+
+def _reopened(reopen: Callable[[], TextToVideo], defaults: SamplingSettings) -> TextToVideo:
+    pipeline = reopen()
+    pipeline.defaults = defaults
+    return pipeline

@@ -1,0 +1,146 @@
+"""Step caching: some denoiser calls are replaced by predictions from the calls before them.
+
+D changes smoothly along a trajectory, and at high noise hardly matters. Which calls can be skipped is measured once for
+a checkpoint, its settings and the places of its conditioning media (`megadit calibrate-cache`), and is the same for
+every such video: none depends on what else is in its batch.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megadit.infer.conditioning.items import Media, Target, places_of
+from megadit.infer.pipeline.adapters import Scales
+from megadit.infer.sampling.samplers import Denoise
+from megadit.models.bundle import Bundle
+from megadit.models.diffusion.settings import UNCHANGED, SamplingSettings
+from megadit.models.shared.errors import UserError
+
+Measure = Literal["latents", "lpips"]
+"""Error that a budget bounds: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""
+_IRRELEVANT = ("negative_prompt", "fps", "cache_budget", "adapter_interval")
+"""Settings that a plan does not depend on: like prompts, they are what its margin is for; adapters have no plan."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachePlan:
+    """Denoiser calls that are skipped under certain settings."""
+
+    budget: float
+    """Highest error that the calibration allowed."""
+    skipped: tuple[int, ...]
+    num_calls: int
+    """Denoiser calls without the cache."""
+    largest_error: float
+    """Largest error among the calibration's videos."""
+    num_videos: int
+    settings: dict[str, Any]
+    """Settings that decide a trajectory; see `plan_key`."""
+    measure: Measure = "latents"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"skipped": list(self.skipped)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "CachePlan":
+        """The inverse of `to_dict`; also takes what earlier versions wrote, which had fewer settings."""
+        settings = {name: value for name, value in UNCHANGED.items() if name not in _IRRELEVANT} | values["settings"]
+        return cls(**{**values, "skipped": tuple(values["skipped"]), "settings": settings})
+
+
+def plan_key(settings: SamplingSettings, given: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the key of a plan, as JSON: its settings, and the places of conditioning media (`given.places_of`).
+
+    Pictures and masks themselves are left out: like prompts, they are what a plan's margin is for.
+    """
+    kept = {name: value for name, value in asdict(settings).items() if name not in _IRRELEVANT}
+    return _as_json(kept | ({"given": given} if given else {}))
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_json(each) for name, each in value.items()}
+    return list(map(_as_json, value)) if isinstance(value, tuple | list) else value
+
+
+def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan]:
+    """The plans that were calibrated for a bundle by this measure."""
+    plans = (CachePlan.from_dict(values) for values in bundle.manifest.get("cache", []))
+    return [plan for plan in plans if plan.measure == measure]
+
+
+def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings, given: Sequence[Any] = ()) -> CachePlan | None:
+    """Return the plan that skips most within the settings' budget, for conditioning media at the places `given`; None
+    where the settings ask for no cache.
+
+    Raises:
+        UserError: if there is none for these settings; says how to make one.
+    """
+    if not settings.cache_budget:
+        return None
+    key = plan_key(settings, given)
+    fitting = [plan for plan in plans if plan.settings == key and plan.budget <= settings.cache_budget]
+    if not fitting:
+        what = "these settings" + " and what is given of the video" * bool(given)
+        raise UserError(
+            f"cache_budget={settings.cache_budget} was not calibrated for {what}; run: megadit calibrate-cache "
+            f"--cache_budget {settings.cache_budget} --checkpoint_path ... --prompt_file ..., with the same options"
+        )
+    return max(fitting, key=lambda plan: len(plan.skipped))
+
+
+def spared_calls(
+    plans: Iterable[CachePlan],
+    settings: SamplingSettings,
+    adapters: Sequence[Scales],
+    given: Sequence[Media],
+    target: Target,
+) -> list[Sequence[int]]:
+    """The denoiser calls of each video that are predicted: the same of all that can share a batch.
+
+    Raises:
+        UserError: as `find_plan`, and for a video with adapters.
+    """
+    if settings.cache_budget and any(adapters):
+        raise UserError(f"cache_budget={settings.cache_budget} was calibrated without adapters: leave one of them out")
+    of = {media: find_plan(plans, settings, places_of(media, target)) for media in set(given)}
+    return [() if plan is None else plan.skipped for plan in map(of.get, given)]
+
+
+def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoise:
+    """Wrap a denoiser for one trajectory: its calls number `skipped` are predicted from those before.
+
+    D_next = D + r (D - D_previous),  r = min((t_next - t) / (t - t_previous), 1),  t = atan(sigma / sigma_data):
+    a straight line over the angle t (D settles towards both ends of the noise, where t does too), that reaches no
+    further than the last two calls lie apart: predictions in a row would only amplify their difference.
+    """
+    skipped = frozenset(skipped)
+    if not skipped:
+        return denoise
+    answers: list[tuple[float, Tensor]] = []
+    num_calls = 0
+
+    def denoise_or_predict(x: Tensor, sigma_B: Tensor) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        t = math.atan(sigma_B[0].item() / sigma_data)
+        if num_calls - 1 in skipped:
+            return _predicted(answers, t)
+        if answers and answers[-1][0] == t:
+            answers.pop()  # a second answer at the same level replaces the first
+        answers.append((t, denoise(x, sigma_B)))
+        del answers[:-2]
+        return answers[-1][1]
+
+    return denoise_or_predict
+
+
+def _predicted(answers: Sequence[tuple[float, Tensor]], t_next: float) -> Tensor:
+    (t_previous, x0_previous), (t, x0) = answers[0], answers[-1]
+    if t == t_previous:
+        return x0
+    r = min((t_next - t) / (t - t_previous), 1.0)
+    return x0 + r * (x0 - x0_previous)

@@ -1,0 +1,58 @@
+"""Text features, computed once for each text.
+
+Shapes: B batch, L text tokens, E text feature width.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import torch
+
+from megadit.models.networks.conditioning import Conditioning
+from megadit.models.text_encoders import TextEncoder, TextFeatures
+
+_KEPT = 1024
+
+
+class TextFeaturesCache:
+    """A text encoder that remembers the texts it has seen, and may be let go between generations.
+
+    Every text is encoded alone, so that its features do not depend on its company.
+    """
+
+    def __init__(self, encoder: TextEncoder, reload: Callable[[], TextEncoder] | None = None) -> None:
+        """Wrap an encoder; with `reload` it is dropped after every `prepare`, and loaded again for unseen texts."""
+        self._encoder: TextEncoder | None = encoder
+        self._reload = reload
+        self._seen: OrderedDict[str, TextFeatures] = OrderedDict()
+        self._most = _KEPT
+
+    def prepare(self, texts: Iterable[str]) -> None:
+        """Encodes these texts, before the network needs the memory."""
+        texts = list(dict.fromkeys(texts))
+        self._most = max(_KEPT, len(texts))  # all of these are about to be asked for
+        for text in texts:
+            self._features(text)
+        if self._reload is not None:
+            self._encoder = None
+
+    def encode(self, texts: list[str]) -> TextFeatures:
+        return TextFeatures.concatenate([self._features(text) for text in texts])
+
+    def conditioning(self, texts: list[str], fps: float) -> Conditioning:
+        """Return the conditioning of videos of these texts, one each, with as many frames per second (0: images)."""
+        encoded = self.encode(texts)
+        fps_B = torch.full((len(texts),), fps)
+        return Conditioning(encoded.features_BLE, encoded.length_B, fps_B, pooled_BP=encoded.pooled_BP)
+
+    def _features(self, text: str) -> TextFeatures:
+        """Features of one text."""
+        if text not in self._seen:
+            if self._encoder is None:
+                self._encoder = self._reload()
+            self._seen[text] = self._encoder.encode([text])
+        self._seen.move_to_end(text)
+        features = self._seen[text]
+        while len(self._seen) > self._most:
+            self._seen.popitem(last=False)
+        return features

@@ -1,0 +1,63 @@
+"""Two networks of one bundle as one denoiser: the first for high noise levels, the second for low ones (Wan 2.2).
+
+Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megadit.infer.sampling.guidance import Denoiser
+from megadit.models.configs.adapter import AdapterConfig
+from megadit.models.networks.conditioning import Conditioning
+
+
+def as_one(denoisers: Sequence[Denoiser], boundary: float | None) -> Denoiser:
+    """Denoiser of a bundle's networks: of one, or of two for noise levels above and below `Bundle.boundary`."""
+    return denoisers[0] if boundary is None else PairDenoiser(*denoisers, boundary)
+
+
+def parts_of(denoiser: Denoiser) -> tuple[Denoiser, ...]:
+    """The denoisers of its networks: of a pair two."""
+    return (denoiser.high, denoiser.low) if isinstance(denoiser, PairDenoiser) else (denoiser,)
+
+
+class PairDenoiser:
+    """D(x; sigma) by the network that a noise level is for; all videos of a batch are at one."""
+
+    def __init__(self, high: Denoiser, low: Denoiser, boundary: float) -> None:
+        """`boundary` is the lowest sigma of `high`."""
+        self.high, self.low, self.boundary = high, low, boundary
+        self._beside: dict[str, tuple[Denoiser, ...]] = {}
+        """Adapters by their names -> the denoisers whose networks have them."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.high.dtype
+
+    def load_adapter(
+        self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, *, expert: str | None = None
+    ) -> None:
+        """Attach an adapter to the network that is `expert` ("high" or "low"), or to both.
+
+        Raises:
+            UserError: for one that does not fit the networks.
+        """
+        if self.high is self.low:  # ranks have both, and choose between them as this does
+            self._beside[name] = (self.high,)
+            self.high.load_adapter(name, state, adapter, expert=expert)
+            return
+        self._beside[name] = {"high": (self.high,), "low": (self.low,)}.get(expert, (self.high, self.low))
+        for denoiser in self._beside[name]:
+            denoiser.load_adapter(name, state, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Detach an adapter."""
+        for denoiser in self._beside.pop(name):
+            denoiser.remove_adapter(name)
+
+    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Clean latents x0, BCTHW, float32."""
+        denoiser = self.high if sigma_B[0].item() >= self.boundary else self.low
+        return denoiser(x_BCTHW, sigma_B, conditioning)

@@ -1,0 +1,139 @@
+"""Sampling on several ranks: prompts dealt to replicas; the passes of guidance, tokens and matrices split.
+
+world = replicas x halves of guidance x context-parallel x tensor-parallel ranks, the last of them next to each other
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megadit.infer.sampling.guidance import Ask, Branch, Evaluate, in_one_batch
+from megadit.models.megatron.interfaces import join_ranks
+from megadit.models.shared.errors import UserError
+
+HALVES = 2
+"""Ranks that guidance is split over."""
+
+
+def world_size() -> int:
+    """Processes that were started together (by torchrun); 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process prints errors and progress."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Place of this process among those that were started together."""
+
+    replica: int
+    """Index of its share of the jobs."""
+    num_replicas: int
+    writes: bool
+    """Whether it writes its replica's files: its peers hold the same videos."""
+    halves: ProcessGroup | None
+    """Ranks that guidance is split over."""
+
+    def mine(self, items: Sequence) -> list:
+        return list(items[self.replica :: self.num_replicas])
+
+    def gathered(self, mine: list) -> list | None:
+        """All items in the order that `mine` dealt them from, on the first process; None on the others."""
+        if world_size() == 1:
+            return mine
+        parts = [None] * world_size() if is_first() else None
+        dist.gather_object((self.replica, self.writes, mine), parts)
+        if parts is None:
+            return None
+        dealt = {replica: items for replica, writes, items in parts if writes}
+        count = sum(map(len, dealt.values()))
+        return [dealt[place % self.num_replicas][place // self.num_replicas] for place in range(count)]
+
+
+ALONE = Ranks(replica=0, num_replicas=1, writes=True, halves=None)
+"""A process without others, or one that works for all of them."""
+
+
+def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
+    """Joins the processes that torchrun started, and finds this one's place among them.
+
+    Raises:
+        UserError: if they cannot be divided so.
+    """
+    shared, world = tensor * context, world_size()
+    per_replica = shared * (HALVES if split_guidance else 1)
+    if min(tensor, context) < 1 or world % per_replica:
+        raise UserError(
+            f"{world} processes cannot be divided into replicas of {per_replica} (tp_size={tensor}, cp_size={context}"
+            f"{', cfg_parallel' if split_guidance else ''}): start a multiple of {per_replica} with torchrun "
+            f"--nproc-per-node {per_replica} -m megadit.infer.generate.command ..."
+        )
+    if world == 1:
+        return ALONE
+    if not dist.is_initialized():
+        join_ranks("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    rank = dist.get_rank()
+    halves = _halves(rank, shared, world) if split_guidance else None
+    return Ranks(
+        replica=rank // per_replica,
+        num_replicas=world // per_replica,
+        writes=rank % per_replica == 0,
+        halves=halves,
+    )
+
+
+def finish() -> None:
+    """Waits for the processes that torchrun started, and leaves their groups: gloo aborts one that ends with them."""
+    if world_size() > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _halves(rank: int, shared: int, world: int) -> ProcessGroup:
+    """The group of this rank and its counterpart: every process makes all groups, as torch wants it."""
+    own = None
+    for replica_start in range(0, world, HALVES * shared):
+        for place in range(replica_start, replica_start + shared):
+            members = [place + half * shared for half in range(HALVES)]
+            group = dist.new_group(members)
+            own = group if rank in members else own
+    return own
+
+
+def split_over_ranks(group: ProcessGroup) -> Evaluate:
+    """Evaluate branches on the ranks of `group`, each its share; all get every answer.
+
+    A single branch is asked for by all: it costs no time, and spares the exchange.
+    """
+    rank, size = group.rank(), group.size()
+
+    def evaluate(branches: Sequence[Branch]) -> Ask:
+        if len(branches) == 1:
+            return in_one_batch(branches)
+        most, ask_own = -(-len(branches) // size), in_one_batch(branches[rank::size])
+
+        def ask(x: Tensor, sigma_B: Tensor) -> list[Tensor]:
+            own = ask_own(x, sigma_B)
+            own += [torch.zeros_like(x)] * (most - len(own))
+            answers = [torch.empty(most, *x.shape, dtype=x.dtype, device=x.device) for _ in range(size)]
+            dist.all_gather(answers, torch.stack(own).to(x.dtype), group=group)
+            return [answers[place % size][place // size] for place in range(len(branches))]
+
+        return ask
+
+    return evaluate
+
+
+def device_name(name: str) -> str:
+    """Device of a process among several that names none: the GPU of its number on its machine."""
+    if name == "auto" and world_size() > 1 and torch.cuda.is_available():
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return name

@@ -1,0 +1,1 @@
+"""Sampling without a network: noise levels, solvers, guidance, callbacks."""

@@ -1,0 +1,116 @@
+"""Resolution of a video's settings: noise levels that exist, and the size of its latents."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from megadit.infer.sampling.schedules import settings_sigmas
+from megadit.models.bundle import Bundle
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.diffusion.settings import SamplingSettings, check_guidance, resolve
+from megadit.models.shared.cli.options import read_assignments
+from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.errors import UserError, nearest_multiples
+from megadit.models.tokenizers import VideoTokenizer
+
+MOST_TOKENS = 1 << 24
+"""Most tokens of one video: a limit against slips of the pen, far above what fits any machine."""
+_FAR = 2.0
+"""Ratio of tokens to the defaults', either way, from which on a shape is called far from training."""
+
+
+def resolve_settings(
+    defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **given: Any
+) -> SamplingSettings:
+    """Resolve settings as `diffusion.settings.resolve` does, with the number of steps that the noise levels make.
+
+    Raises:
+        UserError: for settings that are wrong, by themselves or together, and for noise levels that do not exist.
+    """
+    settings = resolve(defaults, trained=trained, **given)
+    num_steps = len(settings_sigmas(settings)) - 1
+    return settings if settings.num_steps == num_steps else dataclasses.replace(settings, num_steps=num_steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DefaultOptions:
+    """Option of commands that write a bundle: changes of its defaults."""
+
+    default: tuple[str, ...] = setting(
+        (),
+        "default of the bundle, such as num_steps=20, for requests that leave this setting out; repeat for several",
+        repeated=True,
+        metavar="NAME=VALUE",
+    )
+
+
+def changed_defaults(
+    defaults: SamplingSettings, changes: Sequence[str], config: NetworkConfig, tokenizer: VideoTokenizer
+) -> SamplingSettings:
+    """A bundle's defaults with those of `DefaultOptions` in their place.
+
+    Raises:
+        UserError: for what a request could not ask for either.
+    """
+    if not changes:
+        return defaults
+    settings = resolve_settings(defaults, **read_assignments(SamplingSettings, changes))
+    if settings.autoguidance:
+        raise UserError("autoguidance names a path, which no bundle keeps: give it to each command that generates")
+    latent_size(settings, config, tokenizer)
+    return settings
+
+
+def with_changed_defaults(bundle: Bundle, changes: Sequence[str]) -> Bundle:
+    """The opened bundle as if it had been written with these defaults; as `changed_defaults`."""
+    defaults = changed_defaults(bundle.defaults, changes, bundle.config, bundle.load_tokenizer())
+    return dataclasses.replace(bundle, defaults=defaults, manifest=bundle.manifest | {"defaults": defaults.to_dict()})
+
+
+def latent_size(
+    settings: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer
+) -> tuple[int, tuple[int, int, int, int]]:
+    """Frames that the latents decode to (at least `settings.num_frames`), and the latents' shape (C, T, H, W).
+
+    Raises:
+        UserError: if tokenizer and patch together cannot divide height or width (names the nearest sizes they can),
+            for a video beyond any machine, and as `settings.check_guidance`.
+    """
+    check_guidance(settings, config.guidance_range)
+    multiple = tokenizer.spatial_compression * config.patch_spatial
+    for name, size in (("height", settings.height), ("width", settings.width)):
+        if size % multiple:
+            raise UserError(f"{name}={size} is not a multiple of {multiple}; use {nearest_multiples(size, multiple)}")
+    frames = tokenizer.frames_covering(settings.num_frames)
+    while (shape := tokenizer.latent_shape(frames, settings.height, settings.width))[1] % config.patch_temporal:
+        frames = tokenizer.frames_covering(frames + 1)
+    num_tokens = config.num_tokens(*shape[1:])
+    if num_tokens > MOST_TOKENS:
+        size = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
+        raise UserError(
+            f"{size} are {num_tokens:,} video tokens, more than the {MOST_TOKENS:,} that are possible; "
+            "make it smaller or shorter"
+        )
+    return frames, shape
+
+
+def far_from_training(
+    settings: SamplingSettings, defaults: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer
+) -> str | None:
+    """A warning where a video has far more or fewer tokens along an axis than the checkpoint's default; else None."""
+
+    def grid(settings: SamplingSettings) -> tuple[int, int, int]:
+        return config.token_grid(*latent_size(settings, config, tokenizer)[1][1:])
+
+    asked, usual = grid(settings), grid(defaults)
+    is_image = settings.num_frames == 1
+    far = [
+        name
+        for name, a, b in zip(("frames", "height", "width"), asked, usual, strict=True)
+        if not 1 / _FAR <= a / b <= _FAR and not (name == "frames" and is_image)
+    ]
+    if not far:
+        return None
+    sizes = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
+    trained = f"{defaults.num_frames} frames of {defaults.height}x{defaults.width}"
+    return f"{sizes} are far from what this checkpoint makes by default, {trained} ({', '.join(far)}): expect less"

@@ -1,0 +1,145 @@
+"""Noise levels that a sampler steps through; schedules know nothing of solvers."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megadit.infer.sampling.flow_levels import FLOW_LEVELS, flow_level_sigmas
+from megadit.models.diffusion.ddpm import DDPM_STEPS, ddpm_sigmas
+from megadit.models.diffusion.settings import SamplingSettings, find_schedule
+from megadit.models.shared.errors import UserError
+
+MOST_STEPS = 10_000
+_LOWEST_RHO = 0.05
+"""Below, sigma^(1/rho) leaves the range of numbers."""
+
+
+def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
+    """Noise levels from sigma_max down to sigma_min, then 0: float64 [num_steps + 1] on the CPU.
+
+    sigma_i = (sigma_max^(1/rho) + i / (N - 1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho for i < N, sigma_N = 0
+    (arXiv 2206.00364, eq. 5). A single step goes from sigma_max straight to 0.
+
+    Raises:
+        UserError: unless num_steps is a whole number >= 1, 0 < sigma_min < sigma_max and rho > 0, all finite.
+    """
+    _check(num_steps, sigma_min, sigma_max, rho)
+    start, end = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
+    return _then_zero((start + _fractions(num_steps) * (end - start)) ** rho, sigma_max)
+
+
+def log_linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
+    """A geometric sequence, sigma_i = sigma_max (sigma_min / sigma_max)^(i / (N - 1)), then 0, [N + 1]; no `rho`."""
+    _check(num_steps, sigma_min, sigma_max, rho)
+    return _then_zero(sigma_max * (sigma_min / sigma_max) ** _fractions(num_steps), sigma_max)
+
+
+def linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
+    """An arithmetic sequence from sigma_max to sigma_min, then 0, [num_steps + 1]; `rho` does nothing."""
+    _check(num_steps, sigma_min, sigma_max, rho)
+    return _then_zero(sigma_max + _fractions(num_steps) * (sigma_min - sigma_max), sigma_max)
+
+
+def flow_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 999.0, rho: float = 7.0) -> Tensor:
+    """sigma = t / (1 - t) for t evenly from that of sigma_max to 0, [N + 1]; `sigma_min` and `rho` do nothing.
+
+    Flow models step so (arXiv 2209.03003); a shift then multiplies sigma. 999 is t = 0.999, where Wan begins.
+    """
+    _check(num_steps, sigma_min, sigma_max, rho)
+    t = sigma_max / (1 + sigma_max) * (1 - torch.arange(int(num_steps), dtype=torch.float64) / int(num_steps))
+    return _then_zero(t / (1 - t), sigma_max)
+
+
+def ddpm_leading_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float = 0.0, rho: float = 0.0) -> Tensor:
+    """The noise levels of every (1000 / N)-th of DDPM's steps, from 0 on, then 0, [N + 1]; N alone counts.
+
+    With Euler steps through them, a network with DDPM's preconditioner samples as DDIM does (arXiv 2010.02502, eq. 12).
+
+    Raises:
+        UserError: for more steps than DDPM has.
+    """
+    if num_steps != int(num_steps) or not 1 <= num_steps <= DDPM_STEPS:
+        raise UserError(f"num_steps={num_steps} must be a whole number from 1 to {DDPM_STEPS}, DDPM's steps")
+    levels = ddpm_sigmas()[torch.arange(int(num_steps)) * (DDPM_STEPS // int(num_steps))].flip(0)
+    return torch.cat([levels, levels.new_zeros(1)])
+
+
+def stable_diffusion_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float = 0.0, rho: float = 0.0) -> Tensor:
+    """`ddpm_leading_sigmas`, [N + 1], for Stable Diffusion's steps from 1 on: its schedulers have `steps_offset` 1.
+
+    Raises:
+        UserError: for as many steps as it was trained with, or more.
+    """
+    if num_steps != int(num_steps) or not 1 <= num_steps < DDPM_STEPS:
+        raise UserError(f"num_steps={num_steps} must be a whole number from 1 to {DDPM_STEPS - 1}")
+    steps = 1 + torch.arange(int(num_steps)) * (DDPM_STEPS // int(num_steps))
+    levels = ddpm_sigmas("stable_diffusion")[steps].flip(0)
+    return torch.cat([levels, levels.new_zeros(1)])
+
+
+SCHEDULES = {
+    "karras": karras_sigmas,
+    "log_linear": log_linear_sigmas,
+    "exponential": log_linear_sigmas,  # as k-diffusion and diffusers call it
+    "linear": linear_sigmas,
+    "flow": flow_sigmas,
+    "ddpm": ddpm_leading_sigmas,
+    "stable_diffusion": stable_diffusion_sigmas,
+}
+
+
+def given_sigmas(levels: Sequence[float]) -> Tensor:
+    """Explicit noise levels, float64 [steps + 1], with a 0 at the end where there is none.
+
+    Raises:
+        UserError: unless they are positive, finite and decrease.
+    """
+    positive = list(levels[:-1] if len(levels) > 1 and levels[-1] == 0 else levels)
+    if not positive or not all(0 < level < math.inf for level in positive):
+        raise UserError(f"sigmas={list(levels)} must be finite numbers greater than 0 (a last 0 is understood)")
+    if any(after >= before for before, after in zip(positive[:-1], positive[1:], strict=True)):
+        raise UserError(f"sigmas={list(levels)} must decrease")
+    return torch.tensor([*positive, 0.0], dtype=torch.float64)
+
+
+def settings_sigmas(settings: SamplingSettings) -> Tensor:
+    """The noise levels of a generation, [steps + 1]: explicit ones, or those of its schedule; multiplied by its shift.
+
+    With t = sigma / (1 + sigma), s sigma is what flow models call a shift: t -> s t / (1 + (s - 1) t).
+    """
+    if settings.sigmas:
+        return settings.shift * given_sigmas(settings.sigmas)
+    if find_schedule(settings.schedule) in FLOW_LEVELS:
+        _check(settings.num_steps, settings.sigma_min, settings.sigma_max, settings.rho)
+        return flow_level_sigmas(settings)
+    make = SCHEDULES[find_schedule(settings.schedule)]
+    return settings.shift * make(settings.num_steps, settings.sigma_min, settings.sigma_max, settings.rho)
+
+
+def highest_sigma(settings: SamplingSettings) -> float:
+    """Noise level that a generation begins at; where its schedule begins with noise alone, that of t = .999, shifted,
+    the highest at which the network's input holds more than noise."""
+    highest = settings_sigmas(settings)[0].item()
+    return min(highest, 999.0 * settings.shift) if settings.schedule in FLOW_LEVELS else highest
+
+
+def _check(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> None:
+    if num_steps != int(num_steps) or num_steps < 1:
+        raise UserError(f"num_steps={num_steps} must be a whole number of at least 1")
+    if num_steps > MOST_STEPS:
+        raise UserError(f"num_steps={num_steps} is more than {MOST_STEPS}, of which no sampler has any use")
+    if not 0 < sigma_min < sigma_max < math.inf:
+        raise UserError(f"need 0 < sigma_min < sigma_max, got sigma_min={sigma_min} and sigma_max={sigma_max}")
+    if not _LOWEST_RHO <= rho < math.inf:
+        raise UserError(f"rho={rho} must be a finite number of at least {_LOWEST_RHO}")
+
+
+def _fractions(num_steps: int) -> Tensor:
+    return torch.linspace(0, 1, int(num_steps), dtype=torch.float64)
+
+
+def _then_zero(sigmas: Tensor, sigma_max: float) -> Tensor:
+    sigmas[0] = sigma_max  # powers and roots are not exact
+    return torch.cat([sigmas, sigmas.new_zeros(1)])

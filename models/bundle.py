@@ -1,0 +1,335 @@
+"""A bundle: the directory that holds all it takes to turn a prompt into a video, or to name the class of an image.
+
+megadit.json      which parts, versions, sampling defaults, how it was trained, size and checksum of every file
+transformer/      config.json, model.safetensors (of a U-Net, too)
+transformer_2/    the same, of two networks that of low noise levels
+tokenizer/        config.json, model.safetensors (where it has tensors)
+text_encoder/     config.json, model.safetensors (where it has tensors)
+image_encoder/    config.json (of networks that read features of a given image)
+words.json        those of the training captions, where prompts can be compared with them
+notices/          licence files of published weights, where the bundle was made of them
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.families import Task
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.clip import CLIP
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.registry import SavedNetwork
+from megadit.models.networks.vit import ViT
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_directory, read_json, write_json
+from megadit.models.storage import weights
+from megadit.models.storage.components import CONFIG_FILE
+from megadit.models.storage.license import Licence
+from megadit.models.storage.manifest import MANIFEST_FILE, check_files, check_replaceable, is_bundle, write_manifest
+from megadit.models.storage.tensor_source import TensorSource
+from megadit.models.text_encoders import TextEncoder, load_text_encoder
+from megadit.models.text_encoders.image_encoder import ImageEncoder
+from megadit.models.text_encoders.vocabulary import write_words
+from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+
+NOTICES = "notices"
+FORMAT_VERSION = 2
+OF_ONE_NETWORK = 1
+"""The version of bundles with one network, which earlier versions read too."""
+LOW_NOISE = "transformer_2"
+Kind = Literal["video", "classifier", "clip"]
+KINDS: dict[Task, Kind] = {"denoise": "video", "classify": "classifier", "match": "clip"}
+USED_BY: dict[Kind, str] = {
+    "video": "makes videos: see `megadit generate`",
+    "classifier": "names the classes of images: see `megadit classify`",
+    "clip": "tells how well texts fit images: see `megadit similarity`",
+}
+"""Kind of a bundle -> what it does, and what takes it."""
+_PARTS = ("transformer", "tokenizer", "text_encoder")
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An opened bundle; its parts are loaded when asked for."""
+
+    path: Path
+    manifest: dict[str, Any]
+    """The contents of megadit.json."""
+    defaults: SamplingSettings
+    config: NetworkConfig
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the bundle: video, clip or classifier."""
+        return _kind_of(self.config)
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Kinds of conditioning that the network was trained for (`data.given`)."""
+        return tuple((self.manifest.get("training") or {}).get("given") or ())
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """A few prompts from validation, as examples."""
+        found = (self.manifest.get("training") or {}).get("prompts")
+        return tuple(prompt for prompt in found if isinstance(prompt, str)) if isinstance(found, list) else ()
+
+    @property
+    def longest_caption(self) -> int | None:
+        """Words of the longest that it was trained on, where that is known."""
+        found = (self.manifest.get("training") or {}).get("longest_caption")
+        return found if isinstance(found, int) else None
+
+    @property
+    def networks(self) -> tuple[str, ...]:
+        """The folders of its networks: one, or one for high and one for low noise levels."""
+        return ("transformer",) if self.boundary is None else ("transformer", LOW_NOISE)
+
+    @property
+    def boundary(self) -> float | None:
+        """The lowest sigma of the first of two networks; None: it has one."""
+        t = self.manifest.get("boundary")
+        return None if t is None else t / (1 - t)
+
+    @property
+    def licence(self) -> Licence | None:
+        """License of the published weights that the bundle was made from; None: not made from any."""
+        values = self.manifest.get("licence")
+        return None if values is None else Licence.from_dict(values)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike, *, verify: bool = False) -> "Bundle":
+        """Reads the manifest and checks that every file is there in its full size; `verify` compares checksums too.
+
+        Raises:
+            UserError: if `path` is no bundle, a newer version wrote it, or a file is missing or was changed.
+        """
+        path = Path(path)
+        manifest = _read_manifest(path)
+        check_files(path, manifest, verify=verify)
+        return cls(
+            path=path,
+            manifest=manifest,
+            defaults=_defaults(path, manifest["defaults"]),
+            config=weights.load_config(path / "transformer"),
+        )
+
+    def load_network(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> SavedNetwork:
+        """Its one network, that of videos.
+
+        Raises:
+            UserError: if it has two, or a classifier; see also `weights.load_network`.
+        """
+        check_single(self)
+        check_kind(self, "video")
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
+        """Its one network, a transformer.
+
+        Raises:
+            UserError: if it is none; see also `load_network`.
+        """
+        check_transformer(self, "this takes a transformer's blocks")
+        return self.load_network(device, dtype)
+
+    def load_classifier(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ViT:
+        """Its network, that names classes.
+
+        Raises:
+            UserError: if it is none; see also `weights.load_network`.
+        """
+        check_kind(self, "classifier")
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_clip(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> CLIP:
+        """Its network, that matches images and texts.
+
+        Raises:
+            UserError: if it is none; see also `weights.load_network`.
+        """
+        check_kind(self, "clip")
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_tokenizer(self) -> VideoTokenizer:
+        return load_tokenizer(self.path / "tokenizer")
+
+    def load_text_encoder(self) -> TextEncoder:
+        return load_text_encoder(self.path / "text_encoder")
+
+    def load_image_encoder(self) -> ImageEncoder | None:
+        """Load the encoder of conditioning images; None where the network reads none."""
+        return ImageEncoder.load(self.path / "image_encoder") if self.config.image_size is not None else None
+
+
+def check_single(bundle: Bundle) -> None:
+    """Raises UserError for a bundle of two networks, for what takes one."""
+    if bundle.boundary is not None:
+        raise UserError(
+            f"{bundle.path} has two experts, for high and for low noise, which can be sampled, exported, served and "
+            "converted; this command takes a single network: convert the published networks one by one"
+        )
+
+
+def check_transformer(bundle: Bundle, reason: str) -> None:
+    """Raises UserError, with the reason, for a bundle of another network than a transformer."""
+    if not isinstance(bundle.config, DiTConfig):
+        raise UserError(
+            f"the network of {bundle.path} is {bundle.config.outline}, which is sampled from, converted, exported and "
+            f"served: {reason}"
+        )
+
+
+def check_kind(bundle: Bundle, kind: Kind) -> None:
+    """Raises UserError for a bundle of another kind, with the command that takes it."""
+    if bundle.kind != kind:
+        raise UserError(f"{bundle.path} {USED_BY[bundle.kind]}")
+
+
+def _kind_of(config: NetworkConfig) -> Kind:
+    return KINDS[config.task]
+
+
+def write_bundle(
+    out: str | os.PathLike,
+    *,
+    config: NetworkConfig,
+    state_dict: Mapping[str, Tensor] | TensorSource,
+    tokenizer: VideoTokenizer,
+    text_encoder: TextEncoder,
+    defaults: SamplingSettings,
+    training: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    licence: Licence | None = None,
+    image_encoder: ImageEncoder | None = None,
+    low_noise: TensorSource | None = None,
+    boundary: float | None = None,
+    words: Iterable[str] | None = None,
+) -> None:
+    """Writes a bundle, whole or not at all; one already at `out` is replaced.
+
+    `training` tells where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them;
+    `licence` is that of published weights, whose files travel along. `low_noise` are the weights of a second network of
+    this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`; `words` are those of its training
+    (`words.py`).
+
+    Raises:
+        UserError: if the parts do not fit each other, or if `out` is a directory that holds something else.
+    """
+    out = Path(out)
+    check_replaceable(out)
+    _check_parts_fit(config, tokenizer, text_encoder, defaults)
+    if (found := None if image_encoder is None else image_encoder.dim) != config.image_size:
+        raise UserError(f"model.image_size={config.image_size} does not fit the image encoder, of width {found}")
+    with atomic_directory(out) as directory:
+        weights.save_network(directory / "transformer", config, state_dict, dtype)
+        if low_noise is not None:
+            weights.save_network(directory / LOW_NOISE, config, low_noise, dtype)
+        tokenizer.save(directory / "tokenizer")
+        text_encoder.save(directory / "text_encoder")
+        if image_encoder is not None:
+            image_encoder.save(directory / "image_encoder")
+        if words is not None:
+            write_words(directory, words)
+        if licence is not None:
+            licence.copy_files(directory / NOTICES)
+        manifest = {
+            "format_version": OF_ONE_NETWORK if low_noise is None else FORMAT_VERSION,
+            "megadit_version": metadata.version("megadit"),
+            "parts": {name: read_json(directory / name / CONFIG_FILE)["type"] for name in _PARTS},
+            "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
+            "defaults": defaults.to_dict(),
+            "training": training,
+            "licence": None if licence is None else licence.to_dict(),
+            **({} if low_noise is None else {"boundary": boundary}),
+        }
+        write_manifest(directory, manifest)
+
+
+def update_manifest(path: str | os.PathLike, **entries: Any) -> None:
+    """Sets entries of a bundle's megadit.json, whole or not at all.
+
+    Raises:
+        UserError: if `path` is no bundle, or may not be written to.
+    """
+    manifest = _read_manifest(Path(path)) | entries
+    try:
+        write_json(Path(path) / MANIFEST_FILE, manifest)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written to: {error.strerror}") from error
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST_FILE
+    if not is_bundle(path):
+        raise UserError(
+            f"{path} is not a bundle: expected a directory with {MANIFEST_FILE}, {', '.join(f'{p}/' for p in _PARTS)}; "
+            "`megadit bundle CHECKPOINT OUT` makes one of a training checkpoint"
+        )
+    manifest = read_json(file)
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if not isinstance(version, int):
+        raise UserError(f"{file} has no format_version: it was not written by megadit")
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format version {version}, written by megadit {manifest.get('megadit_version')}; "
+            f"this version reads up to {FORMAT_VERSION}: upgrade megadit"
+        )
+    missing = {"parts", "fingerprints", "defaults", "files"} - manifest.keys()
+    if missing:
+        raise UserError(f"{file} lacks {', '.join(sorted(missing))}")
+    boundary = manifest.get("boundary", 0.5)
+    if not isinstance(boundary, float) or not 0 < boundary < 1:
+        raise UserError(f"{file}: boundary is {boundary!r:.60}, not a share of the noise between 0 and 1")
+    for name in ("parts", "fingerprints", "defaults", "files", "training", "licence"):
+        if not isinstance(manifest.get(name) or {}, dict):
+            raise UserError(f"{file}: {name} is {manifest[name]!r:.60}, not names and values")
+    given = (manifest.get("training") or {}).get("given") or []
+    if not isinstance(given, list | dict) or not all(isinstance(use, str) for use in given):
+        raise UserError(f"{file}: training.given is {given!r:.60}, not names")
+    for name, expected in manifest["files"].items():
+        if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():
+            raise UserError(f"{file} gives no size and checksum of {name!r:.60}")
+    return manifest
+
+
+def _defaults(path: Path, values: Mapping[str, Any]) -> SamplingSettings:
+    """Read the sampling defaults of a bundle, which is not trusted: they may open no other file.
+
+    Raises:
+        UserError: for invalid settings, and for a path.
+    """
+    defaults = SamplingSettings.from_dict(values)
+    if defaults.autoguidance:
+        raise UserError(
+            f"{path / MANIFEST_FILE}: defaults.autoguidance={defaults.autoguidance!r:.100} names a checkpoint beside "
+            'the bundle, which none may; make it "", and give --autoguidance PATH'
+        )
+    return defaults
+
+
+def _check_parts_fit(
+    config: NetworkConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
+) -> None:
+    for setting, ours, theirs, part in (
+        ("in_channels", config.in_channels, tokenizer.latent_channels, "tokenizer's latents"),
+        ("sigma_data", config.sigma_data, tokenizer.sigma_data, "tokenizer's latents"),
+        ("crossattn_emb_size", config.crossattn_emb_size, text_encoder.dim, "text encoder's features"),
+    ):
+        if ours != theirs:
+            raise UserError(f"model.{setting}={ours} does not fit the {part}: {theirs}")
+    if config.pooled_size not in (None, text_encoder.pooled_dim):
+        raise UserError(
+            f"the network reads a pooled feature {config.pooled_size} wide, and the text encoder's is "
+            f"{text_encoder.pooled_dim}"
+        )
+    frames = tokenizer.frames_covering(defaults.num_frames)
+    config.sample_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])

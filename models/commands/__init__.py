@@ -1,0 +1,1 @@
+"""Commands on weights: `megadit convert`, `push` and `pull`."""

@@ -1,0 +1,346 @@
+"""The shape of a network; sizes that have names are in `named_configs.py`."""
+
+import dataclasses
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megadit.models.configs.conditioning_modes import GIVEN_FORMS, GivenForm, GivenFormName
+from megadit.models.configs.experts import ExpertConfig
+from megadit.models.configs.families import COMPAT, FAMILIES, Structure, Task
+from megadit.models.configs.protocol import BetasName
+from megadit.models.configs.rules import RULES
+from megadit.models.configs.text_tower import TextTowerConfig
+from megadit.models.shared.cli.rules import enforce
+from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
+
+MAY_BE_ZERO = ("frequency_shift", "given_sigma")
+PositionEmbedding = Literal["rope", "sincos", "learned"]
+Preconditioner = Literal["edm", "vp", "flow"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiTConfig:
+    """Everything that decides the tensors of a `DiT`; saved beside its weights.
+
+    Sizes count latent pixels unless they say otherwise. The defaults are DiT-S (arXiv 2212.09748, table 1) on the
+    latents of the Cosmos 4x8x8 video tokenizer with text features 1024 wide (T5-11B).
+    """
+
+    num_layers: int = 12
+    hidden_size: int = 384
+    num_attention_heads: int = 6
+    head_dim: int | None = None
+    """Width of one attention head; None means hidden_size / num_attention_heads, which must then divide (or, where
+    positions are only learned, is rounded down)."""
+    num_query_groups: int | None = None
+    """Heads of keys and values in self-attention, each read by an equal share of the heads (grouped queries, arXiv
+    2305.13245); None means as many as there are heads."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP between its two linears; None means 4 x hidden_size."""
+    experts: ExpertConfig = ExpertConfig()
+    """Experts in the place of every MLP; none unless they have a number."""
+    in_channels: int = 16
+    """Channels of the latents, in and out."""
+    patch_spatial: int = 2
+    """Latent pixels along each side of a token."""
+    patch_temporal: int = 1
+    """Latent frames in a token."""
+    crossattn_emb_size: int = 1024
+    """Width of the text features; projected to hidden_size, never assumed equal to it."""
+    position_embedding: PositionEmbedding = "rope"
+    """`rope`: rotary, per axis; `sincos`: fixed and added once. Both are computed for the grid at hand, at any size.
+    `learned`: only `learned_positions`."""
+    rope_theta: float = 10000.0
+    rope_scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Factors by which positions along time, height and width reach beyond pre-training (NTK-aware, arXiv 2309.00071,
+    section 3.1); 1 changes nothing."""
+    rope_interpolation: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Divisors of positions along time, height and width, so that more tokens than in pre-training span the same
+    picture (position interpolation, arXiv 2306.15595, eq. 4); 1 changes nothing."""
+    learned_positions: tuple[int, int, int] | None = None
+    """Largest grid of tokens (time, height, width) of learned positions, which are added in every block: the sum of
+    one vector for each axis, normalised where the family does so; None: no learned positions. A `vit` accepts this
+    grid alone: each place has its own vector, added once."""
+    qk_layernorm: bool = True
+    """RMS-normalise queries and keys per head (arXiv 2302.05442), which keeps attention logits bounded."""
+    layernorm_epsilon: float = 1e-6
+    sigma_data: float = 0.5
+    """Standard deviation of the latents that the network is trained on (arXiv 2206.00364, table 1)."""
+    preconditioner: Preconditioner = "edm"
+    """The objective: `edm`, sigma and F as in arXiv 2206.00364; `vp`, F predicts the noise of DDPM's schedule (arXiv
+    2006.11239); `flow`, the velocity of rectified flow (arXiv 2209.03003)."""
+    given_sigma: float | None = None
+    """Noise level that conditions the network for conditioning latents (first frames, a clip to edit, ...), which it
+    sees clean. None: the network was trained without them and accepts none."""
+    given_form: GivenFormName = "tokens"
+    """Form in which the network reads conditioning latents; `given_forms.py` lists them."""
+    image_size: int | None = None
+    """Width of conditioning image features that tokens attend to beside the text (Wan 2.1); None: there are none."""
+    image_positions: int | None = None
+    """Number of learned positions of these features, for several conditioning images at once; None: no positions."""
+
+    guidance_range: tuple[float, float] | None = None
+    """Range of guidance scales of a guidance-distilled network, which embeds the scale: one function evaluation
+    replaces two (arXiv 2210.03142, section 3.2). None: not guidance-distilled."""
+
+    family: str = "megadit"
+    """Name of the structure, ours or that of published weights; `families.py` lists the differences."""
+    compat: Literal["nemo", "predict2_5"] | None = None
+    """Variant of the family with structural differences, for loading its checkpoints; None means none."""
+    adaln_lora_dim: int | None = None
+    """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one, `st_dit` should)."""
+    num_classes: int | None = None
+    """Classes of a network conditioned on a class instead of text, the null class not counted (`dit`), or that it tells
+    apart (`vit`, which without gives features)."""
+    learned_variance: bool = False
+    """The network also predicts DDPM's variance (arXiv 2102.09672), which is kept with the weights and not used."""
+    padding_mask_channel: bool = False
+    """One more input channel, 1 where a video is padding; zeros without a mask."""
+    frequency_shift: float = 0.0
+    """Shift of the noise level's n sinusoids: the last has period 10000^((n - 1) / (n - shift)); 1 in diffusers."""
+    qk_layernorm_epsilon: float | None = None
+    """None means `layernorm_epsilon`."""
+    mlp_layernorm_epsilon: float | None = None
+    """Epsilon of the norm before the MLP; None means `layernorm_epsilon`."""
+    quick_gelu: bool = False
+    """The MLP's GELU is x sigmoid(1.702 x), as in OpenAI's CLIP."""
+    text_tower: TextTowerConfig = TextTowerConfig()
+    """Configuration of the text tower (`clip`); absent unless it has layers."""
+
+    def __post_init__(self) -> None:
+        self._check_values()
+        enforce(RULES, self)
+
+    def _check_values(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and field.name not in MAY_BE_ZERO and not value > 0:
+                raise UserError(f"model.{field.name}={value} must be greater than 0")
+            if isinstance(value, tuple) and not min(value) > 0:
+                raise UserError(f"model.{field.name}={list(value)} must be greater than 0")
+        kinds = {"preconditioner": get_args(Preconditioner), "position_embedding": get_args(PositionEmbedding)}
+        for name, known in {"family": FAMILIES, **kinds}.items():
+            choose_one(getattr(self, name), known, f"model.{name}={getattr(self, name)!r} is unknown")
+
+    @property
+    def structure(self) -> Structure:
+        return FAMILIES[self.family] if self.compat is None else COMPAT[self.family, self.compat]
+
+    @property
+    def betas(self) -> BetasName:
+        """The steps of its `vp` objective."""
+        return "ddpm"
+
+    @property
+    def pooled_size(self) -> None:
+        """It reads no pooled feature of a text."""
+        return None
+
+    @property
+    def most_latent_frames(self) -> int | None:
+        """Maximum number of latent frames, from the learned positions; None: any."""
+        return None if self.learned_positions is None else self.learned_positions[0] * self.patch_temporal
+
+    @property
+    def samples_first(self) -> bool:
+        """The sequence comes first."""
+        return False
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Texts of any length, how fast a video runs, and maybe a scale of guidance."""
+        return ("text", "text_length", "fps", *("guidance",) * (self.guidance_range is not None))
+
+    @property
+    def has_text(self) -> bool:
+        return self.structure.cross_attention or self.task == "match"
+
+    @property
+    def task(self) -> Task:
+        return self.structure.task
+
+    @property
+    def denoises(self) -> bool:
+        """False: it has a class token, of one grid, and makes nothing."""
+        return self.task == "denoise"
+
+    @property
+    def outline(self) -> str:
+        return f"{self.num_layers} blocks of {self.hidden_size}"
+
+    @property
+    def dim_per_head(self) -> int:
+        return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all heads together, which differs from `hidden_size` where `head_dim` is set."""
+        return self.dim_per_head * self.num_attention_heads
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values in self-attention."""
+        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    @property
+    def mlp_size(self) -> int:
+        return self.ffn_hidden_size if self.ffn_hidden_size is not None else 4 * self.hidden_size
+
+    @property
+    def mlp_factors(self) -> int:
+        """Numbers that the MLP's first linear gives for each of `mlp_size`: two with SwiGLU."""
+        return 2 if self.structure.gated_mlp else 1
+
+    @property
+    def mlp_rows(self) -> int:
+        """Output features of the MLP's first linear."""
+        return self.mlp_factors * self.mlp_size
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert between its two linears."""
+        return self.experts.ffn_hidden_size or self.mlp_size
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one token: pt * ph * pw * channels."""
+        return self.patch_temporal * self.patch_spatial**2 * self.in_channels
+
+    @property
+    def given(self) -> GivenForm:
+        """How the network reads conditioning latents."""
+        return GIVEN_FORMS[self.given_form]
+
+    @property
+    def given_noise(self) -> float:
+        """Standard deviation of the noise in conditioning latents."""
+        return self.given_sigma or 0.0 if self.given.is_noised else 0.0
+
+    @property
+    def given_scaled_as(self) -> float:
+        """Noise level whose scaling conditioning latents get."""
+        return self.given_sigma or 0.0 if self.given.is_scaled else 0.0
+
+    @property
+    def given_channels(self) -> int:
+        """Extra channels for conditioning: mask, and latents where they are not among the noisy ones."""
+        return self.given.marks + (0 if self.given.is_among else self.in_channels)
+
+    @property
+    def given_dim(self) -> int:
+        """Numbers that these channels add to a token."""
+        return self.patch_temporal * self.patch_spatial**2 * self.given_channels
+
+    @property
+    def mask_dim(self) -> int:
+        """Numbers that the padding mask adds to a token."""
+        return self.patch_temporal * self.patch_spatial**2 if self.padding_mask_channel else 0
+
+    @property
+    def token_dim(self) -> int:
+        """Numbers in one input token: latents, conditioning channels, padding mask."""
+        return self.patch_dim + self.given_dim + self.mask_dim
+
+    @property
+    def sent_size(self) -> int:
+        """Width of what stages of a pipeline send; of two towers that of the wider."""
+        return max(self.hidden_size, self.text_tower.hidden_size) if self.task == "match" else self.hidden_size
+
+    @property
+    def text_size(self) -> int:
+        """Width of the text that keys and values read."""
+        return self.hidden_size if self.structure.projects_text else self.crossattn_emb_size
+
+    def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Tokens along time, height and width of a latent of this size.
+
+        Raises:
+            UserError: if a side is not a multiple of the patch; names the nearest sizes that are.
+        """
+        sizes = {"frames": frames, "height": height, "width": width}
+        patches = {"frames": self.patch_temporal, "height": self.patch_spatial, "width": self.patch_spatial}
+        for name, size in sizes.items():
+            patch = patches[name]
+            if size < 1 or size % patch:
+                choices = nearest_multiples(size, patch)
+                raise UserError(f"latent {name} {size} is not a multiple of the patch size {patch}; use {choices}")
+        return frames // self.patch_temporal, height // self.patch_spatial, width // self.patch_spatial
+
+    def num_tokens(self, frames: int, height: int, width: int) -> int:
+        """Tokens of a latent of this size; raises as `token_grid`."""
+        return prod(self.token_grid(frames, height, width))
+
+    @property
+    def position_grid(self) -> tuple[int, int, int] | None:
+        """The largest grid with learned positions (None: any); with a class token this and patches, in a row."""
+        if self.denoises:
+            return self.learned_positions
+        return 1, 1, 1 + prod(self.learned_positions)
+
+    def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Tokens of a sample whose latent has this size, as they lie in the sequence.
+
+        Raises:
+            UserError: as `token_grid`; with a class token, for any grid but its own.
+        """
+        grid = self.token_grid(frames, height, width)
+        if self.denoises:
+            return grid
+        if grid != self.learned_positions:
+            found, known = ("x".join(map(str, sides)) for sides in (grid, self.learned_positions))
+            raise UserError(f"{found} tokens (time x height x width) are not those of model.learned_positions, {known}")
+        return self.position_grid
+
+    def check_grid(self, grid: tuple[int, int, int]) -> None:
+        """Raises UserError for more tokens along an axis than the network has learned positions for."""
+        largest = self.position_grid
+        if largest is not None and any(size > most for size, most in zip(grid, largest, strict=True)):
+            raise UserError(
+                f"{'x'.join(map(str, grid))} tokens (time x height x width) are more than the "
+                f"{'x'.join(map(str, largest))} that the network has learned positions for; make the video smaller"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "DiTConfig":
+        """The inverse of `to_dict`.
+
+        Raises:
+            UserError: for a key this version does not know, or a value of another kind.
+        """
+        sections = {"experts": ExpertConfig, "text_tower": TextTowerConfig}
+        made = {name: kind(**_checked(values.get(name, {}), kind)) for name, kind in sections.items()}
+        return cls(**_checked({**values, **made}, cls))
+
+
+def _checked(values: Any, config_class: type) -> dict[str, Any]:
+    """Settings as JSON has them, lists as tuples: each of them known, and of its field's kind."""
+    if not isinstance(values, dict):
+        raise UserError(f"model settings are {values!r:.60}, not names and values")
+    kinds = get_type_hints(config_class)
+    checked = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name, value in checked.items():
+        if name not in kinds:
+            hint = did_you_mean(name, kinds, "was it written by a newer version?")
+            raise UserError(f"unknown model setting {name!r}{hint}")
+        if not _is_of(kinds[name], value):
+            raise UserError(f"model.{name}={value!r:.60} is of another kind than {kinds[name]}")
+    return checked
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value is of an annotated kind; whole numbers stand for others."""
+    match get_origin(kind):
+        case None:
+            allowed = {float: (float, int), None: type(None)}.get(kind, kind)
+            return isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+        case origin if origin is Literal:
+            return value in get_args(kind)
+        case origin if origin is tuple:
+            kinds = get_args(kind)
+            return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_of, kinds, value))
+    return any(_is_of(choice, value) for choice in get_args(kind))

@@ -1,0 +1,83 @@
+"""The common protocol of network configurations, for the rest of the package.
+
+`DiTConfig` and `UNetConfig` implement it; `weights.NETWORKS` and `networks.OF_CONFIG` have a row for each.
+"""
+
+from typing import Any, Literal, Protocol
+
+from megadit.models.configs.conditioning_modes import GivenForm
+from megadit.models.configs.families import Task
+
+BetasName = Literal["ddpm", "stable_diffusion"]
+PreconditionerName = Literal["edm", "vp", "vp_velocity", "flow"]
+
+
+class NetworkConfig(Protocol):
+    """Everything that determines the tensors of a network and its inputs; sizes count latent pixels."""
+
+    family: str
+    in_channels: int
+    """Channels of the latents, in and out."""
+    crossattn_emb_size: int
+    """Width of the text features."""
+    pooled_size: int | None
+    """Width of the one feature of the whole text that it reads; None: it reads none."""
+    sigma_data: float
+    """Standard deviation of the latents that it was trained on."""
+    preconditioner: PreconditionerName
+    """The objective (`parameterization.py`)."""
+    betas: BetasName
+    """The steps of DDPM that it was trained at, where its objective has such."""
+    patch_spatial: int
+    """Divisor of height and width, in latent pixels."""
+    patch_temporal: int
+    """Divisor of the number of frames, in latent frames."""
+    learned_positions: tuple[int, int, int] | None
+    """The largest grid of tokens that it takes; None: any."""
+    most_latent_frames: int | None
+    """Maximum number of latent frames of a video; None: any number."""
+    samples_first: bool
+    """Samples of a batch are the first side of what its layers compute, not the second."""
+    conditions: tuple[str, ...]
+    """Names of the conditions that the network reads, as the inputs of exported networks are called."""
+    has_text: bool
+    """It reads texts of any length; False: one token, that of a class."""
+    task: Task
+    """Task of the network."""
+    given: GivenForm
+    given_sigma: float | None
+    """Noise level of conditioning latents; None: the network was trained without them and accepts none."""
+    given_noise: float
+    given_scaled_as: float
+    guidance_range: tuple[float, float] | None
+    """Guidance scales of a guidance-distilled network; None: guidance takes two function evaluations."""
+    image_size: int | None
+    """Width of the features of a conditioning image; None: the network reads none."""
+    outline: str
+    """Its size in a few words."""
+
+    def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Size (time, height, width) of the grid of tokens that a latent of this size becomes.
+
+        Raises:
+            UserError: for a size that it cannot take; names the nearest that it can.
+        """
+
+    def num_tokens(self, frames: int, height: int, width: int) -> int:
+        """Size of a sample in a batch: its tokens, or latent pixels for a U-Net. Raises as `token_grid`."""
+
+    def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """The same as they lie in the sequence of a sample; raises as `token_grid`."""
+
+    def check_grid(self, grid: tuple[int, int, int]) -> None:
+        """Raises UserError for more tokens along an axis than it takes."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "NetworkConfig":
+        """The inverse of `to_dict`.
+
+        Raises:
+            UserError: for a key this version does not know, or a value of another kind.
+        """

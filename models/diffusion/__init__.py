@@ -1,0 +1,1 @@
+"""Diffusion: parameterizations, the denoiser, counter-based noise, and the sampling settings."""

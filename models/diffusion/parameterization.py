@@ -1,0 +1,159 @@
+"""Parameterizations, the target that a network predicts at a noise level, and the denoiser of a pack built on them.
+
+Shapes: S video tokens, P patch dim, L text tokens, E text feature width, G segments of a pack, R condition rows.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megadit.models.configs.protocol import BetasName, NetworkConfig
+from megadit.models.diffusion.ddpm import ddpm_step
+from megadit.models.networks.dit import DiT
+from megadit.models.packing.layout import PackLayout
+
+
+class Scalings(NamedTuple):
+    """The four functions of sigma that wrap a raw network F into a denoiser D, each of sigma's shape."""
+
+    c_skip: Tensor
+    c_out: Tensor
+    c_in: Tensor
+    c_noise: Tensor
+
+
+class Parameterization(Protocol):
+    """D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) (arXiv 2206.00364, eq. 7), and how F is trained."""
+
+    target_name: str
+    """Name of the target that F predicts."""
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        """Computes the scalings of noise levels of any shape, in their precision."""
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma), the factor of |D - x0|^2 in the loss, shaped like sigma (any shape)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EDM:
+    """Karras et al., arXiv 2206.00364, table 1, column "ours": input and target of F have unit variance."""
+
+    sigma_data: float
+    """Standard deviation of the latents."""
+    target_name = "a mixture of x0 and noise"
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        """Equation 7's, of noise levels of any shape."""
+        variance = sigma**2 + self.sigma_data**2
+        return Scalings(
+            c_skip=self.sigma_data**2 / variance,
+            c_out=sigma * self.sigma_data / variance.sqrt(),
+            c_in=1 / variance.sqrt(),
+            c_noise=sigma.log() / 4,
+        )
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 = 1 / c_out^2, shaped like sigma."""
+        return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class VP:
+    """D = x - sigma F(x / sqrt(1 + sigma^2); t(sigma)) (arXiv 2206.00364, table 1, column "VP"), with DDPM's steps t.
+
+    t(sigma) is `ddpm_step`.
+    """
+
+    betas: BetasName = "ddpm"
+    target_name = "noise"
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        """Scalings of the nearest DDPM timesteps, for noise levels of any shape."""
+        return Scalings(
+            c_skip=torch.ones_like(sigma),
+            c_out=-sigma,
+            c_in=1 / (1 + sigma**2).sqrt(),
+            c_noise=ddpm_step(sigma, self.betas),
+        )
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma) = 1 / sigma^2 = 1 / c_out^2, shaped like sigma: DDPM's L_simple (arXiv 2006.11239, eq. 14)."""
+        return 1 / sigma**2
+
+
+@dataclass(frozen=True, slots=True)
+class VPVelocity:
+    """F predicts the velocity v = a n - s x0 of DDPM's state a x0 + s n, a = 1 / sqrt(1 + sigma^2), s = sigma a
+    (arXiv 2202.00512, section 4), so that D = a (a x) - s F(a x; t(sigma)), with the steps t of `VP`."""
+
+    betas: BetasName = "ddpm"
+    target_name = "velocity"
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        """Scalings of the nearest DDPM timesteps, for noise levels of any shape."""
+        a = 1 / (1 + sigma**2).sqrt()
+        return Scalings(c_skip=a**2, c_out=-sigma * a, c_in=a, c_noise=ddpm_step(sigma, self.betas))
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma) = 1 + 1 / sigma^2 = 1 / c_out^2, shaped like sigma: |F - v|^2 counts once."""
+        return 1 + 1 / sigma**2
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Rectified flow (arXiv 2209.03003; 2403.03206, section 2): F predicts the velocity n - x0 of (1 - t) x0 + t n.
+
+    With t = sigma / (1 + sigma) that state is x / (1 + sigma), and Euler's step in t is Euler's step in sigma: every
+    solver, schedule and cache takes such a network. A logit-normal t is a log-normal sigma; a shift multiplies sigma.
+    """
+
+    target_name = "noise minus x0"
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        """c_noise is t, from 0 to 1; of noise levels of any shape."""
+        return Scalings(
+            c_skip=1 / (1 + sigma), c_out=-sigma / (1 + sigma), c_in=1 / (1 + sigma), c_noise=sigma / (1 + sigma)
+        )
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma) = ((1 + sigma) / sigma)^2 = 1 / c_out^2, shaped like sigma: |F - (n - x0)|^2 counts once."""
+        return ((1 + sigma) / sigma) ** 2
+
+
+def parameterization_of(config: NetworkConfig) -> Parameterization:
+    """The parameterization that `config.preconditioner` names."""
+    return {
+        "edm": EDM(config.sigma_data),
+        "vp": VP(config.betas),
+        "vp_velocity": VPVelocity(config.betas),
+        "flow": Flow(),
+    }[config.preconditioner]
+
+
+def denoise_packed(
+    dit: DiT,
+    x_S1P: Tensor,
+    sigma_G: Tensor,
+    text_L1E: Tensor,
+    fps_G: Tensor,
+    layout: PackLayout,
+    before: Tensor | None = None,
+    **more: Tensor | int | None,
+) -> Tensor:
+    """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
+
+    `config.given` says how conditioning tokens are treated. `before`, [S, 1, D], and `more`: see `DiT.forward_packed`.
+    """
+    config, tensors, scalings = dit.config, layout.on(sigma_G.device), parameterization_of(dit.config).scalings
+    sigma_R = sigma_G[tensors.segment_of_row_R]
+    if config.given.has_own_level:
+        sigma_R[len(sigma_G) :].fill_(config.given_sigma or 0.0)
+    c_skip, c_out, c_in, _ = scalings(sigma_R[tensors.row_of_token_S][:, None, None])
+    of_given = scalings(sigma_G.new_full((1,), config.given_scaled_as)).c_in
+    c_in = torch.where(tensors.is_given_S[:, None, None], of_given, c_in)
+    tokens = (c_in * x_S1P).to(dit.dtype) if dit.part.is_first else before
+    F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout, **more)
+    return c_skip * x_S1P + c_out * F_S1P.float() if dit.part.is_last and "through" not in more else F_S1P

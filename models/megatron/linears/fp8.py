@@ -1,0 +1,145 @@
+"""Linears whose products have eight bits while training, forward and backward, by torch alone.
+
+    s     = 2^k, the largest with s max |x| < 2^top     of a tensor, as this rank has it
+    codes = round(s x)                                  e4m3, or e5m2: three bits of mantissa, or two
+    y     = codes_x codes_W^T / (s_x s_W)               sums in float32
+
+and dx = dy W, dW = dy^T x likewise, of dy in the format of gradients (arXiv 2209.05433). A power of two moves no number
+to another mantissa, so that a rank's part of a matrix is rounded as the whole one is. Scales follow from the numbers at
+hand: nothing is kept from step to step.
+
+Backward takes x and W as autograd kept them, and rounds them again: their codes would take memory beside them.
+
+Shapes: N tokens, I and O input and output features, of which ranks hold a part; K is summed over.
+"""
+
+from typing import NamedTuple
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megadit.models.megatron.linears.shares import Share, share_of
+from megadit.models.megatron.plan import Role
+from megadit.models.ops.fusion import fused, has_kernels
+from megadit.models.ops.linear import linear
+
+
+class Format(NamedTuple):
+    """Floating-point numbers of eight bits."""
+
+    dtype: torch.dtype
+    top: int
+    """2^top is the largest power of two among them; beyond the largest number torch would give NaN."""
+
+
+E4M3, E5M2 = Format(torch.float8_e4m3fn, 8), Format(torch.float8_e5m2, 15)
+OF_GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
+"""`train.fp8` -> the format of gradients; all else has `E4M3`."""
+
+
+class Scale(NamedTuple):
+    """Scale of an FP8 tensor: `factor` turns numbers into codes, `step` is its inverse; float32 [] each."""
+
+    factor: Tensor
+    step: Tensor
+
+
+def scale_of(x: Tensor, of: Format) -> Scale:
+    """The scale of all numbers of `x`, of any shape. Nothing is asked of the device."""
+    largest = torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32)
+    return Scale(*fused(_powers, largest, of.top))
+
+
+def _powers(largest, top):
+    exponent = largest.view(torch.int32) >> 23  # with the bias of 127: largest < 2^(exponent - 126)
+    biased = (top + 126 + 127 - exponent).clamp(1, 253)  # both it and its inverse are numbers
+    return (biased << 23).view(torch.float32), ((254 - biased) << 23).view(torch.float32)
+
+
+def codes_of(x_NK: Tensor, scale: Scale, of: Format) -> Tensor:
+    """float8 [N, K]."""
+    return fused(_codes, x_NK, scale.factor, of.dtype)
+
+
+def _codes(x, factor, dtype):
+    return (x * factor).to(dtype)
+
+
+def turned_codes_of(x_NK: Tensor, scale: Scale, of: Format, *, both: bool = False) -> tuple[Tensor | None, Tensor]:
+    """(float8 [N, K] where `both`, else None; the same codes turned, [K, N], row by row)."""
+    if has_kernels(x_NK):
+        from megadit.models.ops.cast_transpose import cast_transposed
+
+        return cast_transposed(x_NK, scale.factor, of.dtype, both=both)
+    codes_NK = codes_of(x_NK, scale, of)
+    return codes_NK if both else None, codes_NK.t().clone(memory_format=torch.contiguous_format)
+
+
+def product(a_NK: Tensor, b_MK: Tensor, steps: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """a b^T of two matrices of codes, each row by row as the kernels of GPUs want them: [N, M].
+
+    `steps` [] are what a code of 1 stands for in each. `fast` adds up in fewer bits than float32 has where the
+    GPU can: for a forward, whose errors add up no further.
+    """
+    return torch._scaled_mm(
+        a_NK, b_MK.t(), scale_a=steps[0], scale_b=steps[1], out_dtype=dtype, use_fast_accum=fast
+    )  # fmt: skip
+
+
+class _EightBitProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_OI, of_gradients):
+        of_x, of_weight = scale_of(x, E4M3), scale_of(weight_OI, E4M3)
+        ctx.save_for_backward(x, weight_OI, *of_x, *of_weight)
+        ctx.of_gradients = of_gradients
+        codes = codes_of(x.flatten(0, -2), of_x, E4M3), codes_of(weight_OI, of_weight, E4M3)
+        y_NO = product(*codes, (of_x.step, of_weight.step), x.dtype, fast=True)
+        return y_NO.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight_OI, *numbers = ctx.saved_tensors
+        of_x, of_weight = Scale(*numbers[:2]), Scale(*numbers[2:])
+        grad_NO = grad.flatten(0, -2)
+        of_grad = scale_of(grad_NO, ctx.of_gradients)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = grad_weight = codes_ON = None
+        if needs_weight:
+            codes_NO, codes_ON = turned_codes_of(grad_NO, of_grad, ctx.of_gradients, both=needs_x)
+        else:
+            codes_NO = codes_of(grad_NO, of_grad, ctx.of_gradients)
+        if needs_x:
+            _, codes_IO = turned_codes_of(weight_OI, of_weight, E4M3)
+            grad_x = product(codes_NO, codes_IO, (of_grad.step, of_weight.step), x.dtype, fast=False).view_as(x)
+        if needs_weight:
+            _, codes_IN = turned_codes_of(x.flatten(0, -2), of_x, E4M3)
+            grad_weight = product(codes_ON, codes_IN, (of_grad.step, of_x.step), weight_OI.dtype, fast=False)
+        return grad_x, grad_weight, None
+
+
+class Fp8Linear(nn.Module):
+    """A rank's part of a linear; where gradients are taken its products have eight bits, else as many as its weight."""
+
+    def __init__(self, share: Share, of_gradients: Format) -> None:
+        super().__init__()
+        self.share, self.of_gradients = share, of_gradients
+        self.weight = nn.Parameter(torch.empty(share.out_features, share.in_features))
+        self.bias = None if share.num_biases is None else nn.Parameter(torch.empty(share.num_biases))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], of the tokens that the layout says."""
+        x = self.share.enter(x)
+        if torch.is_grad_enabled():
+            y = _EightBitProduct.apply(x, self.weight, self.of_gradients)
+        else:
+            y = linear(x, self.weight)
+        y = self.share.leave(y)
+        return y if self.bias is None else y + self.bias
+
+
+def fp8_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> Fp8Linear:
+    """One in the place of `plain`, whose matrix ranks share as `role` says."""
+    return Fp8Linear(share_of(plain, role, config), OF_GRADIENTS[config.fp8])

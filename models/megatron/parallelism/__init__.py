@@ -1,0 +1,1 @@
+"""Sequence, context and expert parallelism, and adapters over tensor-parallel ranks."""

@@ -1,0 +1,178 @@
+"""CLIP (arXiv 2103.00020): a tower of images and one of texts, whose embeddings are near where they belong together.
+
+The tower of images is the ViT; that of texts has the same blocks, in which a token sees those before it alone, and its
+last token stands for the text. Tokens come as digits where text features do (`embeddings.class_digits`).
+
+Shapes: B batch, C channels, T/H/W frames (of an image 1), height, width, S tokens, P patch dim, L tokens of texts, D
+width, G segments of a pack, E width of embeddings, I images, J texts.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megadit.models.configs.config import DiTConfig
+from megadit.models.networks.blocks import BLOCKS, BlockInputs, BlockStack
+from megadit.models.networks.dit import WHOLE_NETWORK, Part
+from megadit.models.networks.embeddings import class_index
+from megadit.models.networks.vit import ClassHead, ViT
+from megadit.models.packing.dense_layout import DenseLayout
+from megadit.models.packing.layout import Layout, PackLayout
+from megadit.models.packing.segments import Segment
+
+HIGHEST_SCALE = 100.0
+"""Cosines are multiplied by at most this: more makes training unstable (section 2.5)."""
+
+
+def text_config(config: DiTConfig) -> DiTConfig:
+    """The blocks of the text tower, as a network of their own would be configured."""
+    text = config.text_tower
+    sizes = {name: getattr(text, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+    return replace(config, **sizes, ffn_hidden_size=text.ffn_hidden_size, head_dim=None, num_query_groups=None)
+
+
+class WordEmbedder(nn.Module):
+    """A learned vector for each token, and one for each place."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        text = config.text_tower
+        self.words = nn.Parameter(torch.zeros(text.num_words, text.hidden_size))
+        self.positions = nn.Parameter(torch.zeros(text.max_length, text.hidden_size))
+
+    def forward(self, token_LB: Tensor, place_L1: Tensor) -> Tensor:
+        """[L, B, D] of tokens int64; `place_L1` is each token's place in its text."""
+        place_L1 = place_L1.clamp(max=len(self.positions) - 1)  # only a pack's padding is beyond
+        return F.embedding(token_LB, self.words) + F.embedding(place_L1, self.positions)
+
+
+class TextTower(nn.Module):
+    """Texts to embeddings [B, E], of any length."""
+
+    def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
+        super().__init__()
+        of_text = text_config(config)
+        self.part = part
+        self.num_words = config.text_tower.num_words
+        self.x_embedder = WordEmbedder(config) if part.is_first else None
+        make_block = BLOCKS[of_text.structure.block]
+        self.blocks = BlockStack({str(index): make_block(of_text) for index in part.blocks(of_text.num_layers)})
+        self.head = ClassHead(of_text) if part.is_last else None
+        # `megatron.parallelize` exchanges these where ranks share the tokens
+        self.enter, self.leave = nn.Identity(), nn.Identity()
+
+    def forward(self, token_BL: Tensor, length_B: Tensor) -> Tensor:
+        """[B, E] of tokens int64, of which the first `length_B` of each text count."""
+        device, length = token_BL.device, token_BL.shape[1]
+        no_text_BL = torch.zeros(token_BL.shape[0], 0, dtype=torch.bool, device=device)
+        layout = DenseLayout((1, 1, length), no_text_BL, device, over="before")
+        x_LBD = self._transform(token_BL.T, torch.arange(length, device=device)[:, None], layout)
+        last_1BD = (length_B - 1)[None, :, None].expand(1, -1, x_LBD.shape[-1])
+        return self.head(x_LBD.gather(0, last_1BD)[0])
+
+    def forward_packed(self, text_L1E: Tensor, layout: PackLayout) -> Tensor:
+        """[G, E] of the texts of a pack; those of padding, and of samples without text, have no meaning.
+
+        Parts of a network take and give activations (L1D) as in `ViT.forward_packed`.
+        """
+        texts = layout.memo(texts_as_segments)
+        tensors = texts.on(text_L1E.device)
+        token_L1 = class_index(text_L1E, self.num_words) if self.part.is_first else text_L1E
+        x_L1D = self._transform(token_L1, tensors.position_in_segment_S[:, None], texts)
+        return self.head(x_L1D[tensors.last_token_G, 0]) if self.part.is_last else x_L1D
+
+    def _transform(self, tokens: Tensor, place_L1: Tensor, layout: Layout) -> Tensor:
+        """[L, B, D] of `tokens`, int64 [L, B]; after the first part of the network of its activations [L, B, D]."""
+        x_LBD = self.enter(self.x_embedder(tokens, place_L1)) if self.part.is_first else tokens
+        x_LBD = self.blocks(x_LBD, BlockInputs(layout=layout))
+        return self.leave(x_LBD) if self.part.is_last else x_LBD
+
+
+def texts_as_segments(layout: PackLayout) -> PackLayout:
+    """The texts of a pack in the place of its samples, in the same order; each token sees those before it."""
+    slots = zip(layout.segments, layout.text_slots, strict=True)
+    segments = tuple(Segment((1, 1, count), 0, is_padding=segment.is_padding) for segment, count in slots)
+    return PackLayout(segments, is_causal=True).shard(layout.mesh)
+
+
+class CLIP(nn.Module):
+    """Two towers; `scale` and `offset` make of cosines what the loss reads."""
+
+    def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
+        super().__init__()
+        self.config = config
+        self.part = part
+        self.image_tower = ViT(config, part)
+        self.text_tower = TextTower(config, part)
+        has_offset = part.is_last and config.text_tower.pairwise
+        self.log_scale = nn.Parameter(torch.zeros(1)) if part.is_last else None
+        self.score_offset = nn.Parameter(torch.zeros(1)) if has_offset else None
+
+    @property
+    def towers(self) -> tuple[ViT, TextTower]:
+        return self.image_tower, self.text_tower
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.image_tower.dtype
+
+    @property
+    def scale(self) -> Tensor:
+        """Factor of the cosines (inverse temperature), [1], float32: at most 100."""
+        return bounded(self.log_scale.float(), math.log(HIGHEST_SCALE)).exp()
+
+    def embed_images(self, x_BCTHW: Tensor) -> Tensor:
+        """Unit vectors [B, E], float32; pixels are in [-1, 1], or as the bundle's tokenizer gives them."""
+        return F.normalize(self.image_tower(x_BCTHW).float(), dim=-1)
+
+    def embed_texts(self, token_BL: Tensor, length_B: Tensor) -> Tensor:
+        """Unit vectors [B, E], float32; see `TextTower`."""
+        return F.normalize(self.text_tower(token_BL, length_B).float(), dim=-1)
+
+    def forward(self, x_BCTHW: Tensor, token_JL: Tensor, length_J: Tensor) -> Tensor:
+        """Scores [B, J]: cosines, scaled."""
+        return self.scale * self.embed_images(x_BCTHW) @ self.embed_texts(token_JL, length_J).T
+
+    def forward_packed(
+        self, tokens_S1P: Tensor, text_L1E: Tensor, layout: PackLayout, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Image and text embeddings of a pack, both [G, E], from the two towers.
+
+        A model chunk that is not the first takes `before`, the activations of both towers from the previous chunk,
+        in place of tokens; one that is not the last returns its own activations. They are one tensor [S + L, 1, D] of
+        the wider tower's D: image tokens, then text tokens, padded with zeros.
+        """
+        image, text = (tokens_S1P, text_L1E) if self.part.is_first else self._of_towers(before, layout)
+        made = self.image_tower.forward_packed(image, layout), self.text_tower.forward_packed(text, layout)
+        if self.part.is_last:
+            return made
+        return torch.cat([F.pad(x, (0, self.config.sent_size - x.shape[-1])) for x in made])
+
+    def _of_towers(self, both: Tensor, layout: PackLayout) -> tuple[Tensor, Tensor]:
+        """Split `forward_packed`'s tensor into (image S1D, text L1D); ranks share either sequence in the same way."""
+        counts = [count // layout.mesh.slices for count in (layout.capacity, layout.text_capacity)]
+        image, text = both.split(counts)
+        return image[..., : self.config.hidden_size], text[..., : self.config.text_tower.hidden_size]
+
+
+class _Bounded(torch.autograd.Function):
+    """min(x, most); beyond the bound only a gradient that leads back to it passes."""
+
+    @staticmethod
+    def forward(ctx, x, most):
+        ctx.save_for_backward(x)
+        ctx.most = most
+        return x.clamp(max=most)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * ((x <= ctx.most) | (grad > 0)), None
+
+
+def bounded(x: Tensor, most: float) -> Tensor:
+    """min(x, most) of any shape, which a gradient still leads back from beyond the bound."""
+    return _Bounded.apply(x, most)

@@ -1,0 +1,195 @@
+"""The conditioning of a batch: text, image and class features, conditioning latents, frame rate, guidance scale.
+
+Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E feature width, P width of a
+pooled feature, I tokens of an image, M marks.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from einops import reduce
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megadit.models.configs.config import DiTConfig
+from megadit.models.host_to_device import sent_as_one
+from megadit.models.packing.segments import Segment, Span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Conditioning latents of a batch: clean latents among the noisy ones, in the same places of all videos."""
+
+    latents_BCTHW: Tensor
+    """float32: latents of the video, then of extra conditioning frames; read only where `is_given_THW` is True."""
+    is_given_THW: Tensor
+    """bool: True where the latents are conditioning."""
+    extra_times: tuple[float, ...] = ()
+    """Times of the extra conditioning frames, in latent frames of the video."""
+    marks_MTHW: Tensor | None = None
+    """bool: which of the M pixel frames of a latent are conditioning; None: all or none, as `is_given_THW` says."""
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(T, H, W) of the video with its extra conditioning frames."""
+        return tuple(self.is_given_THW.shape)
+
+    def among(self, x_BCTHW: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        """Put the conditioning latents, times `scale` (a number or [1 or B, 1, 1, 1, 1]), into `x_BCTHW`, and extra
+        frames after it."""
+        extra = self.size[0] - x_BCTHW.shape[2]
+        return torch.where(self.is_given_THW, scale * self.latents_BCTHW, F.pad(x_BCTHW, (0, 0, 0, 0, 0, extra)))
+
+    def channels(self, config: DiTConfig) -> Tensor:
+        """Return the extra channels, float32 [B, M or M + C, T, H, W]: mask, then latents unless these are tokens."""
+        marks_MTHW = self.is_given_THW[None] if self.marks_MTHW is None else self.marks_MTHW
+        size = (self.latents_BCTHW.shape[0], config.given.marks, *self.size)
+        marks_BMTHW = marks_MTHW.to(self.latents_BCTHW).expand(size)
+        return marks_BMTHW if config.given.is_among else torch.cat([marks_BMTHW, self.latents_BCTHW], dim=1)
+
+    def to(self, device: torch.device | str) -> "Given":
+        tensors = {name: getattr(self, name) for name in ("latents_BCTHW", "is_given_THW", "marks_MTHW")}
+        return replace(self, **sent_as_one(tensors, device))
+
+    @property
+    def places(self) -> Hashable:
+        """A key that two conditionings share exactly where they have the same mask and the same times."""
+        masks = (mask for mask in (self.is_given_THW, self.marks_MTHW) if mask is not None)
+        return self.extra_times, *((tuple(mask.shape), on_host(mask).numpy().tobytes()) for mask in masks)
+
+    @classmethod
+    def nothing(cls, x_BCTHW: Tensor) -> "Given":
+        """Nothing of videos like `x_BCTHW`."""
+        return cls(torch.zeros_like(x_BCTHW), torch.zeros(x_BCTHW.shape[2:], dtype=torch.bool, device=x_BCTHW.device))
+
+    @staticmethod
+    def concatenate(parts: "list[Given | None]") -> "Given | None":
+        """Concatenate batches that have the same `places`, or no conditioning."""
+        first, *_ = parts
+        return first and replace(first, latents_BCTHW=torch.cat([part.latents_BCTHW for part in parts]))
+
+
+def partly_given(
+    config: DiTConfig, is_given_THW: Tensor, extra_times: tuple[float, ...] = (), text_length: int = 0
+) -> Segment:
+    """Return a sample with conditioning latents (bool THW), the last ones at `extra_times`, in latent frames. A token
+    is conditioning if all of its latents are, and has the time of the first.
+
+    Raises:
+        UserError: if the latents are not a whole number of patches.
+    """
+    grid = config.token_grid(*is_given_THW.shape)
+    times = (*map(float, range(len(is_given_THW) - len(extra_times))), *extra_times) if extra_times else ()
+    given = _token_spans(is_given_THW, config)
+    patch = config.patch_temporal
+    return Segment(grid, text_length, given=given, times=tuple(time / patch for time in times[::patch]))
+
+
+def _token_spans(is_given_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
+    edges = F.pad(given_tokens(on_host(is_given_THW), config), (1, 1)).diff().nonzero()[:, 0].tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+_ON_HOST = WeakTensorKeyDictionary()
+
+
+def on_host(mask: Tensor) -> Tensor:
+    """A mask of any shape on the CPU, for which its device is waited for once."""
+    if mask.is_cpu or torch.compiler.is_compiling():
+        return mask.cpu()
+    if mask not in _ON_HOST:
+        _ON_HOST[mask] = mask.cpu()
+    return _ON_HOST[mask]
+
+
+def given_tokens(is_given_THW: Tensor, config: DiTConfig) -> Tensor:
+    """int32 [S]: 1 for each token whose latents are all given (bool THW), else 0."""
+    patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
+    return reduce(is_given_THW.int(), "(T pt) (H ph) (W pw) -> (T H W)", "min", **patch)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Conditioning:
+    """The conditions of a batch of videos, compared by identity."""
+
+    text_BLE: Tensor
+    """Text features, L >= 1; rows beyond each length are ignored."""
+    text_length_B: Tensor
+    """int64, 0..L. 0 means no text: one learned null token stands in."""
+    fps_B: Tensor
+    """float32, frames per second of the decoded video; 0 for images."""
+    adapter_scale_B: Mapping[str, Tensor] = field(default_factory=dict)
+    """Adapter name -> scale for each video, float32; adapters that are not named have scale 0."""
+    given: Given | None = None
+    """Conditioning latents; None: none."""
+    image_BIE: Tensor | None = None
+    """Features of a conditioning image (I tokens, E wide), for networks that attend to them."""
+    pooled_BP: Tensor | None = None
+    """Pooled text features, for networks that read them."""
+    guidance_B: Tensor | None = None
+    """float32: the guidance scale, input of guidance-distilled networks; None for others."""
+
+    def __len__(self) -> int:
+        return self.text_BLE.shape[0]
+
+    @property
+    def text_mask_BL(self) -> Tensor:
+        """bool: True where a text token may be attended; the first one is, which stands for no text."""
+        slot_L = torch.arange(self.text_BLE.shape[1], device=self.text_BLE.device)
+        return slot_L < self.text_length_B.clamp(min=1)[:, None]
+
+    def segment(self, config: DiTConfig, size: tuple[int, int, int]) -> Segment:
+        """One of the samples, whose latents have this size (T, H, W), with what is given of it, without its text.
+
+        Raises:
+            UserError: if the latents are not a whole number of patches.
+        """
+        if self.given is None or not config.given.is_among:
+            return Segment(config.token_grid(*size), 0)
+        return partly_given(config, self.given.is_given_THW, self.given.extra_times)
+
+    def null(self) -> "Conditioning":
+        """The same videos without their text."""
+        pooled_BP = None if self.pooled_BP is None else torch.zeros_like(self.pooled_BP)
+        return replace(self, text_length_B=torch.zeros_like(self.text_length_B), pooled_BP=pooled_BP)
+
+    def at(self, places: list[int]) -> "Conditioning":
+        """Return the conditioning of the videos at `places`."""
+        return Conditioning(
+            self.text_BLE[places],
+            self.text_length_B[places],
+            self.fps_B[places],
+            {name: scale_B[places] for name, scale_B in self.adapter_scale_B.items()},
+            self.given and replace(self.given, latents_BCTHW=self.given.latents_BCTHW[places]),
+            None if self.image_BIE is None else self.image_BIE[places],
+            None if self.pooled_BP is None else self.pooled_BP[places],
+            None if self.guidance_B is None else self.guidance_B[places],
+        )
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Conditioning":
+        """Copy to another device without waiting; `dtype` is that of text and image features."""
+        text, image, pooled = (
+            x if x is None or dtype is None else x.to(dtype) for x in (self.text_BLE, self.image_BIE, self.pooled_BP)
+        )
+        given = self.given and self.given.to(device)
+        scales = dict(self.adapter_scale_B)
+        parts = (text, self.text_length_B, self.fps_B, scales, given, image, pooled, self.guidance_B)
+        return Conditioning(*sent_as_one(parts, device))
+
+    @staticmethod
+    def concatenate(parts: "list[Conditioning]") -> "Conditioning":
+        """One batch from several with the same adapters and places given, whose text may differ in length."""
+        longest = max(part.text_BLE.shape[1] for part in parts)
+        padded = [F.pad(part.text_BLE, (0, 0, 0, longest - part.text_BLE.shape[1])) for part in parts]
+        return Conditioning(
+            torch.cat(padded),
+            torch.cat([part.text_length_B for part in parts]),
+            torch.cat([part.fps_B for part in parts]),
+            {name: torch.cat([part.adapter_scale_B[name] for part in parts]) for name in parts[0].adapter_scale_B},
+            Given.concatenate([part.given for part in parts]),
+            None if parts[0].image_BIE is None else torch.cat([part.image_BIE for part in parts]),
+            None if parts[0].pooled_BP is None else torch.cat([part.pooled_BP for part in parts]),
+            None if parts[0].guidance_B is None else torch.cat([part.guidance_B for part in parts]),
+        )

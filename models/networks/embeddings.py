@@ -1,0 +1,297 @@
+"""Embeddings: latents to tokens and back; noise level, frame rate and class to vectors; positions.
+
+Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, P patch dim (pt*ph*pw*C),
+D width, E feature width, I tokens of an image, N heads, K head dim, G condition rows (of a pack, or the batch).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from megadit.models.configs.config import DiTConfig
+from megadit.models.ops.linear import Linear
+
+FPS_WIDTH = 256
+"""Width of NeMo's embedding of the frame rate, before zeros are added."""
+CLASS_BASE = 256
+"""A class travels where text does, as one token: the two digits of its index in this base, which every
+floating-point type in use holds exactly."""
+
+
+def patchify(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
+    """Cuts latents into tokens: BCTHW -> [S, B, P], tokens in (t, h, w) order, each (pt ph pw c)."""
+    return rearrange(
+        x_BCTHW,
+        "B C (T pt) (H ph) (W pw) -> (T H W) B (pt ph pw C)",
+        pt=config.patch_temporal,
+        ph=config.patch_spatial,
+        pw=config.patch_spatial,
+    )
+
+
+def token_sequence(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
+    """Samples as they lie in the sequence, [S, B, P]: their patches, behind an empty place for a class token."""
+    tokens_SBP = patchify(x_BCTHW, config)
+    return tokens_SBP if config.denoises else F.pad(tokens_SBP, (0, 0, 0, 0, 1, 0))
+
+
+def unpatchify(x_SBP: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> Tensor:
+    """The inverse of `patchify`: BCTHW; `grid` counts tokens along time, height and width."""
+    frames, height, width = grid
+    return rearrange(
+        x_SBP,
+        "(T H W) B (pt ph pw C) -> B C (T pt) (H ph) (W pw)",
+        T=frames,
+        H=height,
+        W=width,
+        pt=config.patch_temporal,
+        ph=config.patch_spatial,
+        pw=config.patch_spatial,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sinusoids:
+    """Sines and cosines of `scale * value` at frequencies 10000^(-i / (n - shift)), i < n (arXiv 1706.03762, 3.5).
+
+    `scale` sets the finest change that they tell apart.
+    """
+
+    num_frequencies: int = 128
+    scale: float = 1.0
+    shift: float = 0.0
+    cos_first: bool = False
+
+    @property
+    def width(self) -> int:
+        return 2 * self.num_frequencies
+
+    def __call__(self, value_G: Tensor, dtype: torch.dtype) -> Tensor:
+        """[G] float32 -> [G, width], computed in float32."""
+        exponent = torch.arange(self.num_frequencies, device=value_G.device, dtype=torch.float32)
+        frequency = torch.exp(-math.log(10000.0) / (self.num_frequencies - self.shift) * exponent)
+        angle = self.scale * value_G.float()[:, None] * frequency
+        parts = [angle.cos(), angle.sin()] if self.cos_first else [angle.sin(), angle.cos()]
+        return torch.cat(parts, dim=-1).to(dtype)
+
+
+class ScalarEmbedder(nn.Module):
+    """A number as a vector: its sinusoids, then a two-layer MLP of `width` and `out_width`."""
+
+    def __init__(
+        self,
+        sinusoids: Sinusoids,
+        width: int,
+        *,
+        out_width: int | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.sinusoids = sinusoids
+        self.linear_1 = Linear(sinusoids.width, width, bias=bias)
+        self.linear_2 = Linear(width, out_width or width, bias=bias)
+
+    def forward(self, value_G: Tensor, dtype: torch.dtype) -> Tensor:
+        """[G] float32 -> [G, out_width]."""
+        return self.linear_2(F.silu(self.linear_1(self.sinusoids(value_G, dtype))))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in float32."""
+
+    eps = 1e-6
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x_GD: Tensor) -> Tensor:
+        """Normed vectors, [G, D]."""
+        normed = x_GD.float() * torch.rsqrt(x_GD.float().square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x_GD.dtype) * self.weight
+
+
+class TextMLP(nn.Module):
+    """Text features in the network's width: two linears around GELU in its tanh form."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.linear_1 = Linear(config.crossattn_emb_size, config.hidden_size)
+        self.linear_2 = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, text_LBE: Tensor) -> Tensor:
+        """[L, B, E] -> [L, B, D]."""
+        return self.linear_2(F.gelu(self.linear_1(text_LBE), approximate="tanh"))
+
+
+class ImageMLP(nn.Module):
+    """Features of an image in the network's width: two linears around GELU, normalised before and after (Wan 2.1)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.image_size)
+        self.linear_1 = Linear(config.image_size, config.image_size)
+        self.linear_2 = Linear(config.image_size, config.hidden_size)
+        self.layernorm = nn.LayerNorm(config.hidden_size)
+        self.positions = None
+        if config.image_positions is not None:
+            self.positions = nn.Parameter(torch.zeros(config.image_positions, config.image_size))
+
+    def forward(self, image_IBE: Tensor) -> Tensor:
+        """[I, B, E] -> [I, B, D]."""
+        if self.positions is not None:
+            image_IBE = image_IBE + self.positions[:, None]
+        return self.layernorm(self.linear_2(F.gelu(self.linear_1(self.input_layernorm(image_IBE)))))
+
+
+class NormalizedSinusoids(nn.Module):
+    """The sinusoids themselves, normalised."""
+
+    def __init__(self, sinusoids: Sinusoids) -> None:
+        super().__init__()
+        self.sinusoids = sinusoids
+        self.layernorm = RMSNorm(sinusoids.width)
+
+    def forward(self, value_G: Tensor, dtype: torch.dtype) -> Tensor:
+        """[G] -> [G, D]."""
+        return self.layernorm(self.sinusoids(value_G, dtype))
+
+
+class ClassEmbedder(nn.Module):
+    """One learned vector for each class, and one for none (arXiv 2212.09748, section 3.2)."""
+
+    def __init__(self, num_classes: int, hidden_size: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.weight = nn.Parameter(torch.zeros(num_classes + 1, hidden_size))
+
+    def forward(self, digits_G2: Tensor, is_null_G: Tensor) -> Tensor:
+        """Embeddings [G, D] of class labels, kept in two numbers each."""
+        index_G = class_index(digits_G2, self.num_classes)
+        return F.embedding(index_G.masked_fill(is_null_G, self.num_classes), self.weight)
+
+
+def class_digits(index: int) -> tuple[float, float]:
+    """A class index as `ClassEmbedder` reads it."""
+    return float(index // CLASS_BASE), float(index % CLASS_BASE)
+
+
+def class_index(digits_G2: Tensor, num_classes: int) -> Tensor:
+    """The inverse of `class_digits` for labels [G, 2]: int64 [G], the nearest that exists."""
+    high, low = digits_G2.float().round().long().unbind(-1)
+    return (CLASS_BASE * high + low).clamp(0, num_classes - 1)
+
+
+def sigma_sinusoids(config: DiTConfig) -> Sinusoids:
+    return Sinusoids(
+        num_frequencies=config.structure.sigma_frequencies or config.hidden_size // 2,
+        scale=config.structure.sigma_scale,
+        shift=config.frequency_shift,
+        cos_first=config.structure.cos_first,
+    )
+
+
+def sigma_embedder(config: DiTConfig) -> nn.Module:
+    if config.structure.shared_modulation:
+        return NormalizedSinusoids(sigma_sinusoids(config))
+    return ScalarEmbedder(sigma_sinusoids(config), config.hidden_size)
+
+
+def shared_embedder(config: DiTConfig) -> nn.Module | None:
+    """Build the embedder of the noise level whose output every modulation adds; None in families without one."""
+    if not config.structure.shared_modulation:
+        return None
+    width = config.hidden_size
+    return ScalarEmbedder(sigma_sinusoids(config), width, out_width=3 * width, bias=False)
+
+
+def fps_embedder(config: DiTConfig) -> nn.Module | None:
+    match config.structure.fps:
+        case "embedded":
+            return ScalarEmbedder(Sinusoids(), config.hidden_size)
+        case "padded":
+            return ScalarEmbedder(Sinusoids(shift=1.0), FPS_WIDTH)
+        case _:
+            return None
+
+
+def guidance_embedder(config: DiTConfig) -> nn.Module | None:
+    """Build the embedder of the guidance scale; None unless the network is guidance-distilled."""
+    return None if config.guidance_range is None else ScalarEmbedder(Sinusoids(), config.hidden_size)
+
+
+class LearnedPositions(nn.Module):
+    """One vector for each place along each axis; a token's is their sum (MovieGen), brought to unit mean square
+    (Cosmos) where `is_normalized`."""
+
+    eps = 1e-6
+
+    def __init__(self, max_grid: tuple[int, int, int], hidden_size: int, is_normalized: bool) -> None:
+        super().__init__()
+        self.is_normalized = is_normalized
+        self.time, self.height, self.width = (nn.Parameter(torch.zeros(size, hidden_size)) for size in max_grid)
+
+    def forward(self, position_S3: Tensor) -> Tensor:
+        """[S, 3] -> [S, 1, D]."""
+        t, h, w = position_S3.unbind(-1)
+        sum_SD = F.embedding(t, self.time) + F.embedding(h, self.height) + F.embedding(w, self.width)
+        if not self.is_normalized:
+            return sum_SD[:, None]
+        rms_S1 = sum_SD.float().square().mean(-1, keepdim=True).sqrt()
+        return (sum_SD / (rms_S1 + self.eps)).to(sum_SD.dtype)[:, None]
+
+
+class Rotary(NamedTuple):
+    """Rotary factors of each token's channels, [S, 1 or B, 1, K] each: x * cos + swap(x) * sin; `swap` swaps halves."""
+
+    cos: Tensor
+    sin: Tensor
+    """Negative in the first half."""
+
+
+def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, pace: Tensor | None = None) -> Rotary:
+    """3D rotary position embedding (arXiv 2104.09864, one share of the head per axis).
+
+    Height and width take floor(K/6) pairs of channels each, time the rest. Angles are computed in float32 from the
+    positions themselves, so that no grid is too large and no two positions share an entry. `pace` ([S or 1, B])
+    multiplies the positions in time.
+    """
+    num_pairs = config.dim_per_head // 2
+    num_spatial = config.dim_per_head // 6
+    t_SB, h_SB, w_SB = position_S3.float()[:, None].unbind(-1)
+    positions = (t_SB if pace is None else t_SB * pace, h_SB, w_SB)
+    shares = (num_pairs - 2 * num_spatial, num_spatial, num_spatial)
+    angles = []
+    stretches = zip(config.rope_scale, config.rope_interpolation, strict=True)
+    for position_SB, pairs, (scale, interpolation) in zip(positions, shares, stretches, strict=True):
+        exponent = torch.arange(pairs, device=position_S3.device, dtype=torch.float32) / pairs
+        # NTK-aware: the slowest frequency is divided by `scale`, the fastest is kept
+        theta = config.rope_theta * scale ** (pairs / (pairs - 1)) if scale != 1 else config.rope_theta
+        angle = position_SB[..., None] * torch.exp(-math.log(theta) * exponent)
+        angles.append(angle / interpolation if interpolation != 1 else angle)
+    width = max(angle.shape[1] for angle in angles)
+    angle = torch.cat([angle.expand(-1, width, -1) for angle in angles], dim=-1)[:, :, None]
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return Rotary(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
+
+
+def sincos_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype) -> Tensor:
+    """Fixed sines and cosines of each token's (t, h, w), [S, 1, D], in shares that the family chooses.
+
+    Ours and NeMo's: a quarter of D for time, the rest for space. Channels that do not divide evenly stay zero.
+    """
+    axes = config.structure.sincos_axes
+    total = sum(share for _, share in axes)
+    parts = []
+    for axis, share in axes:
+        pairs = share * config.hidden_size // (2 * total)
+        exponent = torch.arange(pairs, device=position_S3.device, dtype=torch.float32) / max(pairs, 1)
+        angle = position_S3[:, axis, None].float() * torch.exp(-math.log(10000.0) * exponent)
+        parts += [angle.sin(), angle.cos()]
+    table_SD = torch.cat(parts, dim=-1)
+    return F.pad(table_SD, (0, config.hidden_size - table_SD.shape[-1]))[:, None].to(dtype)

@@ -1,0 +1,44 @@
+"""The network class of each configuration: a denoiser, a classifier, or CLIP."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megadit.models.configs.config import DiTConfig
+from megadit.models.configs.families import Task
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.configs.unet import UNetConfig
+from megadit.models.networks.clip import CLIP, TextTower
+from megadit.models.networks.dit import WHOLE_NETWORK, DiT, Part
+from megadit.models.networks.unet import UNet
+from megadit.models.networks.vit import ViT
+
+Network = DiT | ViT | CLIP
+SavedNetwork = Network | UNet
+OF_TASK: dict[Task, type[Network]] = {"denoise": DiT, "classify": ViT, "match": CLIP}
+
+
+def build_network(config: DiTConfig, part: Part = WHOLE_NETWORK) -> Network:
+    """The network, or one part of it."""
+    return OF_TASK[config.task](config, part)
+
+
+OF_CONFIG: dict[type, Callable[[Any], SavedNetwork]] = {DiTConfig: build_network, UNetConfig: UNet}
+"""Class of a configuration -> what builds its network."""
+
+
+def build_without_memory(config: NetworkConfig) -> SavedNetwork:
+    """The whole network, whose tensors have shapes alone."""
+    with torch.device("meta"):
+        return OF_CONFIG[type(config)](config)
+
+
+def towers(network: Network) -> tuple[DiT | ViT | TextTower, ...]:
+    """Its stacks of blocks with what stands around them, each with tokens of its own."""
+    return network.towers if isinstance(network, CLIP) else (network,)
+
+
+def in_tower(name: str) -> str:
+    """The name of a parameter in its tower, of networks that have two; else as it is."""
+    return name.removeprefix("image_tower.").removeprefix("text_tower.")

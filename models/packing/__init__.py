@@ -1,0 +1,1 @@
+"""Packs: which sample, position and text each token of a sequence has."""

@@ -1,0 +1,324 @@
+"""The parts of a pack: segments, pieces, groups of equal length, and the ranks that share its tokens.
+
+A pack holds whole samples ("segments") one after another; its tail is one padding segment, so that shapes never
+change from step to step.
+
+Shapes: S video tokens of a rank.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from math import ceil, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megadit.models.host_to_device import sent_together
+
+CPU = torch.device("cpu")
+LONGEST_RUN = 32
+"""Tokens that one program of a kernel takes: 8,192 of them keep a GPU of 132 processors busy, and what a program leaves
+behind, some float32 rows, is a sixteenth of what it reads."""
+
+Grid = tuple[int, int, int]
+Span = tuple[int, int]
+"""First and last (excluded)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One sample of a pack: a grid of video tokens and the text it is conditioned on."""
+
+    grid: Grid
+    """Tokens along time, height and width; frames that are only given come after those of the video."""
+    text_length: int
+    """Text tokens; 0 means no text, and one learned null token stands in."""
+    is_padding: bool = False
+    given: tuple[Span, ...] = ()
+    """Runs of conditioning tokens, clean among the noisy ones: in order, and not adjacent."""
+    times: tuple[float, ...] = ()
+    """When each frame of tokens is; empty: 0, 1, 2, ..."""
+
+    @property
+    def num_tokens(self) -> int:
+        return prod(self.grid)
+
+    @property
+    def text_slots(self) -> int:
+        """Places this segment takes in the text of the pack."""
+        return max(1, self.text_length)
+
+    @property
+    def reach(self) -> Grid:
+        """The smallest grid, from 0, that holds the positions of its tokens."""
+        return self.grid if not self.times else (ceil(max(self.times)) + 1, *self.grid[1:])
+
+    def pieces(self, span: Span, row: int, given_row: int) -> "tuple[Piece, ...]":
+        """Its tokens within `span`: generated ones have one condition row, conditioning ones another."""
+        edges = [0, *(edge for run in self.given for edge in run), self.num_tokens]
+        inner = [min(max(edge, span[0]), span[1]) for edge in edges]
+        rows = [given_row if index % 2 else row for index in range(len(inner) - 1)]
+        runs = zip(rows, inner, inner[1:], strict=False)
+        return tuple(Piece(row, stop - first, self.is_padding) for row, first, stop in runs)
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens with one condition row."""
+
+    row: int
+    num_tokens: int
+    is_padding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LengthGroup:
+    """Neighbours with equally many tokens, segments or pieces: kernels treat them as one uniform batch."""
+
+    start: int
+    """First token."""
+    first: int
+    """First segment, or condition row of the first piece; the others follow it."""
+    count: int
+    length: int
+    """Tokens of each."""
+    is_padding: bool = False
+    gap: int = 0
+    """Tokens between one and the next, which are other pieces of the same segments."""
+
+    @property
+    def stop(self) -> int:
+        """Last token (excluded)."""
+        return self.start + self.count * (self.length + self.gap) - self.gap
+
+    @property
+    def members(self) -> slice:
+        """The segments, or the condition rows."""
+        return slice(self.first, self.first + self.count)
+
+    def tokens_of(self, x_S: Tensor) -> Tensor:
+        """Their tokens as a uniform batch: a view [count, length, ...] of [S, ...]."""
+        return x_S[self.start : self.stop].unfold(0, self.length, self.length + self.gap).movedim(-1, 1)
+
+
+class GroupTexts(NamedTuple):
+    """The text of every length group, made rectangular."""
+
+    slots: Tensor
+    """int64: the text slots of all groups, one group after another."""
+    shapes: tuple[torch.Size, ...]
+    """(c, l) of each group."""
+    masks: tuple[Tensor | None, ...]
+    """bool [c, 1, 1, l] of each group: which of its slots have text; None: all."""
+
+    @classmethod
+    def of(cls, groups: "Sequence[LengthGroup]", starts: Sequence[int], lengths: Sequence[int]) -> "GroupTexts":
+        """Build the texts of segments whose text slots begin at `starts` and have these `lengths`."""
+        found = [text_of_group(group, starts, lengths) for group in groups]
+        slots, are_valid = zip(*found, strict=True)
+        masks = tuple(None if valid.all() else valid[:, None, None] for valid in are_valid)
+        slots_L = torch.cat([slots_cl.flatten() for slots_cl in slots])
+        return cls(slots_L, tuple(slots_cl.shape for slots_cl in slots), masks)
+
+
+def text_of_group(group: LengthGroup, starts: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A group's text slots, made rectangular: (indices int64, is valid bool), [c, l]; none of padding."""
+    slots_c1 = torch.tensor(lengths[group.members])[:, None]
+    starts_c1 = torch.tensor(starts[group.members])[:, None]
+    offset_l = torch.arange(0 if group.is_padding else int(slots_c1.max()))
+    is_valid_cl = offset_l < slots_c1
+    return torch.where(is_valid_cl, starts_c1 + offset_l, starts_c1), is_valid_cl
+
+
+def offsets(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Offsets of consecutive pieces of these lengths."""
+    return tuple(accumulate(lengths, initial=0))[:-1]
+
+
+def cut_pieces(segments: Sequence[Sequence[Piece]], first: int, last: int) -> Iterator[tuple[Piece, ...]]:
+    """The pieces of the tokens `first` to `last` (excluded); others have no tokens left."""
+    stop = 0
+
+    def cut(piece: Piece) -> Piece:
+        nonlocal stop
+        start, stop = stop, stop + piece.num_tokens
+        return piece._replace(num_tokens=min(stop, last) - max(start, first))
+
+    for pieces in segments:
+        yield tuple(map(cut, pieces))
+
+
+def length_groups(segments: Iterable[Sequence[Piece]]) -> tuple[LengthGroup, ...]:
+    """Groups the pieces of neighbouring segments that are cut alike and whose rows follow one another.
+
+    Pieces without tokens are left out.
+    """
+    groups, start = [], 0
+    filled = [tuple(piece for piece in pieces if piece.num_tokens > 0) for pieces in segments]
+    # rows that follow one another are at the same distance from their segment's index in the list
+    keyed = [
+        (tuple((piece.num_tokens, piece.is_padding, piece.row - index) for piece in pieces), pieces)
+        for index, pieces in enumerate(filter(None, filled))
+    ]
+    for _, group in groupby(keyed, key=lambda item: item[0]):
+        members = [pieces for _, pieces in group]
+        size, before = sum(piece.num_tokens for piece in members[0]), 0
+        for row, length, is_padding in members[0]:
+            groups.append(LengthGroup(start + before, row, len(members), length, is_padding, size - length))
+            before += length
+        start += size * len(members)
+    return tuple(groups)
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionRows:
+    """The condition row of each of a rank's tokens: which shift, scale and gate modulate it."""
+
+    groups: tuple[LengthGroup, ...]
+
+    @cached_property
+    def are_cut(self) -> bool:
+        """Whether some segments have several rows, since they have conditioning tokens."""
+        return any(group.gap for group in self.groups)
+
+    def of_token(self, device: torch.device) -> Tensor:
+        """int64 [S]."""
+        if device not in self._of_token and device.type != "cpu":
+            [self._of_token[device]] = sent_together([self.of_token(CPU)], device)
+        if device not in self._of_token:
+            row_S = torch.empty(sum(group.count * group.length for group in self.groups), dtype=torch.long)
+            for group in self.groups:
+                group.tokens_of(row_S).copy_(torch.arange(group.first, group.first + group.count)[:, None])
+            self._of_token[device] = row_S
+        return self._of_token[device]
+
+    def starts_of_runs(self, device: torch.device) -> Tensor:
+        """int32 [P + 1]: where each run of at most `LONGEST_RUN` neighbours with one row begins, and S."""
+        if device not in self._starts and device.type != "cpu":
+            [self._starts[device]] = sent_together([self.starts_of_runs(CPU)], device)
+        if device not in self._starts:
+            row_S = self.of_token(device)
+            changes = (row_S.diff().nonzero().flatten() + 1).tolist()
+            edges = [0, *changes, len(row_S)]
+            starts = [at for first, stop in pairwise(edges) for at in range(first, stop, LONGEST_RUN)]
+            self._starts[device] = torch.tensor([*starts, len(row_S)], dtype=torch.int32)
+        return self._starts[device]
+
+    def keep(self, device: torch.device, row_S: Tensor, starts_P: Tensor) -> None:
+        """Takes what `of_token`, int64 [S], and `starts_of_runs`, int32 [P + 1], give for a device."""
+        self._of_token[device], self._starts[device] = row_S, starts_P
+
+    @cached_property
+    def _of_token(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @cached_property
+    def _starts(self) -> dict[torch.device, Tensor]:
+        return {}
+
+
+@dataclass(frozen=True)
+class DenseRows:
+    """Condition rows of a uniform batch with conditioning tokens: in sample b, those have row B + b, others row b."""
+
+    num_tokens: int
+    given: tuple[Span, ...]
+    batch: int
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Span, slice], ...]:
+        """Tokens in order, and the rows that they have in the samples of the batch."""
+        pieces = Segment((1, 1, self.num_tokens), 0, given=self.given).pieces((0, self.num_tokens), 0, self.batch)
+        stops = list(accumulate(piece.num_tokens for piece in pieces))
+        runs = zip((0, *stops), stops, pieces, strict=False)
+        return tuple(((first, stop), slice(row, row + self.batch)) for first, stop, (row, *_) in runs if stop > first)
+
+    def of_token(self, device: torch.device) -> Tensor:
+        """int64 [S, B]."""
+        return torch.cat(
+            [  # made there: nothing is sent
+                torch.arange(rows.start, rows.stop, device=device).expand(stop - first, -1)
+                for (first, stop), rows in self.runs
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRows:
+    """The condition rows of a uniform batch as an input says them: those of an exported network, of which anything
+    may be given."""
+
+    row_SB: Tensor
+
+    def of_token(self, device: torch.device) -> Tensor:
+        """int64 [S, B]."""
+        return self.row_SB
+
+
+@dataclass(frozen=True, slots=True)
+class RowsByToken:
+    """Condition rows as tensors, without their grouping, for a CUDA graph, which is replayed for any pack."""
+
+    row_S: Tensor
+    starts_P: Tensor
+    """`ConditionRows.starts_of_runs`, padded with S to a fixed length."""
+
+    def of_token(self, device: torch.device) -> Tensor:
+        """int64 [S]."""
+        return self.row_S
+
+    def starts_of_runs(self, device: torch.device) -> Tensor:
+        """int32 [P + 1]."""
+        return self.starts_P
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMesh:
+    """The ranks that share the tokens of a pack, and which of them this is: rank = context_rank * slices + slice.
+
+    Context parallelism gives every rank an equal share of each segment, its CP shard; sequence parallelism cuts the
+    tokens of a CP shard, in whatever order they are, into equal SP shards.
+    """
+
+    context: int = 1
+    slices: int = 1
+    rank: int = 0
+    width: int = 1
+    """CP shards that are taken together: this rank's and those of the ranks after it."""
+
+    @property
+    def size(self) -> int:
+        return self.context * self.slices
+
+    @property
+    def context_rank(self) -> int:
+        return self.rank // self.slices
+
+    @property
+    def slice(self) -> int:
+        return self.rank % self.slices
+
+    def at(self, context_rank: int, width: int = 1) -> "TokenMesh":
+        """The same mesh seen from the rank with another CP shard."""
+        return replace(self, rank=context_rank * self.slices + self.slice, width=width)
+
+    def span(self, num_tokens: int, start: int) -> tuple[int, int]:
+        """First and last token (excluded) of a segment that are in this CP shard, counted within the segment.
+
+        Every shard gets num_tokens // context tokens. Remainders go to ranks round-robin, on from the last segment's
+        (`start`, this segment's first token, knows its rank). So all ranks hold equally many tokens of a pack, without
+        padding, and the shards of neighbouring ranks join up.
+        """
+        base, left = divmod(num_tokens, self.context)
+
+        def before(rank: int) -> int:
+            return rank * base + sum((start + extra) % self.context < rank for extra in range(left))
+
+        return before(self.context_rank), before(self.context_rank + self.width)
+
+
+ONE_RANK = TokenMesh()
+
+Rows = ConditionRows | DenseRows | OpenRows | RowsByToken

@@ -1,0 +1,252 @@
+"""Commands: their options, and how their errors reach the user."""
+
+import argparse
+import contextlib
+import errno
+import os
+import re
+import select
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from megadit.models.shared.cli.signals import end_with_parent, exit_code, passed_on, start_with_us
+from megadit.models.shared.cores import prepare_threads
+from megadit.models.shared.errors import AlreadyToldError, StoppedError, UserError, nearest
+from megadit.models.shared.memory import memory_in_words
+
+SIDES = re.compile(r"\d+x\d+")
+"""Height and width."""
+OF_PATHS = {
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
+    **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or yourself the right to it"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or give another path"),
+}
+"""Error number of a failed file creation -> remedy."""
+
+_SHARED_MEMORY, _LITTLE = Path("/dev/shm"), 1 << 20
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Fills paragraphs, and leaves those that hold indented lines as they are: tables, examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.strip().split("\n\n")
+        filled = [
+            part if "\n " in f"\n{part}" else super(_Formatter, self)._fill_text(part, width, indent) for part in parts
+        ]
+        return "\n\n".join(filled)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse whose complaints are a `UserError`, so that `run_command` tells them in one line like any other.
+
+    Options are never abbreviated; `--num-steps` is taken for `--num_steps` where only that exists. Help ends with
+    `examples`, command lines.
+    """
+
+    def __init__(self, *, examples: Sequence[str] = (), epilog: str = "", **settings: Any) -> None:
+        shown = [epilog, "\n".join(["examples:", *(f"  {line}" for line in examples)]) if examples else ""]
+        epilog = "\n\n".join(filter(None, shown))
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, epilog=epilog or None, **settings)
+        self.examples = tuple(examples)
+
+    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        """The options in `args`.
+
+        Raises:
+            UserError: for an argument that is unknown (names the nearest option), missing or malformed.
+        """
+        if _wanted:
+            raise _FoundError(self)
+        # positional arguments may stand anywhere among the options; argparse can not do that with subcommands
+        parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
+        options, unknown = parse(self._sides_apart([self._spelling(argument) for argument in args]), namespace)
+        if unknown:
+            asked, known = unknown[0].partition("=")[0].lstrip("-"), self._option_string_actions
+            # a wrong suggestion is worse than none
+            near = nearest(asked, [name.lstrip("-") for name in known], likeness=0.75)
+            hint = f"; did you mean {next(name for name in known if name.lstrip('-') == near)!r}?" if near else ""
+            self.error(f"unknown argument {unknown[0]!r}{hint}")
+        return options
+
+    def _sides_apart(self, args: list[str]) -> list[str]:
+        """`--size 64x96` as `--size 64 96`, for options that take two whole numbers."""
+        apart: list[str] = []
+        for argument in args:
+            name, _, value = argument.rpartition("=")
+            given = value if name else argument
+            action = self._option_string_actions.get(name or (apart[-1] if apart else ""))
+            takes_two = action is not None and action.nargs == 2 and getattr(action.type, "__name__", "") == "int"
+            if takes_two and SIDES.fullmatch(given):
+                apart += [*([name] if name else []), *given.split("x")]
+            else:
+                apart.append(argument)
+        return apart
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}{'' if message.endswith('?') else ';'} see `{self.prog} --help`")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # here, so that `run_command` learns of a reader that left
+        super().exit(status, message)
+
+    def _spelling(self, argument: str) -> str:
+        name, equals, value = argument.partition("=")
+        underscored = name[:2] + name[2:].replace("-", "_")
+        return underscored + equals + value if underscored in self._option_string_actions else argument
+
+
+class _FoundError(Exception):
+    """Carries the parser that `parser_of` asks for."""
+
+
+_wanted: list[bool] = []
+
+
+def parser_of(command: Callable[[], Any]) -> CommandParser | None:
+    """The parser that a command reads its options with, which is not run; None where it reads none."""
+    _wanted.append(True)
+    try:
+        command()
+    except _FoundError as found:
+        return found.args[0]
+    finally:
+        _wanted.pop()
+    return None
+
+
+def run_command(function: Callable[[list[str]], int | None], argv: list[str], *, is_run: bool = False) -> int:
+    """Runs a command and returns its exit code: 2 for a `UserError`, 130 when interrupted, each told in one line.
+
+    141, in silence, where nobody reads standard output any more (`megadit info PATH | head -1`), but for one that
+    `is_run`, which goes on without a reader. What the system refuses to do at a path (`OF_PATHS`) is told as a
+    `UserError` is. `--debug` among the arguments is taken out, and shows the traceback of such errors instead. Other
+    exceptions are faults of ours and always show theirs.
+    """
+    if is_run:
+        streams = contextlib.redirect_stdout(_Unread(sys.stdout)), contextlib.redirect_stderr(_Unread(sys.stderr))
+        with streams[0], streams[1]:
+            return run_command(function, argv)
+    end_with_parent()
+    debug = "--debug" in argv
+    # before torch is there: a GPU that a run fills has no room for gaps between blocks of fixed sizes
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    prepare_threads()
+    try:
+        code = function([argument for argument in argv if argument != "--debug"]) or 0
+        sys.stdout.flush()
+        return code
+    except AlreadyToldError:
+        return 2
+    except StoppedError as error:
+        return error.exit_code
+    except UserError as error:
+        if debug:
+            raise
+        return _tell(str(error))
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        if debug or not _lost_its_reader(sys.stdout):
+            raise
+        # what is still buffered would fail again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (OSError, RuntimeError) as error:
+        if debug or not (told := _told_by_the_system(error)):
+            raise
+        return _tell(told)
+
+
+def _told_by_the_system(error: OSError | RuntimeError) -> str:
+    """Explain a refusal of the operating system; "" for errors of another kind."""
+    if _is_of_shared_memory(error):
+        return (
+            f"{_SHARED_MEMORY} is full, through which processes hand data to each other: give the container more "
+            "(--shm-size=1g), or have training read its data itself (data.num_workers=0)"
+        )
+    if not isinstance(error, OSError) or error.errno not in OF_PATHS:
+        return ""
+    what = f"{error.filename} cannot be used: " if error.filename else ""
+    return f"{what}{error.strerror}{_left_at(error)}; {OF_PATHS[error.errno]}"
+
+
+def _is_of_shared_memory(error: OSError | RuntimeError) -> bool:
+    """Whether shared memory is full: Python's locks name no path, and torch raises the kernel's message as text."""
+    if isinstance(error, OSError):
+        is_unnamed = error.errno == errno.ENOSPC and not error.filename and _SHARED_MEMORY.is_dir()
+        return is_unnamed and shutil.disk_usage(_SHARED_MEMORY).free < _LITTLE
+    return any(words in str(error) for words in ("</torch_", "shared memory (shm)", "Bus error"))
+
+
+def _left_at(error: OSError) -> str:
+    """How much room a full disk has left."""
+    if error.errno != errno.ENOSPC:
+        return ""
+    places = [Path(os.fsdecode(error.filename or ".")).absolute(), Path.cwd()]
+    folder = next(place for start in places for place in (start, *start.parents) if place.is_dir())
+    return f" ({memory_in_words(shutil.disk_usage(folder).free)} left on the disk of {folder})"
+
+
+def _tell(complaint: str) -> int:
+    print(f"error: {_in_one_line(complaint)}", file=sys.stderr)
+    return 2
+
+
+def _in_one_line(text: str) -> str:
+    """The text with its line breaks, which a user's own values may hold, written as such."""
+    return "\\n".join(text.splitlines())
+
+
+def _lost_its_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream, 0)  # a pipe without a reader reports an error unasked
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+class _Unread:
+    """A stream that takes what is written when its terminal is closed, its reader gone or its disk full."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):  # what is still buffered goes there, too
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def run_module(module: str, *arguments: str) -> None:
+    """Runs `python -m module` in a process of its own: training patches torch and starts ranks.
+
+    Signals that end this process reach that one too, which is given the time to save what it has.
+
+    Raises:
+        UserError: if it fails; it has said why.
+        StoppedError: if a signal came.
+    """
+    process = start_with_us([sys.executable, "-m", module, *arguments])
+    with passed_on(process):
+        code = exit_code(process.wait())
+    if code > 128:  # it alone was told to end
+        raise StoppedError(code - 128)
+    if code:
+        raise UserError(f"`python -m {module} {' '.join(arguments)}` ended with exit code {code}; see above")

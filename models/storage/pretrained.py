@@ -1,0 +1,164 @@
+"""Networks of published encoders by `transformers`: the library, a look at files before it reads them, and at what it
+found in them."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadit.models.shared.errors import UserError, library_errors
+from megadit.models.shared.files import inner_path, read_json
+from megadit.models.storage.tensor_source import TensorSource, check_archive_file
+from megadit.models.storage.weight_files import open_weights, weight_files
+from megadit.models.storage.weights import listed
+from megadit.models.storage.wrapped import unwrapped
+
+STEMS = ("model", "pytorch_model")
+"""Stems of transformers' weight files."""
+_OTHER_FILES = (".safetensors", ".pth", ".pt", ".bin")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """Tensor names of one kind of encoder."""
+
+    marks: tuple[str, ...]
+    """Names that one tensor has had over time; the prefix of all names is found by it."""
+    others: str = "$^"
+    """Pattern of tensors that no feature needs: files may have or lack them."""
+    rename: Callable[[TensorSource], TensorSource] = lambda source: source
+    """Renames tensors of other publications to transformers' names."""
+
+
+def find_weights(place: Path, needs: str) -> list[Path]:
+    """The files of the weights at `place`, a folder or the only file.
+
+    Raises:
+        UserError: if there are none, or it is not clear which.
+    """
+    if place.is_file():
+        return [place]
+    if found := weight_files(place, *STEMS):
+        return found
+    others = sorted(path for path in place.iterdir() if path.suffix in _OTHER_FILES) if place.is_dir() else []
+    if len(others) == 1:
+        return others
+    there = f"there are {', '.join(path.name for path in others)}: keep one" if others else f"needs {needs}"
+    raise UserError(f"{place} has no weight file with a known name; {there}")
+
+
+def encoder_tensors(place: Path, encoder: Encoder, needs: str) -> TensorSource:
+    """The tensors at `place` under transformers' names.
+
+    Raises:
+        UserError: as `find_weights`, and for files that cannot be read.
+    """
+    return encoder.rename(unwrapped(open_weights(find_weights(place, needs)), encoder.marks))
+
+
+def load_encoder(network_class: type, place: Path, encoder: Encoder, needs: str, **options: Any) -> Any:
+    """The network of this class of `transformers` with the weights at `place`, in evaluation mode.
+
+    `options` are those of `from_pretrained`, of which `config` is that of the folder unless another is given.
+
+    Raises:
+        UserError: if files are missing or damaged; for tensors that are missing, unexpected or misshapen, by name.
+    """
+    files = find_weights(place, needs)
+    raw = open_weights(files)
+    tensors = encoder.rename(unwrapped(raw, encoder.marks))
+    if tensors is raw and place.is_dir() and files == _plain_files(place):
+        check_weights(place)
+        return _loaded(network_class, place, place, encoder, needs, **options)
+    return _loaded(network_class, None, place, encoder, needs, state_dict=tensors.state_dict(), **options)
+
+
+def check_encoder(network_class: type, place: Path, encoder: Encoder, needs: str, **options: Any) -> None:
+    """Raise what `load_encoder` would, from names and shapes alone; needs accelerate, else does nothing."""
+    if find_spec("accelerate") is None:
+        return
+    tensors = encoder_tensors(place, encoder, needs)
+    state = {name: torch.empty(kept.shape, dtype=kept.dtype, device="meta") for name, kept in tensors.stored.items()}
+    _loaded(network_class, None, place, encoder, needs, state_dict=state, device_map="meta", **options)
+
+
+def _plain_files(place: Path) -> list[Path]:
+    """Return the weight files of a folder that transformers itself would load."""
+    found = weight_files(place, *STEMS)
+    names = {f"{stem}.{kind}{index}" for stem, kind in zip(STEMS, ("safetensors", "bin"), strict=True)
+             for index in ("", ".index.json")}  # fmt: skip
+    return found if any((place / name).is_file() for name in names) else []
+
+
+def _loaded(network_class: type, folder: Path | None, place: Path, encoder: Encoder, needs: str, **options: Any) -> Any:
+    """Load with transformers, from files in `folder` or from `state_dict`; `place` names either in messages."""
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with library_errors(lambda reason: f"{place} cannot be loaded ({reason}); needs {needs}"), _quiet():
+        if folder is None and "config" not in options:
+            beside = place if place.is_dir() else place.parent
+            options["config"] = network_class.config_class.from_pretrained(beside, **PRETRAINED)
+        network, found = network_class.from_pretrained(folder, **PRETRAINED, **options)
+    problems = {
+        "missing": sorted(found["missing_keys"]),
+        "unexpected": sorted(found["unexpected_keys"]),
+        "misshapen": sorted(f"{name} {list(a)}, not {list(b)}" for name, a, b in found["mismatched_keys"]),
+    }
+    kept = {kind: [name for name in names if not re.search(encoder.others, name)] for kind, names in problems.items()}
+    if any(kept.values()):
+        raise UserError(f"{place}: its tensors are not those of a {network_class.__name__}; {listed(kept)}")
+    return network.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own report of tensors and its bars."""
+    logging = transformers_library("an encoder").utils.logging
+    before, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if had_bar:
+            logging.enable_progress_bar()
+
+
+def check_weights(directory: Path) -> None:
+    """Raises UserError for files of weights that lie elsewhere, or are larger than they seem.
+
+    transformers runs no code of theirs.
+    """
+    files = set(directory.glob("*.bin"))
+    for index in directory.glob("*.index.json"):
+        names = read_json(index)["weight_map"].values()
+        files |= {inner_path(directory, name, follow_links=True) for name in set(names)}
+    for path in sorted(file for file in files if file.suffix == ".bin" and file.is_file()):
+        check_archive_file(path)
+
+
+PRETRAINED = {"local_files_only": True, "trust_remote_code": False}
+"""To every `from_pretrained` of transformers: by itself it asks, on standard input, whether to run a folder's code."""
+
+
+def transformers_library(what: str):
+    """The library, which `what` needs.
+
+    Raises:
+        UserError: if it is not installed.
+    """
+    require("transformers", what)
+    import transformers
+
+    return transformers
+
+
+def require(library: str, what: str) -> None:
+    """Raises UserError where a library is not installed that `what` needs."""
+    if find_spec(library) is None:
+        raise UserError(f"{what} needs the library {library}: pip install 'megadit[t5]' {library}")

@@ -1,0 +1,184 @@
+"""Tensors that are read one at a time, and safetensors files written the same way: memory holds one of them."""
+
+import argparse
+import json
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megadit.models.shared.documents import check_archive
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
+from megadit.models.storage.components import check_header
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' dtype name -> torch dtype."""
+OPEN_FILES = 2
+"""Shards that are mapped into memory at once."""
+
+
+def renamed_by(rules: Iterable[tuple[str, Any]], name: str) -> str:
+    """Rename a tensor: each (pattern, replacement) of `re.sub` in turn."""
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Shape and dtype of a tensor that is not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """Named tensors, and how to read one."""
+
+    label: str
+    """Name of the source, for messages."""
+    stored: Mapping[str, Stored]
+    read: Callable[[str], Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The texts of a file's header."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.stored.items()}
+
+    def without_prefix(self, prefix: str) -> "TensorSource":
+        """The same tensors, those whose name begins with `prefix` under shorter names."""
+        names = {name.removeprefix(prefix): name for name in self.stored}
+        stored = {short: self.stored[name] for short, name in names.items()}
+        return TensorSource(self.label, stored, lambda short: self.read(names[short]))
+
+    def beside(self, others: Mapping[str, Tensor]) -> "TensorSource":
+        """These tensors and `others`."""
+        more = from_state_dict(others)
+        stored = {**self.stored, **more.stored}
+        return TensorSource(self.label, stored, lambda name: (more if name in others else self).read(name))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of them, in memory."""
+        return {name: self.read(name) for name in self.stored}
+
+
+def load_pickled(file: Path | IO[bytes], where: str = "") -> Any:
+    """Load a file of `torch.save`: tensors, numbers and texts, and lists and dictionaries of them, on the CPU.
+
+    The tensors of a file (not of bytes) are mapped into memory where torch can. `where` names it in messages.
+
+    Raises:
+        UserError: if it cannot be read, holds something else, which is not run, or is larger than it seems.
+    """
+    where = where or str(file)
+    try:
+        if not isinstance(file, Path):
+            check_archive(file, where)
+            return torch.load(file, map_location="cpu", weights_only=True)
+        check_archive_file(file)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # options of a command, which do nothing
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except UserError:
+        raise
+    except pickle.UnpicklingError as error:  # torch's own words advise to run whatever the file holds
+        raise UserError(f"{where} is not read: it is no file of torch.save, or holds more than tensors") from error
+    except Exception as error:  # torch raises many kinds for a damaged file, or one that is more than tensors
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"{where} is not read: {reason}") from error
+
+
+def check_archive_file(path: Path) -> None:
+    """See `check_archive`."""
+    with path.open("rb") as file:
+        check_archive(file, str(path))
+
+
+def from_state_dict(state_dict: Mapping[str, Tensor], label: str = "the state dict") -> TensorSource:
+    stored = {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in state_dict.items()}
+    return TensorSource(label, stored, lambda name: state_dict[name].detach())
+
+
+def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
+    """The tensors of one safetensors file, or of several that are one checkpoint.
+
+    Raises:
+        UserError: if a file is missing or damaged, or holds numbers of a type that is not known.
+    """
+
+    @lru_cache(maxsize=OPEN_FILES)
+    def opened(path: str):
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+
+    where, stored, metadata = {}, {}, {}
+    for path in map(str, paths):
+        check_header(Path(path))
+        file = opened(path)
+        metadata |= file.metadata() or {}
+        for name in file.keys():
+            part = file.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise UserError(f"{path}: the tensor {name} has dtype {part.get_dtype()}, which is not supported")
+            where[name], stored[name] = path, Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+    label = str(paths[0]) if len(paths) == 1 else f"{Path(paths[0]).parent} ({len(paths)} files)"
+    return TensorSource(label, stored, lambda name: opened(where[name]).get_tensor(name), metadata)
+
+
+def write_safetensors(
+    path: str | os.PathLike,
+    source: TensorSource,
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes all tensors, converted to `dtype` if one is given, reading one at a time; whole or not at all.
+
+    `metadata` are the texts of the file's header.
+    """
+    names = {number: name for name, number in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in source.stored.items():
+        stored_dtype = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        size = stored_dtype.itemsize * int(torch.Size(tensor.shape).numel())
+        header[name] = {
+            "dtype": names[stored_dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in source.stored:
+            entry, tensor = header[name], source.read(name)
+            assert list(tensor.shape) == entry["shape"], f"{name} changed its shape while it was written"
+            data = tensor.detach().to("cpu", DTYPES[entry["dtype"]]).contiguous().flatten().view(torch.uint8)
+            file.write(data.numpy().data)

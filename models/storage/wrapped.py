@@ -1,0 +1,145 @@
+"""Tensors as other programs wrap them, under the names and with the values that a network has.
+
+- Prefixes: `module.` (DDP), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.`, `model.diffusion_model.` (ComfyUI),
+  `net.`, ...: whatever stands before a name that the network is known by.
+- Eight bits with scales: `NAME.scale_weight` or `NAME.weight_scale` multiplies `NAME.weight`.
+- Files of torch.save in which the tensors lie deeper: `generator_ema` (DMD), `ema`, `model`, `state_dict`, ...
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megadit.models.shared.errors import UserError
+from megadit.models.storage.tensor_source import (
+    Stored,
+    TensorSource,
+    from_state_dict,
+    load_pickled,
+    open_safetensors,
+)
+
+NESTED = ("generator_ema", "ema_model", "model_ema", "ema", "generator", "model", "module", "net", "state_dict")
+"""Keys under which files of torch.save hold a network's tensors, EMA weights first."""
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_AVERAGE = re.compile(r"(^|[._])ema[._]")
+_OTHER_PARTS = re.compile(
+    r"(first_stage_model|vae|cond_stage_model|conditioner|text_encoders?|image_encoder|(model|net)(_ema)?|ema|optimizer)\."
+)
+"""Beginnings of other tensors in a file in which the network's have a prefix."""
+_SCALES = (".scale_weight", ".weight_scale")
+_OF_INPUTS = re.compile(r"(^|\.)scaled_fp8$|\.(scale_input|input_scale)$")
+"""Pattern of tensors that only matter to kernels that also multiply activations in 8 bits."""
+
+
+def open_tensor_file(path: Path) -> TensorSource:
+    """The tensors of a .safetensors file, or of one that torch has pickled, of which nothing else is read.
+
+    Raises:
+        UserError: if there are none.
+    """
+    if path.suffix == ".safetensors":
+        return open_safetensors(path)
+    with path.open("rb") as file:
+        if file.read(4) == b"GGUF":
+            raise UserError(f"{path} is a GGUF file, whose numbers are quantised: give the safetensors it was made of")
+    values = load_pickled(path)
+    while isinstance(values, dict) and (deeper := next((key for key in NESTED if _is_nested(values.get(key))), None)):
+        values = values[deeper]
+    named = values.items() if isinstance(values, dict) else ()
+    tensors = {name: value for name, value in named if isinstance(value, Tensor)}
+    if not tensors:
+        raise UserError(f"{path} {_without_tensors(values)}")
+    return from_state_dict(tensors, str(path))
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(inner, Tensor | dict) for inner in value.values())
+
+
+def _without_tensors(values: Any) -> str:
+    if isinstance(values, dict) and any(isinstance(value, list) for value in values.values()):
+        (name, _) = next((name, value) for name, value in values.items() if isinstance(value, list))
+        return f"holds lists of tensors without names ({name}): save the network's state_dict() with these values"
+    keys = ", ".join(map(str, list(values)[:8])) if isinstance(values, dict) else type(values).__name__
+    return f"holds no tensors under their names, but: {keys}; they are looked for under {', '.join(NESTED)} too"
+
+
+def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
+    """The tensors without what stands before the first of the names `marks` that is there; in eight bits, the numbers
+    that they stand for.
+
+    Of a network and its EMA, the EMA weights.
+
+    Raises:
+        UserError: for several networks, and for scales that fit no tensor.
+    """
+    names = {_WRAPPERS.sub("", name): name for name in source.stored}
+    prefixes = _prefixes(names, marks)
+    if "" not in prefixes and prefixes:
+        averages = [prefix for prefix in prefixes if _AVERAGE.search(prefix)]
+        chosen = averages or prefixes
+        if len(chosen) > 1:
+            raise UserError(f"{source.label} holds several networks, {', '.join(sorted(prefixes))}: give one by itself")
+        names = _without(chosen[0], names)
+    if len(names) < len(source.stored) or any(short != name for short, name in names.items()):
+        stored = {short: source.stored[name] for short, name in names.items()}
+        source = TensorSource(source.label, stored, lambda short, read=source.read: read(names[short]), source.metadata)
+    return _with_scales(source)
+
+
+def _prefixes(names: Collection[str], marks: Collection[str]) -> list[str]:
+    """Prefixes before the first mark that any name ends with; one is dropped if another has over twice its names."""
+    for mark in marks:
+        found = [name.removesuffix(mark) for name in names if name == mark or name.endswith(f".{mark}")]
+        counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in found}
+        if found:
+            most = max(counts.values())
+            return [prefix for prefix, count in counts.items() if count >= most / 2]
+    return []
+
+
+def _without(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Short name -> name, without those of other parts."""
+    return {
+        short.removeprefix(prefix): name
+        for short, name in names.items()
+        if short.startswith(prefix) or not _OTHER_PARTS.match(short)
+    }
+
+
+def _with_scales(source: TensorSource) -> TensorSource:
+    """Tensors in eight bits times their scales, float32."""
+    scales = {
+        f"{name.removesuffix(ending)}.weight": name
+        for name in source.stored
+        for ending in _SCALES
+        if name.endswith(ending) and f"{name.removesuffix(ending)}.weight" in source.stored
+    }
+    if not scales:
+        return source
+    for name, scale in scales.items():
+        shape, of = source.stored[scale].shape, source.stored[name].shape
+        if torch.Size(shape).numel() != 1 and shape not in ((of[0],), (of[0], *[1] * (len(of) - 1))):
+            raise UserError(
+                f"{source.label}: {scale} {list(shape)} scales {name} {list(of)} in blocks, which is not supported: "
+                "give the weights before quantisation"
+            )
+
+    def read(name: str) -> Tensor:
+        value = source.read(name)
+        if name not in scales:
+            return value
+        scale = source.read(scales[name]).float()
+        return value.float() * (scale if scale.numel() == 1 else scale.reshape(-1, *[1] * (value.ndim - 1)))
+
+    stored = {
+        name: Stored(kept.shape, torch.float32) if name in scales else kept
+        for name, kept in source.stored.items()
+        if name not in scales.values() and not _OF_INPUTS.search(name)
+    }
+    return TensorSource(source.label, stored, read, source.metadata)

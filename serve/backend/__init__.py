@@ -1,0 +1,1 @@
+"""The models of Triton's Python backend: the video service and its engine, embeddings and classes."""

@@ -1,0 +1,111 @@
+"""The adapters that a request names: where they are, and what they ask for; errors call them by their names."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from megadit.infer.pipeline.adapters import Scales, adapted_defaults
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.convert.adapters.files import adapter_size
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.lora.named import SUFFIX, find_adapter, of_expert, split_expert
+from megadit.models.shared.errors import UserError
+from megadit.serve.contract import Limits, ServiceInfo, VideoRequest, work_with
+
+Request = TypeVar("Request")
+
+
+def asked_adapters(request: VideoRequest, info: ServiceInfo, folder: Path | None) -> Scales:
+    """The adapters of a request by their paths in a service's folder.
+
+    Raises:
+        UserError: for more than a request may have, those that are not there, and those that cannot be.
+    """
+    scales = {split_expert(name): scale for name, scale in info.check_adapters(request).items()}
+    return {
+        of_expert(expert, str(find_adapter(folder, name, info.limits.max_adapter_bytes))): scale
+        for (expert, name), scale in scales.items()
+    }
+
+
+def defaults_with(defaults: SamplingSettings, adapters: Scales) -> SamplingSettings:
+    """Return the default settings of a request with these adapters.
+
+    Raises:
+        UserError: for adapters that cannot be read, or ask for different things.
+    """
+    with _by_name(adapters):
+        return adapted_defaults(defaults, adapters)
+
+
+def shares_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> dict[str, float]:
+    """Return each adapter's number of parameters divided by the network's: the share of work that it adds.
+
+    Raises:
+        UserError: for a higher rank than this service takes, and for one that is too large once it is in memory.
+    """
+    shares = {}
+    for path in adapters:
+        with _by_name([path]):
+            rank, size = adapter_size(split_expert(path)[1])
+            limits.check_adapter(rank, size * torch.float32.itemsize)
+            shares[path] = size / num_parameters
+    return shares
+
+
+def batches_of(
+    requests: Iterable[Request],
+    shares: Callable[[Request], Mapping[str, float]],
+    num_videos: Callable[[Request], int],
+) -> list[list[Request]]:
+    """Group requests of equal settings into batches that are no more work than their requests one after the other.
+
+    A batch computes each of its adapters for all of its videos: without this rule, other users would pay for one
+    user's large adapter, and several large ones would be in memory at once. Requests with small adapters come first.
+    """
+
+    def alone(request: Request) -> float:
+        return work_with(sum(shares(request).values()))
+
+    batches: list[list[Request]] = []
+    for request in sorted(requests, key=alone):
+        for batch in batches:
+            joined = [*batch, request]
+            held = {path: share for each in joined for path, share in shares(each).items()}
+            apart = sum(num_videos(each) * alone(each) for each in joined)
+            if sum(map(num_videos, joined)) * work_with(sum(held.values())) <= apart + 1e-9:
+                batch.append(request)
+                break
+        else:
+            batches.append([request])
+    return batches
+
+
+def admit(pipeline: TextToVideo, adapters: Scales) -> None:
+    """Read adapters once, so that unusable ones are reported before anything is generated.
+
+    Raises:
+        UserError: for those that cannot be read, or do not fit the network, or one another.
+    """
+    for path in adapters:  # one by one: what the others are is no reason to keep all in memory
+        with _by_name([path]):
+            pipeline.admit_adapters({path: 1.0})
+    if len(adapters) > 1:  # an exported network has room for so much of them together
+        pipeline.admit_adapters(adapters)
+
+
+@contextmanager
+def _by_name(paths: Iterable[str]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        places = [split_expert(path)[1] for path in paths]
+        names = {path: Path(path).name.removesuffix(SUFFIX) for path in places}
+        told = str(error)
+        for path, name in names.items():
+            told = told.replace(path, name)
+        asked = ", ".join(map(repr, names.values()))
+        raise UserError(f"the adapter {asked} cannot be used: {told}") from None

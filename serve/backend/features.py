@@ -1,0 +1,136 @@
+"""Embedding and classification models for Triton: pictures and texts to features, pictures to classes.
+
+Each is a row of `MODELS`. Nothing here knows Triton (`features_model.py` does): values of requests in, rows of numbers
+out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from megadit.infer.commands.classify import Classifier
+from megadit.infer.evaluate.videos import Clip
+from megadit.infer.evaluate.window import Window, cut
+from megadit.infer.matching import Matcher
+from megadit.infer.media.reader import MediaReader
+from megadit.models.bundle import Bundle, Kind
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.conditioning_settings import plain_bytes
+from megadit.models.shared.errors import UserError
+from megadit.serve.contract import Limits
+
+Read = Callable[[bytes], Any]
+Compute = Callable[[Sequence[Any]], torch.Tensor]
+Judge = Matcher | Classifier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureModel:
+    """A Triton model that answers each picture, or text, with a row of numbers."""
+
+    input: Literal["image", "text"]
+    """The bytes of a file (or a data URL of them), or a text in UTF-8."""
+    output: str
+    network: type[Judge]
+    compute: Callable[[Judge], Compute]
+    width: Callable[[DiTConfig], int | None]
+    """Numbers in a row; None where the network was trained to give none."""
+    labels: Callable[[Bundle], Sequence[str]] = lambda bundle: ()
+    """Label of each of these numbers, where they have any."""
+
+
+def _embedding_size(config: DiTConfig) -> int:
+    return config.text_tower.embedding_size
+
+
+MODELS: dict[Kind, dict[str, FeatureModel]] = {
+    "clip": {
+        "image_to_features": FeatureModel(
+            input="image",
+            output="features",
+            network=Matcher,
+            compute=lambda matcher: matcher.pictures,
+            width=_embedding_size,
+        ),
+        "text_to_features": FeatureModel(
+            input="text",
+            output="features",
+            network=Matcher,
+            compute=lambda matcher: matcher.texts,
+            width=_embedding_size,
+        ),
+    },
+    "classifier": {
+        "image_to_classes": FeatureModel(
+            input="image",
+            output="probabilities",
+            network=Classifier,
+            compute=lambda classifier: classifier,
+            width=lambda config: config.num_classes,
+            labels=lambda bundle: bundle.load_text_encoder().names,
+        ),
+    },
+}
+"""Kind of a bundle -> its models by name."""
+
+
+class Features:
+    """One of `MODELS` with its network loaded."""
+
+    def __init__(self, name: str, bundle: Bundle, *, runtime: str, device: str, limits: Limits) -> None:
+        """Loads the network.
+
+        Raises:
+            UserError: for a bundle without such a model, or not exported for `runtime`.
+        """
+        self.model = MODELS[bundle.kind][name]
+        network = self.model.network(bundle, runtime=runtime, device=device)
+        self._compute, self._most = self.model.compute(network), network.most
+        self._media = MediaReader(limits)
+        readers: dict[str, Read] = {"image": _read_image(self._media, network.window), "text": _read_text(limits)}
+        self._read = readers[self.model.input]
+
+    def answer(self, requests: Sequence[Sequence[bytes]]) -> list[np.ndarray | Exception]:
+        """Return a float32 row for each value of each request, all computed together; or the error of a request."""
+        read = [self._read_all(values) for values in requests]
+        every = [value for values in read if not isinstance(values, Exception) for value in values]
+        step = self._most or max(len(every), 1)
+        parts = [self._compute(every[first : first + step]) for first in range(0, len(every), step)]
+        rows = iter(torch.cat(parts).numpy() if parts else ())
+        return [values if isinstance(values, Exception) else np.stack([next(rows) for _ in values]) for values in read]
+
+    def close(self) -> None:
+        """Ends the processes that read files."""
+        self._media.close()
+
+    def _read_all(self, values: Sequence[bytes]) -> list[Any] | Exception:
+        try:
+            return [self._read(value) for value in values]
+        except (UserError, TimeoutError) as error:
+            return error
+
+
+def _read_image(media: MediaReader, window: Window) -> Read:
+    """A picture, or a video, as the network sees it: cropped and resized before it waits for others."""
+
+    def read(data: bytes) -> Clip:
+        name = "the file"
+        seen_THWC = cut(Clip(media.read(plain_bytes(data)), 0.0, name), name, window)
+        return Clip(seen_THWC.numpy(), 0.0, name)
+
+    return read
+
+
+def _read_text(limits: Limits) -> Read:
+    def read(data: bytes) -> str:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"the text is not UTF-8: {error.reason} at byte {error.start}") from None
+        limits.check_text("text", text)
+        return text
+
+    return read

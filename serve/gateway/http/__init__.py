@@ -1,0 +1,1 @@
+"""The HTTP side of the gateway: routes, schemas, middleware, connections and streams."""

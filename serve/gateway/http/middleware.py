@@ -1,0 +1,161 @@
+"""Around every request: an id, a line in the log, a count, and limits of the body's size and time."""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megadit.serve.gateway.errors import ApiError, answer
+from megadit.serve.gateway.logs import REQUEST_ID, log
+from megadit.serve.gateway.metrics import Metrics
+from megadit.serve.gateway.store.patience import patient
+from megadit.serve.gateway.turns import Turns
+from megadit.serve.tracing import HERE, TRACEPARENT, Span, Tracing
+
+_PLAIN = re.compile(rb"[0-9A-Za-z._-]{1,64}")
+"""A request id of a client's that may be repeated in a header and in the log."""
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+"""Methods that are counted under their names; clients can make up any number of others."""
+_CLIENT_LEFT = 499
+"""Status of a request whose client hangs up before the answer, as nginx counts it: no fault of the service's."""
+_SECONDS_OF_A_BODY = 30.0
+"""Seconds for a whole body, beside the time that its bytes take at `_SLOWEST_UPLOAD`."""
+_SLOWEST_UPLOAD = 1 << 18
+"""Lowest speed of a large body, in bytes a second."""
+_LOOKS_AT_ONCE = 2
+"""Requests of one caller without a body whose answers are prepared at once: a thousand of his do not stand before
+everybody else's."""
+_TAKES_LONG = "/content"
+"""End of a path whose pictures are made one at a time for all, beside which a caller's other requests go on."""
+
+
+class _BodyTooLargeError(Exception):
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the body is larger than {most:,} bytes")
+
+
+class _BodyTooSlowError(Exception):
+    pass
+
+
+class _HeadIsAllError(OSError):
+    """Nothing more of the answer is wanted; an OSError ends a stream as a client that is gone does."""
+
+
+class Surroundings:
+    """Plain ASGI, so that streams pass through as they come. HEAD is what GET answers, without its body."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, tracing: Tracing, max_body_bytes: int) -> None:
+        self._tracing = tracing
+        self._app, self._metrics, self._max_body_bytes = app, metrics, max_body_bytes
+        self._looks = Turns(of_a_key=_LOOKS_AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, method = time.monotonic(), 0, scope["method"]
+        if method == "HEAD":
+            scope = scope | {"method": "GET"}
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers)
+        token, span = REQUEST_ID.set(request_id), self._span(scope["method"], headers, request_id)
+        place = HERE.set(span.traceparent)
+        state = scope.setdefault("state", {})
+        caller = headers.get(b"authorization", b"").decode("latin-1")
+        turn = AsyncExitStack()
+        """Until the answer begins."""
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                await turn.aclose()
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+            elif method == "HEAD":
+                await send({"type": "http.response.body"})
+                raise _HeadIsAllError
+            await send(message)
+
+        try:
+            if caller and method in ("GET", "HEAD") and not scope["path"].endswith(_TAKES_LONG):
+                await turn.enter_async_context(self._looks.of(caller))
+            with patient():
+                await self._app(scope, self._limited(receive, state), sending)
+        except (ClientDisconnect, _HeadIsAllError):  # in the midst of its own request, or with all that it wanted
+            status = status or _CLIENT_LEFT
+        except Exception as error:
+            if not isinstance(error, (_BodyTooLargeError, _BodyTooSlowError)):
+                log("request failed", error=error)
+            if not status:
+                with suppress(_HeadIsAllError):
+                    await answer(self._told(error))(scope, receive, sending)
+        finally:
+            await turn.aclose()
+            self._note(scope | {"method": method}, status, time.monotonic() - began, span)
+            REQUEST_ID.reset(token)
+            HERE.reset(place)
+
+    def _span(self, method: str, headers: Mapping[bytes, bytes], request_id: str) -> Span:
+        """Span of a request that its caller traces, or that is no poll: clients ask how far a video is all day."""
+        parent = headers.get(TRACEPARENT.encode(), b"").decode("latin-1")
+        is_look = method not in ("POST", "DELETE")
+        told = {"http.request.method": method if method in _METHODS else "_OTHER"}
+        told["megadit.request_id"] = request_id
+        return self._tracing.begin(told["http.request.method"], parent, told, kind="server", may_be_root=not is_look)
+
+    def _limited(self, receive: Receive, state: dict[str, Any]) -> Receive:
+        """Wrap `receive` in the limits; `state` may hold a larger limit of the body, for a request with a key."""
+        received, deadline = 0, asyncio.get_running_loop().time() + _SECONDS_OF_A_BODY
+
+        async def receiving() -> Message:
+            nonlocal received, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise _BodyTooSlowError from None
+            if not message.get("more_body", False):
+                deadline = None  # what follows, however late, is that the client is gone
+            received += len(message.get("body", b""))
+            most = state.get("max_body_bytes", self._max_body_bytes)
+            if received > most:
+                raise _BodyTooLargeError(most)
+            if deadline is not None:
+                deadline += len(message.get("body", b"")) / _SLOWEST_UPLOAD
+            return message
+
+        return receiving
+
+    def _told(self, error: Exception) -> ApiError:
+        if isinstance(error, _BodyTooLargeError):
+            return ApiError(413, "too_large", str(error))
+        if isinstance(error, _BodyTooSlowError):
+            return ApiError(408, "too_slow", f"the body did not come within {_SECONDS_OF_A_BODY:g} s")
+        return ApiError(500, "internal_error", "the gateway failed; its log says how")
+
+    def _note(self, scope: Scope, status: int, seconds: float, span: Span) -> None:
+        route = getattr(scope.get("route"), "path", "unknown")
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self._metrics.requests.labels(method, route, str(status)).inc()
+        self._metrics.request_seconds.labels(method, route).observe(seconds)
+        key: Any = scope.get("state", {}).get("key_id")
+        told = {"http.route": route, "http.response.status_code": status} | ({"megadit.key": key} if key else {})
+        span.note(told, name=f"{method} {route}")
+        span.end(str(status) if status >= 500 or not status else None)
+        if status == 200 and route.startswith("/health/"):
+            return  # asked for every few seconds; one that fails is told
+        level = logging.ERROR if status >= 500 or not status else logging.INFO
+        log("request", level=level, method=method, route=route, status=status, key=key, seconds=round(seconds, 4))
+
+
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}"

@@ -1,0 +1,133 @@
+"""Waiting for a video: its progress as server-sent events, or its end."""
+
+import asyncio
+import base64
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from megadit.serve.gateway.errors import ApiError, unavailable
+from megadit.serve.gateway.http.schemas import Video, VideoPreview
+from megadit.serve.gateway.service import Gateway
+from megadit.serve.gateway.store.jobs import QUEUED, Job
+from megadit.serve.gateway.store.keys import Key
+from megadit.serve.gateway.store.patience import patient
+
+_SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_BETWEEN_SIGNS_OF_LIFE = 15.0
+
+
+class _Stream(StreamingResponse):
+    """An answer that says when it has ended, however that came about."""
+
+    def __init__(self, *arguments: Any, on_end: Callable[[], None], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+class Streams:
+    """Clients that wait, of which each key may have a few at once."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._open: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def open(self, key: Key, video_id: str, headers: dict[str, str]) -> _Stream:
+        """The stream, which counts from now until its answer has ended.
+
+        Raises:
+            ApiError: if this key reads as many as it may.
+        """
+        self._begin(key)
+        return _Stream(
+            self._events(key, video_id),
+            on_end=lambda: self._end(key),
+            headers=headers,
+            media_type="text/event-stream",
+        )
+
+    async def end_of(self, key: Key, video_id: str, request: Request) -> Job | None:
+        """The job once it has ended, None once it is deleted; whoever waits for it counts as a stream.
+
+        Raises:
+            ApiError: if this key reads as many as it may, or the gateway ends before the video is begun.
+            ClientDisconnect: if the client hangs up.
+        """
+        self._begin(key)
+        try:
+            while True:
+                with patient():  # each look by itself
+                    job = await run_in_threadpool(self._gateway.store.get, key.id, video_id)
+                if job is None or job.has_ended:
+                    return job
+                if self._gateway.runner.is_draining and job.status == QUEUED:
+                    raise unavailable("draining", f"this gateway is about to end; ask for {video_id} again")
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        finally:
+            self._end(key)
+
+    def _begin(self, key: Key) -> None:
+        with self._lock:
+            if self._open[key.id] >= self._gateway.settings.max_streams:
+                message = f"this key may read {self._gateway.settings.max_streams} streams at once"
+                raise ApiError(429, "too_many_streams", message, retry_after=5)
+            self._count(key, 1)
+
+    def _end(self, key: Key) -> None:
+        with self._lock:
+            self._count(key, -1)
+
+    async def _events(self, key: Key, video_id: str) -> AsyncIterator[str]:
+        last, shown, told_at = None, 0, time.monotonic()
+        while not self._gateway.runner.is_draining:
+            with patient():  # each look by itself
+                job, preview = await run_in_threadpool(self._look, key, video_id, shown)
+            if job is None:
+                yield "event: video.deleted\ndata: {}\n\n"
+                return
+            if preview is not None:
+                shown = preview.step
+                yield _event("video.preview", preview)
+            if (job.status, job.step) != last:
+                last, told_at = (job.status, job.step), time.monotonic()
+                yield _event(f"video.{job.status}", Video.of(job))
+            elif time.monotonic() - told_at > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
+                told_at = time.monotonic()
+                yield ": still here\n\n"
+            if job.has_ended:
+                return
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def _look(self, key: Key, video_id: str, shown: int) -> tuple[Job | None, VideoPreview | None]:
+        """How far a video is, and its preview if that is of another step than the one shown last."""
+        job = self._gateway.store.get(key.id, video_id)
+        found = self._gateway.store.preview(job, but=shown) if job is not None and job.request.preview_every else None
+        if found is None:
+            return job, None
+        return job, VideoPreview(id=video_id, step=found[0], data=base64.b64encode(found[1]).decode())
+
+    def _count(self, key: Key, change: int) -> None:
+        self._open[key.id] += change
+        self._gateway.metrics.streams.inc(change)
+
+
+def _event(kind: str, data: BaseModel) -> str:
+    return f"event: {kind}\ndata: {data.model_dump_json()}\n\n"

@@ -1,0 +1,362 @@
+"""Takes jobs from the store to Triton and their videos to the results, whatever fails on the way.
+
+Each server has a thread that watches its health and one that hands it jobs while it has free slots: work goes where
+servers are healthy and idle. A job whose server fails is put back into the queue once, where it then has a server for
+itself, and then ends: one that brings servers down takes others along once and not twice.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from megadit.models.shared.cli.setting import setting
+from megadit.serve.client import Generation
+from megadit.serve.contract import VideoRequest
+from megadit.serve.events import CancelledError, DeadlineExceededError, InvalidRequestError, ServiceError, VideoResult
+from megadit.serve.gateway.jobs.servers import Server, Servers
+from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.media import unpack
+from megadit.serve.gateway.metrics import Metrics
+from megadit.serve.gateway.store.database import in_a_line
+from megadit.serve.gateway.store.jobs import Job
+from megadit.serve.gateway.store.results import Results
+from megadit.serve.gateway.store.store import JobStore
+from megadit.serve.tracing import NOTHING, Span, Tracing
+
+_SECONDS_BETWEEN_LOOKS = 0.2
+"""Pause between looks at the queue; a job that this gateway was given is seen at once."""
+_SECONDS_BETWEEN_NOTES = 0.2
+"""Pause between notes of a job's progress."""
+_SECONDS_BETWEEN_PROBES = 1.0
+_SECONDS_FOR_A_CANCEL = 5.0
+_CANCELLED, _LOST, _DRAINED = "cancelled", "lost", "drained"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerSettings:
+    """How long things may take, in seconds."""
+
+    job_seconds: float = setting(
+        3600.0, "seconds for one job at Triton, its queue included (default: 3600)", metavar="S"
+    )
+    hang_seconds: float = setting(10.0, "seconds after which a silent server loses its jobs (default: 10)", metavar="S")
+    """A server is silent if it answers no probe."""
+    result_seconds: float = setting(86_400.0, "seconds for which a video is kept (default: a day)", metavar="S")
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Run:
+    """A job at a server."""
+
+    job: Job
+    server: Server
+    generation: Generation
+    num_slots: int = 1
+    """Slots of the server that it holds."""
+    attempt: Span = NOTHING
+    call: Span = NOTHING
+    """Span of Triton, within the attempt."""
+    began: float = field(default_factory=time.monotonic)
+    stopped_for: str | None = None
+    has_ended: threading.Event = field(default_factory=threading.Event)
+
+    def stop(self, reason: str) -> None:
+        self.stopped_for = self.stopped_for or reason
+        self.generation.cancel()
+
+
+class Runner:
+    """Runs the jobs of a store, as many at once as the servers have slots."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        servers: Servers,
+        results: Results,
+        metrics: Metrics,
+        tracing: Tracing,
+        *,
+        settings: RunnerSettings,
+    ) -> None:
+        self._store, self._servers, self._results, self._metrics = store, servers, results, metrics
+        self._settings, self._tracing = settings, tracing
+        self._draining, self._ended, self._news = threading.Event(), threading.Event(), threading.Event()
+        self._paused = threading.Event()
+        self._runs: dict[str, _Run] = {}
+        self._handing_out: set[str] = set()
+        """Servers that are about to get a job, if there is one."""
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(sum(server.slots for server in servers.all), thread_name_prefix="job")
+        self._threads = [
+            threading.Thread(target=loop, args=[server], name=f"{loop.__name__} {server.url}", daemon=True)
+            for server in servers.all
+            for loop in (self._watch, self._hand_out)
+        ]
+
+    def start(self) -> None:
+        for job in self._store.interrupt_all(self._store.owner):  # what an earlier life of this gateway ran
+            log("job interrupted", job=job.id, reason="the gateway ended")
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining.is_set()
+
+    def pause(self) -> None:
+        """Begins no job until `resume`; those that run go on, and new ones wait in the queue."""
+        self._paused.set()
+
+    def resume(self) -> None:
+        self._paused.clear()
+        self._news.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is paused and no job is at a server."""
+        with self._lock:
+            return self._paused.is_set() and not self._runs and not self._handing_out
+
+    def tell_news(self) -> None:
+        """Note that there is a new job in the queue."""
+        self._news.set()
+
+    def cancel(self, job_id: str) -> None:
+        """Ends a job that this gateway runs; returns once Triton has been told."""
+        with self._lock:
+            run = self._runs.get(job_id)
+        if run is not None:
+            run.stop(_CANCELLED)
+            run.has_ended.wait(_SECONDS_FOR_A_CANCEL)
+
+    def drain(self, seconds: float) -> None:
+        """Begins no job any more, lets those that run finish, and puts back what is not done in time."""
+        self._draining.set()
+        self._news.set()
+        for thread in self._threads:
+            if thread.name.startswith(self._hand_out.__name__):
+                thread.join()
+        deadline = time.monotonic() + seconds
+        for run in self._running():
+            run.has_ended.wait(max(0.0, deadline - time.monotonic()))
+        for run in self._running():
+            run.stop(_DRAINED)
+        for run in self._running():
+            run.has_ended.wait(_SECONDS_FOR_A_CANCEL)
+        self._ended.set()
+        self._pool.shutdown(wait=True)
+
+    def _running(self) -> list[_Run]:
+        with self._lock:
+            return list(self._runs.values())
+
+    # ------------------------------------------------------------------------------------------ threads of a server
+
+    def _watch(self, server: Server) -> None:
+        while not self._ended.wait(_SECONDS_BETWEEN_PROBES if server.infos else 0.2):
+            before = server.is_healthy, server.complaint
+            server.probe()
+            if (server.is_healthy, server.complaint) != before:
+                state = "healthy" if server.is_healthy else "unhealthy"
+                log(f"server is {state}", server=server.url, reason=server.complaint)
+            if server.seconds_silent() > self._settings.hang_seconds:
+                for run in self._running():
+                    if run.server is server:
+                        run.stop(_LOST)
+
+    def _hand_out(self, server: Server) -> None:
+        while not self._draining.is_set():
+            if not server.free.acquire(timeout=_SECONDS_BETWEEN_LOOKS):
+                continue
+            with self._lock:
+                may_begin = server.is_healthy and not self._paused.is_set()
+                self._handing_out |= {server.url} if may_begin else set()
+            try:
+                is_given = may_begin and self._begin_next(server)
+            except SQLAlchemyError as error:
+                log("store failed", reason=in_a_line(error))
+                is_given = False
+            finally:
+                self._handing_out.discard(server.url)
+            if not is_given:
+                server.free.release()
+                self._news.wait(_SECONDS_BETWEEN_LOOKS)
+                self._news.clear()
+
+    def _begin_next(self, server: Server) -> bool:
+        """Whether there was a job, and this server answered just before it was taken."""
+        if not self._store.has_queued() or not server.answers():
+            return False
+        job = self._store.claim(frozenset(server.models))
+        if job is None:
+            return False
+        is_alone = job.is_suspected
+        if is_alone and not self._empty(server):
+            self._persist(lambda: self._store.give_back(job))
+            return False
+        request = self._request(job)
+        if request is None:
+            return False
+        client, (attempt, call) = server.client(job.model), self._spans(job, server)
+        generation = client.stream(request, timeout=self._settings.job_seconds, traceparent=call.traceparent)
+        slots = server.slots if is_alone else 1
+        run = _Run(job=job, server=server, generation=generation, num_slots=slots, attempt=attempt, call=call)
+        with self._lock:
+            self._runs[job.id] = run
+        self._metrics.stages.labels("queue", job.key_id).observe(max(0.0, job.started_at - job.created_at))
+        log("job started", job=job.id, key=job.key_id, server=server.url, attempt=job.attempts)
+        self._pool.submit(self._work, run)
+        return True
+
+    def _spans(self, job: Job, server: Server) -> tuple[Span, Span]:
+        """Begin the spans of a job's attempt and of Triton's part in it, and record that of its time in the queue."""
+        about = {"megadit.job": job.id, "megadit.key": job.key_id, "megadit.attempt": job.attempts}
+        queue = self._tracing.begin("queue", job.traceparent, about, at=job.queued_at or job.created_at)
+        queue.end(at=job.started_at)
+        attempt = self._tracing.begin("attempt", job.traceparent, about | {"megadit.gateway": self._store.owner})
+        about = {"megadit.model": job.model, "megadit.server": server.url}
+        return attempt, attempt.child("triton", about, kind="client")
+
+    def _request(self, job: Job) -> VideoRequest | None:
+        """The request with its files; a job whose files are gone has failed."""
+        if job.given_name is None:
+            return job.request
+        try:
+            return replace(job.request, **unpack(self._results.given(job)))
+        except Exception as error:  # fsspec's file systems raise what their libraries do
+            log("files of a job not read", error=error, job=job.id)
+        self._persist(lambda: self._store.fail(job, "storage_failed", "the files of its request cannot be read"))
+        return None
+
+    def _empty(self, server: Server) -> bool:
+        """Waits until a server, of which one slot is held, has no other job; whether all slots are held then.
+
+        False if this gateway is about to end, or the server answers no more.
+        """
+        held = 0
+        while held < server.slots - 1 and not self._draining.is_set():
+            held += server.free.acquire(timeout=_SECONDS_BETWEEN_LOOKS)
+        is_ours = held == server.slots - 1 and not self._draining.is_set() and server.answers()
+        if not is_ours and held:
+            server.free.release(held)
+        return is_ours
+
+    # ------------------------------------------------------------------------------------------ one job
+
+    def _work(self, run: _Run) -> None:
+        try:
+            self._settle(run)
+        except Exception as error:
+            log("job lost its gateway", error=error, job=run.job.id)
+        finally:
+            with self._lock:
+                del self._runs[run.job.id]
+            run.attempt.end()
+            run.has_ended.set()
+            run.server.free.release(run.num_slots)
+            self._news.set()
+
+    def _settle(self, run: _Run) -> None:
+        """Makes the video and writes down what became of the job."""
+        try:
+            with run.call:
+                video = self._generate(run)
+            self._metrics.stages.labels("triton", run.job.key_id).observe(time.monotonic() - run.began)
+        except InvalidRequestError as error:
+            self._fail(run, error.code, str(error))
+        except CancelledError as error:
+            self._settle_stopped(run, error)
+        except DeadlineExceededError as error:
+            if time.monotonic() - run.began < self._settings.job_seconds:
+                self._interrupt(run, f"the server did not answer: {error}")
+            else:
+                self._fail(run, "timed_out", f"not done within {self._settings.job_seconds:g} s")
+        except ServiceError as error:
+            self._interrupt(run, str(error))
+        except Exception as error:  # an answer that cannot be read, or a fault of ours: the job has an end anyway
+            log("run failed", error=error, job=run.job.id)
+            self._interrupt(run, "the gateway could not follow it")
+        else:
+            self._keep(run, video)
+
+    def _generate(self, run: _Run) -> VideoResult:
+        video, preview, last_note = None, b"", -_SECONDS_BETWEEN_NOTES
+        for event in run.generation:
+            if isinstance(event, VideoResult):
+                video = event
+                continue
+            preview = event.preview or preview
+            if time.monotonic() - last_note >= _SECONDS_BETWEEN_NOTES:
+                last_note = time.monotonic()
+                try:
+                    is_ours = self._store.note_step(run.job, event.step, preview)
+                    preview = b""
+                except SQLAlchemyError:
+                    continue  # a full disk: progress is told later, or not at all
+                if not is_ours:  # deleted at another gateway
+                    run.stop(_CANCELLED)
+        if video is None:
+            raise ServiceError("the stream ended without a video")
+        return video
+
+    def _keep(self, run: _Run, video: VideoResult) -> None:
+        began = time.monotonic()
+        try:
+            with run.attempt.child("store", {"megadit.bytes": len(video.data)}):
+                result = self._results.put(run.job.id, video.data, video.media_type)
+        except Exception as error:  # fsspec's file systems raise what their libraries do
+            log("result not stored", error=error, job=run.job.id)
+            self._fail(run, "storage_failed", f"the video could not be stored: {error}")
+            return
+        self._metrics.stages.labels("store", run.job.key_id).observe(time.monotonic() - began)
+        seconds = self._settings.result_seconds
+        told = {"seconds_to_live": seconds, "scores": video.scores}
+        if self._persist(lambda: self._store.complete(run.job, result, **told)):
+            self._end(run, "completed")
+        else:
+            self._results.remove(result.name)  # deleted in the meantime, or another gateway's by now
+
+    def _settle_stopped(self, run: _Run, error: CancelledError) -> None:
+        if run.stopped_for == _CANCELLED:
+            self._metrics.videos.labels(run.job.key_id, run.job.model, "cancelled").inc()
+            log("job cancelled", job=run.job.id, step=run.job.step)
+        elif run.stopped_for == _DRAINED:
+            self._persist(lambda: self._store.give_back(run.job))
+        else:
+            self._interrupt(run, "its server hangs" if run.stopped_for == _LOST else str(error))
+
+    def _interrupt(self, run: _Run, reason: str) -> None:
+        run.server.suspect()
+        run.attempt.end("interrupted")
+        self._metrics.interruptions.labels(run.server.url).inc()
+        log("job interrupted", job=run.job.id, server=run.server.url, attempt=run.job.attempts, reason=reason)
+        if (
+            self._persist(lambda: self._store.interrupt(run.job, reason, suspicion="server_failed"))
+            and run.job.is_suspected
+        ):
+            self._end(run, "failed", "server_failed")
+
+    def _fail(self, run: _Run, code: str, message: str) -> None:
+        if self._persist(lambda: self._store.fail(run.job, code, message)):
+            self._end(run, "failed", code)
+
+    def _end(self, run: _Run, outcome: str, code: str | None = None) -> None:
+        self._metrics.videos.labels(run.job.key_id, run.job.model, outcome).inc()
+        if code is not None:
+            run.attempt.end(code)
+            self._metrics.errors.labels(run.job.key_id, code).inc()
+        log(f"job {outcome}", job=run.job.id, key=run.job.key_id, code=code, seconds=time.monotonic() - run.began)
+
+    def _persist(self, write: Callable[[], bool]) -> bool:
+        """Writes to the store, again and again while it cannot take it (a full disk), until this gateway ends."""
+        while True:
+            try:
+                return write()
+            except SQLAlchemyError as error:
+                log("store failed", reason=in_a_line(error))
+                if self._ended.wait(1.0):
+                    raise

@@ -1,0 +1,164 @@
+"""Tells the addresses that keys named when a video is completed or has failed; signed as standardwebhooks.com says.
+
+The address belongs to the key and is set by who runs the gateway: no request makes the gateway call anybody. A name in
+it is its owner's, who may lead it anywhere at any time: where a connection ends is checked before a byte is sent.
+"""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import random
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+from sqlalchemy.exc import SQLAlchemyError
+
+from megadit.models.shared.addresses import is_address, is_link_local, is_public
+from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.metrics import Metrics
+from megadit.serve.gateway.store.database import in_a_line
+from megadit.serve.gateway.store.jobs import Job
+from megadit.serve.gateway.store.keys import Key, KeyRing
+from megadit.serve.gateway.store.store import JobStore
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_ANSWER = 10.0
+"""Time for the whole exchange, however slowly an address answers."""
+_SECONDS_OF_A_TURN = 10.0
+"""Time after which a key with more to tell waits for its next turn."""
+_PAUSES = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
+"""Pauses after each try that fails, as standardwebhooks.com advises: three days in all."""
+_AT_ONCE = 8
+
+
+class Webhooks:
+    """Sends what is due of the jobs that this gateway ended, again with doubled pauses until it is taken.
+
+    The calls of one key go one after the other: an address that never answers holds no other key's up.
+    """
+
+    def __init__(self, store: JobStore, keys: KeyRing, metrics: Metrics, *, may_be_private: bool = False) -> None:
+        """`may_be_private`: names may lead to this machine and its network."""
+        self._store, self._keys, self._metrics = store, keys, metrics
+        self._may_be_private = may_be_private
+        self._tries: dict[str, dict[str, tuple[int, float]]] = {}
+        """Key -> job -> tries that failed, and when the next is due (monotonic)."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._send_what_is_due, name="webhooks", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop; what is not delivered is sent when this gateway starts again."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _send_what_is_due(self) -> None:
+        calls: dict[str, Future] = {}
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="webhook") as pool:
+            while not self._stopping.wait(_SECONDS_BETWEEN_LOOKS):
+                try:
+                    for key_id in self._store.keys_to_tell():
+                        if key_id not in calls or calls[key_id].done():
+                            calls[key_id] = pool.submit(self._tell, key_id)
+                except SQLAlchemyError as error:
+                    log("store failed", reason=in_a_line(error))
+
+    def _tell(self, key_id: str) -> None:
+        """Tells one key what is due, until a call fails or its turn is over."""
+        end = time.monotonic() + _SECONDS_OF_A_TURN
+        try:
+            key, jobs, known = self._keys.find(key_id), self._store.untold(key_id), self._tries.pop(key_id, {})
+            tries = self._tries[key_id] = {job.id: known[job.id] for job in jobs if job.id in known}
+            for job in jobs:
+                is_due = tries.get(job.id, (0, 0.0))[1] <= time.monotonic()
+                is_over = self._stopping.is_set() or time.monotonic() > end
+                if is_over or (is_due and not self._try(key, job, tries)):
+                    return
+        except SQLAlchemyError as error:
+            log("store failed", reason=in_a_line(error))
+
+    def _try(self, key: Key | None, job: Job, tries: dict[str, tuple[int, float]]) -> bool:
+        is_wanted = key is not None and not key.is_revoked
+        result = send(key, job, may_be_private=self._may_be_private) if is_wanted else "key revoked"
+        count = tries.get(job.id, (0, 0.0))[0] + 1
+        is_taken = result.startswith("2")
+        self._metrics.webhook_attempts.labels(f"{result[0]}xx" if result.isdecimal() else result).inc()
+        about = {"job": job.id, "key": job.key_id, "attempt": count, "result": result}
+        if not is_taken and is_wanted and count <= len(_PAUSES):
+            pause = _PAUSES[count - 1] * random.uniform(0.9, 1.1)
+            tries[job.id] = (count, time.monotonic() + pause)
+            log("webhook failed", **about, next_in_seconds=round(pause))
+            return False
+        outcome = "delivered" if is_taken else "given_up"
+        self._store.note_told(job, outcome)
+        self._metrics.webhooks.labels(outcome).inc()
+        log(f"webhook {outcome.replace('_', ' ')}", **about)
+        return is_taken
+
+
+def send(key: Key, job: Job, *, may_be_private: bool) -> str:
+    """The status with which the address answers, or why it does not."""
+    event = {
+        "id": f"evt_{job.id}",
+        "object": "event",
+        "created_at": int(job.completed_at or 0),
+        "type": f"video.{job.status}",
+        "data": {"id": job.id},
+    }
+    body = json.dumps(event).encode()
+    headers = {"content-type": "application/json", **signature(key.webhook_secret, event["id"], body)}
+    try:
+        post = _post(key.webhook_url, body, headers, may_be_private=may_be_private)
+        return asyncio.run(asyncio.wait_for(post, _SECONDS_TO_ANSWER))
+    except TimeoutError:
+        return "timeout"
+    except _PrivateAddressError:
+        return "private address"
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return "unreachable"
+
+
+class _PrivateAddressError(Exception):
+    pass
+
+
+async def _post(url: str, body: bytes, headers: dict[str, str], *, may_be_private: bool) -> str:
+    """The status of its answer; httpx's own times begin anew with every byte."""
+    host = httpx.URL(url).host
+    may_be_private |= is_address(host) or host == "localhost"
+
+    async def check(event: str, info: Mapping[str, Any]) -> None:
+        """Closes a connection to where none may lead: httpx tells of each once it stands."""
+        if event == "connection.connect_tcp.complete":
+            stream = info["return_value"]
+            address = stream.get_extra_info("server_addr")[0]
+            if is_link_local(address) or not (may_be_private or is_public(address)):
+                await stream.aclose()
+                raise _PrivateAddressError
+
+    extensions = {} if urllib.request.getproxies() else {"trace": check}  # a proxy decides by itself
+    async with httpx.AsyncClient(timeout=None) as client:
+        async with client.stream("POST", url, content=body, headers=headers, extensions=extensions) as answer:
+            return str(answer.status_code)  # the body is not read
+
+
+def signature(secret: str, event_id: str, body: bytes) -> dict[str, str]:
+    """The headers by which a receiver that has the secret knows who sent this, and when."""
+    timestamp = str(int(time.time()))
+    signed = hmac.new(
+        base64.b64decode(secret.removeprefix("whsec_")), f"{event_id}.{timestamp}.".encode() + body, hashlib.sha256
+    )
+    return {
+        "webhook-id": event_id,
+        "webhook-timestamp": timestamp,
+        "webhook-signature": f"v1,{base64.b64encode(signed.digest()).decode()}",
+    }

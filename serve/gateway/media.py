@@ -1,0 +1,177 @@
+"""Files of requests: how they come in, over JSON or a form, and how they are kept beside their job."""
+
+import io
+import re
+import threading
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import BeforeValidator, WithJsonSchema
+from starlette.datastructures import FormData, UploadFile
+
+from megadit.models.diffusion.conditioning_settings import IMAGE_HEADS, MEDIA, from_base64, plain_bytes, split_keyframe
+from megadit.models.shared.errors import UserError
+from megadit.serve.forms import kind_of_form
+from megadit.serve.gateway.errors import ApiError
+from megadit.serve.gateway.store.keys import Key
+
+REFERENCE = "input_reference"
+MOST_FILES = 16
+"""Most files of a form."""
+_KEYFRAME = re.compile(r"keyframe\[([0-9]{1,9})\]")
+"""A form's field of a keyframe, with its number."""
+
+
+def _file(value: Any) -> bytes:
+    """The bytes of a file: of a form as they are, of JSON in base64."""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("must be a file, or its bytes in base64")
+    data = value.encode("ascii", errors="replace")
+    return plain_bytes(data) if value.startswith("data:") else from_base64(data)
+
+
+def _keyframe(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    number, file = split_keyframe(value) if isinstance(value, str) else (0, value)
+    return b"%d:%b" % (number, _file(file))
+
+
+_BASE64 = {"type": "string", "contentEncoding": "base64"}
+File = Annotated[bytes, BeforeValidator(_file), WithJsonSchema(_BASE64)]
+Keyframe = Annotated[
+    bytes,
+    BeforeValidator(_keyframe),
+    WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,9}:", "examples": ["24:"]}),
+]
+
+
+def form_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Schema of a form, from that of a JSON body: files are files."""
+    properties = dict(schema["properties"])
+    for name in (REFERENCE, *MEDIA):
+        about = properties.pop(name)
+        if name != "keyframe":
+            properties[name] = {"type": "string", "format": "binary", "description": about.get("description", "")}
+    described = "A frame by its number: files in the fields keyframe[0], keyframe[24], ..."
+    return {
+        **schema,
+        "title": f"{schema['title']}Form",
+        "properties": properties,
+        "patternProperties": {r"^keyframe\[[0-9]+\]$": {"description": described}},
+    }
+
+
+def form_of(request: Request, **most: int) -> AbstractAsyncContextManager[FormData]:
+    """The form in parts that a request brings, of so many files and fields.
+
+    Raises:
+        ApiError: for texts in another encoding than UTF-8.
+    """
+    if not kind_of_form(request.headers.get("content-type"))[1]:
+        raise ApiError(415, "unsupported_media_type", "send the form in UTF-8, without any other charset")
+    return request.form(**most)
+
+
+async def values_of(form: FormData) -> dict[str, Any]:
+    """The values of a form, files as their bytes.
+
+    Raises:
+        ApiError: for a file in a field that takes none.
+    """
+    values: dict[str, Any] = {}
+    for name, value in form.multi_items():
+        numbered = _KEYFRAME.fullmatch(name)
+        if not isinstance(value, UploadFile):
+            values[name] = value
+        elif numbered:
+            values.setdefault("keyframe", []).append(b"%s:%b" % (numbered[1].encode(), await value.read()))
+        elif name in (REFERENCE, *MEDIA) and name != "keyframe":
+            values[name] = await value.read()
+        else:
+            raise ApiError(400, "invalid_request", f"{name[:64]!r} takes no file", param=name[:100])
+    return values
+
+
+def reference_as(data: bytes, given: Mapping[str, Any], takes: tuple[str, ...]) -> str:
+    """Return the field that `input_reference` stands for: the first frame if it is an image, else by the other fields.
+
+    Raises:
+        UserError: if that is given already.
+    """
+    if data.startswith(IMAGE_HEADS):
+        name = "image"
+    elif given.get("mask") or given.get("instruction"):
+        name = "video"
+    elif given.get("strength"):
+        name = "input_video"
+    else:
+        name = "video" if "edit" in takes and not given.get("keep_frames") else "continue_video"
+    if given.get(name):
+        raise UserError(f"{REFERENCE} is the same as {name} here; give one of them")
+    return name
+
+
+def pack(media: Mapping[str, Any]) -> bytes:
+    """All files of a request as one: `unpack` is the inverse."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, value in media.items():
+            for number, data in enumerate(value if name == "keyframe" else [value]):
+                archive.writestr(f"{name}/{number}", data)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    media: dict[str, Any] = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for path in archive.namelist():
+            name, file = path.partition("/")[0], archive.read(path)
+            media[name] = (*media.get(name, ()), file) if name == "keyframe" else file
+    return media
+
+
+class Uploads:
+    """Bodies that are being read: of each key a few large ones, and so many others."""
+
+    def __init__(self, *, most_bytes: int, most_at_once: int, usual_bytes: int, most_usual: int) -> None:
+        self._most_bytes, self._most_at_once, self._usual_bytes = most_bytes, most_at_once, usual_bytes
+        self._most_usual = most_usual
+        self._open: Counter[tuple[str, bool]] = Counter()
+        """(key, whether they are larger) -> bodies."""
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def admitted(self, request: Request, key: Key) -> Iterator[None]:
+        """Context while a body is read, as large as it says, if this key may send so much.
+
+        Raises:
+            ApiError: if it may not; nothing of the body was read then.
+        """
+        declared = request.headers.get("content-length", "")
+        size = int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 16 else 0
+        if is_large := size > self._usual_bytes:
+            most = min(self._most_bytes, key.limits.max_upload_bytes)
+            if size > most:
+                raise ApiError(413, "too_large", f"the body has {size:,} bytes; this key may send {most:,}")
+        with self._lock:
+            at_once = self._most_at_once if is_large else self._most_usual
+            if self._open[key.id, is_large] >= at_once:
+                message = f"this key may send {at_once} requests {'with files ' if is_large else ''}at once"
+                raise ApiError(429, "too_many_uploads", message, retry_after=2)
+            self._open[key.id, is_large] += 1
+        if is_large:
+            request.state.max_body_bytes = most
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[key.id, is_large] -= 1
+                if not self._open[key.id, is_large]:
+                    del self._open[key.id, is_large]

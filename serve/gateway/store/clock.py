@@ -1,0 +1,97 @@
+"""The store's clock, and which gateways live: both count what monotonic clocks measured, never the wall clock.
+
+A wall clock that jumps would let results expire, quotas fill or living gateways look dead.
+"""
+
+import time
+
+from sqlalchemy import Connection, delete, select, update
+
+from megadit.models.shared.errors import UserError
+from megadit.serve.gateway.store.database import CLOCK, GATEWAYS, Database
+
+SECONDS_TO_CLAIM = 3.0
+"""A few beats of whoever has a name already."""
+_SECONDS = select(CLOCK.c.seconds)
+
+
+def store_seconds(connection: Connection) -> float:
+    """Seconds during which any gateway of this store ran."""
+    return connection.execute(_SECONDS).scalar_one()
+
+
+class Heart:
+    """One gateway's share in the store's clock, and its view of the other gateways.
+
+    `beat` is called every second or so. A gateway whose count of beats stood still for `patience` seconds of this
+    process's monotonic clock is dead.
+    """
+
+    def __init__(self, database: Database, name: str, *, patience: float = 15.0) -> None:
+        self._database, self._name, self._patience = database, name, patience
+        self._clock: tuple[float, float] | None = None
+        """The store's clock as it was last seen or set, and when."""
+        self._others: dict[str, tuple[int, float]] = {}
+        """Name -> its count of beats, and when that count was first seen."""
+
+    def claim(self) -> None:
+        """Takes the name, and begins to beat; where it is known, after as long as its beats would take to come.
+
+        Raises:
+            UserError: if they come: another gateway has the name.
+        """
+        before, until = self._beats(), time.monotonic() + SECONDS_TO_CLAIM
+        while before is not None and time.monotonic() < until:
+            time.sleep(SECONDS_TO_CLAIM / 20)
+            if self._beats() not in (before, None):
+                raise UserError(
+                    f"a gateway with the name {self._name} lives, whose jobs this one would take: give another --name"
+                )
+        self.beat()
+
+    def leave(self) -> None:
+        """Gives the name back, so that whoever has it next need not wait."""
+        with self._database.writing() as connection:
+            connection.execute(delete(GATEWAYS).where(GATEWAYS.c.name == self._name))
+
+    def _beats(self) -> int | None:
+        with self._database.reading() as connection:
+            return connection.execute(
+                select(GATEWAYS.c.beats).where(GATEWAYS.c.name == self._name)
+            ).scalar_one_or_none()
+
+    def beat(self) -> list[str]:
+        """Counts a beat, moves the clock on, and returns the gateways that died since the last call."""
+        now = time.monotonic()
+        with self._database.writing() as connection:
+            self._advance(connection, now)
+            changed = connection.execute(
+                update(GATEWAYS).where(GATEWAYS.c.name == self._name).values(beats=GATEWAYS.c.beats + 1)
+            )
+            if not changed.rowcount:
+                connection.execute(GATEWAYS.insert().values(name=self._name, beats=0))
+            beats = dict(connection.execute(select(GATEWAYS.c.name, GATEWAYS.c.beats)).all())
+            return [name for name in self._dead(beats, now) if _bury(connection, name, beats[name])]
+
+    def _advance(self, connection: Connection, now: float) -> None:
+        """Adds the time since this gateway's last beat, unless another gateway has moved the clock since."""
+        seconds = store_seconds(connection)
+        if self._clock is not None and self._clock[0] == seconds:
+            elapsed = now - self._clock[1]
+            connection.execute(update(CLOCK).where(CLOCK.c.seconds == seconds).values(seconds=seconds + elapsed))
+            seconds += elapsed
+        self._clock = (seconds, now)
+
+    def _dead(self, beats: dict[str, int], now: float) -> list[str]:
+        beats = {name: count for name, count in beats.items() if name != self._name}
+        self._others = {
+            name: self._others[name] if name in self._others and self._others[name][0] == count else (count, now)
+            for name, count in beats.items()
+        }
+        return [name for name, (_, since) in self._others.items() if now - since > self._patience]
+
+
+def _bury(connection: Connection, name: str, beats: int) -> bool:
+    """Whether this call, and not another gateway's, removed it."""
+    gone = connection.execute(delete(GATEWAYS).where(GATEWAYS.c.name == name, GATEWAYS.c.beats == beats))
+    return gone.rowcount == 1

@@ -1,0 +1,387 @@
+"""The tables of the job store, and how a store is opened and brought up to date: SQLite in WAL mode, or PostgreSQL.
+
+Durations are measured on the store's own clock (`clock.seconds`, see `clock.py`), which no change of the wall clock
+touches. Times named `*_at` are wall-clock seconds since 1970, for people to read; nothing is decided by them.
+"""
+
+import math
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    create_engine,
+    event,
+    inspect,
+    make_url,
+    select,
+)
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from megadit.models.shared.addresses import shown
+from megadit.models.shared.errors import UserError
+from megadit.serve.gateway.store import patience
+
+SCHEMA_VERSION = 8
+_SECONDS_TO_WAIT_FOR_A_LOCK = 30
+_SECONDS_TO_STAND_STILL = 10.0
+"""Longest standstill of a gateway within a transaction before the others go on without it."""
+_SECONDS_TO_CONNECT = 5
+_SECONDS_OF_A_STATEMENT = 15.0
+_SECONDS_TO_ANSWER = 20.0
+"""Time for a database that would have ended the statement by itself, were it there: its network is silent."""
+_SECONDS_FOR_A_PLACE = patience.SECONDS
+"""Time until one of so many connections is free."""
+MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
+"""Work that one gateway does while the others wait, as numbers of PostgreSQL's advisory locks."""
+
+_metadata = MetaData()
+VERSION = Table(
+    "schema_version", _metadata, Column("version", Integer, primary_key=True), Column("store_id", String(32))
+)
+CLOCK = Table(
+    "clock",
+    _metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("seconds", Float, nullable=False),
+)
+GATEWAYS = Table(
+    "gateways", _metadata, Column("name", String(200), primary_key=True), Column("beats", BigInteger, nullable=False)
+)
+KEYS = Table(
+    "keys",
+    _metadata,
+    Column("id", String(16), primary_key=True),
+    Column("name", String(200), nullable=False),
+    Column("hash", String(64), nullable=False),
+    Column("limits", Text, nullable=False),
+    Column("webhook_url", Text),
+    Column("webhook_secret", Text),
+    Column("turn", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("revoked_at", Float),
+    Column("tokens", Float),
+    Column("tokens_tick", Float),
+)
+JOBS = Table(
+    "jobs",
+    _metadata,
+    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("id", String(40), nullable=False, unique=True),
+    Column("key_id", String(16), nullable=False),
+    Column("model", String(200), nullable=False),
+    Column("request", Text, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("owner", String(200)),
+    Column("error_code", String(64)),
+    Column("error_message", Text),
+    Column("created_at", Float, nullable=False),
+    Column("started_at", Float),
+    Column("completed_at", Float),
+    Column("created_tick", Float, nullable=False),
+    Column("ended_tick", Float),
+    Column("expires_tick", Float),
+    Column("media_type", String(64)),
+    Column("num_bytes", BigInteger),
+    Column("sha256", String(64)),
+    Column("scores", Text),
+    Column("result_name", String(80)),
+    Column("given_name", String(80)),
+    Column("given_bytes", BigInteger),
+    Column("remixed_from", String(40)),
+    Column("idempotency_key", String(255)),
+    Column("fingerprint", String(64)),
+    Column("webhook", String(16)),
+    Column("traceparent", String(55)),
+    Column("queued_at", Float),
+    UniqueConstraint("key_id", "idempotency_key", name="one_job_for_an_idempotency_key"),
+    Index("jobs_by_status", "status", "key_id", "priority", "number"),
+    Index("jobs_of_a_key", "key_id", "number"),
+    Index("results_by_end", "expires_tick"),
+    Index("jobs_by_webhook", "webhook"),
+    Index("kept_by_a_key", "key_id", "status", "num_bytes"),
+    Index("given_to_jobs", "given_name", "key_id", "given_bytes"),
+    sqlite_autoincrement=True,
+)
+PREVIEWS = Table(
+    "previews",
+    _metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("step", Integer, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+"""Latest preview of each running job that has any."""
+
+
+def _add_webhooks(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN webhook VARCHAR(16)")
+    connection.exec_driver_sql("CREATE INDEX jobs_by_webhook ON jobs (webhook)")
+
+
+def _add_previews(connection: Connection) -> None:
+    PREVIEWS.create(connection)
+
+
+def _add_rates(connection: Connection) -> None:
+    for column in ("tokens", "tokens_tick"):
+        connection.exec_driver_sql(f"ALTER TABLE keys ADD COLUMN {column} FLOAT")
+
+
+def _name_results(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN result_name VARCHAR(80)")
+    suffix = "CASE media_type WHEN 'image/png' THEN '.png' ELSE '.mp4' END"
+    connection.exec_driver_sql(f"UPDATE jobs SET result_name = id || {suffix} WHERE num_bytes IS NOT NULL")
+    connection.exec_driver_sql("CREATE INDEX kept_by_a_key ON jobs (key_id, status, num_bytes)")
+    connection.exec_driver_sql("ALTER TABLE schema_version ADD COLUMN store_id VARCHAR(32)")
+    connection.execute(VERSION.update().values(store_id=secrets.token_hex(16)))
+
+
+def _keep_given(connection: Connection) -> None:
+    for column in ("given_name VARCHAR(80)", "given_bytes BIGINT", "remixed_from VARCHAR(40)"):
+        connection.exec_driver_sql(f"ALTER TABLE jobs ADD COLUMN {column}")
+    connection.exec_driver_sql("CREATE INDEX given_to_jobs ON jobs (given_name, key_id, given_bytes)")
+
+
+def _keep_scores(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN scores TEXT")
+
+
+def _keep_traces(connection: Connection) -> None:
+    for column in ("traceparent VARCHAR(55)", "queued_at FLOAT"):
+        connection.exec_driver_sql(f"ALTER TABLE jobs ADD COLUMN {column}")
+
+
+MIGRATIONS: dict[int, Callable[[Connection], None]] = {
+    2: _add_webhooks,
+    3: _add_previews,
+    4: _add_rates,
+    5: _name_results,
+    6: _keep_given,
+    7: _keep_scores,
+    8: _keep_traces,
+}
+"""Version -> what turns the tables of the version before it into its own."""
+
+
+class Database:
+    """An open store: `reading` and `writing` give a connection inside one transaction."""
+
+    def __init__(self, url: str) -> None:
+        """Opens, creates or migrates the store.
+
+        Raises:
+            UserError: for a URL that is none, a database that does not answer, and a store of a newer megadit.
+        """
+        self._engine = _engine(url)
+        self._reader = self._engine.execution_options(read_only=True)
+        try:
+            _bring_up_to_date(self)
+        except SQLAlchemyError as error:
+            raise UserError(f"the job store {shown(url)} cannot be opened: {in_a_line(error)}") from error
+        with told_in_a_line(url), self.reading() as connection:
+            self.store_id: str = connection.execute(select(VERSION.c.store_id)).scalar_one()
+            """Id of this store and no other, however often it moves."""
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        with patience.spending(), self._reader.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """Takes SQLite's write lock at once, so that what was read in the transaction still holds when it writes."""
+        with patience.spending(), self._engine.begin() as connection:
+            yield connection
+
+    def check_writable(self) -> None:
+        """Raises SQLAlchemyError where nobody could write now, as while a backup holds SQLite's lock."""
+        with self.writing():
+            pass
+
+    def alone(self, connection: Connection, work: int) -> None:
+        """Waits until nobody else does this work, which nobody else then begins until the transaction ends.
+
+        SQLite's writing transactions are alone from their beginning.
+        """
+        if self._engine.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({work})")
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def store_url(store: str) -> str:
+    """The URL of a store given as a URL or as a path of a file."""
+    return store if "://" in store else f"sqlite:///{Path(store).absolute()}"
+
+
+def is_there(store: str) -> bool:
+    """Whether the file of a store exists; a database elsewhere is taken to be there."""
+    return "://" in store or Path(store).exists()
+
+
+def holds_password(url: str) -> bool:
+    """Whether a store's URL holds one, which would stand in the process list."""
+    try:
+        parsed = make_url(store_url(url))
+    except (ArgumentError, ValueError):
+        return False  # it is complained of where it is opened
+    return parsed.password is not None or "password" in parsed.query
+
+
+@contextmanager
+def told_in_a_line(url: str) -> Iterator[None]:
+    """Raises UserError for what a damaged store, or one that does not answer, raises in the block."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise UserError(f"the job store {shown(url)} cannot be used: {in_a_line(error)}") from error
+
+
+def in_a_line(error: SQLAlchemyError) -> str:
+    """Return the database's complaint in one line, without the values of the statement."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
+
+
+_POOL: dict[str, Any] = {"pool_size": 48, "pool_timeout": _SECONDS_FOR_A_PLACE, "hide_parameters": True}
+"""Pool of connections to a store; the parameters of statements hold prompts."""
+
+
+def _engine(url: str) -> Engine:
+    try:
+        parsed = make_url(store_url(url))
+        if parsed.get_backend_name() == "sqlite":
+            if parsed.database in (None, "", ":memory:"):
+                raise ArgumentError("it has no file")
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+            Path(parsed.database).touch(mode=0o600)  # it holds what webhooks are signed with
+            waiting = {"timeout": _SECONDS_TO_WAIT_FOR_A_LOCK}
+            engine = create_engine(parsed, **_POOL, connect_args=waiting)
+            event.listen(engine, "connect", _prepare_sqlite)
+            event.listen(engine, "begin", _begin_sqlite)
+            return engine
+        engine = create_engine(parsed, **_POOL, pool_pre_ping=True)
+        if parsed.get_backend_name() == "postgresql":
+            event.listen(engine, "do_connect", _connect_postgresql)
+            event.listen(engine, "connect", _prepare_postgresql)
+            event.listen(engine, "begin", _begin_postgresql)
+        return engine
+    except (ArgumentError, ValueError):  # whose own words hold the URL
+        raise UserError(
+            f"{shown(url)!r} is no job store; give a file, or a URL such as postgresql+psycopg://..."
+        ) from None
+    except ModuleNotFoundError as error:
+        raise UserError(f"the job store {shown(url)} needs {error.name}, which is not installed") from error
+    except OSError as error:
+        raise UserError(f"the job store {shown(url)} cannot be opened: {error.strerror}") from error
+
+
+def _prepare_sqlite(connection, _record) -> None:
+    connection.isolation_level = None  # transactions begin where `_begin_sqlite` says, not where the driver guesses
+    _turn_to_wal(connection)
+    for setting in ("synchronous=FULL", "journal_size_limit=16777216"):
+        connection.execute(f"PRAGMA {setting}").close()
+
+
+def _connect_postgresql(_dialect, _record, arguments: list, settings: dict[str, Any]) -> Any:
+    settings = {"connect_timeout": math.ceil(patience.seconds_to_answer(_SECONDS_TO_CONNECT))} | settings
+    return _impatient_connection().connect(*arguments, **settings)
+
+
+@cache
+def _impatient_connection() -> Any:
+    """psycopg's connection, which gives up waiting for an answer; by itself it waits for ever where none comes."""
+    import psycopg
+
+    class Impatient(psycopg.Connection):
+        def wait(self, *arguments: Any, **settings: Any) -> Any:
+            try:
+                return super().wait(
+                    *arguments, **{"timeout": patience.seconds_to_answer(_SECONDS_TO_ANSWER)} | settings
+                )
+            except psycopg.OperationalError:
+                if self.info.transaction_status == psycopg.pq.TransactionStatus.ACTIVE:
+                    self.close()  # the answer may come after all, and would be taken for that to another question
+                raise
+
+    return Impatient
+
+
+def _prepare_postgresql(connection, _record) -> None:
+    """Limit statements and standstills: a gateway that stands still in a transaction loses it, with all locks."""
+    limits = {
+        "idle_in_transaction_session_timeout": _SECONDS_TO_STAND_STILL,
+        "statement_timeout": _SECONDS_OF_A_STATEMENT,
+    }
+    cursor = connection.cursor()
+    for name, seconds in limits.items():
+        cursor.execute(f"SET {name} = '{seconds * 1000:.0f}ms'")
+    cursor.close()
+    connection.commit()
+
+
+def _turn_to_wal(connection: sqlite3.Connection) -> None:
+    """Switch to WAL, for which alone SQLite does not wait by itself while another process has the file."""
+    began, seconds = time.monotonic(), patience.seconds_left(_SECONDS_TO_WAIT_FOR_A_LOCK)
+    connection.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}").close()
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() - began > seconds:
+                raise
+            time.sleep(0.01)
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    seconds = patience.seconds_left(_SECONDS_TO_WAIT_FOR_A_LOCK)
+    connection.exec_driver_sql(f"PRAGMA busy_timeout={seconds * 1000:.0f}").close()
+    read_only = connection.get_execution_options().get("read_only", False)
+    connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+def _begin_postgresql(connection: Connection) -> None:
+    seconds = patience.seconds_left(_SECONDS_OF_A_STATEMENT)
+    if seconds < _SECONDS_OF_A_STATEMENT:
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = '{seconds * 1000:.0f}ms'")
+
+
+def _bring_up_to_date(database: Database) -> None:
+    with database.writing() as connection:
+        database.alone(connection, MIGRATING)
+        if not inspect(connection).has_table(VERSION.name):
+            _metadata.create_all(connection)
+            connection.execute(VERSION.insert().values(version=SCHEMA_VERSION, store_id=secrets.token_hex(16)))
+            connection.execute(CLOCK.insert().values(id=1, seconds=0.0))
+            return
+        version = connection.execute(select(VERSION.c.version)).scalar_one()
+        if version > SCHEMA_VERSION:
+            raise UserError(
+                f"the job store was written by a newer megadit (schema {version}, this one knows up to "
+                f"{SCHEMA_VERSION}); install that one, or start a store of its own"
+            )
+        for step in range(version + 1, SCHEMA_VERSION + 1):
+            MIGRATIONS[step](connection)
+        connection.execute(VERSION.update().values(version=SCHEMA_VERSION))

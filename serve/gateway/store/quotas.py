@@ -1,0 +1,44 @@
+"""Limits of what a key may have at once, in a day, and keep.
+
+A day's jobs stay in the store that long at least: they are what is counted.
+"""
+
+from sqlalchemy import Connection, func, select
+
+from megadit.serve.gateway.store.database import JOBS
+from megadit.serve.gateway.store.jobs import COMPLETED, IN_PROGRESS, QUEUED
+from megadit.serve.gateway.store.keys import Key
+
+DAY = 86_400.0
+"""Seconds."""
+
+
+class TooManyActiveError(Exception):
+    """The key has as many jobs as it may have at once."""
+
+
+class QuotaExceededError(Exception):
+    """The key has asked for as many videos as it may in a day, or keeps as many bytes of them as it may."""
+
+
+def check_room(connection: Connection, key: Key, now: float, num_bytes: int) -> None:
+    """Raises TooManyActiveError or QuotaExceededError for a video too many, of which `num_bytes` are given."""
+    active = select(func.count()).where(JOBS.c.key_id == key.id, JOBS.c.status.in_((QUEUED, IN_PROGRESS)))
+    if connection.execute(active).scalar_one() >= key.limits.max_active:
+        raise TooManyActiveError(f"this key may have {key.limits.max_active} videos waiting or running at once")
+    ticks = select(JOBS.c.created_tick).where(JOBS.c.key_id == key.id).order_by(JOBS.c.number.desc())
+    so_many_ago = connection.execute(ticks.offset(key.limits.videos_per_day - 1).limit(1)).scalar_one_or_none()
+    if so_many_ago is not None and so_many_ago > now - DAY:
+        raise QuotaExceededError(f"this key may ask for {key.limits.videos_per_day} videos a day")
+    kept = select(func.coalesce(func.sum(JOBS.c.num_bytes), 0)).where(
+        JOBS.c.key_id == key.id, JOBS.c.status == COMPLETED, JOBS.c.num_bytes > 0
+    )
+    given = select(func.coalesce(func.sum(JOBS.c.given_bytes), 0)).where(
+        JOBS.c.given_name.is_not(None), JOBS.c.key_id == key.id
+    )
+    kept_bytes = connection.execute(kept).scalar_one() + connection.execute(given).scalar_one()
+    if kept_bytes + max(1, num_bytes) > key.limits.max_stored_bytes:
+        most = f"{key.limits.max_stored_bytes:,} bytes"
+        raise QuotaExceededError(
+            f"this key may keep {most} of videos and files: delete some, or wait until they expire"
+        )

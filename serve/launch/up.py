@@ -1,0 +1,287 @@
+"""`megadit serve up`: a Triton server and the gateway in front of it, kept running whatever happens to either.
+
+Each is watched: one that dies is started again, one that answers nothing for a while is killed first, and a Triton
+whose Python backend lost a process, which would fail every request from then on, counts as dead.
+
+Told to renew (`serve up --drain`, SIGUSR1), it has the gateway begin no job, waits for those that run, starts Triton
+again, with whatever its repository then holds, and has the gateway go on: jobs are taken all the while.
+"""
+
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import ANYWAY_HELP
+from megadit.serve.gateway.process import gateway_process
+from megadit.serve.launch.local_server import (
+    HANG_SECONDS,
+    OTHERS_HELP,
+    LocalServer,
+    Ports,
+    check_memory,
+    control_secret,
+)
+from megadit.serve.launch.triton_binary import cache_folder
+from megadit.serve.supervise import OwnedProcess, answers, keep_running, reachable, tell_on_stderr
+
+_SECONDS_TO_ANSWER = 15
+"""Time that a gateway may take to end beyond its drain."""
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_FOR_ORPHANS = 60.0
+_GATEWAY = {"megadit.models.shared.cli.verbs", "serve", "gateway"}
+"""Words of the command line of a gateway that `serve up` began."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpOptions:
+    repository: str = setting(
+        help="model repository of `megadit serve build-repository`", positional=True, metavar="REPOSITORY"
+    )
+    models: tuple[str, ...] = setting(
+        (), "load this model alone; may be repeated", names=("--model",), metavar="NAME", repeated=True
+    )
+    host: str = setting("127.0.0.1", "address of the gateway (default: {default}; 0.0.0.0: all)")
+    port: int = setting(8080, "port of the gateway (default: {default})", metavar="PORT")
+    drain_seconds: float = setting(30.0, "seconds for running jobs to finish at the end (default: 30)", metavar="S")
+    hang_seconds: float = setting(
+        HANG_SECONDS,
+        f"seconds of silence until Triton or the gateway is killed (default: {HANG_SECONDS:g})",
+        metavar="S",
+    )
+    http_port: int | None = setting(
+        None, "HTTP port of Triton (default: none, a socket that this user alone reaches)", metavar="PORT"
+    )
+    grpc_port: int | None = setting(None, "gRPC port of Triton (default: none)", metavar="PORT")
+    triton_metrics_port: int = setting(8002, "port of Triton's metrics (default: {default})", metavar="PORT")
+    control_secret: Path | None = setting(
+        None, "file with the secret that lets models be replaced, as of `megadit serve run`"
+    )
+    even_if_others_see_it: bool = setting(False, OTHERS_HELP)
+    even_if_too_large: bool = setting(False, ANYWAY_HELP)
+    drain: bool = setting(
+        False, "have the `serve up` of this port finish its jobs and load its repository anew; wait until it has"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs both until it is told to stop (Ctrl-C, SIGTERM); returns the exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    place = argv.index("--") if "--" in argv else len(argv)
+    options = read_options(
+        UpOptions,
+        argv[:place],
+        prog="megadit serve up",
+        description="A Triton server and the gateway, kept running. What follows `--` goes to `megadit serve gateway`.",
+    )
+    if options.drain:
+        return ask_to_renew(options.port)
+    of_the_gateway = argv[place + 1 :]
+    asked = {"http": options.http_port, "grpc": options.grpc_port, "metrics": options.triton_metrics_port}
+    ports = Ports(**{name: port for name, port in asked.items() if port is not None})
+    is_private = options.http_port is options.grpc_port is options.control_secret is None
+    _wait_for_orphans({options.port, ports.http, ports.grpc, ports.metrics})
+    models = options.models or ("*",)
+    if not options.even_if_too_large:
+        check_memory(options.repository, models)
+    triton = LocalServer(
+        options.repository,
+        ports=ports,
+        models=models,
+        control_secret=control_secret(options.control_secret, even_if_others_see_it=options.even_if_others_see_it),
+        is_private=is_private,
+        log=_log_of(options.port),
+        hang_seconds=options.hang_seconds,
+    )
+    url = triton.grpc_url if is_private else f"grpc://{triton.grpc_url}"
+    arguments = [f"--server={url}", f"--drain_seconds={options.drain_seconds}", *of_the_gateway]
+    gateway = gateway_process(
+        arguments + [f"--model={name}" for name in options.models],
+        host=options.host,
+        port=options.port,
+        stop_seconds=options.drain_seconds + _SECONDS_TO_ANSWER,
+        hang_seconds=options.hang_seconds,
+    )
+    idle = f"http://{reachable(options.host)}:{options.port}/health/idle"
+    with noted(options.port) as note:
+
+        def renew(stopping: threading.Event) -> None:
+            _renew(triton.process, gateway, idle, stopping)
+            note()
+
+        return supervise([triton.process, gateway], renew)
+
+
+def _wait_for_orphans(ports: set[int]) -> None:
+    """Waits while servers of a `serve up` that was killed hold these ports: they are told to end, and take a while."""
+    deadline, is_told = time.monotonic() + _SECONDS_FOR_ORPHANS, False
+    while _orphans(ports) and time.monotonic() < deadline:
+        if not is_told:
+            is_told = True
+            tell_on_stderr("servers of an earlier `serve up` still end; waiting for them")
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _orphans(ports: set[int]) -> list[int]:
+    """Processes that hold one of these ports for a `serve up` that is gone."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):  # of those that end meanwhile
+            words = _words(folder)
+            is_server = "tritonserver" in {Path(word).name for word in words} or _GATEWAY <= set(words)
+            if is_server and any(word.endswith(f"port={port}") for word in words for port in ports):
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                if "serve" not in _words(Path("/proc", parent)):
+                    found.append(int(folder.name))
+    return found
+
+
+def _words(folder: Path) -> list[str]:
+    """The command line of a process."""
+    return (folder / "cmdline").read_text(errors="replace").split("\0")
+
+
+def _log_of(port: int) -> Path | None:
+    """A file for what Triton says, where somebody looks at a terminal; None: it goes on saying it there, for logs that
+    are collected."""
+    if not sys.stderr.isatty():
+        return None
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    log = cache_folder() / f"triton-{port}.log"
+    tell_on_stderr(f"tritonserver is loading the models; what it says: {log}")
+    return log
+
+
+def _renew(triton: OwnedProcess, gateway: OwnedProcess, idle: str, stopping: threading.Event) -> None:
+    """Has Triton load its repository anew while it has no job.
+
+    One that is just starting is waited for: it has read some of the repository, and ended now it would count as one
+    that cannot start.
+    """
+    _wait_for(triton, stopping)
+    tell_on_stderr("tritonserver is to start anew: the gateway begins no job, and waits for those that run")
+    while not (answers(idle) or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
+        if gateway.is_ready():  # a gateway that has just been started knows of nothing
+            gateway.signal(signal.SIGUSR1)
+    if not stopping.is_set():
+        triton.stop()
+        gateway.signal(signal.SIGUSR2)  # begins jobs once Triton is there again
+    _wait_for(triton, stopping)
+
+
+def _wait_for(server: OwnedProcess, stopping: threading.Event) -> None:
+    while not (server.is_alive() and server.is_ready() or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
+        pass
+
+
+def supervise(servers: list[OwnedProcess], renew: Callable[[threading.Event], None] = lambda _: None) -> int:
+    """Keeps all running until a signal comes, then ends them, the last first; calls `renew` when a SIGUSR1 comes."""
+    stopping, renewing, failed = threading.Event(), threading.Event(), []
+    signal.signal(signal.SIGUSR1, lambda *_: renewing.set())
+
+    def keep(server: OwnedProcess) -> None:
+        try:
+            keep_running(server, tell=tell_on_stderr, stopping=stopping)
+        except Exception as error:  # rather no service, which is seen, than one that nobody keeps
+            failed.append(error)
+            stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    threads = [threading.Thread(target=keep, args=[server], name=server.name) for server in servers]
+    for thread in threads:
+        thread.start()
+    while not stopping.wait(_SECONDS_BETWEEN_LOOKS):  # with a limit, so that signals are handled
+        if renewing.is_set():
+            renewing.clear()
+            renew(stopping)
+    for server, thread in reversed(list(zip(servers, threads, strict=True))):
+        while thread.is_alive():
+            server.stop()
+            thread.join(0.1)
+    if failed:
+        raise failed[0]
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------ --drain
+
+
+@contextmanager
+def noted(port: int) -> Iterator[Callable[[], None]]:
+    """Notes within the block, in a file that is held for as long, that this process serves at `port`; what it gives
+    notes that it was renewed. Without effect where another process (in another container) holds that file, or there can
+    be none."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(_note(port))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            tell_on_stderr(f"`serve up --drain` will not find this service: {error.strerror} ({cache_folder()})")
+            yield lambda: None
+            return
+        count = 0
+
+        def write() -> None:
+            os.pwrite(file, f"{os.getpid()} {count:>9}\n".encode(), 0)
+
+        def renewed() -> None:
+            nonlocal count
+            count += 1
+            write()
+
+        os.ftruncate(file, 0)
+        write()
+        yield renewed
+
+
+def ask_to_renew(port: int) -> int:
+    """Tells the `serve up` at `port` to renew, and waits until it has; the exit code.
+
+    Raises:
+        UserError: if there is none, or it ends meanwhile.
+    """
+    with _note(port) as file:
+        before = _read_note(file, port)
+        try:
+            os.kill(before[0], signal.SIGUSR1)
+        except (ProcessLookupError, PermissionError):
+            raise UserError(f"the `serve up` at port {port} is not in this container, or not yours") from None
+        while _read_note(file, port) == before:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    tell_on_stderr(f"the `serve up` at port {port} has loaded its repository anew")
+    return 0
+
+
+@contextmanager
+def _note(port: int) -> Iterator[int]:
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / f"up-{port}", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read_note(file: int, port: int) -> tuple[int, int]:
+    """(process, how often it was renewed)"""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if written := os.pread(file, 100, 0).split():  # else one is starting
+            return int(written[0]), int(written[1])
+    raise UserError(f"no `serve up` of yours runs at port {port} here; --port names another")

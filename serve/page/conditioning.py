@@ -1,0 +1,95 @@
+"""Conditioning inputs of the page: images, a clip and a painted mask, as far as the network was trained for them."""
+
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import numpy as np
+
+from megadit.infer.conditioning.named import DARKEST_WHITE
+from megadit.infer.media.animations import encode_image
+from megadit.models.shared.errors import UserError
+from megadit.serve.page.studio import Studio
+
+_CONTINUE, _CHANGE, _PAINT = "Continue it", "Change it as the prompt says", "Make the painted part anew"
+_WAYS = {_CONTINUE: "prefix", _CHANGE: "edit", _PAINT: "inpaint"}
+"""Label of what may be done with a video -> the conditioning that a network must have been trained with."""
+
+
+class GivenInputs:
+    """Places to drop files at; those that the service's network takes are shown."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio, takes = studio, studio.info.takes
+        ways = [way for way, use in _WAYS.items() if use in takes]
+        shows = {"first_frame": "first_frame" in takes, "last_frame": "last_frame" in takes, "video": bool(ways)}
+        with gr.Accordion("Start from images or a video", open=False, visible=any(shows.values()), elem_id="given"):
+            with gr.Row():
+                self.image = self._image("First frame", "image", visible=shows["first_frame"])
+                self.last_image = self._image("Last frame", "last_image", visible=shows["last_frame"])
+            self.video = gr.Video(label="A video", elem_id="video", visible=shows["video"], height=180)
+            self.way = gr.Radio(ways, value=ways[0] if ways else None, label="What to do with it", elem_id="way",
+                                visible=len(ways) > 0)  # fmt: skip
+            self.mask = gr.ImageEditor(
+                label="Paint what is made anew",
+                elem_id="mask",
+                type="numpy",
+                visible=False,
+                brush=gr.Brush(colors=["#ff3366"], color_mode="fixed"),
+                layers=False,
+                sources=[],
+                transforms=[],
+                height=320,
+            )
+        gr.on([self.video.change, self.way.change], self._show_mask, [self.video, self.way], self.mask, **_QUIET)
+
+    @staticmethod
+    def _image(label: str, name: str, *, visible: bool) -> gr.Image:
+        return gr.Image(label=label, elem_id=name, type="filepath", format="png", sources=["upload", "clipboard"],
+                        visible=visible, height=180)  # fmt: skip
+
+    @property
+    def components(self) -> list[Any]:
+        return [self.image, self.last_image, self.video, self.way, self.mask]
+
+    def of(
+        self, prompt: str, image: str | None, last: str | None, video: str | None, way: str | None, mask: Any
+    ) -> dict:
+        """The fields of a request, its prompt among them."""
+        fields: dict[str, Any] = {"prompt": prompt}
+        files = {"image": image, "last_image": last}
+        if video and way == _CONTINUE:
+            files["continue_video"] = video
+        elif video:
+            files["video"] = video
+            painted = _painted(mask) if way == _PAINT else None
+            fields |= {"prompt": "", "instruction": prompt} if way == _CHANGE else {"mask": painted}
+        return fields | {name: Path(path).read_bytes() for name, path in files.items() if path}
+
+    def _show_mask(self, video: str | None, way: str | None) -> Any:
+        """The editor, with the first frame of the video to paint on."""
+        if not video or way != _PAINT:
+            return gr.ImageEditor(visible=False)
+        try:
+            frame = self._studio.media.read(Path(video).read_bytes())[0]
+        except (UserError, TimeoutError) as error:
+            gr.Warning(str(error))
+            return gr.ImageEditor(visible=False)
+        factor = max(1, 256 // max(frame.shape[:2]))  # room for a brush
+        return gr.ImageEditor(value=frame.repeat(factor, axis=0).repeat(factor, axis=1), visible=True)
+
+
+_QUIET = {"show_progress": "hidden"}
+
+
+def _painted(mask: dict[str, Any] | None) -> bytes:
+    """A png, white where something was painted.
+
+    Raises:
+        UserError: if nothing was.
+    """
+    layers = [layer for layer in (mask or {}).get("layers", ()) if layer is not None]
+    if not any((layer[..., 3] >= DARKEST_WHITE).any() for layer in layers):
+        raise UserError("paint the part to generate, or choose another use of the video")
+    white_HW = np.any([layer[..., 3] >= DARKEST_WHITE for layer in layers], axis=0)
+    return encode_image(np.repeat(white_HW[..., None] * np.uint8(255), 3, axis=2), ".png")

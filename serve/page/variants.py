@@ -1,0 +1,78 @@
+"""The ways to make a video that a visitor chooses by name: the service's own, and each of its students."""
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import ServiceInfo, VideoRequest, calls_in_words, calls_of
+from megadit.serve.events import ServiceError
+from megadit.serve.gateway.client import GatewayClient
+
+BEST = "best"
+"""Name of the way that makes a video in as many calls as it likes."""
+MOST_GUIDANCE = 10.0
+"""Highest guidance that a visitor may choose, of any network that is not guidance-distilled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A model of the service, or an adapter of it, with the settings that it is made for."""
+
+    name: str
+    client: VideoClient | GatewayClient = field(repr=False)
+    info: ServiceInfo = field(repr=False)
+    defaults: Mapping[str, Any] = field(repr=False)
+    adapter: str | None = None
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The lowest and the highest scale of guidance that a visitor may choose."""
+        return self.info.guidance_range or (1.0, max(MOST_GUIDANCE, 2 * self.defaults["guidance"]))
+
+    def work(self, request: VideoRequest) -> int:
+        """Pixels times network calls: guidance takes two a step, unless the network is guidance-distilled."""
+        calls = request.num_steps * (1 if self.info.is_told or request.guidance == 1 else 2)
+        return request.num_frames * request.height * request.width * calls
+
+    def request(self, request: VideoRequest) -> VideoRequest:
+        """The request with its adapter, which it may name itself, and with nothing left out."""
+        if self.adapter is not None and self.adapter not in request.adapter_scales():
+            request = replace(request, adapters=(*(request.adapters or ()), self.adapter))
+        return self.info.filled(request)
+
+
+def ways_of(client: VideoClient | GatewayClient) -> dict[str, Way]:
+    """The ways of a service by their names, its own first; without those students that a gateway does not pass on.
+
+    Raises:
+        ServiceError: if the service does not answer.
+    """
+    info = client.info()
+    found = [_way(client, info)]
+    for other in map(client.beside, info.students):
+        with suppress(ServiceError):
+            found.append(_way(other, other.info()))
+    for adapter, asked in (info.adapters.defaults if info.adapters is not None else {}).items():
+        found.append(_way(client, info, info.defaults | asked, adapter))
+    several = {name for name, count in Counter(way.name for way in found).items() if count > 1}
+    return {way.name: way for way in (_told_apart(way, several) for way in found)}
+
+
+def _way(
+    client: VideoClient | GatewayClient,
+    info: ServiceInfo,
+    defaults: Mapping[str, Any] | None = None,
+    adapter: str | None = None,
+) -> Way:
+    defaults = info.defaults if defaults is None else defaults
+    calls = calls_of(defaults, is_told=info.is_told)
+    name = BEST if calls is None else calls_in_words(calls)
+    return Way(name=name, client=client, info=info, defaults=defaults, adapter=adapter)
+
+
+def _told_apart(way: Way, several: set[str]) -> Way:
+    """The name of an adapter's way says which, where its calls do not."""
+    return replace(way, name=f"{way.name}, {way.adapter}") if way.adapter and way.name in several else way

@@ -1,0 +1,1 @@
+"""Triton model repositories, built from a bundle: model.py, config.pbtxt, features, plain networks."""

@@ -1,0 +1,211 @@
+"""config.pbtxt of the service's Triton models, generated from the contract."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megadit.models.shared.cli.setting import check_settings, setting
+from megadit.models.shared.errors import UserError
+from megadit.serve.contract import INPUTS, ServiceInfo
+from megadit.serve.events import DATA, EVENT
+
+PATHS = ("adapters", "guardrail_dir", "judge_dir", "c2pa_certificate", "c2pa_key")
+"""Parameters that name files and folders outside of the repository, read at run time."""
+NO_OTHERS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheduling:
+    """How Triton queues and batches requests."""
+
+    device: str = setting("auto", "auto, cpu, or GPU numbers such as 0,1 (default: {default})", metavar="NAME")
+    """auto: every GPU, or the CPU where there is none."""
+    instances: int = setting(1, "pipelines on each device (default: {default})", above=0, metavar="N")
+    ranks: int = setting(
+        1,
+        "processes, each on a device of its own, that make a video together (default: {default})",
+        above=0,
+        metavar="N",
+    )
+    """GPU numbers are then taken so many at a time, each time for one instance."""
+    tp_size: int = setting(
+        1, "ranks that share the network's matrices (tensor parallelism; default: {default})", above=0
+    )
+    cp_size: int = setting(
+        1, "ranks that share the tokens of a video (context parallelism; default: {default})", above=0
+    )
+    """Further ranks share the videos of a batch, and the conditional and unconditional pass."""
+    max_batch_size: int = setting(8, "requests in one batch (default: {default})", above=0, metavar="N")
+    """Requests of equal settings are then made in one batch."""
+    max_queue_size: int = setting(64, "requests that may wait (default: {default})", above=0, metavar="N")
+    """At each priority; one more is answered UNAVAILABLE."""
+    queue_seconds: float = setting(300.0, "seconds that a request may wait (default: 300)", above=0, metavar="S")
+    """A request that waited longer is answered UNAVAILABLE; requests may set a shorter time of their own."""
+    batching_seconds: float = setting(
+        0.02, "seconds that a request waits for others to join its batch (default: {default})", low=0, metavar="S"
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.device not in ("auto", "cpu") and not re.fullmatch(r"\d+(,\d+)*", self.device):
+            raise UserError(f"device={self.device!r} must be auto, cpu, or GPU numbers such as 0,1")
+        if self.ranks % (self.tp_size * self.cp_size):
+            raise UserError(
+                f"ranks={self.ranks} must be a multiple of tp_size x cp_size = {self.tp_size * self.cp_size}"
+            )
+        num_named = 0 if self.device == "auto" else len(self.gpus) or self.ranks
+        if self.ranks > 1 and (not num_named or num_named % self.ranks):
+            raise UserError(
+                f"device={self.device!r} must name the GPUs of {self.ranks} ranks, as many for each instance: --device "
+                f"{','.join(map(str, range(self.ranks)))}"
+            )
+
+    @property
+    def gpus(self) -> list[str]:
+        """Numbers of the named GPUs."""
+        return self.device.split(",") if self.device not in ("auto", "cpu") else []
+
+    def parameters(self) -> dict[str, str]:
+        """Parameters of the backend that say its ranks."""
+        sizes = {name: getattr(self, name) for name in ("ranks", "tp_size", "cp_size")}
+        return {"device": self.device, **{name: str(size) for name, size in sizes.items()}}
+
+
+def service_config(
+    name: str,
+    info: ServiceInfo,
+    scheduling: Scheduling,
+    *,
+    dtype: str,
+    runtime: str = "torch",
+    others: Mapping[str, str] = NO_OTHERS,
+) -> str:
+    """config.pbtxt of the model `name`, which serves what `info` says; `others` are parameters of the backend's own."""
+    return "\n".join(
+        [
+            "# Written by `megadit serve build-repository`. Numbers may be edited; the server reads them when it loads",
+            "# the model.",
+            f'name: "{name}"',
+            'backend: "python"',
+            f"max_batch_size: {scheduling.max_batch_size}",
+            "",
+            "# One request, a stream of responses: progress, then the videos.",
+            "model_transaction_policy { decoupled: true }",
+            "",
+            _inputs(),
+            "",
+            _outputs(),
+            "",
+            _dynamic_batching(scheduling),
+            "",
+            _instance_group(scheduling),
+            "",
+            _warmup(),
+            "",
+            "# Defaults, limits and what else clients are told.",
+            _parameter("service", info.to_json()),
+            _parameter("runtime", runtime),
+            _parameter("dtype", dtype),
+            *(_parameter(key, value) for key, value in (scheduling.parameters() | dict(others)).items()),
+            "",
+        ]
+    )
+
+
+def features_config(
+    name: str,
+    scheduling: Scheduling,
+    *,
+    input: str,
+    output: str,
+    width: int,
+    labels: str | None,
+    parameters: Mapping[str, str],
+) -> str:
+    """config.pbtxt of the model `name`, which answers each `input` with a row of `width` numbers; the lines of the file
+    `labels` name each of them."""
+    named = f' label_filename: "{labels}"' if labels else ""
+    return "\n".join(
+        [
+            "# Written by `megadit serve build-repository`.",
+            f'name: "{name}"',
+            'backend: "python"',
+            f"max_batch_size: {scheduling.max_batch_size}",
+            _list("input", [f'  {{ name: "{input}" data_type: TYPE_STRING dims: [ 1 ] }}']),
+            _list("output", [f'  {{ name: "{output}" data_type: TYPE_FP32 dims: [ {width} ]{named} }}']),
+            _dynamic_batching(scheduling),
+            _instance_group(scheduling),
+            *(_parameter(key, value) for key, value in parameters.items()),
+            "",
+        ]
+    )
+
+
+def _inputs() -> str:
+    def entry(each) -> str:
+        optional = "" if each.is_required else " optional: true"
+        dims = "dims: [ -1 ] allow_ragged_batch: true" if each.is_list else "dims: [ 1 ]"
+        return f'  {{ name: "{each.name}" data_type: {each.data_type} {dims}{optional} }}'
+
+    return _list("input", map(entry, INPUTS))
+
+
+def _outputs() -> str:
+    return _list(
+        "output",
+        [
+            f'  {{ name: "{EVENT}" data_type: TYPE_STRING dims: [ 1 ] }}',
+            f'  {{ name: "{DATA}" data_type: TYPE_UINT8 dims: [ -1 ] }}',
+        ],
+    )
+
+
+def _dynamic_batching(scheduling: Scheduling) -> str:
+    return f"""\
+dynamic_batching {{
+  max_queue_delay_microseconds: {round(scheduling.batching_seconds * 1e6)}
+  # 1 is served first
+  priority_levels: 3
+  default_priority_level: 2
+  default_queue_policy {{
+    timeout_action: REJECT
+    default_timeout_microseconds: {round(scheduling.queue_seconds * 1e6)}
+    allow_timeout_override: true
+    max_queue_size: {scheduling.max_queue_size}
+  }}
+}}"""
+
+
+def _instance_group(scheduling: Scheduling) -> str:
+    kind = {"auto": "KIND_AUTO", "cpu": "KIND_CPU"}.get(scheduling.device)
+    gpus = ",".join(scheduling.gpus[:: scheduling.ranks])
+    where = f"kind: {kind}" if kind else f"kind: KIND_GPU gpus: [ {gpus} ]"
+    return f"instance_group [ {{ count: {scheduling.instances} {where} }} ]"
+
+
+def _warmup() -> str:
+    return """\
+model_warmup [
+  {
+    name: "default settings"
+    batch_size: 1
+    inputs { key: "prompt" value { data_type: TYPE_STRING dims: [ 1 ] zero_data: true } }
+  }
+]"""
+
+
+def _parameter(key: str, value: str) -> str:
+    # a JSON string is a string of the protobuf text format, but for characters beyond ASCII, which json escapes
+    return f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value)} }} }}'
+
+
+def parameter_in(config: str, key: str) -> str:
+    """A parameter of a config.pbtxt that `service_config` wrote; "" where it has none."""
+    found = re.search(rf'^parameters {{ key: "{key}" value {{ string_value: (".*") }} }}$', config, re.MULTILINE)
+    return json.loads(found[1]) if found else ""
+
+
+def _list(field: str, entries: Iterable[str]) -> str:
+    return f"{field} [\n" + ",\n".join(entries) + "\n]"

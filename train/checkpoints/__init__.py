@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written atomically, mirrored, initial weights, and conversion to a bundle."""

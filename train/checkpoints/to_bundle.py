@@ -1,0 +1,292 @@
+"""`megadit bundle CHECKPOINT OUT`: a training checkpoint, written by any layout, as a bundle; of an adapter, as one.
+
+    megadit bundle runs/digits bundle                  # the newest checkpoint, the average that validation found best
+    megadit bundle runs/digits bundle --ema 0.05 --step 2000
+    megadit bundle runs/digits bundles --step '*000'   # of each thousandth step one, bundles/1000 and so on
+    megadit bundle runs/digits/checkpoints/iter_0002000 bundle --ema none
+    megadit bundle runs/subject adapter                # of a run with train.adapter: a folder of PEFT's
+    megadit bundle bundle merged --merge adapter:0.8   # the bundle's weights with the adapter in them
+
+The tokenizer and the text encoder come from the folder of the data set.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import chain, compress, islice
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.pipeline.checkpoints import open_bundle
+from megadit.infer.sampling.resolve import DefaultOptions, changed_defaults
+from megadit.models.bundle import Bundle, write_bundle
+from megadit.models.convert.adapters.adapter import Adapter
+from megadit.models.convert.adapters.files import write_adapter
+from megadit.models.convert.adapters.merge import merge_bundle
+from megadit.models.lora.named import parse_adapters
+from megadit.models.megatron.checkpoint import (
+    CONFIG,
+    base_of,
+    ema_profiles,
+    find_checkpoints,
+    is_complete,
+    read_adapter,
+    read_network,
+    read_state,
+)
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import group, setting
+from megadit.models.shared.errors import UserError
+from megadit.models.storage.manifest import is_bundle
+from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
+from megadit.models.text_encoders.hashed_words import split_words
+from megadit.models.text_encoders.vocabulary import MOST_CAPTIONS, read_words, words_of
+from megadit.models.tokenizers import load_tokenizer
+from megadit.train.checkpoints.sampling_defaults import sampling_defaults
+from megadit.train.config.load import load_config
+from megadit.train.config.schema import RunConfig
+from megadit.train.data.packs.conditioning import parse_uses
+from megadit.train.dataset.dataset_info import DatasetInfo, captions_of
+from megadit.train.dataset.places import is_url
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""OWNER/NAME."""
+NUM_PROMPTS = 6
+"""Number of sample prompts in a bundle, as on the page of `megadit serve demo`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleOptions:
+    checkpoint: Path = setting(
+        help="folder of a run, or one of its checkpoints/iter_*; with --merge a bundle", positional=True
+    )
+    out: Path = setting(help="the bundle to write, or the adapter; one already there is replaced", positional=True)
+    ema: str = setting(
+        "best",
+        "EMA weights to use: those with the lowest validation loss (default), none, or a sigma_rel",
+        metavar="best|none|SIGMA_REL",
+    )
+    step: str | None = setting(
+        None, "step of the checkpoint (default: the newest); a pattern such as '*000' writes all as OUT/N", metavar="N"
+    )
+    dataset: str | None = setting(
+        None, "folder or URL of the data set, if it is no longer at data.path", metavar="PLACE"
+    )
+    merge: tuple[str, ...] = setting(
+        (),
+        "adapter to add to the weights of a bundle, and its scale (default: 1); repeat for several; high=PATH or "
+        "low=PATH for the high-noise or low-noise expert alone",
+        repeated=True,
+        metavar="PATH[:SCALE]",
+    )
+    defaults: DefaultOptions = group(DefaultOptions)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes a bundle; the exit code is 0, or 2 after a mistake, told in one line."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    options = read_options(
+        BundleOptions, argv, prog="megadit bundle", description="Turns a training checkpoint into a bundle."
+    )
+    if options.merge:
+        _merge(options)
+        return 0
+    for checkpoint, out in chosen_checkpoints(options):
+        ema = choose_average(checkpoint, options.ema)
+        convert(checkpoint, out, ema=ema, dataset=options.dataset, defaults=options.defaults.default)
+        average = "the weights themselves" if ema is None else f"their average of sigma_rel {ema:g}"
+        print(f"{out}: {average} from {checkpoint}", flush=True)
+    return 0
+
+
+def chosen_checkpoints(options: BundleOptions) -> list[tuple[Path, Path]]:
+    """(checkpoint, what its bundle is to be) of the step that is asked for, or of all that a pattern fits.
+
+    Raises:
+        UserError: if there is none.
+    """
+    step = options.step
+    if step is None or not set(step) & set("*?["):
+        return [(find_checkpoint(options.checkpoint, step), options.out)]
+    found = find_checkpoints(options.checkpoint / "checkpoints")
+    if not any(fits := [fnmatchcase(step_of(checkpoint), step) for checkpoint in found]):
+        raise UserError(f"--step {step}: {options.checkpoint} has checkpoints of the steps {_steps(found)}")
+    return [(checkpoint, options.out / step_of(checkpoint)) for checkpoint in compress(found, fits)]
+
+
+def step_of(checkpoint: Path) -> str:
+    """Without zeros before it."""
+    return str(int(checkpoint.name.removeprefix("iter_")))
+
+
+def _steps(checkpoints: Sequence[Path]) -> str:
+    return ", ".join(map(step_of, checkpoints)) or "none"
+
+
+def _merge(options: BundleOptions) -> None:
+    if options != replace(BundleOptions(checkpoint=options.checkpoint, out=options.out), merge=options.merge):
+        raise UserError("--merge takes a bundle as it is: leave out --ema, --step, --dataset and --default")
+    for path, reading in merge_bundle(
+        open_bundle(options.checkpoint), parse_adapters(options.merge), options.out
+    ).items():
+        print(f"{path}: {reading}")
+    print(f"{options.out}: {options.checkpoint} with {', '.join(options.merge)}")
+
+
+def find_checkpoint(path: Path, step: str | None = None) -> Path:
+    """The checkpoint that `path` (a checkpoint, or the folder of a run) and `step` mean.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if is_complete(path):
+        if step is not None:
+            raise UserError(f"{path} is one checkpoint; give the folder of the run to choose with --step {step}")
+        return path
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give the folder of a run, or one of its checkpoints")
+    if is_bundle(path):
+        raise UserError(f"{path} is a bundle already; give a run, or --merge ADAPTER to add one to it")
+    found = find_checkpoints(path / "checkpoints")
+    if not found:
+        raise UserError(f"{path} holds no complete checkpoint; give the folder of a run, or one of its checkpoints")
+    if step is None:
+        return found[-1]
+    for checkpoint in found:
+        if step_of(checkpoint) == step:
+            return checkpoint
+    raise UserError(f"--step {step}: {path} has checkpoints of the steps {_steps(found)}")
+
+
+def choose_average(checkpoint: Path, name: str) -> float | None:
+    """The sigma_rel that `name` (best, none, or a number) means; None for the weights themselves.
+
+    `best` is what the newest validation before the checkpoint found; without one, the narrowest average.
+
+    Raises:
+        UserError: for a name that is none of these, or an average that was not kept.
+    """
+    profiles = ema_profiles(checkpoint)
+    if name == "best":
+        best = read_state(checkpoint)["run"]["validation"].get("best")
+        name = best or (f"{min(profiles):g}" if profiles else "none")
+    if name == "none":
+        return None
+    for sigma_rel in profiles:
+        if name == f"{sigma_rel:g}" or name == str(sigma_rel):
+            return sigma_rel
+    known = ", ".join(["best", "none", *(f"{sigma_rel:g}" for sigma_rel in profiles)])
+    raise UserError(f"--ema {name}: {checkpoint} has no such EMA weights; choose one of {known}")
+
+
+def convert(
+    checkpoint: Path,
+    out: Path,
+    *,
+    ema: float | None,
+    dataset: str | Path | None = None,
+    defaults: Sequence[str] = (),
+) -> None:
+    """Writes the bundle of a checkpoint, or its adapter where it has one; `defaults` as `changed_defaults`.
+
+    Raises:
+        UserError: if the data set is not there, or `out` holds something else.
+    """
+    config = load_config(checkpoint / CONFIG)
+    if config.train.adapter is not None:
+        if defaults:
+            raise UserError(
+                f"--default sets defaults of a bundle; {checkpoint} has an adapter, which takes those of its base"
+            )
+        write_adapter(out, trained_adapter(config, checkpoint, ema))
+        return
+    path, info = dataset or config.data.path, _dataset(config, dataset)
+    tokenizer, text_encoder = load_tokenizer(info.tokenizer_folder), load_text_encoder(info.text_encoder_folder)
+    words, longest = training_words(config, path, info, text_encoder)
+    origin = {**_origin(config, checkpoint, ema), "prompts": prompts_of(config, path, info)}
+    write_bundle(
+        out,
+        config=config.model,
+        state_dict=read_network(checkpoint, ema=ema),
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        defaults=changed_defaults(sampling_defaults(config, info), defaults, config.model, tokenizer),
+        training=origin if longest is None else origin | {"longest_caption": longest},
+        words=words,
+    )
+
+
+def prompts_of(config: RunConfig, path: str | Path, info: DatasetInfo) -> list[str]:
+    """A few to begin with: those of validation, or captions held out."""
+    split = "val" if info.num_samples.get("val") else "train"
+    prompts = config.validation.prompts or filter(None, captions_of(path, split))
+    return list(islice(dict.fromkeys(islice(prompts, 10 * NUM_PROMPTS)), NUM_PROMPTS))
+
+
+def training_words(
+    config: RunConfig, path: str | Path, info: DatasetInfo, text_encoder: TextEncoder
+) -> tuple[set[str] | None, int | None]:
+    """Return the words of the captions of this run and of those before it, and how many words the longest caption had;
+    None where they are unknown (captions of conditioning are in no data set), or where the text encoder knows other
+    words, too."""
+    begun = config.starting_weights
+    before = set() if begun is None else read_words(Path(begun))
+    is_known = isinstance(text_encoder, HashedWordEncoder) and config.checkpoint.load is None and not config.data.given
+    is_few = info.num_samples["train"] <= MOST_CAPTIONS and not is_url(path)
+    if not is_known or not is_few or before is None:
+        return None, None
+    captions = list(captions_of(path, "train"))
+    longest = 0 if begun is None else open_bundle(begun).longest_caption or 0
+    return words_of(chain(before, captions)), max([longest, *(len(split_words(caption)) for caption in captions)])
+
+
+def trained_adapter(config: RunConfig, checkpoint: Path, ema: float | None) -> Adapter:
+    """The adapter of a checkpoint of a run with `train.adapter`."""
+    return Adapter.from_state(
+        read_adapter(checkpoint, ema=ema),
+        config.train.adapter,
+        config.model,
+        base=base_of(checkpoint),
+        training={**_origin(config, checkpoint, ema), "base_model": _base_model(config)},
+    )
+
+
+def _base_model(config: RunConfig) -> str | None:
+    """The name on the hub of the published weights that the base was made of, for PEFT's settings; None: it was not."""
+    base = config.starting_weights
+    training = (Bundle.open(base).manifest.get("training") or {}) if base and is_bundle(base) else {}
+    name = str(training.get("converted_from", ""))
+    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else None
+
+
+def _dataset(config: RunConfig, given: str | Path | None) -> DatasetInfo:
+    path = given or config.data.path
+    if path is None:
+        raise UserError(
+            "this run was trained on mock data, which has no tokenizer and no text encoder; give --dataset FOLDER"
+        )
+    return DatasetInfo.read(path)
+
+
+def _origin(config: RunConfig, checkpoint: Path, ema: float | None) -> dict[str, Any]:
+    """Origin of the weights, for the manifest."""
+    run = read_state(checkpoint)["run"]
+    return {
+        "recipe": config.recipe,
+        "step": run["iteration"],
+        "ema_sigma_rel": ema,
+        "consumed_samples": run["consumed_samples"],
+        "consumed_tokens": run["consumed_tokens"],
+        "validation": run["validation"],
+        **({"given": dict(parse_uses(config.data.given))} if config.data.given else {}),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Clips of a source: scanned, scored, selected, decoded, captioned and encoded."""

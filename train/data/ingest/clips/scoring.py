@@ -1,0 +1,114 @@
+"""Clips that a program of the user's own gives bad scores: `--judge_dir DIR --min_score beauty=5 --max_score text=0.1`.
+
+The folder holds `judge.py`, as `hooks/scorer.py` describes it: `judge(video, caption)` gives scores by their names,
+of whatever models lie beside it (beauty, watermarks, share of text). Scores are kept in `prepare/scores.jsonl`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from megadit.infer.hooks.scorer import Judge
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.progress import Progress
+from megadit.train.data.ingest.clips.annotation_cache import Answers
+from megadit.train.data.ingest.clips.encode import decoded_clips
+from megadit.train.data.ingest.clips.select import divide
+from megadit.train.data.ingest.lines import LongList
+from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json
+from megadit.train.data.ingest.pool import Pool
+
+NO_SCORE = "no score: "
+LOOKED_AT = 32
+"""Clips, one of which at least must have a score of each name that is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bounds of a score."""
+
+    name: str
+    least: float
+    most: float
+
+    def broken_by(self, scores: Mapping[str, float]) -> tuple[str, str] | None:
+        """Return reason and detail if a score is missing or out of bounds, else None."""
+        if self.name not in scores:
+            return f"{NO_SCORE}{self.name}", ""
+        score = scores[self.name]
+        if score < self.least:
+            return f"low score: {self.name}", f"{score:g}"
+        if score > self.most:
+            return f"high score: {self.name}", f"{score:g}"
+        return None
+
+
+def read_limits(settings: Settings) -> list[Limit]:
+    """Raises UserError for what is not NAME=SCORE."""
+    least = [Limit(*_named("min_score", text), math.inf) for text in settings.min_score]
+    most = [Limit(name, -math.inf, score) for name, score in (_named("max_score", text) for text in settings.max_score)]
+    return [*least, *most]
+
+
+def _named(flag: str, text: str) -> tuple[str, float]:
+    name, _, score = text.rpartition("=")
+    try:
+        value = float(score)
+    except ValueError:
+        value = math.nan
+    if not name or not math.isfinite(value):
+        raise UserError(f"--{flag} {text}: write NAME=SCORE, such as beauty=5")
+    return name, value
+
+
+def open_judge(settings: Settings) -> Judge | None:
+    """Load the judge, if there is one in the settings.
+
+    Raises:
+        UserError: if there is none in its folder, or only limits are given, which nothing would be held to.
+    """
+    limits = read_limits(settings)
+    if settings.judge_dir is not None:
+        return Judge.load(settings.judge_dir)
+    if limits:
+        raise UserError("--min_score and --max_score need the scores of a judge; give --judge_dir DIR, too")
+    return None
+
+
+def judge_clips(
+    clips: Sequence[Clip], settings: Settings, num_workers: int, notes: Notes
+) -> tuple[Sequence[Clip], Sequence[Skip]]:
+    """Keep clips whose scores are within all limits, in their order; a clip that lacks a score is dropped.
+
+    Raises:
+        UserError: if no clip has a score of a name; for a source that has changed since it was scanned.
+    """
+    judge = open_judge(settings)
+    if judge is None:
+        return clips, []
+    limits, scores = read_limits(settings), Answers(notes.scores)
+    asked = LongList(clip_from_json)
+    asked.extend(clip for clip in clips if scores.of(clip) is None)
+    with Pool(num_workers) as pool, Progress(len(asked), "judging", enabled=bool(asked)) as bar:
+        for number, decoded in enumerate(decoded_clips(asked, settings, pool), 1):
+            # a failure, which gives no scores, is not kept: it may be mended
+            if given := judge.scores(decoded.frames_THWC, decoded.clip.source.caption):
+                scores.add(decoded.clip, given)
+            bar.advance()
+            if number == min(LOOKED_AT, len(asked)):
+                # of earlier runs too: where only clips are asked about at which it failed before, it fails again
+                known = (found for clip in clips if (found := scores.of(clip)))
+                _check_names(limits, chain(known, ({} for clip in asked[:number] if not scores.of(clip))))
+    broken = ([found for limit in limits if (found := limit.broken_by(scores.of(clip) or {}))] for clip in clips)
+    return divide(clips, (found[0] if found else None for found in broken))
+
+
+def _check_names(limits: Sequence[Limit], given: Iterable[Mapping[str, float]]) -> None:
+    known, count = set(), 0
+    for count, scores in enumerate(given, 1):  # noqa: B007
+        known |= scores.keys()
+    for limit in limits:
+        if limit.name not in known:
+            names = ", ".join(sorted(known)) or "none; it fails, see above"
+            raise UserError(f"the judge returned no score {limit.name!r} for {count} clips; its scores: {names}")

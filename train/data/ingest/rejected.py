@@ -1,0 +1,71 @@
+"""Pictures of what was left out, a few of each reason, for `megadit info DATA --html PAGE`."""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from PIL import Image
+
+from megadit.infer.decoding.rules import UnusableSourceError
+from megadit.models.shared.files import atomic_directory
+from megadit.train.data.ingest.clips.decode import read_glimpse
+from megadit.train.data.ingest.lines import Lines, read_lines, write_lines
+from megadit.train.data.ingest.plan import Notes, Settings, Skip, Source, skip_from_json, source_from_json
+from megadit.train.data.ingest.pool import Pool
+
+OF_A_REASON = 12
+HEIGHT = 128
+"""Pixels of a picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    skip: Skip
+    source: Source | None
+    """Source; None if it was never fetched, or listed."""
+
+
+def picture_left_out(notes: Notes, settings: Settings, num_workers: int) -> None:
+    """Writes `left_out.jsonl`, the skips that are shown, and `0.jpg`, `1.jpg`, ... of those that show something."""
+    chosen = choose(Lines.open(notes.skips, skip_from_json))
+    names = {skip.source for skip in chosen}
+    sources = {
+        values["name"]: source_from_json(values) for values in read_lines(notes.sources) if values["name"] in names
+    }
+    wanted = [Wanted(skip, sources.get(skip.source)) for skip in chosen]
+    with atomic_directory(notes.left_out) as folder, Pool(num_workers) as pool:
+        write_lines(folder / "left_out.jsonl", chosen)
+        pictures = pool.map(partial(_glimpse, settings=settings), wanted, _nothing)
+        for number, picture_HWC in enumerate(pictures):
+            if picture_HWC is not None:
+                Image.fromarray(picture_HWC).save(folder / f"{number}.jpg", quality=85)
+
+
+def choose(skips: Sequence[Skip]) -> list[Skip]:
+    """Up to a dozen of each reason, evenly over all of it."""
+    groups: dict[str, array] = defaultdict(lambda: array("q"))
+    for number, skip in enumerate(skips):
+        groups[skip.reason].append(number)
+    return [
+        skips[group[number * len(group) // count]]
+        for group in groups.values()
+        for count in [min(OF_A_REASON, len(group))]
+        for number in range(count)
+    ]
+
+
+def _glimpse(wanted: Wanted, settings: Settings) -> np.ndarray | None:
+    if wanted.source is None:
+        return None
+    try:
+        middle = wanted.skip.start + wanted.skip.seconds / 2
+        return read_glimpse(wanted.source, settings, middle, HEIGHT)
+    except UnusableSourceError:  # which may be why it was left out
+        return None
+
+
+def _nothing(_: Wanted) -> None:
+    return None

@@ -1,0 +1,1 @@
+"""Sources of clips: folders, tables, tar files and downloads, listed as rows."""

@@ -1,0 +1,80 @@
+"""Files at http(s) addresses, which are strangers': many at once, each with a deadline, a limit and a reason for what
+cannot be had. Bytes go from the network to the disk; a file bears its name only when it is whole.
+"""
+
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from megadit.models.shared.addresses import is_public
+from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.files import atomic_path
+from megadit.train.data.ingest.sources.http_retries import FailedError, ask, exchange_all, pieces
+
+MAX_BYTES = 1 << 28
+SILENCE = 30.0
+"""Seconds without a byte after which an attempt is given up."""
+MAX_REDIRECTS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Downloads:
+    """Limits of downloads of addresses in tables; none changes the contents of a complete download."""
+
+    requests: int = setting(
+        64, "downloads of a rank at once (default: {default})", low=1, high=1024, names=("--downloads",)
+    )
+    seconds: float = setting(
+        300.0, "seconds for a file with all attempts (default: {default})", above=0, names=("--download_seconds",)
+    )
+    private_addresses: bool = setting(False, "allow downloads from this machine and private networks")
+
+
+def download_all(
+    addresses: Mapping[Path, str], downloads: Downloads, done: Callable[[], object] = lambda: None
+) -> dict[Path, str]:
+    """Fetches each address into its file, `downloads.requests` at once, and calls `done` after each.
+
+    Returns:
+        Why, for each file that is not there: "timed out", "http 404", "private address", ...
+    """
+    reasons: dict[Path, str] = {}
+    extensions = {} if downloads.private_addresses or urllib.request.getproxies() else {"trace": _stay_public}
+
+    async def download(http: httpx.AsyncClient, item: tuple[Path, str]) -> None:
+        path, url = item
+        async with ask(http, "GET", url, extensions=extensions) as answer:
+            with atomic_path(path) as temporary, open(temporary, "wb") as file:
+                async for piece in pieces(answer, MAX_BYTES):
+                    file.write(piece)
+
+    def note(item: tuple[Path, str], reason: str) -> None:
+        if reason:
+            reasons[item[0]] = reason
+        done()
+
+    exchange_all(
+        addresses.items(),
+        download,
+        note,
+        at_once=min(downloads.requests, max(1, len(addresses))),
+        seconds=downloads.seconds,
+        timeout=SILENCE,
+        follow_redirects=True,
+        max_redirects=MAX_REDIRECTS,
+    )
+    return dict(sorted(reasons.items()))
+
+
+async def _stay_public(event: str, info: Mapping[str, Any]) -> None:
+    """Closes a connection into a private network before a byte is sent over it (an extension of httpx that hears of
+    every connection, after redirects and look-ups of names)."""
+    if event == "connection.connect_tcp.complete":
+        stream = info["return_value"]
+        if not is_public(stream.get_extra_info("server_addr")[0]):
+            await stream.aclose()
+            raise FailedError("private address")

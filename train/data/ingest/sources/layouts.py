@@ -1,0 +1,228 @@
+"""Layouts of captions in a folder: beside the files, in tables, and as in other projects.
+
+| layout | of |
+|---|---|
+| `clip.mp4.json`, `clip.json`, `clip.txt`, `clip.caption`, `clip.mp4.txt`, `clip.TXT` | megadit, kohya, musubi |
+| `labels/clip.txt` beside `videos/clip.mp4` (or captions, texts, prompts) | CogVideo |
+| `prompt.txt` beside `videos.txt`, line by line | finetrainers, CogVideo |
+| `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet` in any folder | Hugging Face, DiffSynth, kohya |
+| any other table whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
+| `*.toml` with `caption_extension` | kohya, musubi |
+"""
+
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import PurePosixPath
+from typing import Any
+
+from megadit.models.shared.captions import MAX_CAPTION_BYTES, file_columns
+from megadit.models.shared.errors import UserError
+from megadit.train.data.ingest.sources.files import Folder, open_file, stem_of
+from megadit.train.data.ingest.sources.rows import TABLES, lines_of, open_text, read_table
+from megadit.train.data.ingest.sources.sniff import is_media_name
+
+METADATA = "metadata"
+SIDE_SUFFIXES = (".json", ".txt", ".caption")
+MEDIA_FOLDERS = frozenset("videos video images image clips media".split())
+TEXT_FOLDERS = ("labels", "captions", "caption", "texts", "text", "prompts", "txt", "annotations")
+FILE_LISTS = ("videos.txt", "images.txt", "video.txt", "image.txt", "files.txt")
+TEXT_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt", "texts.txt")
+LOOKED_AT = 20
+"""Rows of a table that are looked at, to see whether it names files of the folder."""
+MOST_DOCUMENTS = 64
+"""JSON documents of one folder that are opened to see whether they are tables."""
+SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "validate", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+"""Split -> the names that its folder or table may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Table of files and captions."""
+
+    path: str
+    name: str
+    """Name relative to the folder; of a table elsewhere the path as the user wrote it."""
+    base: str = ""
+    """Folder of the table, with a slash at its end."""
+    file_list: str | None = None
+    """File that names the files, where captions are in a second one, `path`, line by line."""
+
+    def rows(self, encoding: str | None = None) -> Iterator[dict[str, Any]]:
+        """Raises UserError for a table that is broken."""
+        if self.file_list is None:
+            yield from read_table(self.path, encoding)
+            return
+        with open_text(self.file_list, encoding) as files, open_text(self.path, encoding) as texts:
+            lines = lines_of(files, self.file_list), lines_of(texts, self.path)
+            for number, (file, text) in enumerate(zip_longest(*lines), 1):
+                if file is None or text is None:
+                    raise UserError(
+                        f"{self.file_list} and {self.path} must have equally many lines; one ends after {number - 1}"
+                    )
+                yield {"file_name": file.strip(), "caption": text.strip()}
+
+
+def split_of(name: str, is_file: bool = False) -> str | None:
+    """The split that the name of a folder, or the words of a table's name, speak of."""
+    words = set(PurePosixPath(name).stem.lower().replace("-", "_").split("_")) if is_file else {name.lower()}
+    return next((split for split, names in SPLITS.items() if words & set(names)), None)
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def find_tables(folder: Folder, split: str, encoding: str | None = None) -> list[Table]:
+    """Tables of captions in a folder, without those of other splits; `metadata` first."""
+    metadata, others, documents = [], [], {}
+    for name in (name for name in folder.names() if name.lower().endswith(TABLES)):
+        path = PurePosixPath(name)
+        if path.suffix.lower() == ".json" and (name[:-5] in folder or _is_of_media(folder, name[:-5])):
+            continue  # it is of one file, beside which it lies
+        if path.stem.lower() == METADATA:
+            metadata.append(_table(folder, name))
+            continue
+        if split_of(name, is_file=True) not in (None, split):
+            continue
+        documents[path.parent] = documents.get(path.parent, 0) + (path.suffix.lower() == ".json")
+        if documents[path.parent] <= MOST_DOCUMENTS and _names_files(folder, table := _table(folder, name), encoding):
+            others.append(table)
+    return [*metadata, *_lists(folder), *others]
+
+
+def _is_of_media(folder: Folder, whole: str) -> bool:
+    """Whether a picture or video has this name before its suffix."""
+    stem = whole[whole.rfind("/") + 1 :]
+    return any(each.rpartition(".")[0] == whole and is_media_name(each) for each in folder.called(stem))
+
+
+def given_table(folder: Folder, path: str) -> Table:
+    """The table that a user named."""
+    inner = path.removeprefix(f"{folder.root}/")
+    if inner != path and inner in folder:
+        return _table(folder, inner)
+    return Table(path, path)
+
+
+def _table(folder: Folder, name: str) -> Table:
+    return Table(folder.path(name), name, name[: name.rfind("/") + 1])
+
+
+def _lists(folder: Folder) -> Iterator[Table]:
+    for name in FILE_LISTS:
+        for files in folder.called(stem_of(name)):
+            base = files.removesuffix(name)
+            texts = next((base + each for each in TEXT_LISTS if base + each in folder), None)
+            if texts and base != files:
+                yield Table(folder.path(texts), texts, base, folder.path(files))
+
+
+def _names_files(folder: Folder, table: Table, encoding: str | None) -> bool:
+    resolver = Resolver(folder, table.base)
+    try:
+        for row in islice(table.rows(encoding), LOOKED_AT):
+            if any(resolver.resolve(str(row[column])) for column in file_columns(tuple(row)) if row[column]):
+                return True
+    except (UserError, ValueError):
+        return False
+    return False
+
+
+class Resolver:
+    """Files by their possible names in rows: relative to the table, to the source, as whole path, without suffix."""
+
+    def __init__(self, folder: Folder, base: str) -> None:
+        self._folder, self._base = folder, base
+
+    def resolve(self, name: str) -> str | None:
+        """The name of the file in the folder; None if there is none, or it is not clear which."""
+        name = self._inner(name)
+        for inner in (self._base + name, name):
+            if known := self._folder.known(inner):
+                return known
+        if not self._folder.holds(name):
+            return None
+        return self._of_its_name(name) or self._without_suffix(name)
+
+    def why_not(self, name: str) -> str:
+        """The reason for a name that is none of a file; "" where the folder gives one itself."""
+        inner = self._inner(name)
+        if not self._folder.holds(inner):
+            return "outside the source folder"
+        is_there = any(each in self._folder.not_used for each in (self._base + inner, inner))
+        return "" if is_there else "missing file"
+
+    def _inner(self, name: str) -> str:
+        name = name.strip().replace("\\", "/")
+        for root in self._folder.roots:
+            name = name.removeprefix(f"{root}/")
+        while name.startswith("./"):
+            name = name[2:]
+        return name
+
+    def _of_its_name(self, name: str) -> str | None:
+        tail = f"/{name}"
+        called = self._folder.called(stem_of(name))
+        return _only(each for each in called if each.endswith(tail) and each.startswith(self._base))
+
+    def _without_suffix(self, name: str) -> str | None:
+        folder, _, stem = name.rpartition("/")
+        called = (each for each in self._folder.called(stem) if is_media_name(each))
+        return _only(each for each in called if not folder or each.rpartition("/")[0].endswith(folder))
+
+
+def _only(names: Iterable[str]) -> str | None:
+    """The first of one."""
+    found = list(islice(names, 2))
+    return found[0] if len(found) == 1 else None
+
+
+# --- captions beside files ----------------------------------------------------------------------------------------
+
+
+def beside(folder: Folder, name: str, extensions: Sequence[str] = ()) -> list[str]:
+    """The files that may hold the caption of one, the first one first."""
+    path = PurePosixPath(name)
+    stem = str(path.with_suffix(""))
+    suffixes = (*extensions, *SIDE_SUFFIXES)
+    wanted = [f"{name}.json", *(stem + suffix for suffix in suffixes), *(name + suffix for suffix in suffixes)]
+    if path.parent.name.lower() in MEDIA_FOLDERS:
+        parent = path.parent.parent
+        wanted += [str(parent / texts / f"{path.stem}{suffix}") for texts in TEXT_FOLDERS for suffix in suffixes]
+    found = [each for each in dict.fromkeys(wanted) if each in folder]
+    if not found:  # .TXT, as some systems write
+        upper = [each[: each.rfind(".")] + each[each.rfind(".") :].upper() for each in wanted]
+        found = [each for each in dict.fromkeys(upper) if each in folder]
+    return found
+
+
+def extensions_named(folder: Folder) -> tuple[dict[str, str], tuple[str, ...]]:
+    """`*.toml` of trainers -> the suffixes that they give captions; those that have none are left alone."""
+    found: dict[str, str] = {}
+    for name in folder.names():
+        if not name.endswith(".toml"):
+            continue
+        with open_file(folder.path(name)) as file:
+            try:
+                document = tomllib.loads(file.read(MAX_CAPTION_BYTES).decode())
+            except (ValueError, RecursionError):
+                continue
+        for part in _parts(document):
+            if isinstance(suffix := part.get("caption_extension"), str) and suffix.strip("."):
+                found[name] = f".{suffix.strip('. ')}"
+    return found, tuple(dict.fromkeys(found.values()))
+
+
+def _parts(document: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    if depth < 5 and isinstance(document, dict):
+        yield document
+        for value in document.values():
+            yield from _parts(value, depth + 1)
+    elif depth < 5 and isinstance(document, list):
+        for value in document:
+            yield from _parts(value, depth + 1)

@@ -1,0 +1,172 @@
+"""Rows of tables: CSV with any separator, JSON lines, JSON and Parquet."""
+
+import csv
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, chain
+from pathlib import PurePosixPath
+from typing import Any
+
+from megadit.models.shared.captions import caption_columns, encoding_of, file_columns
+from megadit.models.shared.documents import MAX_BYTES, check_size, parse_json
+from megadit.models.shared.errors import UserError
+from megadit.train.data.ingest.sources.files import open_file
+
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
+SEPARATORS = ",;\t|"
+MAX_JSON_BYTES = 1 << 27
+"""Maximum size of a table that is one JSON document, which is read whole; JSON lines have no limit."""
+REST = "\0rest"
+"""The column of what a row of a CSV has more than its header."""
+
+
+def read_table(path: str, encoding: str | None = None) -> Iterator[dict[str, Any]]:
+    """Rows of a table.
+
+    Raises:
+        UserError: if it is none, or broken.
+    """
+    suffix = PurePosixPath(path).suffix.lower()
+    try:
+        if suffix == ".parquet":
+            yield from read_parquet(path)
+        elif suffix in (".csv", ".tsv"):
+            with open_text(path, encoding) as file:
+                yield from _csv_rows(file, path, "\t" if suffix == ".tsv" else SEPARATORS)
+        elif suffix in (".jsonl", ".ndjson"):
+            with open_text(path, encoding) as file:
+                for number, line in enumerate(lines_of(file, path), 1):
+                    if line.strip():
+                        yield _row(parse_json(line, f"line {number} of {path}", is_finite=False), path)
+        elif suffix == ".json":
+            with open_text(path, encoding) as file:
+                content = file.read(MAX_JSON_BYTES + 1)
+            document = parse_json(content, path, max_bytes=MAX_JSON_BYTES, is_finite=False)
+            yield from (_row(row, path) for row in json_rows(document))
+        else:
+            raise UserError(f"{path} is no table; give a name that ends in {', '.join(TABLES)}")
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give a table of files and captions: {', '.join(TABLES)}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} cannot be read: it is not {error.encoding.upper()}; --caption_encoding cp1252 reads what Windows "
+            "wrote"
+        ) from None
+    except (OSError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def open_text(path: str, encoding: str | None = None) -> io.TextIOWrapper:
+    """A file as text, in the encoding that its first bytes say, or the one that was named; line ends as they are."""
+    file = open_file(path)
+    name = encoding_of(file.read(1024), encoding)
+    file.seek(0)
+    text = io.TextIOWrapper(file, encoding=name, newline="")
+    if text.read(1) != "\ufeff":
+        text.seek(0)
+    return text
+
+
+def lines_of(file: io.TextIOBase, path: str) -> Iterator[str]:
+    """The lines of a text that anybody may have written.
+
+    Raises:
+        UserError: for one that is too long: a file with holes is a single line of any length.
+    """
+    while line := file.readline(MAX_BYTES + 1):
+        check_size(len(line), f"a line of {path}", MAX_BYTES)
+        yield line
+
+
+def _csv_rows(file: io.TextIOWrapper, path: str, separators: str) -> Iterator[dict[str, Any]]:
+    lines = lines_of(file, path)
+    header = next(lines, "")
+    delimiter = max(separators, key=lambda each: _likelihood(header, each))
+    rows = csv.DictReader(chain([header], lines), restkey=REST, delimiter=delimiter)
+    last = (rows.fieldnames or [None])[-1]
+    for row in rows:
+        if REST in row and last in caption_columns(tuple(rows.fieldnames)):  # commas of a caption without quotes
+            row[last] = rows.reader.dialect.delimiter.join([row[last], *row.pop(REST)])
+        yield row
+
+
+def _likelihood(header: str, separator: str) -> tuple[bool, int]:
+    """Rank a column separator: whether it yields a column of files, and how many columns."""
+    names = tuple(name.strip(' \r\n"') for name in header.split(separator))
+    return bool(file_columns(names)), len(names)
+
+
+def json_rows(document: Any) -> Iterator[Any]:
+    """The rows in a JSON document: a list, one inside an object, objects by the names of their files, or the pictures
+    and annotations of COCO and MSR-VTT."""
+    if isinstance(document, list):
+        yield from document
+        return
+    if not isinstance(document, dict):
+        raise UserError("a table in JSON is a list of rows, or an object")
+    for files, texts, key, name in (
+        ("images", "annotations", "image_id", "file_name"),
+        ("videos", "sentences", "video_id", "video_id"),
+    ):
+        if isinstance(document.get(files), list) and isinstance(document.get(texts), list):
+            found = [each for each in document[files] if isinstance(each, dict)]
+            by_id = {str(each[own]): each for own in ("id", key) for each in found if own in each}
+            for each in document[texts]:
+                if isinstance(each, dict) and (about := by_id.get(str(each.get(key)))):
+                    yield {"file_name": about.get(name), "caption": each.get("caption"), "split": about.get("split")}
+            return
+    lists = [value for value in document.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if lists:
+        yield from lists[0]
+        return
+    for name, value in document.items():
+        yield {"file_name": name, **(value if isinstance(value, dict) else {"caption": value})}
+
+
+def _row(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{path} cannot be read: a line is {ascii(value)[:60]}, not an object of names and values")
+    return value
+
+
+def parquet_rows(path: str) -> int:
+    """Number of rows of a Parquet file; raises as `read_parquet`."""
+    with _open_parquet(path) as table:
+        return table.metadata.num_rows
+
+
+def read_parquet(path: str, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows from `start` to `stop` of a Parquet file; only the row groups that hold them are read.
+
+    Raises:
+        UserError: if it is none, or broken, or pyarrow is missing.
+    """
+    with _open_parquet(path) as table:
+        stop = table.metadata.num_rows if stop is None else stop
+        ends = list(accumulate(table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)))
+        starts = [0, *ends[:-1]]
+        groups = [n for n, (first, end) in enumerate(zip(starts, ends, strict=True)) if first < stop and end > start]
+        number = starts[groups[0]] if groups else 0
+        for batch in table.iter_batches(batch_size=64, row_groups=groups):
+            wanted = batch.slice(max(0, start - number), max(0, stop - max(start, number)))
+            number += len(batch)
+            yield from wanted.to_pylist()
+
+
+@contextmanager
+def _open_parquet(path: str) -> Iterator[Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        name = PurePosixPath(path).name
+        raise UserError(f"reading {name} needs the library pyarrow; pip install 'megadit[tables]'") from None
+    try:
+        with open_file(path) as file, pyarrow.parquet.ParquetFile(file) as table:
+            yield table
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+        # the last of them for values that Python has none of: times of the year 100,000, or of unknown zones
+        raise UserError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,207 @@
+"""Videos and images inside tar files, where they lie, and which caption belongs to which.
+
+A sample is what has one key: a name up to its last dot, and without the name of a field before that (`a.jpg` and
+`a.txt`, `a.jpg.txt`, `a.input.jpg` and `a.output.txt`; `clip_v1.0.jpg` is of another than `clip_v1.1.txt`). A name that
+a tar file repeats begins another sample.
+"""
+
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from megadit.models.shared.captions import MAX_CAPTION_BYTES
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.outside import HIDDEN, is_litter
+from megadit.models.shared.tar_files import ForeignTarFile
+from megadit.train.data.ingest.plan import Kind, Source
+from megadit.train.data.ingest.sources.files import file_size, open_file, open_folder
+from megadit.train.data.ingest.sources.layouts import SIDE_SUFFIXES
+from megadit.train.data.ingest.sources.listing import Listing, Reading, stamp_of
+from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, kinds_of
+from megadit.train.data.ingest.sources.sources import caption_of
+from megadit.train.dataset.dataset_info import INFO_FILE
+from megadit.train.dataset.places import is_url
+
+ORIGINALS = "originals"
+"""The folder of a data set where `megadit prepare --originals` keeps them."""
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+GZIP = b"\x1f\x8b"
+FIELDS = frozenset(
+    "input output source target original edited before after image img video clip caption captions text txt prompt "
+    "label jpg jpeg png webp mp4 mov mkv webm avi gif".split()
+)
+"""Words between a key and a suffix that are no part of the key."""
+
+
+def list_webdataset(root: str | Path, kind: Kind | None = None, *, reading: Reading = Reading()) -> Listing:  # noqa: B008
+    """The videos and images inside tar files, where they lie: nothing is unpacked. Captions are the members of the
+    same key that end in .txt, .caption or .json.
+
+    Raises:
+        UserError: if there are no tar files, or none with videos or images.
+    """
+    listing = Listing()
+    shards = _shards(root, reading, listing)
+    if not shards:
+        why = listing.why_empty()
+        raise UserError(f"{root} holds no tar files{why and f': {why}'}")
+    list_shards(shards, kind, reading=reading, listing=listing)
+    if not listing.sources:
+        raise UserError(f"the tar files of {root} hold no {kind or 'video or image'}s to use: {listing.why_empty()}")
+    return listing.sorted()
+
+
+def _shards(root: str | Path, reading: Reading, listing: Listing) -> dict[str, str]:
+    """Name -> path of each tar file."""
+    is_remote_file = is_url(root) and str(root).endswith(".tar")
+    if is_remote_file or Path(root).is_file():
+        return {PurePosixPath(root).name: str(root) if is_remote_file else str(Path(root).resolve())}
+    folder = open_folder(root, follow_links=reading.follow_links)
+    if folder is None:
+        return {}
+    names = [name for name in folder.names() if name.endswith(".tar")]
+    if INFO_FILE in folder:  # a data set of ours: what it was made from, where it is kept
+        names = [name for name in names if name.startswith(f"{ORIGINALS}/")] or names
+    else:
+        for name in sorted(set(folder.names()) - set(names)):
+            is_compressed = name.lower().endswith(COMPRESSED)
+            reason = "compressed tar file (unpack it: gunzip)" if is_compressed else "not a tar file"
+            listing.pass_over(name, reason)
+        for name, reason in folder.not_used.items():
+            listing.pass_over(name, reason)
+    return {name: folder.path(name) for name in names}
+
+
+def list_shards(
+    shards: Mapping[str, str],
+    kind: Kind | None = None,
+    *,
+    reading: Reading = Reading(),  # noqa: B008  (it is frozen)
+    listing: Listing | None = None,
+    is_stamped: bool = True,
+) -> Listing:
+    """The videos and images inside tar files: name -> path."""
+    listing = listing or Listing()
+    for name, path in shards.items():
+        _list_shard(path, name, kind, listing, reading, stamp_of(path) if is_stamped else "")
+    return listing
+
+
+@dataclass(slots=True)
+class _Member:
+    """A picture or video, or the content of a caption."""
+
+    info: tarfile.TarInfo
+    key: str
+    repeat: int
+    """Number of earlier members of the same name."""
+    kind: Kind | None = None
+    captions: tuple[str, ...] = ()
+    score: float | None = None
+    trouble: str = ""
+
+
+def _list_shard(path: str, shard: str, kind: Kind | None, listing: Listing, reading: Reading, stamp: str) -> None:
+    media, texts = _sorted_members(path, shard, kind, listing, reading)
+    repeats = Counter((member.key, member.info.name) for member in [*media, *texts])
+    counts = defaultdict(set)
+    for (key, _), count in repeats.items():
+        counts[key].add(count)
+    by_key: dict[tuple[str, int], _Member] = {}
+    for member in media:
+        place = f"{shard}/{member.info.name}"
+        if len(counts[member.key]) > 1:
+            listing.skip(place, "repeated key", "not as often as its caption: which belongs to which is not known")
+        elif (member.key, member.repeat) in by_key:
+            listing.skip(place, "second picture of a sample")
+        else:
+            by_key[member.key, member.repeat] = member
+    for text in texts:
+        owner = by_key.get((text.key, text.repeat))
+        if owner is None:
+            listing.pass_over(
+                f"{shard}/{text.info.name}", f"{PurePosixPath(text.info.name).suffix.lower()} of no sample"
+            )
+            continue
+        owner.captions, owner.trouble = owner.captions or text.captions, owner.trouble or text.trouble
+        owner.score = text.score if owner.score is None else owner.score
+    for (key, repeat), member in by_key.items():
+        if member.trouble and not member.captions:
+            listing.skip(f"{shard}/{member.info.name}", "unreadable caption", member.trouble)
+            continue
+        listing.add(
+            Source(
+                name=f"{shard}/{key}{f'#{repeat + 1}' if repeat else ''}",
+                kind=member.kind,
+                path=path,
+                offset=member.info.offset_data,
+                size=member.info.size,
+                caption=member.captions[0] if member.captions else "",
+                more_captions=member.captions[1:],
+                aesthetic_score=member.score,
+                stamp=stamp,
+            )
+        )
+
+
+def _sorted_members(
+    path: str, shard: str, kind: Kind | None, listing: Listing, reading: Reading
+) -> tuple[list[_Member], list[_Member]]:
+    """The pictures and videos of a tar file, and its captions."""
+    media, texts, seen = [], [], Counter()
+    for info, content in _members(path, shard, listing):
+        file = info.name.rpartition("/")[2]
+        member = _Member(info, _key(info.name), seen[info.name])
+        seen[info.name] += 1
+        kinds = [
+            known for known in kinds_of(file, lambda content=content: content(HEAD_BYTES)) if kind in (None, known)
+        ]
+        if any(is_litter(part) for part in info.name.split("/") if part.strip(".")):
+            listing.pass_over(f"{shard}/{info.name}", HIDDEN)
+        elif kinds:
+            member.kind = kinds[0]
+            media.append(member)
+        elif PurePosixPath(file).suffix.lower() in SIDE_SUFFIXES:
+            try:
+                member.captions, member.score = caption_of(file, content(MAX_CAPTION_BYTES), reading)
+            except ValueError as error:
+                member.trouble = f"{file}: {error}"
+            texts.append(member)
+        else:
+            listing.pass_over(f"{shard}/{info.name}", PurePosixPath(file).suffix.lower() or "file without a suffix")
+    return media, sorted(texts, key=lambda text: not text.info.name.lower().endswith(".json"))
+
+
+def _key(name: str) -> str:
+    folder, slash, file = name.rpartition("/")
+    stem, dot, _ = file.rpartition(".")
+    stem = stem if dot else file
+    while "." in stem and stem[stem.rfind(".") + 1 :].lower() in FIELDS:
+        stem = stem[: stem.rfind(".")]
+    return f"{folder}{slash}{stem}"
+
+
+def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.TarInfo, Callable[[int], bytes]]]:
+    """Regular members that lie whole inside the file, each with a way to read so many bytes of it."""
+    try:
+        with open_file(path) as file:
+            length = file_size(file)
+            if file.read(2) == GZIP:
+                listing.skip(shard, "compressed tar file (unpack it: gunzip)", "it is gzip, whatever its name says")
+                return
+            file.seek(0)
+            tar = ForeignTarFile.open(fileobj=file, mode="r:")  # noqa: SIM115  (it holds nothing but the file)
+            for member in tar:
+                if member.isdir():
+                    continue
+                if not member.isfile():
+                    listing.skip(f"{shard}/{member.name}", "not a file", "a link, folder or device in a tar file")
+                elif member.offset_data + member.size > length:
+                    listing.skip(f"{shard}/{member.name}", "cut short", f"{member.size} bytes are announced")
+                    return  # nothing can follow
+                else:
+                    yield member, lambda size, tar=tar, member=member: tar.extractfile(member).read(size)
+    except (tarfile.TarError, OSError, ValueError, EOFError) as error:
+        listing.skip(shard, "broken tar file", str(error))

@@ -1,0 +1,1 @@
+"""Packs of training samples: checked, conditioned, assigned to packs and laid out as rows of one size."""

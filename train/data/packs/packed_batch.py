@@ -1,0 +1,258 @@
+"""Packs of training samples: from latents of any size to rows of one size.
+
+Shapes: B samples of one size, C latent channels, T/H/W latent frames, height, width, S video tokens, L text tokens,
+E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding included).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.noise import Stream, sample_key, seed_key, uniform
+from megadit.models.host_to_device import Need, SideStream, copy_in_turn, send_with
+from megadit.models.networks.embeddings import token_sequence
+from megadit.models.packing.layout import PackLayout
+from megadit.models.packing.segments import Segment, TokenMesh
+from megadit.train.data.packs.conditioning import Drawn, GivenPart, draw
+from megadit.train.data.packs.mixup import draw_mixture
+from megadit.train.data.packs.training_sample import TrainingSample
+
+REFUSALS = (
+    "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "no_seed", "odd_size", "too_long",
+    "long_text", "not_finite", "too_large",
+)  # fmt: skip
+"""Reasons for rejecting samples; `rules` has their descriptions."""
+BATCH_TENSORS = (
+    "tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "seed_key_G", "loss_weight_G", "own_share_G", "partner_G",
+)  # fmt: skip
+"""The fields of a `PackedBatch` that are tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A micro-batch: one pack, or several one after another. CPU tensors until `.to`."""
+
+    tokens_S1P: Tensor
+    """float32 clean latents, patchified; zero in the padding."""
+    text_L1E: Tensor
+    """float32 text features, slot by slot; zero where the null token stands and in the padding."""
+    layout: PackLayout
+    fps_G: Tensor
+    """float32, 0 for images and padding."""
+    noise_key_G: Tensor
+    """int64 keys of `diffusion/noise.py`, which decide noise, sigma and text dropout of each sample; 0 for padding."""
+    seed_key_G: Tensor
+    """int64 keys of the seeds of videos that a model made (`noise.seed_key`); 0 for others and padding."""
+    loss_weight_G: Tensor
+    """float32, what the loss of each sample counts; 1 but for prior samples."""
+    own_share_G: Tensor
+    """float32, what is left of each sample where another is mixed into it; else 1."""
+    partner_G: Tensor
+    """int64, how many segments behind it that other is."""
+    sample_ids: tuple[str, ...]
+    """One for each segment, "" for padding."""
+    refused: tuple[int, ...] = (0,) * len(REFUSALS)
+    """Samples that its reader left out since the batch before, by reason."""
+    unreadable_shards: tuple[str, ...] = ()
+    """Shards of the samples that could not be read, on the rank that read the batch itself."""
+    guidance_G: Tensor | None = None
+    """float32, the scale of guidance that a network is told of each sample; who computes with the pack adds it."""
+    real_S1P: Tensor | None = None
+    """Clean tokens of the samples, where `tokens_S1P` are what a student made of their conditions."""
+    arrival: Callable[[], None] | None = None
+    """Makes the current stream of a GPU wait for the tensors, which are on their way."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Video tokens of samples at hand that are to be predicted."""
+        return self.layout.num_wanted
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Arguments of `denoise_packed` besides the noisy tokens and their noise levels."""
+        return {
+            "text_L1E": self.text_L1E,
+            "fps_G": self.fps_G,
+            "layout": self.layout,
+            "guidance_G": self.guidance_G,
+        }
+
+    def to(
+        self, device: torch.device | str, needs: Sequence[Need] = (), side: SideStream | None = None
+    ) -> "PackedBatch":
+        """Copy to another device, with the layouts' tensors, without waiting; a copy on the stream `side` is used after
+        `arrived`."""
+        copy = copy_in_turn if side is None else side.copy
+        tensors = send_with(needs, {name: getattr(self, name) for name in BATCH_TENSORS}, torch.device(device), copy)
+        return replace(self, **tensors, arrival=None if side is None else side.arrival())
+
+    def arrived(self) -> "PackedBatch":
+        """Wait for the copy; what is computed from now on may use it."""
+        if self.arrival is not None:
+            self.arrival()
+        return self
+
+    def noisy(self, sigma_G: Tensor, noise_S1P: Tensor, given_noise: float = 0.0) -> Tensor:
+        """x0 + sigma n, [S, 1, P]; conditioning tokens have the noise `given_noise` (`DiTConfig`), mostly none."""
+        tensors = self.layout.on(sigma_G.device)
+        sigma_S = torch.where(tensors.is_given_S, given_noise, sigma_G[tensors.segment_of_token_S])
+        return self.tokens_S1P + sigma_S[:, None, None] * noise_S1P
+
+    def without_text(self) -> "PackedBatch":
+        """The same samples, as this rank has them, with the null token in place of their texts."""
+        layout = self.layout.without_text
+        text_L1E = self.text_L1E.new_zeros(layout.text_capacity, *self.text_L1E.shape[1:])
+        return replace(self, text_L1E=text_L1E, layout=layout)
+
+    def shard(self, mesh: TokenMesh) -> "PackedBatch":
+        """The same samples as `mesh` divides them, with the tokens of this rank's CP shard."""
+        return self.cut(self.layout.shard(mesh))
+
+    def cut(self, layout: PackLayout) -> "PackedBatch":
+        """The same samples, with the tokens of `layout`, a CP shard of the whole."""
+        if layout.mesh.context == 1:
+            return replace(self, layout=layout)
+        tokens_S1P = self.tokens_S1P[layout.on(self.tokens_S1P.device).index_S]
+        return replace(self, tokens_S1P=tokens_S1P, layout=layout)
+
+    @staticmethod
+    def concatenate(packs: "Sequence[PackedBatch]") -> "PackedBatch":
+        """Several packs as one micro-batch."""
+        if len(packs) == 1:
+            return packs[0]
+        return PackedBatch(
+            tokens_S1P=torch.cat([pack.tokens_S1P for pack in packs]),
+            text_L1E=torch.cat([pack.text_L1E for pack in packs]),
+            layout=PackLayout.concatenate([pack.layout for pack in packs]),
+            fps_G=torch.cat([pack.fps_G for pack in packs]),
+            noise_key_G=torch.cat([pack.noise_key_G for pack in packs]),
+            seed_key_G=torch.cat([pack.seed_key_G for pack in packs]),
+            loss_weight_G=torch.cat([pack.loss_weight_G for pack in packs]),
+            own_share_G=torch.cat([pack.own_share_G for pack in packs]),
+            partner_G=torch.cat([pack.partner_G for pack in packs]),
+            sample_ids=tuple(sample_id for pack in packs for sample_id in pack.sample_ids),
+            refused=tuple(map(sum, zip(*(pack.refused for pack in packs), strict=True))),
+            unreadable_shards=tuple(shard for pack in packs for shard in pack.unreadable_shards),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackFormat:
+    """The size of a pack, and what is decided when one is filled."""
+
+    model: DiTConfig
+    seq_length: int
+    """Video tokens of a pack."""
+    text_seq_length: int
+    """Text slots of a pack."""
+    seed: int
+    text_dropout: float
+    """Share of samples whose text is dropped, 0..1."""
+    prior_weight: float = 1.0
+    """Loss weight of a prior sample."""
+    prior_text_dropout: float | None = None
+    """Share of prior samples whose text is dropped; None is `text_dropout`."""
+    needs_seed: bool = False
+    """Whether samples have to be videos that a model made, of a seed that they name."""
+    given: tuple[tuple[str, float], ...] = ()
+    """Conditioning modes and shares of samples; see `given.draw`, also for `given_dropout`."""
+    given_dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    mixup: float = 0.0
+    """a of `mixup`; 0 mixes nothing."""
+
+    def lengths(self, sample: TrainingSample) -> tuple[int, int]:
+        """Video tokens and text slots that a sample needs, its text dropped or not.
+
+        Raises:
+            UserError: if a side of the latent is not a multiple of the patch, or the network has no positions for it.
+        """
+        drawn = self._draw(sample, sample_key(self.seed, sample.sample_id, sample.occurrence))
+        segment = self._segment(sample, drawn, keeps_text=True)
+        self.model.check_grid(segment.reach)
+        return segment.num_tokens, max(1, len(drawn.text_LE))
+
+    def pack(self, samples: Sequence[TrainingSample]) -> PackedBatch:
+        """Lays samples out one after another, in the given order, and pads the tail.
+
+        Text is dropped where the first uniform number of the sample's key falls below `text_dropout`, which depends on
+        nothing but (seed, sample id, occurrence).
+        """
+        keys = [sample_key(self.seed, sample.sample_id, sample.occurrence) for sample in samples]
+        drawn = [self._draw(sample, key) for sample, key in zip(samples, keys, strict=True)]
+        is_kept = [
+            keep if one.keeps_text is None else one.keeps_text
+            for one, keep in zip(drawn, self._keeps_text(samples, keys), strict=True)
+        ]
+        segments = [
+            self._segment(sample, one, keeps_text=keep)
+            for sample, one, keep in zip(samples, drawn, is_kept, strict=True)
+        ]
+        layout = PackLayout.pack(segments, capacity=self.seq_length, text_capacity=self.text_seq_length)
+        num_padding = layout.num_segments - len(samples)
+        latents = [_latents(sample, one.part) for sample, one in zip(samples, drawn, strict=True)]
+        mixture = draw_mixture(layout.segments, keys, self.mixup)
+        return PackedBatch(
+            tokens_S1P=self._tokens(mixture.of(latents)),
+            text_L1E=self._text([one.text_LE for one in drawn], is_kept),
+            layout=layout,
+            fps_G=torch.tensor([sample.fps for sample in samples] + [0.0] * num_padding, dtype=torch.float32),
+            noise_key_G=torch.tensor(keys + [0] * num_padding, dtype=torch.long),
+            seed_key_G=torch.tensor(
+                [0 if sample.seed is None else seed_key(sample.seed) for sample in samples] + [0] * num_padding,
+                dtype=torch.long,
+            ),
+            loss_weight_G=torch.tensor(
+                [self.prior_weight if sample.is_prior else 1.0 for sample in samples] + [1.0] * num_padding
+            ),
+            own_share_G=mixture.share_G,
+            partner_G=mixture.partner_G,
+            sample_ids=(*(sample.sample_id for sample in samples), *[""] * num_padding),
+        )
+
+    def _draw(self, sample: TrainingSample, key: int) -> Drawn:
+        if not self.given:
+            return Drawn(None, sample.text_LE, None)
+        return draw(sample, key, self.given, self.given_dropout, self.model)
+
+    def _segment(self, sample: TrainingSample, drawn: Drawn, *, keeps_text: bool) -> Segment:
+        text_length = len(drawn.text_LE) if keeps_text else 0
+        if drawn.part is not None:
+            return drawn.part.segment(self.model, text_length)
+        return Segment(self.model.sample_grid(*sample.latent_CTHW.shape[1:]), text_length)
+
+    def _keeps_text(self, samples: Sequence[TrainingSample], keys: list[int]) -> list[bool]:
+        key_R = torch.tensor(keys, dtype=torch.long)
+        number_R = uniform(key_R, torch.zeros_like(key_R), 1, stream=Stream.TEXT_DROPOUT)[:, 0]
+        of_prior = self.text_dropout if self.prior_text_dropout is None else self.prior_text_dropout
+        share_R = torch.tensor([of_prior if sample.is_prior else self.text_dropout for sample in samples])
+        return (number_R >= share_R).tolist()
+
+    def _tokens(self, latents: Sequence[Tensor]) -> Tensor:
+        """Neighbours of equal size are patchified together."""
+        tokens_S1P = torch.zeros(self.seq_length, 1, self.model.patch_dim)
+        start = 0
+        for _, group in groupby(latents, key=lambda latent: latent.shape):
+            x_SBP = token_sequence(torch.stack(list(group)), self.model)
+            x_RP = rearrange(x_SBP, "S B P -> (B S) P")
+            tokens_S1P[start : start + len(x_RP), 0] = x_RP
+            start += len(x_RP)
+        return tokens_S1P
+
+    def _text(self, texts: Sequence[Tensor], is_kept: Sequence[bool]) -> Tensor:
+        text_L1E = torch.zeros(self.text_seq_length, 1, self.model.crossattn_emb_size)
+        null_1E = texts[0].new_zeros(1, self.model.crossattn_emb_size)
+        rows_LE = torch.cat(
+            [text_LE if keep and len(text_LE) else null_1E for text_LE, keep in zip(texts, is_kept, strict=True)]
+        )
+        text_L1E[: len(rows_LE), 0] = rows_LE
+        return text_L1E
+
+
+def _latents(sample: TrainingSample, part: GivenPart | None) -> Tensor:
+    return sample.latent_CTHW if part is None else part.latents(sample)

@@ -1,0 +1,140 @@
+"""Steps of a sample between its shard and its pack: cropped, kept, or rejected for a reason."""
+
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from megadit.models.diffusion.noise import Stream, sample_key, uniform_numbers
+from megadit.models.shared.errors import UserError
+from megadit.train.config.schema import DataConfig
+from megadit.train.data.packs.packed_batch import PackFormat
+from megadit.train.data.packs.training_sample import Frames, TrainingSample
+
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""Types with sums and differences, unlike the 8-bit ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """The part of `data.*` that concerns single samples."""
+
+    format: PackFormat
+    max_frames: int | None = None
+    max_latent: float = 1000.0
+    min_aesthetic_score: float | None = None
+    keep: tuple[tuple[str, float], ...] = ()
+    """(image, video, or height x width; share of these samples kept in each pass)."""
+
+    @classmethod
+    def of(cls, data: DataConfig, format: PackFormat, *, training: bool) -> "Rules":
+        """Validation keeps every sample: its packs must not change with the mixture that training reads.
+
+        Raises:
+            UserError: for a share that is malformed or not above 0 and at most 1.
+        """
+        return cls(
+            format=format,
+            max_frames=data.max_frames,
+            max_latent=data.max_latent,
+            min_aesthetic_score=data.min_aesthetic_score,
+            keep=tuple(map(_share, data.keep)) if training else (),
+        )
+
+    def crop(self, sample: TrainingSample) -> TrainingSample:
+        """Crop to the first `max_frames` latent frames, before anything is measured, so that all lengths are the
+        cropped."""
+        most = self.max_frames
+        if most is None or max(latent.shape[1] for latent in (sample.latent_CTHW, *_others(sample)[:1])) <= most:
+            return sample
+        reference, frames = sample.reference_CTHW, sample.frames
+        if frames is not None:
+            kept = [index for index, time in enumerate(frames.times) if time <= most - 1]
+            frames = (
+                Frames(frames.latents_CTHW[:, kept], tuple(frames.times[index] for index in kept)) if kept else None
+            )
+        return replace(
+            sample,
+            latent_CTHW=sample.latent_CTHW[:, :most],
+            reference_CTHW=None if reference is None else reference[:, :most],
+            frames=frames,
+            seed=None,  # its noise was that of the whole
+        )
+
+    def is_kept(self, sample: TrainingSample) -> bool:
+        """Whether this pass reads the sample: decided by (seed, sample id, occurrence) alone, so that mixing by ratio
+        has no state, and every sample has its turn in some pass."""
+        share = 1.0
+        for name, part in self.keep:
+            if name in (sample.kind, f"{sample.height}x{sample.width}"):
+                share *= part
+        if share >= 1:
+            return True
+        key = sample_key(self.format.seed, sample.sample_id, sample.occurrence)
+        return uniform_numbers(key, 1, stream=Stream.KEEP)[0] < share
+
+    def long_text(self, sample: TrainingSample) -> tuple[str, str] | None:
+        """The reason against a text that no pack has room for: found before any buffer holds many of them."""
+        texts = [text for text in (sample.text_LE, sample.given_text_LE) if text is not None]
+        return self._long_text() if max(map(len, texts)) > self.format.text_seq_length else None
+
+    def _long_text(self) -> tuple[str, str]:
+        return "long_text", f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
+
+    def reason_against(self, sample: TrainingSample) -> tuple[str, str] | None:
+        """Reason why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
+        model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
+        latents = (latent_CTHW, *_others(sample))
+        texts = (text_LE, *([] if sample.given_text_LE is None else [sample.given_text_LE]))
+        if not {tensor.dtype for tensor in (*latents, *texts)} <= DTYPES:
+            return "other_dtype", "its latent or text is not of floating-point numbers of 16 to 64 bits"
+        if latent_CTHW.shape[0] != model.in_channels:
+            return "other_channels", f"its latent has not the {model.in_channels} channels of model.in_channels"
+        if any(len(text) and text.shape[1] != model.crossattn_emb_size for text in texts):
+            width = model.crossattn_emb_size
+            return "other_text_width", f"its text is not as wide as model.crossattn_emb_size, {width}"
+        if self.min_aesthetic_score is not None and not (sample.aesthetic_score or 0) >= self.min_aesthetic_score:
+            least = f"{self.min_aesthetic_score:g}"
+            return "low_score", f"its aesthetic score is below data.min_aesthetic_score, {least}, or missing"
+        if self.format.needs_seed and sample.seed is None:
+            return "no_seed", "it names no seed; train.distill.objective=regression learns of `prepare trajectories`"
+        try:
+            num_tokens, text_slots = self.format.lengths(sample)
+        except UserError as error:
+            return "odd_size", str(error)
+        if num_tokens > self.format.seq_length:
+            return "too_long", f"it has more tokens than data.seq_length, {self.format.seq_length}"
+        if text_slots > self.format.text_seq_length:
+            return self._long_text()
+        if not all(map(_is_finite, (*latents, *texts))):
+            return "not_finite", "it holds NaN or infinite values"
+        if any(latent.numel() and latent.abs().max() > self.max_latent for latent in latents):
+            return "too_large", f"its latent exceeds data.max_latent, {self.max_latent:g}"
+        return None
+
+
+def _others(sample: TrainingSample) -> list[Tensor]:
+    """The latents that it holds beside its own: the clip to edit, and frames encoded as images."""
+    found = (sample.reference_CTHW, None if sample.frames is None else sample.frames.latents_CTHW)
+    return [latent for latent in found if latent is not None]
+
+
+def _share(text: str) -> tuple[str, float]:
+    name, _, share = text.partition(":")
+    is_size = all(part.isdecimal() for part in name.split("x")) and name.count("x") == 1
+    try:
+        value = float(share)
+    except ValueError:
+        value = 0.0
+    if not (name in ("image", "video") or is_size) or not 0 < value <= 1:
+        raise UserError(
+            f"data.keep: {text!r} must be image, video, or a height and width such as 256x256, with a share above 0 "
+            "and at most 1: data.keep=[image:0.25]"
+        )
+    return name, value
+
+
+def _is_finite(x: Tensor) -> bool:
+    """False if x holds NaN or infinity: either would survive in the sum, which is quicker than looking at each."""
+    return isfinite(x.sum(dtype=torch.float32).item())

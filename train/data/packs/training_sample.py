@@ -1,0 +1,84 @@
+"""One sample as training reads it.
+
+Shapes: C latent channels, T/H/W latent frames, height, width, K frames, L text tokens, E text feature width.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megadit.models.diffusion.noise import sample_key
+from megadit.models.tokenizers import VideoTokenizer
+
+
+class Frames(NamedTuple):
+    """Frames of a clip that were each encoded as an image."""
+
+    latents_CTHW: Tensor
+    """[C, K, H, W]."""
+    times: tuple[float, ...]
+    """Times of the frames, in latent frames: see `frame_times`."""
+
+
+def another(name: str, number: int) -> str:
+    """The name of a sample's tensor, for its `number`-th further caption: text, text/1, text/2."""
+    return f"{name}/{number}" if number else name
+
+
+def drawn_caption(sample_id: str, occurrence: int, count: int) -> int:
+    """Index of the caption that this pass over the data reads, drawn by sample and pass alone."""
+    return sample_key(0, f"caption of {sample_id}", occurrence) % count
+
+
+def keyframe_places(num_frames: int, count: int) -> list[int]:
+    """Indices of at most `count` frames of a clip, evenly up to the last one, without the first, which its latents
+    begin with."""
+    return sorted({round(number * (num_frames - 1) / count) for number in range(1, count + 1)} - {0})
+
+
+def frame_times(places: Sequence[int], tokenizer: VideoTokenizer) -> tuple[float, ...]:
+    """Convert indices of frames to latent frames: a causal tokenizer's latent t ends with frame t * compression."""
+    return tuple(place / tokenizer.temporal_compression for place in places)
+
+
+def encode_frames(
+    encode: Callable[[Tensor], Tensor | list[Tensor]], video_BCTHW: Tensor, places: Sequence[int]
+) -> Tensor:
+    """Frames of clips, each encoded as an image: latents [B, C, K, H, W]."""
+    found = [encode(video_BCTHW[:, :, [place]]) for place in places]
+    return torch.cat([latents if isinstance(latents, Tensor) else torch.stack(latents) for latents in found], dim=2)
+
+
+@dataclass(slots=True)
+class TrainingSample:
+    """One clip or image, encoded."""
+
+    sample_id: str
+    occurrence: int
+    """Number of earlier passes over the data that read this sample."""
+    latent_CTHW: Tensor
+    text_LE: Tensor
+    """Text features, [0, E] without a caption."""
+    fps: float
+    """Frames per second of the decoded video; 0 for images."""
+    height: int = 0
+    width: int = 0
+    """Size of the decoded video, in pixels."""
+    aesthetic_score: float | None = None
+    is_prior: bool = False
+    """Whether a model made it to preserve its abilities while it learns something new (`megadit prepare prior`)."""
+    seed: int | None = None
+    """Seed of a generated video's initial noise."""
+    reference_CTHW: Tensor | None = None
+    """The clip that its text, an instruction, changes into this one (`megadit prepare edits`)."""
+    given_text_LE: Tensor | None = None
+    """Features of a caption that leaves out what the conditioning shows, used in the place of `text_LE` with it."""
+    frames: Frames | None = None
+    """Frames of the clip encoded as images, for conditioning besides its own latents."""
+
+    @property
+    def kind(self) -> str:
+        return "video" if self.fps else "image"

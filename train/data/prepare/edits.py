@@ -1,0 +1,250 @@
+"""`megadit prepare edits SOURCE OUT`: clips or images before and after an edit, and the instruction between them.
+
+    megadit prepare edits pairs.csv data/edits --size 256 --tokenizer FOLDER --text_encoder FOLDER
+    megadit prepare edits clip-filtered-dataset data/edits --size 256 ...      # InstructPix2Pix as published
+
+A table (CSV, JSONL, Parquet) names both files and the instruction in each row; InstructPix2Pix's folders (arXiv
+2211.09800) hold `prompt.json` and pairs `SEED_0.jpg`, `SEED_1.jpg`. Both are cut alike, the first video as long as the
+second. Recipes train on them with `data.given=[edit:1.0]`.
+
+Under torchrun the ranks share the shards; killed at any moment, the same command goes on and leaves the same bytes.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+
+from megadit.infer.decoding.rules import UnusableSourceError
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import inner_path, read_json
+from megadit.models.shared.progress import Progress
+from megadit.models.text_encoders import TextEncoder, load_text_encoder
+from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+from megadit.train.data.ingest.clips.decode import fit_image, read_frames, read_image, read_timeline
+from megadit.train.data.ingest.plan import Kind, Settings, Source
+from megadit.train.data.ingest.sources.rows import read_table
+from megadit.train.data.ingest.workers import Part, Team, join_team
+from megadit.train.data.prepare.requests import begin, count_samples, missing_shards
+from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
+
+SHARD_SIZE = 64
+"""Pairs of a shard, the unit that ranks share and a killed run loses."""
+REQUEST_FILE = "edits.json"
+COLUMNS = {
+    "before": ("before", "source", "input_image", "original_image", "input"),
+    "after": ("after", "target", "edited_image", "output_image", "output"),
+    "instruction": ("instruction", "edit", "edit_prompt", "edit_instruction"),
+}
+"""Field of a row -> columns that may hold it; the first that exists is read."""
+IMAGES = (".jpg", ".jpeg", ".png", ".webp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EditsOptions:
+    source: Path = setting(
+        help="a table of pairs, or a folder as InstructPix2Pix publishes its data", positional=True, metavar="SOURCE"
+    )
+    out: Path = setting(help="folder to write", positional=True, metavar="OUT")
+    tokenizer: Path = setting(help="folder of the video tokenizer, or a bundle's tokenizer/", metavar="PATH")
+    text_encoder: Path = setting(help="folder of the text encoder, or a bundle's text_encoder/", metavar="PATH")
+    size: tuple[int, int] = setting((256, 256), "height and width in pixels (default: 256 256)", nargs=2)
+    num_frames: int = setting(
+        33, "most frames of a clip; clips are cut to lengths that the tokenizer accepts ({default})", low=1
+    )
+    fps: float = setting(24.0, "frames per second of clips ({default})", above=0)
+    val_share: float = setting(0.02, "share of the pairs held out for validation ({default})", low=0, below=1)
+    overwrite: bool = setting(False, "replace a finished folder")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One edit."""
+
+    key: str
+    before: Path
+    after: Path
+    instruction: str
+
+    @property
+    def kind(self) -> Kind:
+        return "image" if self.after.suffix.lower() in IMAGES else "video"
+
+
+def command(argv: list[str]) -> int:
+    """Runs `megadit prepare edits`."""
+    options = read_options(
+        EditsOptions,
+        argv,
+        prog="megadit prepare edits",
+        description="Clips or images before and after edits, with the instruction that leads from one to the other.",
+    )
+    tokenizer, text_encoder = load_tokenizer(options.tokenizer), load_text_encoder(options.text_encoder)
+    tokenizer.latent_shape(1, *options.size)  # refuses sizes before anything is written
+    pairs = list(list_pairs(options.source))
+    if not pairs:
+        raise UserError(f"{options.source} holds no pair: a table needs columns {', '.join(COLUMNS)}")
+    splits = {"val": [], "train": []}
+    for pair in sorted(pairs, key=lambda pair: pair.key):
+        splits["val" if int(pair.key, 16) / 2**64 < options.val_share else "train"].append(pair)
+    if not splits["train"]:
+        splits = {"train": splits["val"], "val": []}
+    with join_team(Part()) as team:
+        if team.is_first:
+            request = _request(options, pairs, tokenizer, text_encoder)
+            begin(options.out, REQUEST_FILE, request, overwrite=options.overwrite)
+        team.wait()
+        if not is_prepared(options.out):
+            refused = _write(options, splits, tokenizer, text_encoder, team)
+            team.wait()
+            for reason, count in refused.most_common():
+                print(f"left out {count} pairs: {reason}")
+            if team.is_first:
+                counts = {split: count_samples(options.out, split) for split in ("train", "val")}
+                if not counts["train"]:
+                    raise UserError(f"{options.source}: no pair can be used; see above")
+                write_encoders(options.out, tokenizer, text_encoder)
+                describe_dataset(options.out, tokenizer, text_encoder, counts)
+        if team.is_first:
+            print(f"{options.out}: train on it with data.given=[edit:1.0] and model.given_sigma=0.02")
+    return 0
+
+
+def _request(
+    options: EditsOptions, pairs: list[Pair], tokenizer: VideoTokenizer, text_encoder: TextEncoder
+) -> dict[str, Any]:
+    named = "\n".join(sorted(f"{pair.key} {pair.instruction}" for pair in pairs))
+    return {
+        "pairs": hashlib.sha256(named.encode()).hexdigest(),
+        "tokenizer": tokenizer.fingerprint(),
+        "text_encoder": text_encoder.fingerprint(),
+        "size": list(options.size),
+        "num_frames": options.num_frames,
+        "fps": options.fps,
+        "val_share": options.val_share,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- pairs
+
+
+def list_pairs(source: Path) -> Iterator[Pair]:
+    """The pairs of a table, or of a folder in InstructPix2Pix's layout.
+
+    Raises:
+        UserError: if it is neither, a row lacks a column, or a name leads out of the folder.
+    """
+    if source.is_dir():
+        yield from _published(source)
+        return
+    if not source.is_file():
+        raise UserError(f"{source} is not there: give a table of pairs, or a folder")
+    for number, row in enumerate(read_table(str(source)), start=1):
+        found = {name: next((row[column] for column in columns if row.get(column)), None)
+                 for name, columns in COLUMNS.items()}  # fmt: skip
+        if missing := [name for name, value in found.items() if not isinstance(value, str)]:
+            columns = ", ".join(COLUMNS[missing[0]])
+            raise UserError(f"row {number} of {source} has no {missing[0]}: name the column one of {columns}")
+        paths = {name: inner_path(source.parent, found[name], follow_links=True) for name in ("before", "after")}
+        yield _pair(source.parent, paths["before"], paths["after"], found["instruction"])
+
+
+def _published(folder: Path) -> Iterator[Pair]:
+    for prompt_file in sorted(folder.glob("*/prompt.json")):
+        prompt = read_json(prompt_file)
+        instruction = prompt.get("edit") if isinstance(prompt, dict) else None
+        if not isinstance(instruction, str):
+            raise UserError(f'{prompt_file} has no "edit"')
+        for before in sorted(prompt_file.parent.glob("*_0.*")):
+            after = before.with_name(before.name.replace("_0.", "_1."))
+            if after.is_file():
+                yield _pair(folder, before, after, instruction)
+
+
+def _pair(root: Path, before: Path, after: Path, instruction: str) -> Pair:
+    name = "\n".join(path.relative_to(root).as_posix() for path in (before, after)) + f"\n{instruction}"
+    key = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    return Pair(key=key, before=before, after=after, instruction=instruction)
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+def _write(
+    options: EditsOptions,
+    splits: dict[str, list[Pair]],
+    tokenizer: VideoTokenizer,
+    text_encoder: TextEncoder,
+    team: Team,
+) -> Counter[str]:
+    """Writes the shards of this rank that are not there yet; why pairs were left out."""
+    refused: Counter[str] = Counter()
+    todo = {
+        path: [pairs[number] for number in numbers]
+        for split, pairs in splits.items()
+        for path, numbers in missing_shards(options.out, split, len(pairs), SHARD_SIZE, team).items()
+    }
+    with Progress(sum(map(len, todo.values())), "encoding pairs", enabled=team.is_first) as bar:
+        for path, pairs in todo.items():
+            write_members(path, _members(pairs, options, tokenizer, text_encoder, refused, bar))
+    return refused
+
+
+def _members(
+    pairs: Iterable[Pair],
+    options: EditsOptions,
+    tokenizer: VideoTokenizer,
+    text_encoder: TextEncoder,
+    refused: Counter[str],
+    bar: Progress,
+) -> Iterator[tuple[str, bytes]]:
+    for pair in pairs:
+        try:
+            before, after, fps = _decode(pair, options, tokenizer)
+        except UnusableSourceError as error:
+            refused[error.reason] += 1
+        else:
+            text = text_encoder.encode([pair.instruction])
+            tensors = {
+                "latent": _encode(after, tokenizer),
+                "reference": _encode(before, tokenizer),
+                "text": text.features_BLE[0, : text.length_B[0]].cpu().half(),
+            }
+            sizes = dict(zip(("num_frames", "height", "width"), after.shape, strict=False))
+            yield from sample_members(f"edit-{pair.key}", {"caption": pair.instruction, **sizes, "fps": fps}, tensors)
+        bar.advance()
+
+
+def _decode(pair: Pair, options: EditsOptions, tokenizer: VideoTokenizer) -> tuple[np.ndarray, np.ndarray, float]:
+    """Both clips, uint8 THWC, equally long, and their frames per second (0 for images)."""
+    settings = replace(Settings(), fps=options.fps)
+    files = [Source(name=path.name, kind=pair.kind, path=str(path)) for path in (pair.before, pair.after)]
+    if pair.kind == "image":
+        before, after = (fit_image(read_image(file, settings), *options.size)[None] for file in files)
+        return before, after, 0.0
+    lines = [read_timeline(file, settings) for file in files]
+    asked = min(options.num_frames, *(len(line.pts) for line in lines))
+    count = tokenizer.frames_covering(asked)
+    while count > asked:
+        count -= tokenizer.temporal_compression
+    if count < 1:
+        raise UnusableSourceError("too short", f"{asked} frames")
+    before, after = (
+        read_frames(file, settings, tuple(line.pts[:count]), *options.size, is_regular=line.is_regular)
+        for file, line in zip(files, lines, strict=True)
+    )
+    return before, after, min(line.fps for line in lines)
+
+
+@torch.no_grad()
+def _encode(frames_THWC: np.ndarray, tokenizer: VideoTokenizer) -> torch.Tensor:
+    video = torch.from_numpy(frames_THWC).float() / 127.5 - 1
+    return tokenizer.encode(rearrange(video, "T H W c -> 1 c T H W"))[0].cpu().half()

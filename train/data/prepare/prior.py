@@ -1,0 +1,229 @@
+"""`megadit prepare prior BUNDLE OUT`, `prepare trajectories`: what a model makes, kept as a data set of its own.
+
+    megadit prepare prior BUNDLE data/dogs --prompt "a dog" --count 200 --guidance 1
+    megadit prepare trajectories BUNDLE data/pairs --prompt_file captions.txt --count 20000 --sampler euler
+
+A prior is of a class: a model that is taught one subject forgets what the subject's class looks like, unless it also
+sees what it made before (DreamBooth, arXiv 2208.12242, section 3.3). `data.prior_weight` says what these samples count;
+blend them with those of the subject (README.md, "Mixing").
+
+Trajectories have a beginning and an end: a student learns to go from the noise of a seed to its video in one call
+(`train.distill.objective=regression`), which noise that is added on the way would hide.
+
+Videos are sampled straight to latents, prompt after prompt, sample n from seed n.
+Under torchrun the ranks share the shards; killed at any moment, the same command goes on and leaves the same bytes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadit.infer.generate.specs import prompt_lines
+from megadit.infer.pipeline.checkpoints import open_bundle
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.pipeline.results import checkpoint_fingerprint
+from megadit.infer.sampling.resolve import latent_size, resolve_settings
+from megadit.infer.sampling.samplers import settings_randomness
+from megadit.models.bundle import Bundle
+from megadit.models.diffusion.settings import OF_PROMPTS, UNCHANGED, GivenSettings, SamplingSettings
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import group, setting
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.progress import Progress
+from megadit.train.data.ingest.workers import Part, Team, join_team
+from megadit.train.data.prepare.requests import begin, missing_shards
+from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
+
+SHARD_SIZE = 64
+"""Samples of a shard, the unit that ranks share and a killed run loses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Purpose:
+    """Purpose of generated samples, which decides how they are described."""
+
+    name: str
+    """Prefix of their keys."""
+    description: str
+    is_prior: bool
+    next: str
+
+    @property
+    def request_file(self) -> str:
+        """File with the request: shards of another request are never mixed in."""
+        return f"{self.name}.json"
+
+
+PRIOR = Purpose(
+    name="prior",
+    description="Samples of a class, made by the model itself.",
+    is_prior=True,
+    next="blend them with those of the subject, see data.prior_weight",
+)
+TRAJECTORIES = Purpose(
+    name="trajectories",
+    description="Videos that a model makes of known noise, for students to learn from.",
+    is_prior=False,
+    next="learn of them with train.distill.objective=regression",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PriorOptions:
+    bundle: str = setting(help="the model: a bundle, or a training directory", positional=True, metavar="BUNDLE")
+    out: Path = setting(help="folder to write", positional=True, metavar="OUT")
+    prompt: Sequence[str] = setting(
+        (), "prompt that names the class; several take turns", nargs="+", repeated=True, metavar="TEXT"
+    )
+    prompt_file: str = setting("", "file with more prompts, one per line", metavar="PATH")
+    count: int = setting(200, "number of samples (default: {default})", above=0)
+    seed: int = setting(0, "seed of the first sample; the others count on from it (default: {default})", low=0)
+    batch_size: int | None = setting(None, "videos generated at once", above=0)
+    device: str = setting("auto", "device: auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
+    dtype: str = setting("float32", "precision of the network (default: {default})", metavar="NAME")
+    overwrite: bool = setting(False, "replace a finished folder")
+    settings: GivenSettings = group(
+        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=(*OF_PROMPTS, "churn")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prior:
+    """The samples that a model makes."""
+
+    purpose: Purpose
+    prompts: Sequence[str]
+    settings: SamplingSettings
+    count: int
+    seed: int
+    batch_size: int | None = None
+
+    def request(self, bundle: Bundle) -> dict[str, Any]:
+        """Settings that decide the bytes of the data set, as JSON values."""
+        settings = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.to_dict().items()
+        }
+        return {
+            "model": checkpoint_fingerprint(bundle),
+            "prompts": list(self.prompts),
+            "count": self.count,
+            "seed": self.seed,
+            "settings": settings,
+        }
+
+
+def _with_all_settings(request: dict[str, Any]) -> dict[str, Any]:
+    """Complete the request of an earlier version with settings added since."""
+    return {**request, "settings": UNCHANGED | request["settings"]}
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "most used": ("prompt", "prompt_file", "count", "seed", "overwrite"),
+    "settings of sampling (default: those of the checkpoint)": (*OF_PROMPTS, "churn"),
+    "machine": ("batch_size", "device", "dtype"),
+}
+
+
+def command(argv: list[str]) -> int:
+    """Runs `megadit prepare prior`."""
+    return _prepare(argv, PRIOR)
+
+
+def trajectories_command(argv: list[str]) -> int:
+    """Runs `megadit prepare trajectories`."""
+    return _prepare(argv, TRAJECTORIES)
+
+
+def _prepare(argv: list[str], purpose: Purpose) -> int:
+    prog = f"megadit prepare {purpose.name}"
+    about = {"description": purpose.description, "examples": (f"{prog} bundle data/made --prompt robot --count 200",)}
+    options = read_options(PriorOptions, argv, groups=GROUPS, prog=prog, **about)
+    bundle = open_bundle(options.bundle)
+    settings = resolve_settings(bundle.defaults, **asdict(options.settings))
+    if purpose is TRAJECTORIES:
+        _check_ode(settings)
+        settings = replace(settings, noise_scale=1.0)  # what is learned from a video is its noise as it was drawn
+    prior = Prior(
+        purpose=purpose,
+        prompts=_prompts(options),
+        settings=settings,
+        count=options.count,
+        seed=options.seed,
+        batch_size=options.batch_size,
+    )
+    tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
+    latent_size(prior.settings, bundle.config, tokenizer)  # refuses sizes before anything is written
+    with join_team(Part()) as team:
+        if team.is_first:
+            request = prior.request(bundle)
+            begin(options.out, purpose.request_file, request, overwrite=options.overwrite, as_of_now=_with_all_settings)
+        team.wait()
+        if not is_prepared(options.out):
+            pipeline = TextToVideo.from_pretrained(
+                bundle,
+                device=str(team.device) if options.device == "auto" else options.device,
+                dtype=options.dtype,
+                tokenizer=tokenizer,
+                text_encoder=text_encoder,
+            )
+            write_shards(options.out, pipeline, prior, team)
+            team.wait()
+            if team.is_first:
+                write_encoders(options.out, tokenizer, text_encoder)
+                describe_dataset(options.out, tokenizer, text_encoder, {"train": prior.count, "val": 0})
+        if team.is_first:
+            print(f"{options.out}: {prior.count} samples; {purpose.next}")
+    return 0
+
+
+def _check_ode(settings: SamplingSettings) -> None:
+    if settings_randomness(settings, torch.zeros(1, dtype=torch.long), (1, 1, 1, 1)):
+        raise UserError(
+            f"the sampler {settings.sampler} adds noise while sampling (eta={settings.eta:g}, "
+            f"churn={settings.churn:g}), and videos would depend on more than their initial noise: give "
+            "--sampler euler --eta 0 --churn 0, or dpmpp_2m, which adds none"
+        )
+
+
+def _prompts(options: PriorOptions) -> list[str]:
+    lines = prompt_lines(options.prompt_file)
+    if any(len(line) > 1 for line in lines):
+        raise UserError(
+            f"{options.prompt_file} has settings of single prompts, and all samples share theirs: leave them out"
+        )
+    prompts = [*options.prompt, *(line["prompt"] for line in lines)]
+    if not prompts:
+        raise UserError('there is no prompt; give --prompt "a dog" or --prompt_file FILE')
+    return prompts
+
+
+def write_shards(out: Path, pipeline: TextToVideo, prior: Prior, team: Team) -> None:
+    """Writes the shards of this rank that are not there yet, each whole or not at all."""
+    missing = missing_shards(out, "train", prior.count, SHARD_SIZE, team)
+    with Progress(sum(map(len, missing.values())), "making samples", enabled=team.is_first) as bar:
+        for path, numbers in missing.items():
+            write_members(path, _members(pipeline, prior, numbers, bar))
+
+
+def _members(pipeline: TextToVideo, prior: Prior, numbers: range, bar: Progress) -> Iterator[tuple[str, bytes]]:
+    prompts = [prior.prompts[number % len(prior.prompts)] for number in numbers]
+    seeds = [prior.seed + number for number in numbers]
+    settings = prior.settings
+    videos = pipeline.stream(prompts, settings, seeds=seeds, batch_size=prior.batch_size)
+    for number, video in zip(numbers, videos, strict=True):
+        text = pipeline.text_encoder.encode([video.prompt])
+        text_LE = text.features_BLE[0, : text.length_B[0]]
+        description = {
+            "caption": video.prompt,
+            "num_frames": settings.num_frames,
+            "height": settings.height,
+            "width": settings.width,
+            "fps": settings.fps if settings.num_frames > 1 else 0.0,
+            "seed": prior.seed + number,
+        } | ({"prior": True} if prior.purpose.is_prior else {})
+        tensors = {"latent": video.latents_CTHW.half()} | ({"text": text_LE.cpu().half()} if len(text_LE) else {})
+        yield from sample_members(f"{prior.purpose.name}-{prior.seed + number:08d}", description, tensors)
+        bar.advance(1)

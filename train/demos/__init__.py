@@ -1,0 +1,1 @@
+"""Demos: data sets that need no download, chains of commands on them, and scores."""

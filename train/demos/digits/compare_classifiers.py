@@ -1,0 +1,119 @@
+"""Comparison of the demo's judge with a ViT of clips, on the same clips of writers that neither has seen.
+
+    python -m megadit.train.demos.digits.compare_classifiers runs/vit_digits_clips
+
+Shapes: B clips, C colour channels, T/H/W frames, height, width.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from megadit.infer.commands.classify import Classifier
+from megadit.infer.evaluate.videos import Clip
+from megadit.infer.pipeline.checkpoints import open_any_bundle
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.setting import setting
+from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos.digits import score
+from megadit.train.demos.digits.data import DIGITS, FPS, Attributes
+from megadit.train.demos.digits.samples import DIGITS as DRAWN
+
+PARTS = "digit", "colour", "direction"
+NUM_TIMED = 48
+"""Clips judged at once where the time of one is taken."""
+NUM_REPEATS = 9
+
+Right = Callable[[Tensor, Sequence[Attributes]], dict[str, Tensor]]
+"""(clips uint8 BTHWC, attributes in their captions) -> whether each of `PARTS` is right, bool [B]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareOptions:
+    bundle: str = setting(help="bundle of a ViT of clips, or the folder of its run", positional=True, metavar="BUNDLE")
+    num_clips: int = setting(judge.NUM_TRAINING_CLIPS, "clips that the demo's judge is trained on ({default})", low=1)
+    num_steps: int = setting(judge.NUM_TRAINING_STEPS, "training steps of the demo's judge ({default})", low=1)
+
+
+def by_reader(reader: judge.DigitReader) -> Right:
+    """Digit and colour by the majority of frames."""
+
+    def right(video_BTHWC: Tensor, attributes: Sequence[Attributes]) -> dict[str, Tensor]:
+        verdicts = judge.judge(reader, video_BTHWC.permute(0, 4, 1, 2, 3).float() / 127.5 - 1)
+        found = score.frames_and_clips_right(verdicts, attributes)
+        most = {name: found[name].float().mean(1) > 0.5 for name in ("digit", "colour")}
+        return most | {"direction": found["direction"]}
+
+    return right
+
+
+def by_classifier(classifier: Classifier) -> Right:
+    """The words of the likeliest class, "red seven left"."""
+
+    def right(video_BTHWC: Tensor, attributes: Sequence[Attributes]) -> dict[str, Tensor]:
+        best_B = classifier([Clip(video.numpy(), FPS, "a clip") for video in video_BTHWC]).argmax(1)
+        said = [classifier.names[index].split() for index in best_B.tolist()]
+        pairs = list(zip(said, attributes, strict=True))
+        return {
+            "digit": torch.tensor([digit == DIGITS[a.digit] for (_, digit, _), a in pairs]),
+            "colour": torch.tensor([colour == a.colour for (colour, _, _), a in pairs]),
+            "direction": torch.tensor([direction == a.direction for (_, _, direction), a in pairs]),
+        }
+
+    return right
+
+
+def shares(right: Right, video_BTHWC: Tensor, attributes: Sequence[Attributes]) -> dict[str, float]:
+    """Shares of the clips, 0..1, in which each of `PARTS` is right, and `all` of them."""
+    found = right(video_BTHWC, attributes)
+    found["all"] = torch.stack([found[name] for name in PARTS]).all(0)
+    return {name: is_right_B.float().mean().item() for name, is_right_B in found.items()}
+
+
+def seconds_of_a_clip(right: Right, video_BTHWC: Tensor, attributes: Sequence[Attributes]) -> float:
+    """The median of `NUM_REPEATS`, after one to warm up."""
+    taken = []
+    for _ in range(1 + NUM_REPEATS):
+        start = time.perf_counter()
+        right(video_BTHWC, attributes)
+        taken.append((time.perf_counter() - start) / len(attributes))
+    return median(taken[1:])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the accuracy of both, on clips as drawn and as the demo's latents leave them, and their times."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> None:
+    options = read_options(
+        CompareOptions, argv, prog="compare_judges", description="The demo's judge beside a ViT of clips."
+    )
+    judges = {"vit": by_classifier(Classifier(open_any_bundle(options.bundle)))}
+    round_trip = judge.round_trip(DRAWN.fit_tokenizer(0))
+    start = time.perf_counter()
+    asked = {"num_clips": options.num_clips, "num_steps": options.num_steps, "show_progress": False}
+    judges["demo"] = by_reader(judge.train_reader(round_trip, **asked))
+    print(f"demo: trained in {time.perf_counter() - start:.1f} s")
+    attributes = [each for some in score.scored_attributes() for each in some]
+    drawn_BCTHW = score.real_clips(attributes)
+    for name, video_BCTHW in {"as drawn": drawn_BCTHW, "round trip": round_trip(drawn_BCTHW)}.items():
+        video_BTHWC = ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1).contiguous()
+        for of, right in judges.items():
+            found = shares(right, video_BTHWC, attributes)
+            told = ", ".join(f"{part} {share:.1%}" for part, share in found.items())
+            print(f"{of}, {len(attributes)} clips {name}: {told}")
+    for of, right in judges.items():
+        for count in (1, NUM_TIMED):
+            taken = seconds_of_a_clip(right, video_BTHWC[:count], attributes[:count])
+            print(f"{of}, {count} at once: {1000 * taken:.2f} ms a clip")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,201 @@
+"""`megadit demo-given`: the demo's model is trained further with conditioning by frames, clips, masks and edits.
+
+megadit demo-given                # from the bundle of `megadit demo`, into runs/demo-given
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megadit.infer.conditioning.items import GivenVideo, Media
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
+from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.files import read_json, write_json
+from megadit.models.shared.progress import Progress
+from megadit.train.demos import contact_sheets as figures
+from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos.digits import conditioning_data as given_data
+from megadit.train.demos.digits import conditioning_score as given_score
+from megadit.train.demos.digits import score
+from megadit.train.demos.digits.conditioning_score import generate, neutral_captions, pixels, video_of
+from megadit.train.demos.digits.data import Attributes
+from megadit.train.demos.stages import (
+    FollowingDemo,
+    Stage,
+    following_demo,
+    run_stages,
+    summary_of_seconds,
+    training_stages,
+)
+
+GRID_SCALES = (1.0, 1.5, 2.0, 3.0)
+"""Guidance scales of the text and of the clip, in the picture and the results of edits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenDemo(FollowingDemo):
+    """The folder of this demo and what goes into it."""
+
+    @property
+    def attributes(self) -> list[Attributes]:
+        return score.scored_attributes()[0][:: self.stride]
+
+
+# --- stages -------------------------------------------------------------------------------------------------------
+
+
+def _prepare(demo: GivenDemo) -> None:
+    given_data.write_given(demo.dataset, Bundle.open(demo.base))
+
+
+def _settings(demo: GivenDemo) -> list[str]:
+    steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
+    return [f"checkpoint.init_from={demo.base}", f"train.seed={demo.seed}", *steps]
+
+
+def _score(demo: GivenDemo) -> None:
+    """Score the network on each conditioning mode, and the base, which is held to a first frame while sampling."""
+    attributes, pipeline = demo.attributes, TextToVideo.from_pretrained(demo.bundle, device="cpu")
+    base, clips = TextToVideo.from_pretrained(demo.base, device="cpu"), score.real_clips(demo.attributes)
+    reader = judge.load_reader(judge.judge_file(demo.base, demo.out, pipeline.tokenizer))
+    measures = {
+        "first_frame": lambda: given_score.first_frame(pipeline, reader, attributes, clips),
+        "first_frame_overwritten": lambda: given_score.first_frame(base, reader, attributes, clips),
+        "first_frame_centred": lambda: given_score.first_frame(
+            pipeline, reader, attributes, given_score.centred_starts(attributes)
+        ),
+        "last_frame": lambda: given_score.last_frame(pipeline, reader, attributes),
+        "continuation": lambda: given_score.continuation(pipeline, reader, attributes[::2]),
+        "continuation_by_windows_alone": lambda: given_score.continuation(
+            pipeline, reader, attributes[::2], keep_first=False
+        ),
+        "inpainting": lambda: given_score.inpainting(pipeline, reader, attributes),
+        "edits": lambda: given_score.edits(pipeline, reader, attributes),
+        "edit_scales": lambda: given_score.edit_scales(pipeline, reader, attributes[::2], GRID_SCALES),
+        "text": lambda: given_score.text_to_video(pipeline, reader, attributes, base.defaults.guidance),
+        "text_before": lambda: given_score.text_to_video(base, reader, attributes, base.defaults.guidance),
+    }
+    result = {"num_clips": len(attributes)}
+    with Progress(len(measures), "measuring") as bar:
+        for name, measure in measures.items():
+            result[name] = measure()
+            bar.advance()
+    write_json(demo.out / "score.json", result)
+
+
+def _draw(demo: GivenDemo) -> None:
+    """Draw one row for each mode: the conditioning, then the result."""
+    pipeline = TextToVideo.from_pretrained(demo.bundle, device="cpu")
+    chosen = figures.spread(range(len(demo.attributes)), 3)
+    rows = [row for place in chosen for row in _rows(pipeline, demo.attributes[place], seed=place)]
+    found = read_json(demo.out / "score.json")
+    title = (
+        f"what is given above, what is made of it below; digit kept from a first frame: "
+        f"{found['first_frame']['digit']:.0%} (overwriting: {found['first_frame_overwritten']['digit']:.0%}); "
+        f"instructions obeyed: {found['edits']['obeyed']:.0%}"
+    )
+    figures.contact_sheet(demo.out / "given.png", rows, title=title, columns=len(chosen))
+    _draw_scales(demo, pipeline)
+
+
+def _rows(pipeline: TextToVideo, attributes: Attributes, seed: int) -> list[figures.SheetRow]:
+    (clip,) = pixels(score.real_clips([attributes], seed))
+    (caption,) = neutral_captions([attributes], seed)
+    after, (instruction,), source = given_score.draw_edits([attributes], seed)
+    mask = np.zeros((1, *clip.shape[1:3]), dtype=bool)
+    mask[:, :, given_score.HALF :] = True
+    hidden = np.where(mask[..., None], np.uint8(60), clip)
+    still = np.zeros_like(clip)
+    cases: list[tuple[str, str, Media, np.ndarray]] = [
+        ("first frame", caption, (GivenVideo(frames=clip[:1], use="first_frame"),), _only(clip, still, slice(0, 1))),
+        ("last frame", caption, (GivenVideo(frames=clip[-1:], use="last_frame"),), _only(clip, still, slice(-1, None))),
+        ("continuation", caption, (GivenVideo(frames=clip[:5], use="prefix"),), _only(clip, still, slice(0, 5))),
+        ("inpainting", caption, (GivenVideo(frames=clip, use="inpaint", mask=mask),), hidden),
+        ("edit", instruction, (GivenVideo(frames=pixels(source)[0], use="edit"),), pixels(source)[0]),
+    ]
+    found = []
+    for name, prompt, media, shown in cases:
+        made = generate(pipeline, [prompt], [media])[0]
+        found.append(figures.SheetRow(caption=prompt, video_CTHW=video_of([shown])[0], is_right={}, note=name))
+        found.append(figures.SheetRow(caption="", video_CTHW=made, is_right={}, note=""))
+    return found
+
+
+def _only(clip: np.ndarray, still: np.ndarray, shown: slice) -> np.ndarray:
+    frames = still.copy()
+    frames[shown] = clip[shown]
+    return frames
+
+
+def _draw_scales(demo: GivenDemo, pipeline: TextToVideo) -> None:
+    """One edit at every pair of scales: text from left to right, the clip from top to bottom."""
+    _, (instruction,), source = given_score.draw_edits([demo.attributes[len(demo.attributes) // 3]])
+    rows = [
+        figures.SheetRow(
+            caption=instruction,
+            video_CTHW=_edited(pipeline, instruction, source, by_text, by_clip),
+            is_right={},
+            note=f"text {by_text:g}, clip {by_clip:g}",
+        )
+        for by_text in GRID_SCALES
+        for by_clip in GRID_SCALES
+    ]
+    title = "one clip, one instruction: guidance by the text grows to the right, guidance by the clip downwards"
+    figures.contact_sheet(demo.out / "edit_scales.png", rows, title=title, columns=len(GRID_SCALES))
+
+
+def _edited(pipeline: TextToVideo, instruction: str, source: Tensor, by_text: float, by_clip: float) -> Tensor:
+    scales = {"guidance": by_text, "image_guidance": by_clip}
+    return given_score.make_edits(pipeline, [instruction], source, **scales)[0]
+
+
+STAGES = (
+    Stage("prepare", "draw clips with frames to give, and clips to edit", _prepare, lambda demo: [demo.dataset]),
+    *training_stages("digits_given", "from the demo's model", _settings),
+    Stage("score", "give it frames, clips, masks and instructions", _score, lambda demo: [demo.out / "score.json"]),
+    Stage(
+        "figures",
+        "draw what was given and what was made",
+        _draw,
+        lambda demo: [demo.out / "given.png", demo.out / "edit_scales.png"],
+    ),
+)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit demo-given`; returns its exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    description = "Teaches the demo's model to take first and last frames, clips, masks and instructions."
+    demo = following_demo(GivenDemo, argv, name="demo-given", description=description)
+    seconds = run_stages(demo, STAGES)
+    print(summary_table(read_json(demo.out / "score.json")))
+    print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'given.png'} and {demo.out / 'edit_scales.png'}.")
+    print(
+        f"Make your own: megadit generate --checkpoint_path {demo.bundle} --image first.png "
+        '--prompt "a digit moving left" --guidance 2'
+    )
+    return 0
+
+
+def summary_table(result: dict[str, Any]) -> str:
+    """One line for each use, its figures by name."""
+    lines = []
+    for name, values in result.items():
+        if isinstance(values, dict):
+            found = "  ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in values.items())
+            lines.append(f"{name.replace('_', ' '):26}{found}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,270 @@
+"""`megadit demo-distill`: students of the demo's model that make a clip in four calls, two, or one.
+
+megadit demo-distill              # from the bundle of `megadit demo`, into runs/demo-distill
+megadit demo-distill --bundle runs/demo-given/bundle --out runs/distill-given    # a student that takes first frames
+
+A model that takes given frames has a student of four calls alone: those of fewer learn from pairs of noise and clip, in
+which nothing is given.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megadit.infer.commands.tune_sampler import num_evaluations
+from megadit.infer.evaluate.extractors import open_extractors
+from megadit.infer.evaluate.metrics.distances import frechet, moments
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.sampling.resolve import resolve_settings
+from megadit.models.bundle import Bundle
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.shared.cli.command import run_command, run_module
+from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.progress import Progress
+from megadit.train.demos import contact_sheets as figures
+from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos.digits import conditioning_score as given_score
+from megadit.train.demos.digits import score
+from megadit.train.demos.digits.data import Attributes
+from megadit.train.demos.stages import FollowingDemo, Stage, following_demo, run_stages, summary_of_seconds
+from megadit.train.distill.check import spread, spread_within
+
+TEACHER = "teacher"
+TWENTY_EVALUATIONS = {"sampler": "euler", "num_steps": 10, "eta": 1.0}
+"""Sampler of the teacher, with guidance, whatever its bundle's defaults are."""
+PAIRS_OF_STEP = 8
+"""Pairs per training step where --steps asks for few, so that making them is not most of the time."""
+TWICE = 3
+"""Stride of the scored captions with two clips each, whose difference is the diversity."""
+SHOWN = 6
+"""Number of prompts in the picture."""
+FOUR_SIGMAS = ("12", "4", "1.5", "0.5")
+"""Noise levels of the student with guidance in one call: when called from 80, where its output is a mean, clips of a
+prompt get more alike."""
+NOISE_SCALE = 0.8
+"""Noise scale of students of the teacher's ODE: at full scale, clips of a prompt differ by more than the teacher's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillDemo(FollowingDemo):
+    """The folders of this demo."""
+
+    def student(self, calls: int) -> Path:
+        return self.out / f"calls{calls}"
+
+    @cached_property
+    def takes_first_frames(self) -> bool:
+        return "first_frame" in Bundle.open(self.base).takes
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Function evaluations of each student."""
+        return (4,) if self.takes_first_frames else (4, 2, 1)
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """Name -> bundle."""
+        return {TEACHER: self.base} | {name_of(calls): self.student(calls) / "bundle" for calls in self.calls}
+
+    def settings(self, name: str) -> SamplingSettings:
+        """Sampling settings of a model."""
+        defaults = Bundle.open(self.models[name]).defaults
+        return resolve_settings(defaults, **TWENTY_EVALUATIONS) if name == TEACHER else defaults
+
+    @cached_property
+    def judge(self) -> Path:
+        return judge.judge_file(self.base, self.out, Bundle.open(self.base).load_tokenizer())
+
+    def clips(self, name: str) -> Path:
+        return self.out / f"{name.replace(' ', '-')}.safetensors"
+
+    @property
+    def seen(self) -> list[Attributes]:
+        return score.scored_attributes()[0][:: self.stride]
+
+    @property
+    def unseen(self) -> list[Attributes]:
+        return score.scored_attributes()[1][:: self.stride]
+
+
+def name_of(calls: int) -> str:
+    """Name of a student."""
+    return f"{calls} call{'s' * (calls > 1)}"
+
+
+# --- stages -------------------------------------------------------------------------------------------------------
+
+
+def _four(demo: DistillDemo) -> None:
+    _distill(demo, 4, "guidance", "--sigmas", *FOUR_SIGMAS)
+
+
+def _two(demo: DistillDemo) -> None:
+    _distill(demo, 2, "regression", *_from_four(demo))
+
+
+def _one(demo: DistillDemo) -> None:
+    _distill(demo, 1, "regression", *_from_four(demo), "--pairs", str(demo.student(2) / "pairs" / "dataset"))
+
+
+def _from_four(demo: DistillDemo) -> tuple[str, ...]:
+    pairs = [] if demo.steps is None else ["--num_pairs", str(PAIRS_OF_STEP * demo.steps)]
+    return f"checkpoint.init_from={demo.student(4) / 'bundle'}", "--noise_scale", str(NOISE_SCALE), *pairs
+
+
+def _distill(demo: DistillDemo, calls: int, stage: str, *more: str) -> None:
+    steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
+    recipe, own = ("digits_given", []) if demo.takes_first_frames else ("digits", ["data.keep=[image:0.1]"])
+    overrides = [*own, f"train.seed={demo.seed}", *steps, *more]
+    run_module(
+        "megadit.train.distill.command",
+        *(str(demo.base), str(demo.student(calls)), *overrides, "--data", str(demo.base.parent / "dataset")),
+        *("--stages", stage, "--calls", str(calls), "--recipe", recipe, "--nproc", str(demo.num_ranks)),
+        *("--extractors", str(demo.judge)),
+    )
+
+
+def _generate(demo: DistillDemo) -> None:
+    """Every scored clip by every model, then a second one of some captions; uint8 BCTHW."""
+    captions = score.heldout_captions(demo.seen + demo.unseen)
+    prompts = [*captions, *captions[: len(demo.seen) : TWICE]]
+    with Progress(len(demo.models) * len(prompts), "generating clips") as bar:
+        for name, bundle in demo.models.items():
+            pipeline, clips = TextToVideo.from_pretrained(bundle, device="cpu"), []
+            for video in pipeline.stream(prompts, demo.settings(name), seeds=list(range(len(prompts))), batch_size=48):
+                clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
+                bar.advance()
+            with atomic_path(demo.clips(name)) as temporary:
+                save_file({"video_BCTHW": torch.stack(clips).contiguous()}, temporary)
+
+
+def _score(demo: DistillDemo) -> None:
+    extractors = open_extractors(demo.judge, torch.device("cpu"))
+    reader, seer = extractors[0].reader, next(each for each in extractors if each.sees == "clips")
+    round_trip = judge.round_trip(Bundle.open(demo.base).load_tokenizer())
+    real = _features(seer, _as_uint8(round_trip(score.real_clips(demo.seen))))
+    found, count, digit_N = {}, len(demo.seen), torch.tensor([each.digit for each in demo.seen])
+    of_real = spread_within(real[:, None], digit_N)
+    for name, bundle in demo.models.items():
+        video_BCTHW = load_file(demo.clips(name))["video_BCTHW"]
+        first, unseen, second = video_BCTHW.split([count, len(demo.unseen), len(range(0, count, TWICE))])
+        made, again = _features(seer, first), _features(seer, second)
+        found[name] = {
+            "evaluations": num_evaluations(demo.settings(name), Bundle.open(bundle).config),
+            "seen": score.score(reader, _as_float(first), demo.seen),
+            "unseen": score.score(reader, _as_float(unseen), demo.unseen),
+            "distance": frechet(moments(made[:, None]), moments(real[:, None])),
+            "spread": spread(torch.cat([made[::TWICE], again])[:, None]),
+            "spread_of_a_digit": spread_within(made[:, None], digit_N) / of_real if of_real else None,
+            **_given_first(demo, name, reader),
+        }
+    write_json(demo.out / "score.json", found)
+
+
+def _given_first(demo: DistillDemo, name: str, reader: judge.DigitReader) -> dict[str, Any]:
+    """Score a model on given first frames, where the teacher takes these."""
+    if not demo.takes_first_frames:
+        return {}
+    pipeline, settings = TextToVideo.from_pretrained(demo.models[name], device="cpu"), demo.settings(name).to_dict()
+    return {
+        "first_frame": given_score.first_frame(pipeline, reader, demo.seen, score.real_clips(demo.seen), **settings)
+    }
+
+
+def _features(seer: Any, video_BCTHW: Tensor) -> Tensor:
+    """Float32 [B, D]."""
+    return torch.cat([seer(part.permute(0, 2, 3, 4, 1)) for part in video_BCTHW.split(64)])
+
+
+def _as_uint8(video_BCTHW: Tensor) -> Tensor:
+    return ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte()
+
+
+def _as_float(video_BCTHW: Tensor) -> Tensor:
+    return video_BCTHW.float() / 127.5 - 1
+
+
+def _draw(demo: DistillDemo) -> None:
+    """Draw clips of the same prompts and noise, a column for each model."""
+    found, chosen = read_json(demo.out / "score.json"), figures.spread(range(len(demo.seen)), SHOWN)
+    captions, rows = score.heldout_captions(demo.seen), []
+    for name in demo.models:
+        video_BCTHW = _as_float(load_file(demo.clips(name))["video_BCTHW"])
+        count = found[name]["evaluations"]
+        note = f"{count} evaluation{'s' * (count > 1)}"
+        rows += [
+            figures.SheetRow(caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=note)
+            for place in chosen
+        ]
+    title = f"the same prompts and noise: the teacher, and students of {', '.join(map(name_of, demo.calls))}"
+    figures.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(demo.models))
+
+
+def _student_stage(calls: int, purpose: str, run: Any) -> Stage[DistillDemo]:
+    return Stage(name_of(calls), purpose, run, lambda demo: [demo.student(calls) / "bundle"])
+
+
+STUDENTS: dict[int, Stage[DistillDemo]] = {
+    4: _student_stage(4, "teach a student to answer what its guided teacher answers", _four),
+    2: _student_stage(2, "teach one whole clips in two calls, of what the teacher makes of noise", _two),
+    1: _student_stage(1, "and in one", _one),
+}
+"""Stages of students, by their number of calls."""
+JUDGED: Sequence[Stage[DistillDemo]] = (
+    Stage("generate", "make clips of held-out captions", _generate, lambda demo: [demo.clips(list(demo.models)[-1])]),
+    Stage("score", "judge every frame, and how various the clips are", _score, lambda demo: [demo.out / "score.json"]),
+    Stage("figures", "draw the same prompts by all of them", _draw, lambda demo: [demo.out / "distilled.png"]),
+)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit demo-distill`; returns its exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    description = "Trains students of the demo's model that make a clip in four calls, two, or one."
+    demo = following_demo(DistillDemo, argv, name="demo-distill", description=description)
+    seconds = run_stages(demo, [*(STUDENTS[calls] for calls in demo.calls), *JUDGED])
+    print(summary_table(read_json(demo.out / "score.json")))
+    print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'distilled.png'}.")
+    print(
+        f"Make your own: megadit generate --checkpoint_path {demo.student(4) / 'bundle'} "
+        '--prompt "a red seven moving left"'
+    )
+    return 0
+
+
+def summary_table(found: dict[str, Any]) -> str:
+    """One line for each model; the distance, and the spread of a caption's clips, as multiples of the teacher's, and
+    that of a digit's as one of real clips'."""
+    shares = f"{'all':>8}{'every':>8}{'unseen':>8}{'every':>8}"
+    lines = [f"{'':12}{'evaluations':>12}{shares}{'distance':>10}{'spread':>8}{'of a digit':>12}"]
+    if "first_frame" in found[TEACHER]:
+        lines[0] += f"   {'first frame: digit':>18}{'every':>8}"
+    of_teacher = found[TEACHER]
+    for name, values in found.items():
+        shares = [values[part][share] for part in ("seen", "unseen") for share in ("all", "every_frame")]
+        beside = [values[figure] / of_teacher[figure] for figure in ("distance", "spread")]
+        of_digit = values.get("spread_of_a_digit")
+        of_digit = "-" if of_digit is None else f"{of_digit:.2f}"
+        beside = f"{beside[0]:10.2f}{beside[1]:8.2f}{of_digit:>12}"
+        numbers = "".join(f"{share:8.1%}" for share in shares) + beside
+        if "first_frame" in values:
+            numbers += f"   {values['first_frame']['digit']:18.1%}{values['first_frame']['every_frame']:8.1%}"
+        lines.append(f"{name:12}{values['evaluations']:12}{numbers}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,140 @@
+"""The score of the demo: how many generated clips show what their captions say.
+
+Shapes: B clips, C colour channels, T/H/W frames, height, width.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadit.train.demos.digits.classifier import NONE, DigitReader, Verdicts, judge, load_reader
+from megadit.train.demos.digits.data import (
+    COLOURS,
+    DIRECTIONS,
+    SPEEDS,
+    Attributes,
+    attributes_in,
+    draw_clips,
+    random_captions,
+    seen_combinations,
+    unseen_combinations,
+    with_speed,
+)
+
+CAPTIONS_PER_UNSEEN = 2
+"""Captions of each unseen combination and speed; one of each seen combination and speed."""
+
+
+def scored_attributes() -> tuple[list[Attributes], list[Attributes]]:
+    """Attributes of scored clips: all combinations in the training set (432 clips), and all that are not (96)."""
+    seen = [with_speed(attributes, speed) for attributes, speed in product(seen_combinations(), SPEEDS)]
+    unseen = [with_speed(attributes, speed) for attributes, speed in product(unseen_combinations(), SPEEDS)]
+    return seen, unseen * CAPTIONS_PER_UNSEEN
+
+
+def heldout_captions(attributes: Sequence[Attributes], seed: int = 0) -> list[str]:
+    """Captions that training never saw, word for word."""
+    return random_captions(attributes, "heldout", torch.Generator().manual_seed(seed))
+
+
+def real_clips(attributes: Sequence[Attributes], seed: int = 0) -> Tensor:
+    """Clips with these attributes of handwriting that neither training nor the judge saw, BCTHW in [-1, 1]."""
+    return draw_clips(attributes, "heldout", torch.Generator().manual_seed(seed))
+
+
+def frames_and_clips_right(verdicts: Verdicts, attributes: Sequence[Attributes]) -> dict[str, Tensor]:
+    """Compare verdicts with attributes: `digit` and `colour` bool [B, T] for each frame, `direction` and `all` bool
+    [B].
+
+    `all`: digit and colour in more than half of the frames, and the direction. Without a direction, the clip must not
+    move.
+    """
+    colours, directions = list(COLOURS), list(DIRECTIONS)
+    wanted_digit_B = torch.tensor([a.digit for a in attributes])
+    wanted_colour_B = torch.tensor([colours.index(a.colour) for a in attributes])
+    wanted_direction_B = torch.tensor([directions.index(a.direction) if a.direction else NONE for a in attributes])
+    digit_BT = verdicts.digit_BT == wanted_digit_B[:, None]
+    colour_BT = verdicts.colour_BT == wanted_colour_B[:, None]
+    direction_B = verdicts.direction_B == wanted_direction_B
+    all_B = _in_most_frames(digit_BT) & _in_most_frames(colour_BT) & direction_B
+    return {"digit": digit_BT, "colour": colour_BT, "direction": direction_B, "all": all_B}
+
+
+def right_in_every_frame(right: dict[str, Tensor]) -> Tensor:
+    """Whether digit and colour are right in every single frame, and the direction, bool [B]; `right` as of
+    `frames_and_clips_right`."""
+    return (right["digit"] & right["colour"]).all(1) & right["direction"]
+
+
+def _in_most_frames(right_BT: Tensor) -> Tensor:
+    return right_BT.float().mean(1) > 0.5
+
+
+def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attributes]) -> dict[str, float | int]:
+    """Shares, 0..1, of what is right in these clips.
+
+    `digit`: of frames. `colour`, `direction`, `all`: of clips, by the majority of frames. `every_frame`: of clips
+    whose digit and colour are right in every single frame, and their direction: what a clip that morphs fails.
+    """
+    right = frames_and_clips_right(judge(reader, video_BCTHW), attributes)
+    shares = {
+        "digit": right["digit"],
+        "colour": _in_most_frames(right["colour"]),
+        "direction": right["direction"],
+        "all": right["all"],
+        "every_frame": right_in_every_frame(right),
+    }
+    return {
+        **{name: round(share.float().mean().item(), 4) for name, share in shares.items()},
+        "num_clips": len(attributes),
+    }
+
+
+_JUDGE = '''"""The judge of digits, for a service, and for figures.
+
+    megadit serve build-repository BUNDLE OUT --judge_dir THIS_FOLDER
+    megadit evaluate BUNDLE --real REAL --out OUT --judge_dir THIS_FOLDER
+"""
+
+from pathlib import Path
+
+from megadit.train.demos.digits.score import BETTER, judge_of_prompts
+
+judge = judge_of_prompts(Path(__file__).with_name("judge.safetensors"))
+'''
+"""The program that `infer/hooks/scorer.py` runs."""
+JUDGE_DIR = "judge"
+"""The folder of that program, beside a demo's bundle."""
+BETTER = {"all": "higher", "every_frame": "higher"}
+"""Names of the scores that are metrics."""
+
+
+def write_judge(folder: Path, reader_file: Path) -> None:
+    """The folder of a judge by the network in a file, which it gets a copy of."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(reader_file, folder / "judge.safetensors")
+    (folder / "judge.py").write_text(_JUDGE)
+
+
+def judge_of_prompts(path: Path) -> Callable[[np.ndarray, str], dict[str, float]]:
+    """The judge of a service, by the network in a file: of a video (uint8 THWC) the shares, 0..1, of frames whose digit
+    and colour are those of its prompt, and whether its direction, and all three, are right, the latter in every frame
+    too; nothing of other prompts.
+    """
+    reader = load_reader(path)
+
+    def scores(video_THWC: np.ndarray, prompt: str) -> dict[str, float]:
+        wanted = attributes_in(prompt)
+        if wanted is None:
+            return {}
+        video_1CTHW = torch.from_numpy(video_THWC).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+        right = frames_and_clips_right(judge(reader, video_1CTHW), [wanted])
+        right["every_frame"] = right_in_every_frame(right)
+        return {name: share.float().mean().item() for name, share in right.items()}
+
+    return scores

@@ -1,0 +1,74 @@
+"""Fully sharded data parallelism: torch's FSDP2 behind the interface of Megatron's data-parallel wrappers."""
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megadit.models.megatron.groups import Groups
+from megadit.models.networks.blocks import BLOCKS
+from megadit.models.networks.experts import Experts
+from megadit.train.engine.model import TrainingModel
+from megadit.train.engine.shared_base import share_base
+from megadit.train.optim.state import assign
+
+
+class FullySharded(_BaseDataParallel):
+    """A network whose float32 parameters, gradients and optimizer state are divided among the ranks that hold the same:
+    those of experts among others than all else.
+
+    A block's weights are gathered, in `precision`, when it is their turn; gradients are summed in float32. Parameters
+    that are on the meta device get memory for this rank's share alone, and wait for their values.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        network: TrainingModel,
+        groups: Groups,
+        precision: torch.dtype,
+        base: nn.Module | None = None,
+    ) -> None:
+        """`base` is another one of these ranks' networks, whose shares of weights beside adapters this one has too."""
+        super().__init__(config, network)
+        self.ddp_config = DistributedDataParallelConfig()
+        marks = {name: dict(vars(parameter)) for name, parameter in network.named_parameters()}
+        values = {name: value.detach().clone() for name, value in network.named_parameters() if not value.is_meta}
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        mesh, expert_mesh = (DeviceMesh.from_group(group, device.type) for group in (groups.data, groups.expert_data))
+        # inputs are cast where they are used: noise levels and noise stay float32
+        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        # what lies within another comes first
+        for kind, of_kind in ((Experts, expert_mesh), (tuple(BLOCKS.values()), mesh)):
+            for module in network.modules():
+                if isinstance(module, kind):
+                    fully_shard(module, mesh=of_kind, mp_policy=policy)
+        # resharded like the blocks: after a forward without backward no whole parameter may be left standing
+        fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                # a plain sum: over all tokens it is divided once, by their number (and gloo cannot multiply first)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        if base is None:
+            network.to_empty(device=device)
+        else:
+            share_base(network, base, device)
+            # FSDP looks at its parameters anew, and pads them before an optimizer holds what is in them
+            network._apply(lambda tensor: tensor)
+        for name, parameter in network.named_parameters():  # FSDP puts other tensors in the place of parameters
+            vars(parameter).update(marks[name])
+            if name in values:
+                assign(parameter, values[name])
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Nothing: the backward has reduced the gradients."""
+
+    def scale_gradients(self, scaling_factor: Tensor) -> None:
+        """Multiplies all gradients by `scaling_factor`, one number."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.to_local().mul_(scaling_factor)

@@ -1,0 +1,232 @@
+"""Everything a training run is made of, built from its configuration."""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from megadit.models.lora.adapters import draw_dropout
+from megadit.models.machine import multiplies
+from megadit.models.megatron import groups as process_groups
+from megadit.models.megatron.groups import Groups
+from megadit.models.shared.cores import threads_of_a_rank
+from megadit.models.shared.files import atomic_path
+from megadit.models.shared.memory import check_room
+from megadit.train.checkpoints.init_from import GivenNetwork, given_network, read_teacher
+from megadit.train.checkpoints.tensors import TrainedTensors
+from megadit.train.config.load import to_yaml
+from megadit.train.config.rules import check_layout
+from megadit.train.config.schema import EmaConfig, MatmulPrecision, RunConfig
+from megadit.train.distill.networks import Distillation, denoiser_of, guided, judge_of, summed
+from megadit.train.distill.objectives import Teaching
+from megadit.train.engine.building import TRAINED, Form, build_parts, least_free_memory, network_of, starting_values
+from megadit.train.engine.cpu_memory import keep_freed_memory
+from megadit.train.engine.device_update import DeviceUpdate, device_update
+from megadit.train.engine.model import TrainingModel
+from megadit.train.optim.ema import WeightAverages
+from megadit.train.optim.optimizer import build_optimizer, build_scheduler, loss_scaler
+from megadit.train.optim.state import DataParallel, find_ownership, named_parameters
+from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
+
+CRITIC = "critic."
+"""Before the names of a critic's tensors in checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The moving parts of a run."""
+
+    config: RunConfig
+    groups: Groups
+    parts: tuple[DataParallel, ...]
+    """The parts of the network on this rank, in Megatron's data-parallel wrapper; several on an interleaved stage."""
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    averages: WeightAverages
+    tensors: TrainedTensors
+    base: str | None
+    """`adapters.fingerprint` of the base weights of an adapter."""
+    device_update: DeviceUpdate | None
+    """Update of the weights on a GPU in place of Megatron's."""
+    trained_as: str | None = None
+    """`model.preconditioner` of the weights that training starts from."""
+    distillation: Distillation | None = None
+    """Teacher and objective of a student."""
+    critic: "Training | None" = None
+    """Fake-score network, which learns the distribution of a student's videos."""
+
+    @property
+    def all_trained(self) -> "tuple[Training, ...]":
+        """This run, and the one of its critic."""
+        return (self,) if self.critic is None else (self, self.critic)
+
+    @property
+    def network(self) -> TrainingModel:
+        """The first part on this rank, without its wrapper."""
+        return self.parts[0].module
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters on this rank that are trained, under their canonical names."""
+        return named_parameters(self.parts)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def begin_step(self, step: int) -> None:
+        """Draws what a step draws for all of its samples: the dropout of an adapter, a student's number of calls."""
+        if self.distillation is not None:
+            self.distillation.begin(step, 0)
+        adapter = self.config.train.adapter
+        for part in self.parts if adapter is not None else ():
+            draw_dropout(part.module.dit, adapter.dropout, seed=self.config.train.seed, step=step)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step on this rank."""
+        return self.config.data.global_batch_size // (self.config.data.micro_batch_size * self.groups.readers.size())
+
+
+def start_processes(config: RunConfig) -> Groups:
+    """Threads and process groups of a run."""
+    _quieten_megatron()
+    check_layout(config, process_groups.world_size())
+    torch.set_num_threads(config.train.num_threads or threads_of_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    _set_matmul_precision(config.train.matmul_precision)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+    return process_groups.initialize(config.parallel.sizes, config.model)
+
+
+def check_memory(config: RunConfig, groups: Groups) -> None:
+    """Raises UserError on all ranks, which all call this, if the estimate is far beyond what one of them has."""
+    free, ranks = least_free_memory(groups), groups.world_size
+    check_room(needed_memory(with_recompute(config, ranks, free), ranks), free, f"a rank of {config.recipe}", SMALLER)
+
+
+def begin_folder(config: RunConfig, groups: Groups) -> None:
+    """Writes what the folder of a run begins with; called once nothing is left that could refuse the run."""
+    if groups.is_first:
+        folder = Path(config.train.output_dir)
+        (folder / "samples").mkdir(parents=True, exist_ok=True)
+        if not (folder / "validation_generation").exists():  # where users of NeMo and DFM look for these videos
+            (folder / "validation_generation").symlink_to("samples", target_is_directory=True)
+        with atomic_path(folder / "config.yaml") as temporary:
+            temporary.write_text(to_yaml(config), encoding="utf-8")
+    dist.barrier()
+
+
+def _set_matmul_precision(precision: MatmulPrecision) -> None:
+    if precision != "ieee":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    if precision == "tf32" or precision == "bf16" and multiplies(torch.bfloat16):
+        torch.backends.mkldnn.matmul.fp32_precision = precision
+
+
+def _quieten_megatron() -> None:
+    """Megatron's notes on itself, and on names of torch functions that it has yet to follow, help no user."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
+
+
+def build_training(config: RunConfig, groups: Groups) -> Training:
+    """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages; of a student
+    its teacher and critic, too."""
+    training = _build_trained(config, groups, given_network(config))
+    return training if config.train.distill is None else _with_teacher(training)
+
+
+def _build_trained(
+    config: RunConfig,
+    groups: Groups,
+    given: GivenNetwork | None,
+    *,
+    prefix: str = "",
+    form: Form = TRAINED,
+) -> Training:
+    """A network that is trained; `prefix` comes before the names of its tensors in checkpoints."""
+    parts = build_parts(config, groups, starting_values(config, given), form)
+    optimizer = build_optimizer(config, parts)
+    update = device_update(optimizer, parts)
+    if update is not None:
+        parts[0].config.finalize_model_grads_func = update.finalize
+    if loss_scaler(optimizer) is not None:
+        parts[0].config.grad_scale_func = optimizer.scale_loss
+    ownership = find_ownership(optimizer, named_parameters(parts), groups)
+    averages = WeightAverages(config.ema.sigma_rels, ownership)
+    return Training(
+        config=config,
+        groups=groups,
+        parts=parts,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        averages=averages,
+        tensors=TrainedTensors(tuple(named_parameters(parts)), ownership, averages, groups, prefix),
+        base=None if config.train.adapter is None or given is None else given.fingerprint_of_base,
+        device_update=update,
+        trained_as=None if given is None else given.config.preconditioner,
+    )
+
+
+def _with_teacher(training: Training) -> Training:
+    """Build a student's run, with its teacher and, where its objective needs one, a critic that starts as the
+    teacher."""
+    config, groups = training.config, training.groups
+    asked, teacher = config.train.distill, read_teacher(config)
+    frozen = _build_frozen(config, groups, teacher, base=training.network if config.has_one_base else None)
+    critic = None
+    if asked.has_critic:
+        base = network_of(frozen) if config.train.adapter is not None else None
+        form = Form(base=base, has_adversary=asked.has_adversary)
+        critic = _build_trained(_critic_config(config), groups, teacher, prefix=CRITIC, form=form)
+    is_told = teacher.config.guidance_range is not None
+    distillation = Distillation(
+        frozen=frozen,
+        seed=config.train.seed,
+        teaching=Teaching(
+            config=asked,
+            diffusion=config.diffusion,
+            model=config.model,
+            teacher=denoiser_of(frozen) if is_told else guided(denoiser_of(frozen), asked.guidance),
+            critic=None if critic is None else denoiser_of(critic.parts[0]),
+            judge=None if critic is None else judge_of(critic.parts[0]),
+            sum_over_context=partial(summed, group=groups.context.group),
+            uncertainty=training.network.uncertainty,
+        ),
+        teacher_fingerprint=teacher.fingerprint,
+        is_guided=asked.asks_twice(config.model, teacher.config),
+    )
+    training.network.objective = distillation.loss
+    if asked.has_adversary:
+        critic.network.objective = distillation.critic_objective(critic.network.judge)
+    others = () if critic is None else ((critic.tensors, asked.critic_updates),)
+    tensors = replace(training.tensors, others=others)
+    return replace(training, distillation=distillation, critic=critic, tensors=tensors)
+
+
+def _critic_config(config: RunConfig) -> RunConfig:
+    """The run of a critic: an ordinary one."""
+    rate = config.train.distill.critic_lr or 2 * config.optimizer.lr
+    return replace(
+        config,
+        train=replace(config.train, distill=None),
+        optimizer=replace(config.optimizer, lr=rate),
+        ema=EmaConfig(sigma_rels=()),
+    )
+
+
+def _build_frozen(config: RunConfig, groups: Groups, given: GivenNetwork, *, base: TrainingModel | None) -> nn.Module:
+    """A network that is only asked, laid out as that of the run is; `base` as in `Form`."""
+    config = replace(config, model=given.config, train=replace(config.train, distill=None))
+    form = Form(is_frozen=True, has_adapter=given.adapter is not None, base=base)
+    (part,) = build_parts(config, groups, starting_values(config, given), form)
+    return part

@@ -1,0 +1,243 @@
+"""One optimizer step: forward and backward over the micro-batches, reduction, update, averages."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megadit.models.flops import training_flops
+from megadit.models.host_to_device import sent_together
+from megadit.models.shared.errors import UserError
+from megadit.train.data.packs.packed_batch import REFUSALS, PackedBatch
+from megadit.train.distill.networks import denoiser_of
+from megadit.train.engine.balance import Counts, exchange_counts
+from megadit.train.engine.schedule import run_schedule
+from megadit.train.engine.setup import Training
+from megadit.train.monitoring.anomalies import Anomaly, Judge
+from megadit.train.objectives.denoise import LossSums
+from megadit.train.optim.optimizer import loss_scaler
+
+Mark = Callable[[int, str], None]
+"""Told the step and what a rank is about to do (see `watchdog`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step, summed over all data-parallel ranks."""
+
+    loss: float
+    """lambda(sigma) |D - x0|^2, or the cross-entropy of a classifier, a mean over the tokens of the global batch."""
+    error: float
+    """|D - x0|^2, likewise; of a classifier the share of samples whose likeliest class is another."""
+    objective: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    samples: int
+    refused: dict[str, int]
+    """Samples that the readers left out meanwhile, by reason (those of which there were any)."""
+    unreadable_shards: list[str]
+    """Shards of the samples that this rank's reader could not read."""
+    flops: int
+    seconds: float
+    sample_checksum: int
+    """Checksum of the samples at this occurrence, which their order and layout do not change."""
+    expert_counts: Counts
+    """Tokens of each expert of each layer, where tokens choose."""
+    reading_seconds: float
+    """Part of `seconds` spent waiting for data on this rank."""
+    must_stop: bool
+    """Whether some rank was asked to stop."""
+    must_save: bool
+    """Whether some rank finds it time for a checkpoint."""
+    anomaly: Anomaly | None
+    """Reason why the weights were not updated, or ought not to have been."""
+    critic_loss: float | None = None
+    """Loss of the fake-score network in its last update, where a student has one."""
+
+
+def train_step(
+    training: Training,
+    batches: Iterator[PackedBatch],
+    step: int,
+    *,
+    must_stop: bool = False,
+    must_save: bool = False,
+    judge: Judge | None = None,
+    mark: Mark = lambda step, doing: None,
+) -> StepResult:
+    """Run optimizer step `step` (1, 2, ...); after an anomaly the weights are those before the step.
+
+    (But for a gradient that is not finite and ends the run: then they are no longer to be used.)
+    """
+    judge = judge or Judge(training.config.health, [])
+    start = time.perf_counter()
+    mark(step, "reading data")
+    seen = [next(batches) for _ in range(training.num_micro_batches)]
+    reading_seconds = time.perf_counter() - start
+    mark(step, "computing losses and gradients")
+    critic_loss = _update_critic(training, seen, step)
+    training.begin_step(step)
+    sums = _forward_backward(training, seen)
+    expert_counts = exchange_counts(training)
+    mark(step, "adding up the losses of all ranks")
+    loss, totals = _loss_of(training, sums, seen, (must_stop, must_save))
+    mark(step, "updating the weights")
+    grad_norm, anomaly = math.nan, judge.loss(step, loss)
+    if anomaly is None:
+        grad_norm, anomaly = _update(training, step, judge, totals["norm"])
+    training.scheduler.step(1)
+    if anomaly is not None:
+        anomaly = anomaly if anomaly.is_usual else replace(anomaly, samples=_samples(sums, seen))
+    else:
+        mark(step, "averaging the weights")
+        training.averages.update(step)
+    return StepResult(
+        loss=loss,
+        error=totals["error"] / totals["tokens"],
+        objective=totals["objective"] / totals["tokens"],
+        grad_norm=grad_norm,
+        lr=training.optimizer.param_groups[0]["lr"],
+        tokens=round(totals["tokens"]),
+        samples=round(totals["samples"]),
+        refused={kind: round(totals[kind]) for kind in REFUSALS if totals[kind]},
+        unreadable_shards=[shard for batch in seen for shard in batch.unreadable_shards],
+        flops=round(totals["flops"]),
+        seconds=time.perf_counter() - start,
+        sample_checksum=round(totals["sample_checksum"]),
+        expert_counts=expert_counts,
+        reading_seconds=reading_seconds,
+        must_stop=totals["must_stop"] > 0,
+        must_save=totals["must_save"] > 0,
+        anomaly=anomaly,
+        critic_loss=critic_loss,
+    )
+
+
+def _loss_of(
+    training: Training, sums: Tensor, seen: Sequence[PackedBatch], asked: tuple[bool, bool] = (False, False)
+) -> tuple[float, dict[str, float]]:
+    """The mean loss over all ranks, and all that `_reduce` gives."""
+    norm = None if training.device_update is None else training.device_update.prepare()
+    totals = _reduce(training, sums, seen, asked, norm)
+    return math.nan if totals["bad_ranks"] else totals["weighted"] / totals["tokens"], totals
+
+
+def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -> float | None:
+    """Update the critic on what the student makes now of the same conditioning; return its last loss.
+
+    Raises:
+        UserError: where loss or gradient is not finite.
+    """
+    critic, distillation = training.critic, training.distillation
+    if critic is None:
+        return None
+    judge = Judge(training.config.health, [])
+    for update in range(1, 1 + training.config.train.distill.critic_updates):
+        distillation.begin(step, update)
+        made = distillation.made(denoiser_of(training.parts[0]), [batch.arrived() for batch in seen], update)
+        critic.begin_step(step)
+        sums = _forward_backward(critic, made)
+        exchange_counts(critic)
+        loss, totals = _loss_of(critic, sums, made)
+        anomaly = judge.loss(step, loss) or _update(critic, step, judge, totals["norm"])[1]
+        if anomaly is not None:
+            raise UserError(f"the critic: {anomaly.what}; try a lower train.distill.critic_lr")
+    critic.scheduler.step(1)
+    return loss
+
+
+def _update(training: Training, step: int, judge: Judge, norm: float) -> tuple[float, Anomaly | None]:
+    """The norm of the gradient (`norm`, where it is known), and what is wrong with it."""
+    optimizer = training.optimizer
+    if training.device_update is not None:
+        anomaly = judge.gradient(step, norm)
+        if anomaly is None:
+            training.device_update.step(norm)
+        return norm, anomaly
+    if (scaler := loss_scaler(optimizer)) is not None:
+        scale = scaler.scale.item()
+        is_updated, norm, _ = optimizer.step()
+        return (norm, judge.gradient(step, norm)) if is_updated else (math.inf, judge.overflow(step, scale))
+    if judge.looks_before_update:
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if (anomaly := judge.gradient(step, norm)) is not None:
+            return norm, anomaly
+    _, norm, _ = optimizer.step()
+    return norm, judge.gradient(step, norm)
+
+
+def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Tensor:
+    """Gradients of the mean objective over the global batch, and the losses of each micro-batch, [micro-batches, 3].
+
+    There are no losses, [0, 3], on a stage that is not the last.
+    """
+
+    def forward_step(iterator, part):
+        batch = next(iterator).arrived()
+        return part(batch), partial(_loss, batch)
+
+    for part in training.parts:
+        part.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    losses = run_schedule(training, forward_step, batches)
+    return torch.stack(losses) if losses else torch.zeros(0, 3, device=training.groups.device)
+
+
+def _loss(batch: PackedBatch, sums: LossSums) -> tuple[Tensor, Tensor, Tensor]:
+    """Megatron sums the first over ranks and micro-batches and divides it by the sum of the second."""
+    num_tokens = torch.full((), batch.num_tokens, dtype=torch.int, device=sums.objective.device)  # nothing is sent
+    return sums.objective, num_tokens, torch.stack([value.detach() for value in sums])
+
+
+def _reduce(
+    training: Training, sums: Tensor, seen: Sequence[PackedBatch], asked: tuple[bool, bool], norm: Tensor | None
+) -> dict[str, float]:
+    """Sums over all ranks, in one collective; ranks that computed the same count once.
+
+    `asked`: whether this rank has to stop, and to save. With `norm`, which all ranks have: what the host asks a GPU for
+    in a step, it asks for here, once.
+    """
+    groups, config = training.groups, training.config
+    distillation = training.distillation
+    forwards = 0 if distillation is None else config.train.distill.forwards(distillation.is_guided)
+    objective, weighted, error = sums.double().sum(0)
+    bad_rank = (~sums.isfinite()).any().double()
+    share = groups.is_last_stage / groups.context.size  # of samples that all ranks of a copy know whole
+    checksum = share * torch.stack([_checksum(batch) for batch in seen]).sum().double()  # float32 would round it
+    losses = torch.stack([objective, weighted, error, bad_rank, checksum]).nan_to_num(0.0)
+    counts = [
+        groups.is_last_stage * sum(batch.num_tokens for batch in seen),
+        share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
+        share * sum(training_flops(batch.layout, config.model, config.train.adapter, forwards) for batch in seen),
+        *map(float, asked),
+        *(share * sum(counts) for counts in zip(*(batch.refused for batch in seen), strict=True)),
+    ]
+    values = torch.cat([losses, *sent_together([torch.tensor(counts, dtype=torch.float64)], losses.device)])
+    dist.all_reduce(values)
+    names = ("objective", "weighted", "error", "bad_ranks", "sample_checksum")
+    names = (*names, "tokens", "samples", "flops", "must_stop", "must_save", *REFUSALS, "norm")
+    last = torch.full((1,), math.nan, device=losses.device) if norm is None else norm.view(1)
+    return dict(zip(names, torch.cat([values / groups.tensor.size(), last.double()]).tolist(), strict=True))
+
+
+def _checksum(batch: PackedBatch) -> Tensor:
+    """A sum over the keys of samples, which their seed, id and occurrence decide; exact in float64."""
+    return (batch.noise_key_G & 0xFFFFFFFF).sum()  # padding has key 0
+
+
+def _samples(sums: Tensor, seen: Sequence[PackedBatch]) -> tuple[str, ...]:
+    """The samples of the step whose losses are not finite, or else all of them, from all ranks."""
+    is_bad = (~sums.isfinite()).any(dim=1).tolist()
+    bad = [name for batch, bad in zip(seen, is_bad, strict=False) if bad for name in batch.sample_ids if name]
+    every = [name for batch in seen for name in batch.sample_ids if name]
+    everyones: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
+    dist.all_gather_object(everyones, (bad, every))
+    names = {name for part, _ in everyones for name in part} or {name for _, part in everyones for name in part}
+    return tuple(sorted(names))

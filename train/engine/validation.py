@@ -1,0 +1,266 @@
+"""Validation of the weights and each of their averages: losses at fixed noise levels, and videos to look at."""
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megadit.infer.evaluate.evaluation import Candidate, Evaluation
+from megadit.infer.evaluate.extractors import Extractor, open_extractors
+from megadit.infer.evaluate.features import FeatureStore
+from megadit.infer.evaluate.metrics.motion import MotionClips
+from megadit.infer.evaluate.report.report import interval_of
+from megadit.infer.evaluate.videos import VideoSet, open_videos, videos_in_memory
+from megadit.infer.evaluate.window import window_of
+from megadit.infer.media.video_io import write_video
+from megadit.infer.pipeline.pipeline import TextToVideo
+from megadit.infer.pipeline.results import GeneratedVideo
+from megadit.infer.pipeline.text_features import TextFeaturesCache
+from megadit.infer.runtimes.ranks import ALONE
+from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders import load_text_encoder
+from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+from megadit.train.checkpoints.sampling_defaults import sampling_defaults
+from megadit.train.config.rules import check_dataset
+from megadit.train.data.distribute import validation_batches
+from megadit.train.data.loader import validation_captions
+from megadit.train.data.packs.packed_batch import PackedBatch
+from megadit.train.engine.schedule import evaluate, evaluation
+from megadit.train.engine.setup import Training
+from megadit.train.engine.sharded_denoiser import ShardedDenoiser
+from megadit.train.objectives.denoise import LossSums
+from megadit.train.optim.state import DataParallel
+
+NUM_PROMPTS = 4
+"""Captions of the validation split that are sampled where `validation.prompts` is empty."""
+RAW = "none"
+"""Stands for the weights themselves among the names of averages."""
+
+
+def profile_name(sigma_rel: float | None) -> str:
+    return RAW if sigma_rel is None else f"{sigma_rel:g}"
+
+
+class SampledVideo(NamedTuple):
+    """A video that validation made."""
+
+    caption: str
+    path: Path
+    """mp4, or png where it has one frame."""
+
+
+def validate(training: Training, step: int) -> tuple[dict[str, Any], list[SampledVideo]]:
+    """Measures the weights and every average on held-out samples, and samples videos with the best of them.
+
+    Returns:
+        {"step", "best", "losses": {name: {"mean", and one for each sigma}}}: `loss.edm_loss`'s weighted loss; a name is
+        a sigma_rel, or "none". And the videos of all ranks, of which a classifier makes none.
+    """
+    batches, num_own = _validation_batches(training)
+    losses = {}
+    with evaluation(training):
+        for sigma_rel in (None, *training.config.ema.sigma_rels):
+            with training.averages.swapped_in(sigma_rel, training.parameters()):
+                losses[profile_name(sigma_rel)] = _losses(training, batches, num_own)
+        best = min(losses, key=lambda name: losses[name]["mean"])
+        videos = _sample_videos(training, step, None if best == RAW else float(best))
+    return {"step": step, "best": best, "losses": losses}, videos
+
+
+def lowest_so_far(before: dict[str, float], found: dict[str, Any]) -> dict[str, float]:
+    """Step and mean loss of the best of all validations, and the number of later ones, `since`: `before` with `found`,
+    the result of `validate`."""
+    loss = found["losses"][found["best"]]["mean"]
+    if before and not loss < before["loss"]:
+        return before | {"since": before["since"] + 1}
+    return {"step": found["step"], "loss": loss, "since": 0}
+
+
+def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
+    """Packs of this rank, and how many of them are to be counted.
+
+    Where copies of the model work together all ranks compute together: those with fewer packs compute
+    some twice, or another's.
+    """
+    batches = list(validation_batches(training.config, training.groups))
+    num_own = len(batches)
+    if not training.config.parallel.sizes.copies_work_together:
+        return batches, num_own
+    most = torch.tensor(num_own, device=training.groups.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if num_own < most:
+        spare = batches or list(validation_batches(training.config, training.groups, of_all=True))
+        batches = batches + spare[-1:] * (int(most) - num_own)
+    return batches, num_own
+
+
+def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
+    """The weighted loss at each of `validation.sigmas`, a mean over all tokens of all ranks, and the mean of these; of
+    a classifier the cross-entropy, and the share of samples that it takes for another class ("wrong"); of what matches
+    images and texts the same of each pack by itself, whatever the ranks."""
+    if not training.config.model.denoises:
+        return _judged(training, batches, num_own)
+    sigmas = training.config.validation.sigmas
+    sums = torch.zeros(len(sigmas) + 1, dtype=torch.float64, device=training.groups.device)
+    for index, sigma in enumerate(sigmas if batches else ()):
+
+        def loss(part: DataParallel, batch: PackedBatch, sigma: float = sigma) -> LossSums | torch.Tensor:
+            return part(batch, torch.full_like(batch.fps_G, sigma))
+
+        found = evaluate(training, loss, batches)[:num_own]
+        sums[index] = sum(value.weighted.double() for value in found)
+    means = _means(training, sums, batches[:num_own])
+    named = {f"{sigma:g}": mean for sigma, mean in zip(sigmas, means, strict=True)}
+    return {"mean": sum(means) / len(means), **named}
+
+
+def _judged(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
+    sums = torch.zeros(3, dtype=torch.float64, device=training.groups.device)
+    if batches:
+        for found in evaluate(training, lambda part, batch: part(batch, is_alone=True), batches)[:num_own]:
+            sums[:-1] += torch.stack([found.weighted, found.error]).double()
+    return dict(zip(("mean", "wrong"), _means(training, sums, batches[:num_own]), strict=True))
+
+
+def _means(training: Training, sums: torch.Tensor, batches: list[PackedBatch]) -> list[float]:
+    """Mean over the tokens of all ranks' packs of each of `sums`, whose last entry is set to their number."""
+    if training.groups.is_last_stage:
+        sums[-1] = sum(batch.num_tokens for batch in batches)
+    dist.all_reduce(sums)  # tensor-parallel ranks count alike in every sum
+    return (sums[:-1] / sums[-1]).tolist()
+
+
+def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> list[SampledVideo]:
+    """Writes samples/step_0000100/00_a_red_seven.mp4 and so on; the prompts are dealt to the copies of the model.
+
+    Copies that work together all make the same videos.
+    """
+    config, groups = training.config, training.groups
+    if config.data.mock or not config.model.denoises:
+        return []  # nothing to encode prompts or decode latents with
+    prompts = list(enumerate(list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)))
+    is_together = config.parallel.sizes.copies_work_together
+    mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
+    with training.averages.swapped_in(sigma_rel, training.parameters()):
+        try:
+            videos = _generate(training, mine)
+        except UserError as error:  # a run of days does not end over a video
+            print(f"no videos of step {step}: {error}", flush=True)
+            videos = []
+    written = []
+    if groups.copy.rank() == 0 and not (is_together and groups.readers.rank()):
+        for (number, prompt), video in zip(mine, videos, strict=False):
+            written.append(_write(Path(config.train.output_dir), step, number, prompt, video))
+    everyones: list[list[SampledVideo]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, written)
+    return sorted((video for part in everyones for video in part), key=lambda video: video.path)
+
+
+def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]]:
+    """Figures of the weights, or of the average `best`: {"kid (inception)": {"value", "low", "high"}, ...}.
+
+    All ranks make the videos; the first looks at them, and alone has the figures.
+    """
+    config, groups = training.config, training.groups
+    real = _real_videos(config.data.path, config.validation.evaluate_count, config.data.use_train_split_for_val)
+    prompts = list(enumerate(real.prompts))
+    is_together = config.parallel.sizes.copies_work_together
+    mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
+    with training.averages.swapped_in(None if best == RAW else float(best), training.parameters()):
+        try:
+            videos = _generate(training, mine)
+        except UserError as error:
+            print(f"no figures: {error}", flush=True)
+            videos = []
+    speaks = groups.copy.rank() == 0 and not (is_together and groups.readers.rank())
+    own = [(number, video.video) for (number, _), video in zip(mine, videos, strict=False)] if speaks else []
+    everyones: list[list] | None = [[] for _ in range(dist.get_world_size())] if groups.is_first else None
+    dist.gather_object(own, everyones)
+    if everyones is None:
+        return {}
+    made = dict(pair for part in everyones for pair in part)
+    try:
+        return _figures(training, [made[number] for number, _ in prompts], real)
+    except (UserError, KeyError) as error:  # a run of days does not end over a figure
+        print(f"no figures: {error}", flush=True)
+        return {}
+
+
+def _figures(training: Training, videos: list[np.ndarray], real: VideoSet) -> dict[str, dict[str, float]]:
+    """Evaluation metrics of videos THWC made from the captions of real ones."""
+    config = training.config
+    fps = float(sampling_defaults(config, check_dataset(config)).fps)
+    made = videos_in_memory("in training", np.stack(videos), real.prompts, fps)
+    store = FeatureStore(Path(config.train.output_dir) / "evaluation", window_of(made.parts[0].read()[0], None, None))
+    evaluation = Evaluation(
+        store=store, real=real, extractors=_extractors(config.validation.extractors, training.groups.device)
+    )
+    evaluation = replace(evaluation, metrics=evaluation.possible(made.count))
+    candidates = [Candidate(model="in training", guidance=None, videos=made)]
+    evaluation.look(candidates, ALONE, told=False)
+    figures = evaluation.figures(candidates, told=False)
+    return {f"{each.metric} ({each.of})": interval_of(each) for each in figures}
+
+
+@lru_cache(maxsize=1)
+def _real_videos(path: str, count: int, from_train: bool) -> VideoSet:
+    """Found once for all evaluations."""
+    return open_videos(Path(path), count, "train" if from_train else None)
+
+
+@lru_cache(maxsize=1)
+def _extractors(paths: tuple[str, ...], device: torch.device) -> list[Extractor]:
+    """Read once for all evaluations."""
+    return [*(each for path in paths for each in open_extractors(Path(path), device)), MotionClips()]
+
+
+def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[GeneratedVideo]:
+    """A video for each (seed, prompt) of this rank.
+
+    Raises:
+        UserError: if videos of this size cannot be made, or have values that are no numbers.
+    """
+    if not prompts:
+        return []
+    texts = [prompt for _, prompt in prompts]
+    return _pipeline(training, texts)(texts, seeds=[number for number, _ in prompts])
+
+
+def _pipeline(training: Training, prompts: list[str]) -> TextToVideo:
+    """Sampling with the network in training, split over ranks as it is."""
+    config = training.config
+    info = check_dataset(config)
+    defaults, texts = sampling_defaults(config, info), _texts(info.text_encoder_folder)
+    texts.prepare([*prompts, defaults.negative_prompt, defaults.second_prompt])
+    return TextToVideo(
+        denoiser=ShardedDenoiser(training),
+        tokenizer=_tokenizer(Path(config.validation.tokenizer_folder or info.tokenizer_folder)),
+        text_encoder=texts,
+        config=config.model,
+        defaults=defaults,
+        device=training.groups.device,
+    )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: Path) -> VideoTokenizer:
+    """Read once for all validations."""
+    return load_tokenizer(folder)
+
+
+@lru_cache(maxsize=1)
+def _texts(folder: Path) -> TextFeaturesCache:
+    """The text encoder, which is let go once the prompts, the same at every validation, are encoded."""
+    return TextFeaturesCache(load_text_encoder(folder), lambda: load_text_encoder(folder))
+
+
+def _write(folder: Path, step: int, number: int, prompt: str, video: GeneratedVideo) -> SampledVideo:
+    words = "".join(letter if letter.isalnum() else "_" for letter in prompt.lower())[:60]
+    suffix = ".png" if len(video.video) == 1 else ".mp4"
+    path = folder / "samples" / f"step_{step:07d}" / f"{number:02d}_{words}{suffix}"
+    write_video(path, video.video, video.settings.fps)
+    return SampledVideo(prompt, path)

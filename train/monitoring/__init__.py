@@ -1,0 +1,1 @@
+"""What a run reports: metrics, trackers, curves, the console, anomalies, and the watchdog."""

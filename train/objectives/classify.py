@@ -1,0 +1,43 @@
+"""The training objective of classifiers on packs, in float32: without mixup a sample teaches the same beside any other.
+
+Shapes: S tokens, D width, G segments of a pack (padding included), K classes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megadit.models.networks.embeddings import class_index
+from megadit.models.networks.vit import ViT
+from megadit.train.data.packs.packed_batch import PackedBatch
+from megadit.train.objectives.denoise import LossSums
+
+
+def classification_loss(
+    vit: ViT, batch: PackedBatch, label_smoothing: float = 0.0, before: Tensor | None = None
+) -> LossSums | Tensor:
+    """-sum_k q_k ln p_k, where q is 1 at the sample's class, less `label_smoothing`, which all classes share (arXiv
+    1512.00567, section 7); where another is mixed into it, q is mixed alike. Of a part of the network, which takes
+    activations (`before` [S, 1, D]) and gives its own: see `ViT.forward_packed`.
+    """
+    logits_GK = vit.forward_packed(batch.tokens_S1P if vit.part.is_first else before, batch.layout)
+    if not vit.part.is_last:
+        return logits_GK
+    logits_GK, tensors = logits_GK.float(), batch.layout.on(logits_GK.device)
+    class_G = class_index(batch.text_L1E[tensors.first_text_G, 0], vit.config.num_classes)
+    entropy_G = F.cross_entropy(logits_GK, class_G, reduction="none")
+    objective_G = F.cross_entropy(logits_GK, class_G, reduction="none", label_smoothing=label_smoothing)
+    other_G = class_G[batch.partner_G + torch.arange(len(class_G), device=class_G.device)]
+    of_others_G = F.cross_entropy(logits_GK, other_G, reduction="none", label_smoothing=label_smoothing)
+    objective_G = torch.lerp(of_others_G, objective_G, batch.own_share_G)
+    return sums_of_samples(batch, objective_G, entropy_G, logits_GK.detach().argmax(-1) != class_G)
+
+
+def sums_of_samples(batch: PackedBatch, objective_G: Tensor, weighted_G: Tensor, is_wrong_G: Tensor) -> LossSums:
+    """Losses of whole samples as those of their tokens, for the mean is over tokens; without text, of which nothing is
+    known, they count nothing."""
+    tensors = batch.layout.on(objective_G.device)
+    tokens_G = torch.zeros_like(weighted_G).index_add_(0, tensors.segment_of_token_S, tensors.is_wanted_S.float())
+    tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)
+    sums = tokens_G * batch.loss_weight_G * objective_G, tokens_G * weighted_G.detach(), tokens_G * is_wrong_G
+    return LossSums(*(values_G.sum() for values_G in sums))

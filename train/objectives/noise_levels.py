@@ -1,0 +1,88 @@
+"""The noise that is trained on, and its level sigma: distributions, and how they follow the size of a sample.
+
+A flow model's t is sigma / (1 + sigma): a logit-normal t is a log-normal sigma, a shift of t multiplies sigma.
+
+Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megadit.models.configs.config import DiTConfig
+from megadit.models.diffusion.noise import Stream, normal
+from megadit.models.packing.layout import PackLayout
+from megadit.train.config.schema import DiffusionConfig
+from megadit.train.data.packs.packed_batch import PackedBatch
+
+LEAST_T = 1e-4
+"""Smallest t, and largest 1 - t: nearer to 0 or 1, float32 has too little left of x0 or of the noise."""
+
+
+def log_normal(normal_G: Tensor, mean: float, std: float) -> Tensor:
+    """sigma [G]: ln sigma ~ N(mean, std^2) (arXiv 2206.00364, table 1; of t: 2403.03206, eq. 19)."""
+    return (mean + std * normal_G).exp()
+
+
+def uniform(normal_G: Tensor, mean: float, std: float) -> Tensor:
+    """sigma [G]: t uniform from 0 to 1, then times exp(mean), which is a flow model's shift; `std` does nothing."""
+    return mode(normal_G, mean, 0.0)
+
+
+def mode(normal_G: Tensor, mean: float, std: float) -> Tensor:
+    """sigma [G]: t = 1 - u - s (cos^2(pi u / 2) - 1 + u) with u uniform and s = `std` (arXiv 2403.03206, eq. 20), then
+    times exp(mean): more of the middle for s > 0."""
+    # t and 1 - t by the same function of 1 - u and u, so that neither is lost in a difference from 1
+    t_G, rest_G = (
+        (w_G + std * (w_G - torch.sin(math.pi / 2 * w_G) ** 2)).clamp(min=LEAST_T)
+        for w_G in (torch.special.ndtr(-normal_G), torch.special.ndtr(normal_G))
+    )
+    return math.exp(mean) * t_G / rest_G
+
+
+DISTRIBUTIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "log_normal": log_normal,
+    "uniform": uniform,
+    "mode": mode,
+}
+"""`diffusion.noise_levels` -> sigma from unit normal numbers, `p_mean` and `p_std`."""
+
+
+def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayout) -> Tensor:
+    """Each sample's noise level, float32 [G], as its key and, with `diffusion.shift_tokens`, its size decide."""
+    position_G = torch.zeros_like(noise_key_G)
+    normal_G = normal(noise_key_G, position_G, 1, stream=Stream.SIGMA)[:, 0]
+    sigma_G = DISTRIBUTIONS[diffusion.noise_levels](normal_G, diffusion.p_mean, diffusion.p_std)
+    if diffusion.shift_tokens is None:
+        return sigma_G
+    # padding that is of text alone has no tokens, and needs a level whose logarithm is a number
+    tokens_G = layout.on(sigma_G.device).num_tokens_G.clamp(min=1)
+    return sigma_G * (tokens_G / diffusion.shift_tokens).sqrt()
+
+
+def initial_noise(batch: PackedBatch, model: DiTConfig) -> Tensor:
+    """The unit noise [S, 1, P] that sampling begins with under the seeds of the pack's videos: the numbers of
+    `noise.latent_noise`, token by token, whichever of the tokens this rank has."""
+    tensors = batch.layout.on(batch.seed_key_G.device)
+    segment_S, token_S = tensors.segment_of_token_S, tensors.position_in_segment_S
+    height_S, width_S = tensors.grid_G3[segment_S, 1:].unbind(-1)
+    patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+    places = (token_S // (height_S * width_S), token_S // width_S % height_S, token_S % width_S)
+    inner_K3 = torch.cartesian_prod(*(torch.arange(side, device=token_S.device) for side in patch)).view(-1, 3)
+    t_SK, h_SK, w_SK = (
+        place_S[:, None] * side + inner_K for place_S, side, inner_K in zip(places, patch, inner_K3.T, strict=True)
+    )
+    sides = height_S[:, None] * model.patch_spatial, width_S[:, None] * model.patch_spatial
+    position_SK = (t_SK * sides[0] + h_SK) * sides[1] + w_SK
+    key_R = batch.seed_key_G[segment_S].repeat_interleave(len(inner_K3))
+    noise_RC = normal(key_R, position_SK.flatten(), batch.tokens_S1P.shape[-1] // len(inner_K3), stream=Stream.NOISE)
+    return noise_RC.reshape(len(token_S), 1, -1)
+
+
+def token_noise(batch: PackedBatch, stream: int = Stream.NOISE) -> Tensor:
+    """Unit normal noise [S, 1, P]; row r of a sample depends on its key and r alone."""
+    tensors = batch.layout.on(batch.noise_key_G.device)
+    key_S, width = batch.noise_key_G[tensors.segment_of_token_S], batch.tokens_S1P.shape[-1]
+    return normal(key_S, tensors.position_in_segment_S, width, stream=stream)[:, None]

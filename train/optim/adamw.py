@@ -1,0 +1,110 @@
+"""AdamW (arXiv 1711.05101) whose two moments are kept in bfloat16: half of its state, and so of its traffic.
+
+A moment changes by less than bfloat16 can tell in most steps: a second moment with beta2 = 0.999 would stand still. It
+is therefore rounded at random, up or down with the probabilities that make the mean exact (arXiv 2010.06192). The
+random numbers are a hash of (step, position in the tensor): the same step gives the same moments.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megadit.models.host_to_device import sent_together
+from megadit.models.ops.fusion import fused
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_LOW_BITS = 0xFFFF  # of a float32, those that bfloat16 has not
+
+
+class HalfMomentAdamW(torch.optim.Optimizer):
+    """Takes float32 parameters (master copies) and float32 gradients. `step` is counted once for each group.
+
+    Args:
+        params: groups of parameters, in the form that Megatron's optimizers read.
+    """
+
+    def __init__(
+        self, params: Iterable[dict], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.gradient_factor: Tensor | None = None
+        """Multiplies all gradients as they are read; one number, on their device. None: 1."""
+        self.rounded: dict[Tensor, Tensor] = {}
+        """Parameter -> what else its new values are written to, in that tensor's precision, of its shape."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            updated = [(place, p) for place, p in enumerate(group["params"]) if p.grad is not None and p.numel()]
+            if not updated:
+                continue
+            factors, seeds = self._factors(group, updated[0][1].device)
+            for place, parameter in updated:
+                self._update(parameter, group, factors, seeds[place])
+
+    def _factors(self, group: dict, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Decay, rate, correction and gradient factor, and the seed of each parameter.
+
+        Tensors on the device: a number would be compiled in, and these change with every step. Once for a group: what
+        is sent for each parameter by itself takes longer than its update.
+        """
+        step, (beta1, beta2) = group["step"], group["betas"]
+        numbers = [1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**step), 1 / (1 - beta2**step), 1.0]
+        [factors] = sent_together([torch.tensor(numbers, dtype=torch.float32)], device)
+        if self.gradient_factor is not None:
+            factors = torch.cat([factors[:3], self.gradient_factor.float().view(1)])
+        place = torch.arange(len(group["params"]), device=device)
+        return factors, ((step * 7919 + place) & 0x7FFFFFFF).int()
+
+    def _update(self, parameter: Tensor, group: dict, factors: Tensor, seed: Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update({name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS})
+        tensors = [_local(x) for x in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
+        rounded = self.rounded.get(parameter)
+        other = None if rounded is None else rounded.view(-1)
+        fused(_adamw_, *(x.view(-1) for x in tensors), other, factors, seed, *group["betas"], group["eps"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _adamw_(p, grad, exp_avg, exp_avg_sq, rounded, factors, seed, beta1, beta2, eps):
+    """One step of flat tensors, in place; the update reads the moments before they are rounded."""
+    decay, rate, correction, of_grad = factors.unbind()
+    grad = grad.float() * of_grad
+    m = torch.lerp(grad, exp_avg.float(), beta1)
+    v = torch.lerp(grad.square(), exp_avg_sq.float(), beta2)
+    p.copy_(decay * p - rate * m / ((v * correction).sqrt() + eps))
+    if rounded is not None:
+        rounded.copy_(p)
+    bits = _hash(torch.arange(p.numel(), device=p.device, dtype=torch.int32), seed)
+    exp_avg.copy_(round_at_random(m, bits))
+    exp_avg_sq.copy_(round_at_random(v, bits >> 16))
+
+
+def round_at_random(x: Tensor, bits: Tensor) -> Tensor:
+    """bfloat16, up with the probability of the part cut off, shaped like `x`.
+
+    `x` is float32 of any shape, the low 16 of `bits`, of the same shape, are uniform (int32).
+    """
+    cut = ((x.view(torch.int32) + (bits & _LOW_BITS)) & ~_LOW_BITS).view(torch.float32)
+    return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
+
+
+def _hash(position: Tensor, seed: Tensor) -> Tensor:
+    """int32 numbers whose bits look random (the finaliser of MurmurHash3, on each position)."""
+    x = position * -1640531527 + seed * 69069  # 2^32 / the golden ratio; products wrap
+    x = (x ^ _shift(x, 16)) * -2048144789
+    x = (x ^ _shift(x, 13)) * -1028477387
+    return x ^ _shift(x, 16)
+
+
+def _shift(x: Tensor, count: int) -> Tensor:
+    """To the right, filling with zeros (int32 has a sign)."""
+    return (x >> count) & ((1 << (32 - count)) - 1)

@@ -1,0 +1,90 @@
+"""Warnings of settings that are allowed and seldom meant, before a run and in `--dry-run`."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from megadit.models.bundle import Bundle
+from megadit.models.shared.documents import parse_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.memory import memory_in_words
+from megadit.models.storage.manifest import is_bundle
+from megadit.train.config.schema import RunConfig
+from megadit.train.data.ingest.plan import Notes
+from megadit.train.data.ingest.report import more_channels_in_words
+from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.recipes import RECIPES
+
+FAITHFUL_PSNR = 28.0
+"""Decibels below which what a tokenizer loses is seen at once: videos can be no better than their latents."""
+SIZES = ("num_layers", "hidden_size", "in_channels")
+"""Settings of a network that decide whether a recipe's sampling settings suit it."""
+
+
+def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, free: float = math.inf) -> list[str]:
+    """Sentences about a run; `info` is its data set, None where it is not known.
+
+    Args:
+        needed: bytes that a rank takes, and `free` those that this machine has for it.
+    """
+    model, found = config.model, []
+    if 2 * model.patch_dim > model.hidden_size:
+        found.append(
+            f"a token holds {model.patch_dim} numbers ({model.in_channels} channels x {model.patch_temporal} x "
+            f"{model.patch_spatial} x {model.patch_spatial}), more than half of model.hidden_size="
+            f"{model.hidden_size}: a wider network, fewer channels or a smaller model.patch_spatial learn better"
+        )
+    if needed > free:
+        found.append(
+            f"a rank needs about {memory_in_words(needed)}, and this machine has {memory_in_words(free)} for it: "
+            "--gpu NAME compares with another machine, data.micro_batch_size and data.seq_length make it less"
+        )
+    found += _inherited_guidance(config)
+    psnr = None if info is None else reconstruction_psnr(info)
+    if psnr is not None and psnr < FAITHFUL_PSNR:
+        found.append(
+            f"the tokenizer of {info.root} gives its videos back at {psnr:.1f} dB only ({info.latent_channels} "
+            f"channels): prepare with more --channels, or another --tokenizer, for sharper ones{_more_channels(info)}"
+        )
+    return found
+
+
+def _inherited_guidance(config: RunConfig) -> list[str]:
+    """Warn if videos are sampled with the recipe's defaults, but the network is of another size."""
+    model, sampling = config.model, config.validation.sampling
+    recipe = RECIPES[config.recipe]() if config.recipe in RECIPES else None
+    if recipe is None or sampling != recipe.validation.sampling or not model.denoises:
+        return []
+    if all(getattr(model, name) == getattr(recipe.model, name) for name in SIZES):
+        return []
+    base = config.checkpoint.init_from
+    of_base = f" (that of {base}: {Bundle.open(base).defaults.guidance:g})" if base and is_bundle(base) else ""
+    return [
+        f"videos will be made with guidance={sampling.guidance:g}{of_base} and {sampling.num_steps} steps, which "
+        f"recipe {config.recipe} has for a network of another size: set validation.sampling.guidance, 3 to begin with, "
+        "or let `megadit tune-sampler` find it"
+    ]
+
+
+def reconstruction_psnr(info: DatasetInfo) -> float | None:
+    """PSNR in decibels that the tokenizer recorded for the data it was fitted to; None if unknown."""
+    if not isinstance(info.root, Path):
+        return None  # nothing is fetched for a remark
+    value = _noted(info.root / "tokenizer" / "config.json").get("reconstruction_psnr")
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _more_channels(info: DatasetInfo) -> str:
+    """Describe the gain of more channels, as `megadit prepare` recorded it."""
+    noted = _noted(Notes(root=info.root).channels).items()
+    known = {int(name): psnr for name, psnr in noted if name.isdecimal() and isinstance(psnr, int | float)}
+    return more_channels_in_words(known, than=info.latent_channels)
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    """Names and values; none where they cannot be read."""
+    try:
+        values = parse_json(path.read_bytes(), str(path))
+    except (OSError, UserError):
+        return {}
+    return values if isinstance(values, dict) else {}
