@@ -10,7 +10,7 @@ from megadit.models.shared.outside import check_own
 
 _MODEL_PY = '''"""Triton loads this file; the model itself is in the installed megadit."""
 
-from megadit.serve.{module} import TritonPythonModel
+from megadit.serve.backend.{module} import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''
@@ -23,7 +23,7 @@ def check_replaceable(path: Path, models: Collection[str]) -> None:
 
 
 def write_model(repository: Path, name: str, *, config: str, module: str, bundle: Path) -> Path:
-    """Writes the model `name`, which `megadit.serve.{module}` is, and returns its copy of the bundle.
+    """Writes the model `name`, which `megadit.serve.backend.{module}` is, and returns its copy of the bundle.
 
     It shares the files of a `bundle` that lies in the repository, which large weights would otherwise take up twice.
     """
