@@ -1,7 +1,7 @@
 # The only thing needed beforehand is Python 3.11, 3.12 or 3.13, or uv. make setup PYTHON=... chooses another.
 #   make demo        prepare, train, generate and score handwritten digits on the CPU, in minutes
 #   make demo-adapter  teach that model a shape it never saw, from ten clips
-#   make demo-given  teach it to take first and last frames, clips, masks and instructions
+#   make demo-conditioning  teach it to take first and last frames, clips, masks and instructions
 #   make demo-distill  students of that model that need four calls for a clip, two, or one
 #   make demo-shapes  a model of its own: scenes in which things move, turn, grow and change colour
 #   make serve       Triton and a page in the browser, on what `make demo` made
@@ -13,7 +13,7 @@
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo demo-adapter demo-given demo-distill demo-shapes serve test test-slow fuzz docs lint format gpu-check gpu-wheels clean
+.PHONY: setup demo demo-adapter demo-conditioning demo-distill demo-shapes serve test test-slow fuzz docs lint format gpu-check gpu-wheels clean
 
 setup: $(READY)
 
@@ -24,9 +24,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/megadit demo
 
-demo-given: $(READY)
+demo-conditioning: $(READY)
 	@test -d runs/demo/bundle || $(BIN)/megadit demo
-	@$(BIN)/megadit demo-given
+	@$(BIN)/megadit demo-conditioning
 
 demo-distill: $(READY)
 	@test -d runs/demo/bundle || $(BIN)/megadit demo

@@ -262,12 +262,12 @@ def rooms() -> dict[str, Room]:
     found = {}
     for folder, graph in graphs.items():
         groups = _groups(graph)
-        floor: dict[str, int] = {}
+        baseline: dict[str, int] = {}
         for group in groups:  # what a group stands on comes before it
             below = {other for unit in group for other in graph[unit]} - set(group)
-            floor |= dict.fromkeys(group, 1 + max((floor[other] for other in below), default=0))
+            baseline |= dict.fromkeys(group, 1 + max((baseline[other] for other in below), default=0))
         num_files = sum(unit.endswith(".py") and unit != "__init__.py" for unit in graph)
-        found[folder] = Room(num_files, max(floor.values()), [group for group in groups if len(group) > 1])
+        found[folder] = Room(num_files, max(baseline.values()), [group for group in groups if len(group) > 1])
     return found
 
 

@@ -27,18 +27,20 @@ exist is refused with the nearest one that does. What keys must agree on stands 
 
 def _table(of: type, prefix: str) -> Iterator[str]:
     """Of a dataclass and, below, of those that its fields hold."""
-    told, inner = documentation(of), []
+    description, inner = documentation(of), []
     rows = []
     for each in dataclasses.fields(of):
         key, hint = prefix + each.name, get_type_hints(of)[each.name]
         section = next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
         if section is not None:
-            inner.append((section, f"{key}.", told.get(each.name, "")))
+            inner.append((section, f"{key}.", description.get(each.name, "")))
             continue
         words = [
             str(word) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for word in get_args(part)
         ]
-        text = told.get(each.name, "") + (f" One of {', '.join(f'`{word}`' for word in words)}." if words else "")
+        text = description.get(each.name, "") + (
+            f" One of {', '.join(f'`{word}`' for word in words)}." if words else ""
+        )
         rows.append(f"| `{key}` | {_default(each)} | {_in_a_cell(text)} |")
     if rows:
         yield f"\n## {prefix.rstrip('.') or 'The run'}\n"
@@ -51,17 +53,17 @@ def _table(of: type, prefix: str) -> Iterator[str]:
 
 def documentation(of: type) -> dict[str, str]:
     """What the help of each field of a dataclass, and the text below it, say."""
-    told = {name: described(about) for name, about in settings_of(of).items() if about.help}
+    description = {name: described(about) for name, about in settings_of(of).items() if about.help}
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(of))).body[0].body
     except (OSError, TypeError):  # made of another dataclass
-        return told
+        return description
     for field, text in zip(body, body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            told[field.target.id] = ". ".join(
-                filter(None, [told.get(field.target.id), inspect.cleandoc(text.value.value)])
+            description[field.target.id] = ". ".join(
+                filter(None, [description.get(field.target.id), inspect.cleandoc(text.value.value)])
             )
-    return told
+    return description
 
 
 def _about(of: type) -> str:
@@ -95,9 +97,9 @@ def api_page() -> str:
 
 
 def _fields(of: type) -> list[str]:
-    told = documentation(of)
+    description = documentation(of)
     rows = [
-        f"| `{each.name}` | {_default(each)} | {_in_a_cell(told.get(each.name, ''))} |"
+        f"| `{each.name}` | {_default(each)} | {_in_a_cell(description.get(each.name, ''))} |"
         for each in dataclasses.fields(of)
     ]
     return ["\n| field | default | |\n|---|---|---|", *rows]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.lora.adapters import chosen_targets, load_adapter, remove, set_scale
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.registry import SavedNetwork
 
 SCALES: Mapping[str, Sequence[Sequence[float]]] = {
@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 
 
 def adapter_inputs(
-    slots: AdapterSlots, batch: int, scales: Sequence[Sequence[float]]
+    slots: AdapterInputs, batch: int, scales: Sequence[Sequence[float]]
 ) -> tuple[dict[str, Tensor], list[tuple[State, AdapterConfig, Tensor]]]:
     """The inputs of a graph for random adapters, and these with their scales [B]; they share the rank of the slots
     where it is more than one."""
@@ -41,7 +41,7 @@ def adapter_inputs(
     return slots.filled(batch, packed), adapters
 
 
-def random_state(slots: AdapterSlots, rank: int, seed: int) -> State:
+def random_state(slots: AdapterInputs, rank: int, seed: int) -> State:
     """An adapter state, whose changes are a fifth as large as what it reads."""
     generator, state = torch.Generator().manual_seed(seed), {}
     for name, target in chosen_targets(slots.config, slots.targets).items():
@@ -52,7 +52,7 @@ def random_state(slots: AdapterSlots, rank: int, seed: int) -> State:
 
 
 @contextmanager
-def beside(dit: SavedNetwork, adapters: Sequence[tuple[State, AdapterConfig, Tensor]]) -> Iterator[None]:
+def attached(dit: SavedNetwork, adapters: Sequence[tuple[State, AdapterConfig, Tensor]]) -> Iterator[None]:
     """Within the block these are beside the network, at their scales."""
     names = [f"case_{number}" for number in range(len(adapters))]
     try:

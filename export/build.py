@@ -24,12 +24,12 @@ from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTIN
 from megadit.infer.sampling.resolve import DefaultOptions, with_changed_defaults
 from megadit.models.bundle import Bundle, check_transformer
 from megadit.models.configs.protocol import NetworkConfig
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.machine import free_memory
 from megadit.models.shared.cli.setting import check_settings, group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
-from megadit.models.shared.memory import check_room
+from megadit.models.shared.memory import check_memory_fits
 from megadit.models.shared.outside import check_own
 from megadit.models.storage.manifest import MANIFEST_FILE, check_replaceable, write_manifest
 from megadit.models.storage.weights import network_shapes
@@ -88,11 +88,11 @@ class ExportSettings:
     def graph_opset(self) -> int:
         return self._least_opset if self.opset is None else self.opset
 
-    def adapter_slots(self, config: NetworkConfig) -> AdapterSlots | None:
+    def adapter_inputs(self, config: NetworkConfig) -> AdapterInputs | None:
         """The room for adapters that a network gets."""
         if self.adapter_rank is None:
             return None
-        return AdapterSlots(config=config, rank=self.adapter_rank, targets=self.adapter_targets)
+        return AdapterInputs(config=config, rank=self.adapter_rank, targets=self.adapter_targets)
 
     def precision_of(self, network: str) -> str:
         """Latents and texts, which decoders and encoders compute once for all steps, stay in float32."""
@@ -140,7 +140,7 @@ def check_memory(source: str | Path, settings: ExportSettings) -> None:
     size = PRECISIONS[settings.precision].itemsize
     needed = 2 * size * sum(map(prod, network_shapes(bundle.config).values()))
     remedy = "export it where there is more, or with --precision fp16"
-    check_room(needed, free_memory(torch.device("cpu")), f"the export of {source}", remedy)
+    check_memory_fits(needed, free_memory(torch.device("cpu")), f"the export of {source}", remedy)
     if bundle.kind == "video":
         tokenizer = bundle.load_tokenizer()
         profiles = _profiles(bundle, tokenizer, settings)
@@ -158,11 +158,11 @@ def _specs(
     """Specifications of the networks to export."""
     text_encoder = bundle.load_text_encoder()
     if bundle.kind != "video":
-        return contract.judge_specs(profiles, bundle, tokenizer)
-    exported, slots = _exported_text_encoder(text_encoder, settings), settings.adapter_slots(bundle.config)
+        return contract.embedding_specs(profiles, bundle, tokenizer)
+    exported, slots = _exported_text_encoder(text_encoder, settings), settings.adapter_inputs(bundle.config)
     denoisers = DENOISERS[: len(bundle.networks)]
-    given = {"takes": bundle.takes, "image_encoder": bundle.load_image_encoder()}
-    return contract.specs(profiles, bundle.config, tokenizer, exported, **given, slots=slots, denoisers=denoisers)
+    extra = {"conditionings": bundle.conditionings, "image_encoder": bundle.load_image_encoder()}
+    return contract.specs(profiles, bundle.config, tokenizer, exported, **extra, slots=slots, denoisers=denoisers)
 
 
 def _reason(error: OSError) -> str:
@@ -241,7 +241,7 @@ def export_network(
 ) -> dict[str, Any]:
     """Exports one network and compares it; torch's copy is gone before ONNX Runtime loads its own."""
     inputs, precision = contract.sample_inputs(spec, contract.trace_sizes(spec)), settings.precision_of(name)
-    slots = settings.adapter_slots(bundle.config)
+    slots = settings.adapter_inputs(bundle.config)
     network = build_network(name, bundle, tokenizer, PRECISIONS[precision], slots)
     about = {"megadit_version": metadata.version("megadit"), "source": weights_checksum(bundle)}
     to_onnx.export_onnx(network, spec, inputs, path, opset=settings.graph_opset, metadata=about)
@@ -265,7 +265,7 @@ def export_network(
 
 
 def _onnx_settings(bundle: Bundle, specs: dict[str, NetworkSpec], settings: ExportSettings) -> dict[str, Any]:
-    slots = settings.adapter_slots(bundle.config)
+    slots = settings.adapter_inputs(bundle.config)
     return {
         "format_version": SETTINGS_VERSION,
         "source": weights_checksum(bundle),
@@ -273,7 +273,7 @@ def _onnx_settings(bundle: Bundle, specs: dict[str, NetworkSpec], settings: Expo
         "opset": settings.graph_opset,
         "torch": torch.__version__,
         "defaults": bundle.defaults.to_dict(),
-        "text_encoder": bundle.manifest["parts"]["text_encoder"],
+        "text_encoder": bundle.manifest["components"]["text_encoder"],
         "networks": {name: spec.to_dict() for name, spec in specs.items()},
         "adapters": None if slots is None else slots.to_dict(),
     }

@@ -13,7 +13,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.machine import free_memory
-from megadit.models.shared.memory import check_room
+from megadit.models.shared.memory import check_memory_fits
 from megadit.models.tokenizers import VideoTokenizer
 
 MOST_PIXELS = 1 << 20
@@ -59,7 +59,7 @@ def check_compared(bundle: Bundle, settings: SamplingSettings, tokenizer: VideoT
     needed = plan_memory(bundle, settings, tokenizer, bundle.load_text_encoder(), choices).peak
     size = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
     remedy = "export for smaller sizes (--profile), or where there is more"
-    check_room(needed, free_memory(torch.device("cpu")), f"comparing a video of {size}", remedy)
+    check_memory_fits(needed, free_memory(torch.device("cpu")), f"comparing a video of {size}", remedy)
 
 
 def fitted_defaults(bundle: Bundle, profiles: Profiles) -> tuple[SamplingSettings, str | None]:

@@ -10,37 +10,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.infer.conditioning.encode import encode_given
-from megadit.infer.conditioning.items import GivenVideo, Media, Target
+from megadit.infer.conditioning.encode import encode_conditioning
+from megadit.infer.conditioning.items import ConditioningItem, Media, Target
 from megadit.infer.runtimes.exported import denoiser_inputs
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
-from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 
 MEDIA: dict[str, Callable[[np.ndarray], dict[str, Any]]] = {
-    "keyframes": lambda video: {"use": "keyframe", "frame": len(video) // 2, "frames": video[:1]},
+    "keyframes": lambda video: {"kind": "keyframe", "frame": len(video) // 2, "frames": video[:1]},
     "prefix": lambda video: {"frames": video[: 1 + len(video) // 2]},
     "suffix": lambda video: {"frames": video[1:]},
     "inpaint": lambda video: {"mask": np.indices(video[:1].shape[:3])[2] < video.shape[2] // 2},
 }
-"""Use of training -> what a `GivenVideo` for it says beside its use, of a video (uint8 THWC) to be made."""
+"""Use of training -> what a `ConditioningItem` for it says beside its use, of a video (uint8 THWC) to be made."""
 
 
-def given_together(bundle: Bundle) -> dict[str, Media]:
+def combined_conditioning(bundle: Bundle) -> dict[str, Media]:
     """Random media that the network takes, by the name of their case: each use by itself, or all at once where it reads
     them beside its latents."""
-    media = {use: random_medium(use, bundle.defaults, seed=4) for use in bundle.takes}
-    if bundle.config.given.is_among:
-        return {use: (medium,) for use, medium in media.items()}
+    media = {kind: random_medium(kind, bundle.defaults, seed=4) for kind in bundle.conditionings}
+    if bundle.config.conditioning.is_among:
+        return {kind: (medium,) for kind, medium in media.items()}
     return {" and ".join(media): tuple(media.values())}
 
 
-def always_given(bundle: Bundle) -> Media:
+def required_conditioning(bundle: Bundle) -> Media:
     """Random media without which the network makes no video: none of most."""
-    return () if bundle.config.given.is_among else next(iter(given_together(bundle).values()))
+    return () if bundle.config.conditioning.is_among else next(iter(combined_conditioning(bundle).values()))
 
 
-def given_inputs(
+def conditioning_inputs(
     media: Media, bundle: Bundle, inputs: Mapping[str, Tensor], seed: int = 4
 ) -> tuple[dict[str, Tensor], Conditioning]:
     """Add conditioning on `media` to the `inputs` of a graph, and return it also as torch takes it.
@@ -48,19 +48,19 @@ def given_inputs(
     Noise level, text and frame rate are those of `inputs`.
     """
     target, batch = Target.of(bundle.defaults, bundle.config, bundle.load_tokenizer()), len(inputs["sigma"])
-    known = encode_given(media, bundle.takes, target, torch.device("cpu"), bundle.load_image_encoder())
-    given = Given.concatenate([known.given] * batch)
-    image = None if known.image_BIE is None else known.image_BIE.expand(batch, -1, -1)
-    told = {"given": given, "image_BIE": image, "guidance_B": inputs.get("guidance")}
-    conditioning = Conditioning(inputs["text"], inputs["text_length"], inputs["fps"], **told)
+    encoded = encode_conditioning(media, bundle.conditionings, target, torch.device("cpu"), bundle.load_image_encoder())
+    clean = CleanLatents.concatenate([encoded.clean] * batch)
+    image = None if encoded.image_BIE is None else encoded.image_BIE.expand(batch, -1, -1)
+    inputs_of_torch = {"clean": clean, "image_BIE": image, "guidance_B": inputs.get("guidance")}
+    conditioning = Conditioning(inputs["text"], inputs["text_length"], inputs["fps"], **inputs_of_torch)
     noise_BCTHW = torch.randn(batch, *target.shape, generator=torch.Generator().manual_seed(seed))
     x_BCTHW = noise_BCTHW * (inputs["sigma"] ** 2 + bundle.config.sigma_data**2).sqrt()[:, None, None, None, None]
     found = denoiser_inputs(x_BCTHW, inputs["sigma"], conditioning)
     return {name: value for name, value in found.items() if name in inputs}, conditioning
 
 
-def random_medium(use: str, settings: SamplingSettings, seed: int = 0) -> GivenVideo:
+def random_medium(kind: str, settings: SamplingSettings, seed: int = 0) -> ConditioningItem:
     """Something to give of a video for a use of training."""
     size = (settings.num_frames, settings.height, settings.width, 3)
     video = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-    return GivenVideo(**{"use": use, "frames": video} | (MEDIA[use](video) if use in MEDIA else {}))
+    return ConditioningItem(**{"kind": kind, "frames": video} | (MEDIA[kind](video) if kind in MEDIA else {}))

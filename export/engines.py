@@ -25,7 +25,7 @@ from megadit.export.to_tensorrt import (
     refit_engine,
 )
 from megadit.infer.pipeline.checkpoints import open_bundle
-from megadit.infer.runtimes.load import adapter_slots, open_exported
+from megadit.infer.runtimes.load import adapter_inputs, open_exported
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, ExportedNetworks
 from megadit.infer.runtimes.tensorrt import check_engine, open_engines
 from megadit.models.bundle import Bundle
@@ -132,7 +132,7 @@ def _gpu() -> tuple[str, tuple[int, int]]:
 def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
     opened, tokenizer = open_engines(engines, torch.device("cuda")), bundle.load_tokenizer()
     precision, graphs = engines.settings["precision"], bundle.manifest["export"]["onnx"]
-    slots, report, compared = adapter_slots(bundle, "tensorrt"), {}, graphs["report"].get("video", {})
+    slots, report, compared = adapter_inputs(bundle, "tensorrt"), {}, graphs["report"].get("video", {})
     size = {name: compared[name] for name in ("num_frames", "height", "width") if name in compared}
     bundle = replace(bundle, defaults=replace(bundle.defaults, **size))
     for name in engines.settings["networks"]:

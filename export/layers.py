@@ -84,11 +84,11 @@ def recorded_outputs(network: nn.Module, record: Callable[[str, Tensor], None]) 
     """Within the block, call `record` with the output of every module."""
 
     def hook(name: str):
-        def told(module, args, output):
+        def reported(module, args, output):
             if isinstance(output, Tensor):
                 record(name, output)
 
-        return told
+        return reported
 
     handles = [module.register_forward_hook(hook(name)) for name, module in network.named_modules() if name]
     try:

@@ -14,8 +14,8 @@ from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.unet import UNetConfig
 from megadit.models.diffusion.denoiser import EDMDenoiser
-from megadit.models.lora.inputs import AdapterSlots, SlottedLinears
-from megadit.models.networks.conditioning import Conditioning, Given, given_tokens
+from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
+from megadit.models.networks.conditioning import CleanLatents, Conditioning, conditioning_tokens
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.segments import OpenRows
 from megadit.models.storage.weights import load_network
@@ -35,51 +35,51 @@ PRECISIONS = {
 class DenoiserGraph(nn.Module):
     """D(x; sigma): preconditioning in float32, patches and the network in its own precision."""
 
-    def __init__(self, denoiser: EDMDenoiser, slots: AdapterSlots | None = None) -> None:
-        """`slots` are for adapters, whose inputs (`AdapterSlots.inputs`) then come after the others."""
+    def __init__(self, denoiser: EDMDenoiser, slots: AdapterInputs | None = None) -> None:
+        """`slots` are for adapters, whose inputs (`AdapterInputs.inputs`) then come after the others."""
         super().__init__()
         self.denoiser = denoiser
         self.filled = nullcontext if slots is None else SlottedLinears(denoiser.dit, slots).filled
 
     def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
-        guidance, adapters = self.told(more)
+        guidance, adapters = self.split_guidance(more)
         with self.filled(adapters):
             return self.denoiser(x, sigma, Conditioning(text, text_length, fps, guidance_B=guidance))
 
-    def told(self, more: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
+    def split_guidance(self, more: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
         """Split further inputs into the guidance scales [B] of a guidance-distilled network, which come first, and the
         others."""
-        return (None, more) if self.denoiser.dit.config.guidance_range is None else (more[0], more[1:])
+        return (None, more) if self.denoiser.dit.config.guidance_embedding_range is None else (more[0], more[1:])
 
 
-class GivenDenoiserGraph(DenoiserGraph):
+class ConditionedDenoiserGraph(DenoiserGraph):
     """D(x; sigma) of a network with conditioning latents: their mask, and the time of each frame, are inputs.
 
     Extra conditioning frames come after those of the video, in `x` and `x0` too, where they have no meaning.
     """
 
     def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
-        guidance, (given, is_given, times, *adapters) = self.told(more)
-        given = Given(given, is_given.bool())
-        conditioning = Conditioning(text, text_length, fps, given=given, guidance_B=guidance)
+        guidance, (clean, is_clean, times, *adapters) = self.split_guidance(more)
+        clean = CleanLatents(clean, is_clean.bool())
+        conditioning = Conditioning(text, text_length, fps, clean=clean, guidance_B=guidance)
         with self.filled(adapters):
             return self.denoiser(x, sigma, conditioning, _open_layout(conditioning, times, self.denoiser.dit.config))
 
 
-class BesideDenoiserGraph(DenoiserGraph):
+class ChannelDenoiserGraph(DenoiserGraph):
     """The same of a network that reads what is given beside its latents, which of the frames of each latent are given
     (M, T, H, W), and maybe features of images."""
 
     def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
-        guidance, (given, is_given, *more) = self.told(more)
+        guidance, (clean, is_clean, *more) = self.split_guidance(more)
         count = 0 if self.denoiser.dit.config.image_size is None else 1
         image, adapters = more[:count], more[count:]
-        marks = is_given.bool()
+        marks = is_clean.bool()
         conditioning = Conditioning(
             text,
             text_length,
             fps,
-            given=Given(given, marks.any(0), marks_MTHW=marks),
+            clean=CleanLatents(clean, marks.any(0), marks_MTHW=marks),
             image_BIE=next(iter(image), None),
             guidance_B=guidance,
         )
@@ -89,13 +89,13 @@ class BesideDenoiserGraph(DenoiserGraph):
 
 def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig) -> DenseLayout:
     """Layout of a batch whose conditioning mask and times are tensors: the rows of `DenseRows`, token by token."""
-    given, batch = conditioning.given, conditioning.fps_B.shape[0]  # a number that stays open, as len does not
-    is_given_S = given_tokens(given.is_given_THW, config)
+    clean, batch = conditioning.clean, conditioning.fps_B.shape[0]  # a number that stays open, as len does not
+    is_clean_S = conditioning_tokens(clean.is_clean_THW, config)
     return DenseLayout(
-        config.token_grid(*given.size),
+        config.token_grid(*clean.size),
         conditioning.text_mask_BL,
         times_T.device,
-        rows=OpenRows(torch.arange(batch) + batch * is_given_S[:, None]),
+        rows=OpenRows(torch.arange(batch) + batch * is_clean_S[:, None]),
         times=times_T[:: config.patch_temporal] / config.patch_temporal,
     )
 
@@ -166,7 +166,7 @@ def _without_tiles(tokenizer: VideoTokenizer) -> VideoTokenizer:
 
 
 def build_network(
-    name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: torch.dtype, slots: AdapterSlots | None = None
+    name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: torch.dtype, slots: AdapterInputs | None = None
 ) -> nn.Module:
     """The module behind a contract of this name; only denoisers compute in `dtype`, and have `slots`."""
     if name in DENOISERS:
@@ -185,9 +185,9 @@ def build_network(
 
 
 def _graph_of_transformer(bundle: Bundle) -> type[DenoiserGraph]:
-    if not bundle.config.given.is_among:
-        return BesideDenoiserGraph
-    return GivenDenoiserGraph if bundle.takes else DenoiserGraph
+    if not bundle.config.conditioning.is_among:
+        return ChannelDenoiserGraph
+    return ConditionedDenoiserGraph if bundle.conditionings else DenoiserGraph
 
 
 _DENOISER_GRAPHS: dict[type, Callable[[Bundle], type[DenoiserGraph]]] = {

@@ -15,7 +15,7 @@ BASE_VERSION = (10, 1)
 
 
 @cache
-def known_operators() -> dict[str, Any]:
+def operator_table() -> dict[str, Any]:
     """Operators that TensorRT supports, with sources."""
     return json.loads(resources.files("megadit.export").joinpath("tensorrt_operators.json").read_text())
 
@@ -26,7 +26,7 @@ def check_operators(path: Path, version: str = "10.1") -> None:
     Raises:
         UserError: names the operator or type, and the layer that has it.
     """
-    known, number = known_operators(), _number(version)
+    known, number = operator_table(), _number(version)
     if number < BASE_VERSION:
         raise UserError(f"TensorRT {version} is too old: install 10.1 or newer")
     model = onnx.load(path, load_external_data=False)
@@ -44,7 +44,7 @@ def check_operators(path: Path, version: str = "10.1") -> None:
 
 def reads_attention(version: str) -> bool:
     """Whether TensorRT `version` reads what takes the place of many operators in the newest opset: attention as one."""
-    return _number(version) >= max(map(_number, known_operators()["since"].values()))
+    return _number(version) >= max(map(_number, operator_table()["since"].values()))
 
 
 def _check_values(path: Path, graph: onnx.GraphProto, known: dict[str, Any]) -> None:

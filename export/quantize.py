@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.export.conditioning_cases import always_given
+from megadit.export.conditioning_cases import required_conditioning
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.experts import as_one
 from megadit.infer.runtimes.network_spec import DENOISERS
@@ -75,7 +75,11 @@ def calibrate(bundle: Bundle, prompts: Sequence[str], name: str = DENOISERS[0]) 
     )
     try:
         for seed, prompt in enumerate(prompts):
-            list(_pipeline(bundle, dits).stream([prompt], settings, seeds=seed, given=always_given(bundle)))
+            list(
+                _pipeline(bundle, dits).stream(
+                    [prompt], settings, seeds=seed, conditioning=required_conditioning(bundle)
+                )
+            )
     finally:
         for handle in handles:
             handle.remove()
@@ -89,7 +93,7 @@ def _pipeline(bundle: Bundle, dits: Sequence[DiT]) -> TextToVideo:
         text_encoder=bundle.load_text_encoder(),
         config=bundle.config,
         defaults=bundle.defaults,
-        takes=bundle.takes,
+        conditionings=bundle.conditionings,
         image_encoder=bundle.load_image_encoder(),
     )
 

@@ -9,19 +9,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megadit.export.adapter_cases import SCALES, adapter_inputs, beside
+from megadit.export.adapter_cases import SCALES, adapter_inputs, attached
 from megadit.export.compared import compared_sizes
-from megadit.export.conditioning_cases import given_inputs, given_together
+from megadit.export.conditioning_cases import combined_conditioning, conditioning_inputs
 from megadit.export.layers import recorded_outputs
 from megadit.export.signatures import sample_inputs
 from megadit.infer.runtimes.exported import denoiser_inputs
-from megadit.infer.runtimes.network_spec import BESIDE_INPUTS, Axis, NetworkSpec
+from megadit.infer.runtimes.network_spec import CHANNEL_INPUTS, Axis, NetworkSpec
 from megadit.models.bundle import Bundle
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.conditioning import Conditioning
 
 SIGMAS = (0.002, 0.02, 0.2, 1.0, 5.0, 20.0, 80.0)
-SIGMA_OF_GIVEN = 5.0
+CONDITIONING_SIGMA = 5.0
 REAL = "sigma"
 """Prefix of the names of cases with a real prompt."""
 F_LAYER = "denoiser.dit"
@@ -42,7 +42,7 @@ class Case:
 
 
 def reference_cases(
-    network: nn.Module, spec: NetworkSpec, bundle: Bundle, slots: AdapterSlots | None = None
+    network: nn.Module, spec: NetworkSpec, bundle: Bundle, slots: AdapterInputs | None = None
 ) -> list[Case]:
     """Random inputs at the extremes of every side and at the best sizes; for the denoiser every sigma and real text,
     each use of given videos, and adapters in its `slots`."""
@@ -59,10 +59,10 @@ def reference_cases(
         inputs |= {f"{REAL} {sigma}": inputs_at(spec, sigma, bundle) for sigma in SIGMAS}
     cases = [reference(network, name, values) for name, values in inputs.items()]
     if spec.is_denoiser:
-        usual = inputs_at(spec, SIGMA_OF_GIVEN, bundle)
-        for uses, media in given_together(bundle).items():
-            inputs, conditioning = given_inputs(media, bundle, usual)
-            cases.append(reference(network, f"given {uses}", usual | inputs, conditioning))
+        usual = inputs_at(spec, CONDITIONING_SIGMA, bundle)
+        for kinds, media in combined_conditioning(bundle).items():
+            inputs, conditioning = conditioning_inputs(media, bundle, usual)
+            cases.append(reference(network, f"given {kinds}", usual | inputs, conditioning))
         cases += [] if slots is None else _adapter_cases(network, usual, slots)
     return cases
 
@@ -75,12 +75,12 @@ def _compared(spec: NetworkSpec, bundle: Bundle, sizes: dict[str, int]) -> dict[
     return compared_sizes(spec, sizes, bundle.config, tokenizer.temporal_compression * tokenizer.spatial_compression**2)
 
 
-def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterSlots) -> list[Case]:
+def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterInputs) -> list[Case]:
     """Cases with adapters, whose reference outputs come from adapters attached to linears, not from the slots."""
     cases = []
     for name, scales in SCALES.items():
         inputs, adapters = adapter_inputs(slots, len(usual["x"]), scales)
-        with beside(network.denoiser.dit, adapters):
+        with attached(network.denoiser.dit, adapters):
             found = reference(network, f"adapters, {name}", usual)
         cases.append(replace(found, inputs=usual | inputs))
     return cases
@@ -102,18 +102,18 @@ def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tens
     noise = inputs["x"] / inputs["x"].std()
     x = noise * (sigma**2 + bundle.config.sigma_data**2) ** 0.5
     pooled_BP = None if features.pooled_BP is None else features.pooled_BP[rows]
-    told = {"pooled_BP": pooled_BP, "guidance_B": inputs.get("guidance")}
+    conditions = {"pooled_BP": pooled_BP, "guidance_B": inputs.get("guidance")}
     fps_B = inputs.get("fps", torch.zeros(batch))
-    conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), fps_B, **told)
+    conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), fps_B, **conditions)
     values = denoiser_inputs(x, torch.full((batch,), sigma), conditioning)
-    if not bundle.config.given.is_among:  # without which it is never asked
-        values |= {name: inputs[name] for name in BESIDE_INPUTS if name in inputs}
+    if not bundle.config.conditioning.is_among:  # without which it is never asked
+        values |= {name: inputs[name] for name in CHANNEL_INPUTS if name in inputs}
     return {name: values[name] if name in values else torch.zeros_like(of_slot) for name, of_slot in inputs.items()}
 
 
 def usual_prompt(bundle: Bundle) -> str:
     """A prompt that its text encoder knows."""
-    return PROMPTS.get(bundle.manifest["parts"]["text_encoder"], USUAL_PROMPT)
+    return PROMPTS.get(bundle.manifest["components"]["text_encoder"], USUAL_PROMPT)
 
 
 @torch.no_grad()

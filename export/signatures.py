@@ -14,7 +14,7 @@ from torch import Tensor
 from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, OUTPUTS, Axis, NetworkSpec, Shape, TensorSpec
 from megadit.models.bundle import Bundle
 from megadit.models.configs.protocol import NetworkConfig
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.text_encoders.image_encoder import ImageEncoder
@@ -71,14 +71,14 @@ def _frames_of_patches(frames: int, config: NetworkConfig, tokenizer: VideoToken
     return 1 + (-(-latents // patch) * patch - 1) * temporal
 
 
-def parse_profiles(given: Sequence[str], defaults: Profiles) -> Profiles:
+def parse_profiles(clean: Sequence[str], defaults: Profiles) -> Profiles:
     """`defaults` with what `name=min,opt,max` (or `name=size`, which is all three) says in their place.
 
     Raises:
         UserError: for an unknown name, or numbers that are none or not in order.
     """
     names = [field.name for field in fields(Profiles)]
-    for text in given:
+    for text in clean:
         name, _, value = text.partition("=")
         choose_one(name, names, f"--profile {text}: there is no profile {name!r}")
         try:
@@ -99,8 +99,8 @@ def specs(
     config: NetworkConfig,
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder | None = None,
-    takes: Collection[str] = (),
-    slots: AdapterSlots | None = None,
+    conditionings: Collection[str] = (),
+    slots: AdapterInputs | None = None,
     denoisers: Sequence[str] = DENOISERS[:1],
     image_encoder: ImageEncoder | None = None,
 ) -> dict[str, NetworkSpec]:
@@ -125,24 +125,27 @@ def specs(
         _axis("video_height", profiles.height, step=spatial),
         _axis("video_width", profiles.width, step=spatial),
     )
-    halves = GUIDANCE_BATCH if config.guidance_range is None else 1
-    doubled = (profiles.batch[0], halves * profiles.batch[1], halves * profiles.batch[2])
+    passes = GUIDANCE_BATCH if config.guidance_embedding_range is None else 1
+    doubled = (profiles.batch[0], passes * profiles.batch[1], passes * profiles.batch[2])
     batch, one = _axis("batch", doubled), _axis("batch", (1, 1, max(2, profiles.batch[2])))
     # classes stand for texts in one token, whatever the longest text is
     text = _axis("text", profiles.text) if config.has_text else 1
     latent = (config.in_channels, time, height, width)
-    seen = _longer(time, takes, config)
+    seen = _longer(time, conditionings, config)
     x = {"dtype": "float32", "axes": (batch, config.in_channels, seen, height, width)}
-    given = {
-        "given": x,
-        "is_given": {"dtype": "int64", "axes": (seen, height, width), "below": 2},
+    clean = {
+        "clean": x,
+        "is_clean": {"dtype": "int64", "axes": (seen, height, width), "below": 2},
         "times": {"dtype": "float32", "axes": (seen,)},
     }
-    if not config.given.is_among:
-        given = {"given": x, "is_given": {"dtype": "int64", "axes": (config.given.marks, *latent[1:]), "below": 2}}
+    if not config.conditioning.is_among:
+        clean = {
+            "clean": x,
+            "is_clean": {"dtype": "int64", "axes": (config.conditioning.marks, *latent[1:]), "below": 2},
+        }
     if image_encoder is not None:
         image_tokens = config.image_positions or image_encoder.num_tokens
-        given["image"] = {"dtype": "float32", "axes": (batch, image_tokens, config.image_size)}
+        clean["image"] = {"dtype": "float32", "axes": (batch, image_tokens, config.image_size)}
     is_network = isinstance(text_encoder, NetworkTextEncoder)
     texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if is_network else {}
     conditions = {
@@ -156,7 +159,7 @@ def specs(
         "x": x,
         "sigma": {"dtype": "float32", "axes": (batch,)},
         **{name: conditions[name] for name in config.conditions},
-        **(given if takes else {}),
+        **(clean if conditionings else {}),
     }
     further = () if slots is None else slot_tensors(slots, batch)
     networks = texts | {
@@ -172,7 +175,7 @@ def specs(
     return {name: network for name, network in networks.items() if not name.startswith("video_")}
 
 
-def judge_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
+def embedding_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
     """The contract of a network that judges, or of its towers; pictures all have one size.
 
     Raises:
@@ -202,19 +205,19 @@ def _network(name: str, inputs: Mapping[str, dict[str, Any]], further: tuple[Ten
     return NetworkSpec(name=name, inputs=tensors + further, output=OUTPUTS[name])
 
 
-def slot_tensors(slots: AdapterSlots, batch: Axis) -> tuple[TensorSpec, ...]:
+def slot_tensors(slots: AdapterInputs, batch: Axis) -> tuple[TensorSpec, ...]:
     """Inputs for adapters: one slot for each sample."""
     return tuple(TensorSpec(name=name, dtype="float32", axes=(batch, *sides)) for name, sides in slots.inputs.items())
 
 
-def _longer(time: Axis, takes: Collection[str], config: NetworkConfig) -> Axis | int:
+def _longer(time: Axis, conditionings: Collection[str], config: NetworkConfig) -> Axis | int:
     """The frames of a video's latents, and those that are only given; of a network of images always one."""
     if config.most_latent_frames == 1:
         return 1
-    beside = time.max if "edit" in takes else 0
-    if {"last_frame", "keyframes"} & set(takes):
-        beside += MOST_KEYFRAMES * config.patch_temporal
-    return replace(time, max=time.max + beside)
+    extra = time.max if "edit" in conditionings else 0
+    if {"last_frame", "keyframes"} & set(conditionings):
+        extra += MOST_KEYFRAMES * config.patch_temporal
+    return replace(time, max=time.max + extra)
 
 
 def _text_encoder(text_encoder: NetworkTextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
@@ -296,8 +299,8 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
     }
     inputs = {name: value for name, value in inputs.items() if name in shapes}
     inputs |= {"pooled": normal(shapes["pooled"])} if "pooled" in shapes else {}
-    inputs |= _sample_given(shapes, normal) if "given" in shapes else {}
-    return inputs | {name: _sample_slots(normal(shape)) for name, shape in shapes.items() if name not in inputs}
+    inputs |= _sample_conditioning(shapes, normal) if "clean" in shapes else {}
+    return inputs | {name: _sample_adapters(normal(shape)) for name, shape in shapes.items() if name not in inputs}
 
 
 def _sample_mask(batch: int, longest: int) -> Tensor:
@@ -306,20 +309,20 @@ def _sample_mask(batch: int, longest: int) -> Tensor:
     return (torch.arange(longest) < length_B[:, None]).long()
 
 
-def _sample_slots(factors: Tensor) -> Tensor:
+def _sample_adapters(factors: Tensor) -> Tensor:
     """Another adapter in every slot, but for the last of several, which is empty."""
     is_filled = torch.arange(len(factors)) < max(1, len(factors) - 1)
     return factors * factors.shape[-1] ** -0.5 * is_filled[:, None, None, None]
 
 
-def _sample_given(shapes: Mapping[str, Shape], normal: Callable[[Shape], Tensor]) -> dict[str, Tensor]:
+def _sample_conditioning(shapes: Mapping[str, Shape], normal: Callable[[Shape], Tensor]) -> dict[str, Tensor]:
     """Every other column of latents given, and the last frame, which is from between two others."""
-    *_, frames, _, width = shapes["is_given"]
-    is_given = (torch.arange(width) // 2 % 2).expand(shapes["is_given"]).clone()
-    is_given[..., -1, :, :] = 1
+    *_, frames, _, width = shapes["is_clean"]
+    is_clean = (torch.arange(width) // 2 % 2).expand(shapes["is_clean"]).clone()
+    is_clean[..., -1, :, :] = 1
     times_T = torch.arange(float(frames))
     times_T[-1] -= 0.25
-    found = {"given": 0.5 * normal(shapes["given"]), "is_given": is_given, "times": times_T}
+    found = {"clean": 0.5 * normal(shapes["clean"]), "is_clean": is_clean, "times": times_T}
     if "image" in shapes:
         found["image"] = normal(shapes["image"])
     return {name: value for name, value in found.items() if name in shapes}

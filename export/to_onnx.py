@@ -51,7 +51,7 @@ def export_onnx(
     with torch.no_grad(), _quiet():
         shapes = tuple(inspect.signature(network.forward).bind(*_dynamic_shapes(spec)).arguments.values())
         traced = torch.export.export(network, example, dynamic_shapes=shapes, strict=False)
-        _select_parts(traced.graph_module)
+        _select_outputs(traced.graph_module)
         if opset < ATTENTION_OPSET:  # from there on attention is told its scale in float32
             _scale_exactly(traced.graph_module)
         program = torch.onnx.export(
@@ -135,7 +135,7 @@ def _trust_masks(graph) -> None:
             graph.remove([node, condition], safe=True)
 
 
-def _select_parts(traced: torch.fx.GraphModule) -> None:
+def _select_outputs(traced: torch.fx.GraphModule) -> None:
     """Takes parts of a tensor one by one: an ONNX sequence, which the exporter writes of all, is more than TensorRT
     reads."""
     for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.unbind.int):

@@ -17,7 +17,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from megadit.export.conditioning_cases import always_given
+from megadit.export.conditioning_cases import required_conditioning
 from megadit.export.graph_checks import check_open_sides, check_products, check_types, opened_by
 from megadit.export.layers import (
     Weights,
@@ -214,9 +214,9 @@ def _worst(errors: Mapping[str, Mapping[str, float]]) -> float:
 def _graph(path: Path, spec: NetworkSpec) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """The graph as a function of inputs to its output and, of the denoiser, F."""
     model = onnx.load(path, load_external_data=False)
-    wanted = {spec.output: spec.output}
+    outputs = {spec.output: spec.output}
     if spec.is_denoiser and (found := last_values(path, [F_LAYER])):
-        wanted["F"] = found[F_LAYER]
+        outputs["F"] = found[F_LAYER]
         if found[F_LAYER] not in {output.name for output in model.graph.output}:
             model.graph.output.append(onnx.helper.make_empty_tensor_value_info(found[F_LAYER]))
     copy = path.with_name(f"verify_{path.name}")
@@ -227,8 +227,8 @@ def _graph(path: Path, spec: NetworkSpec) -> Callable[[Mapping[str, Tensor]], di
         copy.unlink(missing_ok=True)
 
     def run(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        values = session.run(list(wanted.values()), {name: value.numpy() for name, value in inputs.items()})
-        return {name: torch.from_numpy(np.asarray(v, np.float32)) for name, v in zip(wanted, values, strict=True)}
+        values = session.run(list(outputs.values()), {name: value.numpy() for name, value in inputs.items()})
+        return {name: torch.from_numpy(np.asarray(v, np.float32)) for name, v in zip(outputs, values, strict=True)}
 
     return run
 
@@ -281,7 +281,7 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
         texts = _text_encoder(bundle)
         parts = {"text_encoder": texts, "tokenizer": in_float32(bundle.load_tokenizer())}
         pipeline = TextToVideo.from_pretrained(bundle, device=device, dtype=dtype, runtime=name, **parts)
-        (video,) = pipeline.stream([prompt], settings, seeds=1, given=always_given(bundle))
+        (video,) = pipeline.stream([prompt], settings, seeds=1, conditioning=required_conditioning(bundle))
         frames[name] = video.video.astype(np.float64)
         del pipeline  # before the next one comes
     mean_square_T = ((frames["torch"] - frames[runtime]) ** 2).mean(axis=(1, 2, 3))

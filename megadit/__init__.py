@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers, which do not ask `__getattr__`
-    from megadit.infer.conditioning.items import GivenVideo as GivenVideo
+    from megadit.infer.conditioning.items import ConditioningItem as ConditioningItem
     from megadit.infer.pipeline.pipeline import TextToVideo as TextToVideo
     from megadit.infer.pipeline.results import GeneratedVideo as GeneratedVideo
     from megadit.infer.sampling.callbacks import Cancelled as Cancelled
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not ask `__getattr_
 _HOMES = {
     "Cancelled": "megadit.infer.sampling.callbacks",
     "GeneratedVideo": "megadit.infer.pipeline.results",
-    "GivenVideo": "megadit.infer.conditioning.items",
+    "ConditioningItem": "megadit.infer.conditioning.items",
     "SamplingSettings": "megadit.models.diffusion.settings",
     "TextToVideo": "megadit.infer.pipeline.pipeline",
     "UserError": "megadit.models.shared.errors",

@@ -6,8 +6,8 @@ transformer_2/    the same, of two networks that of low noise levels
 tokenizer/        config.json, model.safetensors (where it has tensors)
 text_encoder/     config.json, model.safetensors (where it has tensors)
 image_encoder/    config.json (of networks that read features of a given image)
-words.json        those of the training captions, where prompts can be compared with them
-notices/          licence files of published weights, where the bundle was made of them
+vocabulary.json        those of the training captions, where prompts can be compared with them
+notices/          license files of published weights, where the bundle was made of them
 """
 
 import os
@@ -32,7 +32,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.storage import weights
 from megadit.models.storage.components import CONFIG_FILE
-from megadit.models.storage.license import Licence
+from megadit.models.storage.license import License
 from megadit.models.storage.manifest import MANIFEST_FILE, check_files, check_replaceable, is_bundle, write_manifest
 from megadit.models.storage.tensor_source import TensorSource
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
@@ -41,9 +41,7 @@ from megadit.models.text_encoders.vocabulary import write_words
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 NOTICES = "notices"
-FORMAT_VERSION = 2
-OF_ONE_NETWORK = 1
-"""The version of bundles with one network, which earlier versions read too."""
+FORMAT_VERSION = 3
 LOW_NOISE = "transformer_2"
 Kind = Literal["video", "classifier", "clip"]
 KINDS: dict[Task, Kind] = {"denoise": "video", "classify": "classifier", "match": "clip"}
@@ -53,7 +51,7 @@ USED_BY: dict[Kind, str] = {
     "clip": "tells how well texts fit images: see `megadit similarity`",
 }
 """Kind of a bundle -> what it does, and what takes it."""
-_PARTS = ("transformer", "tokenizer", "text_encoder")
+_COMPONENTS = ("transformer", "tokenizer", "text_encoder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +70,9 @@ class Bundle:
         return _kind_of(self.config)
 
     @property
-    def takes(self) -> tuple[str, ...]:
-        """Kinds of conditioning that the network was trained for (`data.given`)."""
-        return tuple((self.manifest.get("training") or {}).get("given") or ())
+    def conditionings(self) -> tuple[str, ...]:
+        """Kinds of conditioning that the network was trained for (`data.conditioning`)."""
+        return tuple((self.manifest.get("training") or {}).get("conditioning") or ())
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -100,10 +98,10 @@ class Bundle:
         return None if t is None else t / (1 - t)
 
     @property
-    def licence(self) -> Licence | None:
+    def license(self) -> License | None:
         """License of the published weights that the bundle was made from; None: not made from any."""
-        values = self.manifest.get("licence")
-        return None if values is None else Licence.from_dict(values)
+        values = self.manifest.get("license")
+        return None if values is None else License.from_dict(values)
 
     @classmethod
     def open(cls, path: str | os.PathLike, *, verify: bool = False) -> "Bundle":
@@ -208,7 +206,7 @@ def write_bundle(
     defaults: SamplingSettings,
     training: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
-    licence: Licence | None = None,
+    license: License | None = None,
     image_encoder: ImageEncoder | None = None,
     low_noise: TensorSource | None = None,
     boundary: float | None = None,
@@ -217,7 +215,7 @@ def write_bundle(
     """Writes a bundle, whole or not at all; one already at `out` is replaced.
 
     `training` tells where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them;
-    `licence` is that of published weights, whose files travel along. `low_noise` are the weights of a second network of
+    `license` is that of published weights, whose files travel along. `low_noise` are the weights of a second network of
     this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`; `words` are those of its training
     (`words.py`).
 
@@ -226,7 +224,7 @@ def write_bundle(
     """
     out = Path(out)
     check_replaceable(out)
-    _check_parts_fit(config, tokenizer, text_encoder, defaults)
+    _check_components_fit(config, tokenizer, text_encoder, defaults)
     if (found := None if image_encoder is None else image_encoder.dim) != config.image_size:
         raise UserError(f"model.image_size={config.image_size} does not fit the image encoder, of width {found}")
     with atomic_directory(out) as directory:
@@ -239,16 +237,16 @@ def write_bundle(
             image_encoder.save(directory / "image_encoder")
         if words is not None:
             write_words(directory, words)
-        if licence is not None:
-            licence.copy_files(directory / NOTICES)
+        if license is not None:
+            license.copy_files(directory / NOTICES)
         manifest = {
-            "format_version": OF_ONE_NETWORK if low_noise is None else FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "megadit_version": metadata.version("megadit"),
-            "parts": {name: read_json(directory / name / CONFIG_FILE)["type"] for name in _PARTS},
+            "components": {name: read_json(directory / name / CONFIG_FILE)["type"] for name in _COMPONENTS},
             "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
             "defaults": defaults.to_dict(),
             "training": training,
-            "licence": None if licence is None else licence.to_dict(),
+            "license": None if license is None else license.to_dict(),
             **({} if low_noise is None else {"boundary": boundary}),
         }
         write_manifest(directory, manifest)
@@ -271,7 +269,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST_FILE
     if not is_bundle(path):
         raise UserError(
-            f"{path} is not a bundle: expected a directory with {MANIFEST_FILE}, {', '.join(f'{p}/' for p in _PARTS)}; "
+            f"{path} is not a bundle: expected a directory with {MANIFEST_FILE}, {'/, '.join(_COMPONENTS)}/; "
             "`megadit bundle CHECKPOINT OUT` makes one of a training checkpoint"
         )
     manifest = read_json(file)
@@ -281,20 +279,25 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if version > FORMAT_VERSION:
         raise UserError(
             f"{path} has format version {version}, written by megadit {manifest.get('megadit_version')}; "
-            f"this version reads up to {FORMAT_VERSION}: upgrade megadit"
+            f"this version reads {FORMAT_VERSION}: upgrade megadit"
         )
-    missing = {"parts", "fingerprints", "defaults", "files"} - manifest.keys()
+    if version < FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format version {version}, of before the first release; this one reads {FORMAT_VERSION}: "
+            "write it anew from its run (`megadit bundle`), or convert its weights again"
+        )
+    missing = {"components", "fingerprints", "defaults", "files"} - manifest.keys()
     if missing:
         raise UserError(f"{file} lacks {', '.join(sorted(missing))}")
     boundary = manifest.get("boundary", 0.5)
     if not isinstance(boundary, float) or not 0 < boundary < 1:
         raise UserError(f"{file}: boundary is {boundary!r:.60}, not a share of the noise between 0 and 1")
-    for name in ("parts", "fingerprints", "defaults", "files", "training", "licence"):
+    for name in ("components", "fingerprints", "defaults", "files", "training", "license"):
         if not isinstance(manifest.get(name) or {}, dict):
             raise UserError(f"{file}: {name} is {manifest[name]!r:.60}, not names and values")
-    given = (manifest.get("training") or {}).get("given") or []
-    if not isinstance(given, list | dict) or not all(isinstance(use, str) for use in given):
-        raise UserError(f"{file}: training.given is {given!r:.60}, not names")
+    conditioning = (manifest.get("training") or {}).get("conditioning") or []
+    if not isinstance(conditioning, list | dict) or not all(isinstance(kind, str) for kind in conditioning):
+        raise UserError(f"{file}: training.conditioning is {conditioning!r:.60}, not names")
     for name, expected in manifest["files"].items():
         if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():
             raise UserError(f"{file} gives no size and checksum of {name!r:.60}")
@@ -316,7 +319,7 @@ def _defaults(path: Path, values: Mapping[str, Any]) -> SamplingSettings:
     return defaults
 
 
-def _check_parts_fit(
+def _check_components_fit(
     config: NetworkConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
 ) -> None:
     for setting, ours, theirs, part in (

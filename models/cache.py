@@ -23,13 +23,13 @@ def memo_key(function: Callable[..., Any], args: tuple[Hashable, ...]) -> Hashab
     return function, args, tuple(map(type, args))  # 1 == 1.0 == True
 
 
-class Kept:
+class TensorCache:
     """Cache of tensors computed for a dense batch, up to a size in bytes."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         """`room` is in bytes."""
         self._values: dict[Hashable, Any] = {}
-        self._room = room
+        self._free_bytes = max_bytes
 
     def cached(self, key: Hashable, compute: Callable[..., Any], *args: Any) -> Any:
         """compute(*args), a tensor, a tuple of them or None: computed once if it fits, else at each call."""
@@ -38,17 +38,17 @@ class Kept:
         value = compute(*args)
         parts = value if isinstance(value, tuple) else (value,)
         size = sum(part.untyped_storage().nbytes() for part in parts if part is not None)
-        if size <= self._room:
-            self._room -= size
+        if size <= self._free_bytes:
+            self._free_bytes -= size
             self._values[key] = value
         return value
 
 
-class KeptWith(WeakKeyDictionary):
+class ObjectCache(WeakKeyDictionary):
     """Cache of values computed for an object, which lives as long as that; a copy or a pickle begins empty."""
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), ()
 
-    def __deepcopy__(self, memo: dict) -> "KeptWith":
+    def __deepcopy__(self, memo: dict) -> "ObjectCache":
         return type(self)()

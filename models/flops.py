@@ -34,12 +34,12 @@ def training_flops(
     """
     segments = [segment for segment in layout.segments if not segment.is_padding]
     forward = sum(forward_flops(segment, model) for segment in segments)
-    beside = round(forwards * forward)
+    extra = round(forwards * forward)
     if adapter is None:
-        return 3 * forward + beside
+        return 3 * forward + extra
     attention = sum(attention_flops(segment, model) for segment in segments)
     of_adapter = 3 * sum(adapter_flops(segment, model, adapter) for segment in segments)
-    return 2 * forward + attention + of_adapter + beside
+    return 2 * forward + attention + of_adapter + extra
 
 
 def adapter_flops(segment: Segment, model: DiTConfig, adapter: AdapterConfig) -> int:
@@ -62,15 +62,15 @@ def attention_flops(segment: Segment, model: DiTConfig) -> int:
         frames, height, width = segment.grid
         keys += frames + height * width
     if model.structure.cross_attention:
-        keys += segment.text_slots
+        keys += segment.text_places
     text = model.text_tower
-    of_text = 4 * segment.text_slots**2 * text.hidden_size * text.num_layers
+    of_text = 4 * segment.text_places**2 * text.hidden_size * text.num_layers
     return 4 * segment.num_tokens * keys * model.attention_size * model.num_layers + of_text
 
 
 def _rows(segment: Segment) -> dict[str, int]:
     """How often each reader of matrices comes in a sample."""
-    return {"token": segment.num_tokens, "word": segment.text_slots, "sample": 1}
+    return {"token": segment.num_tokens, "word": segment.text_places, "sample": 1}
 
 
 @lru_cache(maxsize=64)

@@ -66,11 +66,11 @@ def _sent_in_one_block(tensors: Sequence[Tensor], device: torch.device, copy: Co
         return []
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     block = pinned(sum(sizes), device)
-    for tensor, part in zip(tensors, _parts(block, sizes, tensors), strict=True):
+    for tensor, part in zip(tensors, _unpacked(block, sizes, tensors), strict=True):
         part.copy_(tensor)
     there = torch.empty(len(block), dtype=block.dtype, device=device)
     copy(there, block)
-    return _parts(there, sizes, tensors)
+    return _unpacked(there, sizes, tensors)
 
 
 def pinned(size: int, device: torch.device) -> Tensor:
@@ -153,7 +153,7 @@ def send_with(needs: Sequence[Need], tree: Tree, device: torch.device, copy: Cop
     return tree
 
 
-def _parts(block: Tensor, sizes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+def _unpacked(block: Tensor, sizes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
     """A block's bytes as tensors of the shapes and types of `like`."""
-    pieces = zip(block.split(list(sizes)), like, strict=True)
-    return [piece[: prod(x.shape) * x.itemsize].view(x.dtype).view(x.shape) for piece, x in pieces]
+    slices = zip(block.split(list(sizes)), like, strict=True)
+    return [slice_[: prod(x.shape) * x.itemsize].view(x.dtype).view(x.shape) for slice_, x in slices]

@@ -161,8 +161,8 @@ NO_MEMORY = (
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error is an out-of-memory error, of a GPU or a CPU."""
-    is_told = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_told or any(words in str(error) for words in NO_MEMORY)
+    has_guidance_embedding = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return has_guidance_embedding or any(words in str(error) for words in NO_MEMORY)
 
 
 def said_of_memory(error: Exception) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadit.models.diffusion.conditioning_settings import GIVEN, MEDIA, GivenOptions, split_keyframe
+from megadit.models.diffusion.conditioning_settings import CONDITIONING, MEDIA, ConditioningOptions, split_keyframe
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options, with_rest
 from megadit.models.shared.cli.setting import group, setting
@@ -43,14 +43,14 @@ class AskOptions:
     )
     priority: int = setting(0, "priority of the request: 1 is served first, then 2 and 3", metavar="N")
     request: VideoRequest = group(VideoRequest)
-    given: GivenOptions = group(GivenOptions, "what is given of the video")
+    conditioning: ConditioningOptions = group(ConditioningOptions, "what is given of the video")
 
 
 _GROUPS = {
     "most used": ("output", "url", "model", "num_steps", "guidance", "seed", "num_videos"),
     "size and length": ("num_frames", "height", "width", "fps"),
     "sampling": ("sampler", "negative_prompt", "eta", "image_guidance", "adapters", "evaluate"),
-    "conditioning: images and videos that the video is made from": tuple(GIVEN),
+    "conditioning: images and videos that the video is made from": tuple(CONDITIONING),
     "the request": ("timeout", "priority", "key_file", "patience"),
 }
 GROUPS = with_rest(_GROUPS, "sampling", VideoRequest)
@@ -77,7 +77,7 @@ def _run(argv: list[str]) -> int:
     suffix = options.output.suffix
     if suffix.lower() not in ("", ".mp4", ".png"):
         raise UserError(f"--output={options.output}: the service makes mp4, and png of one frame; not {suffix}")
-    request = replace(options.request, **given_values(options.given))
+    request = replace(options.request, **conditioning_values(options.conditioning))
     if not (request.prompt or request.instruction):
         raise UserError('say what the video shows: megadit serve ask "a red seven"; or give a video and an instruction')
     try:
@@ -120,7 +120,7 @@ def _videos(options: AskOptions, request: VideoRequest) -> list[VideoResult]:
         time.sleep(_PAUSE)
 
 
-def given_values(options: GivenOptions) -> dict[str, Any]:
+def conditioning_values(options: ConditioningOptions) -> dict[str, Any]:
     """Return the conditioning options as a request has them: files as their bytes.
 
     Raises:

@@ -76,7 +76,7 @@ class VideoClient:
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ServiceError(f"{self.model} at {self.url} is not a model of megadit's") from error
 
-    def beside(self, model: str) -> "VideoClient":
+    def with_model(self, model: str) -> "VideoClient":
         """A client of another model of the same server."""
         return VideoClient(self.url, model=model)
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from megadit.models.diffusion.conditioning_settings import (
-    GIVEN,
+    CONDITIONING,
     MEDIA,
     MediaLimits,
-    check_given_together,
+    check_combination,
     plain_bytes,
     split_keyframe,
 )
-from megadit.models.diffusion.settings import SERVED, ServedSettings, check_told, switched_off
+from megadit.models.diffusion.settings import SERVED, ServedSettings, check_embedded_guidance, switched_off
 from megadit.models.lora.named import EXPERTS, check_name, of_expert, parse_adapters, shown_name, split_expert
 from megadit.models.shared.cli.setting import check_value, other_names, setting, settings_of, under_own_names
 from megadit.models.shared.errors import UserError, did_you_mean
@@ -43,16 +43,21 @@ class Input:
     is_list: bool = False
 
 
-def _given_field(name: str) -> tuple[str, Any, Any]:
+def _conditioning_field(name: str) -> tuple[str, Any, Any]:
     """Dataclass field of a conditioning option: the bytes of a file where a command has its path."""
-    about = GIVEN[name]
+    about = CONDITIONING[name]
     if name not in MEDIA:
         return name, about.type | None, field(default=None)
     return name, (bytes if about.count is None else tuple[bytes, ...]) | None, field(default=None, repr=False)
 
 
-_GivenSettings = make_dataclass(
-    "_GivenSettings", map(_given_field, GIVEN), bases=(ServedSettings,), frozen=True, kw_only=True, slots=True
+_PartialSettings = make_dataclass(
+    "_GivenSettings",
+    map(_conditioning_field, CONDITIONING),
+    bases=(ServedSettings,),
+    frozen=True,
+    kw_only=True,
+    slots=True,
 )
 _NOTHING = {bytes: b"", str: "", int: 0, float: 0.0}
 
@@ -62,21 +67,21 @@ def _nothing(name: str) -> Any:
     if name == "adapters":
         return ("",)
     if name not in MEDIA:
-        return _NOTHING[GIVEN[name].type]
-    return b"" if GIVEN[name].count is None else (b"",)
+        return _NOTHING[CONDITIONING[name].type]
+    return b"" if CONDITIONING[name].count is None else (b"",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VideoRequest(_GivenSettings):
-    """Request of a client: a prompt, any served settings, and conditioning (`GivenOptions`, files as their bytes); None
-    is the service's default, from the bundle."""
+class VideoRequest(_PartialSettings):
+    """Request of a client: prompt, served settings, conditioning (`ConditioningOptions`, files as bytes); None is the
+    service's default, from the bundle."""
 
     prompt: str = setting("", help="text that describes the video", positional=True, metavar="PROMPT")
     seed: int | None = setting(None, "seed of the first video; each further one takes the next number (default: 0)")
     num_videos: int | None = setting(None, "how many videos to make of the prompt (default: 1)")
     preview_every: int | None = None
     """A preview with the first step and every so many after it; None or 0 is never."""
-    evaluate: bool = setting(False, "also return scores of each video (needs a service with a scorer, --judge_dir)")
+    evaluate: bool = setting(False, "also return scores of each video (needs a service with a scorer, --scorer_dir)")
     adapters: tuple[str, ...] | None = setting(
         None,
         "an adapter of the service and its scale (default: 1); repeat for several; high=NAME or low=NAME: for one of "
@@ -111,11 +116,11 @@ class VideoRequest(_GivenSettings):
 
         `eta_samplers` are those of the service that can add noise: another one runs without the default noise.
         """
-        given, settings = self.to_inputs(), {name: defaults[name] for name in SERVED if name in defaults}
-        off = switched_off(defaults, given, eta_samplers)
+        sent, settings = self.to_inputs(), {name: defaults[name] for name in SERVED if name in defaults}
+        off = switched_off(defaults, sent, eta_samplers)
         settings |= {name: value for name, value in off.items() if name in settings}
-        settings |= {name: _nothing(name) for name in (*GIVEN, "adapters")}
-        return VideoRequest(**settings | {"seed": 0, "num_videos": 1, "preview_every": 0} | given)
+        settings |= {name: _nothing(name) for name in (*CONDITIONING, "adapters")}
+        return VideoRequest(**settings | {"seed": 0, "num_videos": 1, "preview_every": 0} | sent)
 
     def to_inputs(self) -> dict[str, Any]:
         """The inputs to send: those that are not None."""
@@ -126,9 +131,9 @@ class VideoRequest(_GivenSettings):
         """Text that the network sees: the prompt, or the instruction that stands for it."""
         return self.prompt or self.instruction or ""
 
-    def given(self) -> dict[str, Any]:
-        """Conditioning of the video: the values of `GivenOptions`, None where one is left out."""
-        values = {name: getattr(self, name) for name in GIVEN}
+    def sent(self) -> dict[str, Any]:
+        """Conditioning of the video: the values of `ConditioningOptions`, None where one is left out."""
+        values = {name: getattr(self, name) for name in CONDITIONING}
         return {name: None if value in (None, _nothing(name), ()) else value for name, value in values.items()}
 
     def adapter_scales(self) -> dict[str, float]:
@@ -145,8 +150,8 @@ class VideoRequest(_GivenSettings):
     def shown_adapters(self) -> dict[str, Any]:
         """`adapters` as results show them; {} where there are none."""
         scales = {split_expert(name): scale for name, scale in self.adapter_scales().items()}
-        uses = [{"name": of_expert(of, shown_name(name)), "scale": scale} for (of, name), scale in scales.items()]
-        return {"adapters": uses} if uses else {}
+        adapters = [{"name": of_expert(of, shown_name(name)), "scale": scale} for (of, name), scale in scales.items()]
+        return {"adapters": adapters} if adapters else {}
 
     def without_media(self) -> "VideoRequest":
         """The same request but for its files."""
@@ -154,9 +159,9 @@ class VideoRequest(_GivenSettings):
 
     def media(self) -> dict[str, Any]:
         """The files that are given; `keyframe` are several."""
-        return {name: value for name, value in self.given().items() if name in MEDIA and value is not None}
+        return {name: value for name, value in self.sent().items() if name in MEDIA and value is not None}
 
-    def check_given(self, takes: Collection[str], limits: MediaLimits) -> None:
+    def check_conditioning(self, conditionings: Collection[str], limits: MediaLimits) -> None:
         """Check the conditioning as far as it can be done before a file is read.
 
         `takes` are the conditionings that the network was trained with.
@@ -164,13 +169,13 @@ class VideoRequest(_GivenSettings):
         Raises:
             UserError: for what does not go together, is not supported, or is too much.
         """
-        given = self.given()
-        for name, value in given.items():
+        sent = self.sent()
+        for name, value in sent.items():
             if name not in MEDIA and value is not None:
-                check_value(GIVEN[name], name, value)
-        for keyframe in given["keyframe"] or ():
+                check_value(CONDITIONING[name], name, value)
+        for keyframe in sent["keyframe"] or ():
             split_keyframe(keyframe)
-        check_given_together(given, self.prompt, takes)
+        check_combination(sent, self.prompt, conditionings)
         size = sum(
             len(file) for value in self.media().values() for file in ((value,) if isinstance(value, bytes) else value)
         )
@@ -194,8 +199,8 @@ def _inputs() -> tuple[Input, ...]:
     types = {"prompt": "TYPE_STRING"}
     types |= {name: _DATA_TYPES[about.type] for name, about in settings_of(VideoRequest).items()}
     types |= {"preview_every": "TYPE_INT32", "seed": "TYPE_INT64"}
-    types |= {name: _DATA_TYPES[about.type] for name, about in GIVEN.items()}
-    lists = {name for name, about in (settings_of(VideoRequest) | GIVEN).items() if about.count is not None}
+    types |= {name: _DATA_TYPES[about.type] for name, about in CONDITIONING.items()}
+    lists = {name for name, about in (settings_of(VideoRequest) | CONDITIONING).items() if about.count is not None}
     plain = [
         Input(
             name=name,
@@ -232,7 +237,7 @@ class Limits(MediaLimits):
 
     def check_texts(self, request: VideoRequest) -> None:
         """Raises UserError if a text of the request is too long or holds control characters."""
-        for name, about in (settings_of(VideoRequest) | GIVEN).items():
+        for name, about in (settings_of(VideoRequest) | CONDITIONING).items():
             if about.type is str and about.count is None and name not in MEDIA:
                 self.check_text(name, getattr(request, name) or "")
 
@@ -310,10 +315,12 @@ def work_with(adapter_share: float) -> float:
     return max(1.0, 1.0 + adapter_share - _FREE_SHARE)
 
 
-def calls_of(defaults: Mapping[str, Any], *, is_told: bool) -> int | None:
+def calls_of(defaults: Mapping[str, Any], *, has_guidance_embedding: bool) -> int | None:
     """Network calls that a student takes for a video, by its sampling defaults: at sigmas of its own, without guidance
     or guidance-distilled; None of what is no student."""
-    return defaults["num_steps"] if defaults["sigmas"] and (is_told or defaults["guidance"] == 1) else None
+    return (
+        defaults["num_steps"] if defaults["sigmas"] and (has_guidance_embedding or defaults["guidance"] == 1) else None
+    )
 
 
 def calls_in_words(calls: int) -> str:
@@ -359,20 +366,20 @@ class ServiceInfo:
     """Prompts that show what the model can do."""
     eta_samplers: tuple[str, ...] = ()
     """Samplers, under all of their names, that can add noise on the way."""
-    takes: tuple[str, ...] = ()
+    conditionings: tuple[str, ...] = ()
     """Conditionings that the network was trained with; some others can be imposed while sampling."""
     adapters: AdapterInfo | None = None
     """Adapters of the service; None: it takes none."""
-    has_judge: bool = False
+    has_scorer: bool = False
     """Whether requests may ask for scores."""
     students: tuple[str, ...] = ()
     """Models of the same server that make this one's videos in fewer calls."""
-    guidance_range: tuple[float, ...] = ()
+    guidance_embedding_range: tuple[float, ...] = ()
     """The lowest and the highest scale of guidance that the network is told; (): guidance asks it twice."""
 
     @property
-    def is_told(self) -> bool:
-        return bool(self.guidance_range)
+    def has_guidance_embedding(self) -> bool:
+        return bool(self.guidance_embedding_range)
 
     def filled(self, request: VideoRequest) -> VideoRequest:
         """The request with nothing left out: what its adapters are made for, then the service's defaults."""
@@ -383,13 +390,13 @@ class ServiceInfo:
 
     def check_evaluate(self, request: VideoRequest) -> None:
         """Raises UserError for a request to be evaluated where there is no judge."""
-        if request.evaluate and not self.has_judge:
-            raise UserError("this service has no judge, and evaluates nothing: it was built without --judge_dir")
+        if request.evaluate and not self.has_scorer:
+            raise UserError("this service has no judge, and evaluates nothing: it was built without --scorer_dir")
 
     def check_guidance(self, request: VideoRequest) -> None:
         """Raises UserError for a scale that the network is told and does not know."""
-        if self.is_told:
-            check_told(request.guidance, self.guidance_range)
+        if self.has_guidance_embedding:
+            check_embedded_guidance(request.guidance, self.guidance_embedding_range)
 
     def check_adapters(self, request: VideoRequest) -> dict[str, float]:
         """Name -> scale of the adapters of a request.
@@ -415,7 +422,7 @@ class ServiceInfo:
     @classmethod
     def from_json(cls, text: str) -> "ServiceInfo":
         values = json.loads(text)
-        names = ("samplers", "examples", "eta_samplers", "takes", "students", "guidance_range")
+        names = ("samplers", "examples", "eta_samplers", "conditionings", "students", "guidance_embedding_range")
         lists = {name: tuple(values.get(name, ())) for name in names}
         if (adapters := values.get("adapters")) is not None:
             adapters = AdapterInfo(**adapters | {"names": tuple(adapters["names"])})

@@ -2,7 +2,7 @@
 
 from python_multipart.multipart import parse_options_header
 
-IN_PARTS = b"multipart/form-data"
+MULTIPART = b"multipart/form-data"
 IN_A_LINE = b"application/x-www-form-urlencoded"
 
 

@@ -23,7 +23,7 @@ SECONDS_TO_ANSWER = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
-def answers(url: str) -> bool:
+def responds(url: str) -> bool:
     """Whether a server says yes there, and soon."""
     try:
         with urllib.request.urlopen(url, timeout=SECONDS_TO_ANSWER) as answer:
@@ -220,7 +220,7 @@ class OwnedProcess:
 def keep_running(
     server: OwnedProcess,
     *,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     stopping: threading.Event | None = None,
     stable_seconds: float = 60,
 ) -> int:
@@ -235,7 +235,7 @@ def keep_running(
         began = time.monotonic()
         try:
             with server:
-                tell(f"{server.name} {server.ready}: {server.addresses}")
+                report(f"{server.name} {server.ready}: {server.addresses}")
                 is_first = False
                 code = server.wait()
         except (UserError, OSError) as error:  # the latter from a machine that has no room for another process
@@ -245,13 +245,13 @@ def keep_running(
         if stopping.is_set():
             break
         pause = 1.0 if time.monotonic() - began > stable_seconds else pause
-        tell(f"{server.name} ended ({server.killed_because or code}); starting it again in {pause:.0f} s")
+        report(f"{server.name} ended ({server.killed_because or code}); starting it again in {pause:.0f} s")
         stopping.wait(pause)
         pause = min(2 * pause, 60.0)
     return 0
 
 
-def tell_on_stderr(message: str) -> None:
+def print_on_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

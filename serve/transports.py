@@ -142,11 +142,11 @@ class _Grpc:
         traceparent: str | None,
         cancelled: threading.Event,
     ) -> Iterator[Event]:
-        answers: queue.Queue = queue.Queue()
+        responses: queue.Queue = queue.Queue()
         is_finished = False
         with InferenceServerClient(self.url) as client:
             client.start_stream(
-                lambda result, error: answers.put((result, error)),
+                lambda result, error: responses.put((result, error)),
                 stream_timeout=timeout,
                 headers={"triton_grpc_error": "true"},  # errors keep their codes
             )
@@ -157,7 +157,7 @@ class _Grpc:
             except InferenceServerException as error:  # the stream has ended already
                 raise UnavailableError(f"grpc://{self.url} is gone: {error.message()}") from error
             try:
-                while (result := _next_answer(answers, cancelled)) is not None:
+                while (result := _next_answer(responses, cancelled)) is not None:
                     response = result.get_response()
                     if response.outputs:
                         yield event_from_wire(result.as_numpy(EVENT).item().decode(), result.as_numpy(DATA).tobytes())
@@ -168,10 +168,10 @@ class _Grpc:
                 client.stop_stream(cancel_requests=not is_finished)
 
 
-def _next_answer(answers: queue.Queue, cancelled: threading.Event) -> Any:
+def _next_answer(responses: queue.Queue, cancelled: threading.Event) -> Any:
     while not cancelled.is_set():
         try:
-            result, error = answers.get(timeout=0.05)
+            result, error = responses.get(timeout=0.05)
         except queue.Empty:
             continue
         if error is not None:
@@ -244,7 +244,7 @@ def _checked(name: str, value: Any) -> Any:
 
 def _grpc_error(error: InferenceServerException) -> ServiceError:
     message, status = error.message(), error.status() or ""
-    if (kind := _told_by_text(message)) is not None:
+    if (kind := _error_of_text(message)) is not None:
         return kind(message)
     kinds = {
         grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -334,12 +334,12 @@ def _http_error(status: int, text: str) -> ServiceError:
         message = json.loads(text.strip().removeprefix("data:"))["error"]
     except (json.JSONDecodeError, KeyError, TypeError):
         message = text.strip() or f"HTTP status {status}"
-    if (kind := _told_by_text(message)) is not None:
+    if (kind := _error_of_text(message)) is not None:
         return kind(message)
     return {400: InvalidRequestError, 499: CancelledError, 503: UnavailableError}.get(status, ServiceError)(message)
 
 
-def _told_by_text(message: str) -> type[ServiceError] | None:
+def _error_of_text(message: str) -> type[ServiceError] | None:
     """Return the kind of an error whose code gets lost on the way, by its message."""
     for mark, kind in MARKS.items():
         if mark in message:

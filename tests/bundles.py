@@ -16,7 +16,7 @@ from megadit.models.storage.tensor_source import from_state_dict
 from megadit.models.text_encoders import ClassLabels, HashedWordEncoder, TextEncoder
 from megadit.models.text_encoders.token_ids import learned_words
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.data.packs.conditioning import USES
+from megadit.train.data.packs.conditioning import KINDS
 
 CONFIG = DiTConfig(
     num_layers=2, hidden_size=32, num_attention_heads=2, in_channels=48, patch_spatial=2, crossattn_emb_size=16
@@ -89,19 +89,19 @@ def write_able_bundle(source: PathLike | str, out: PathLike | str) -> None:
     bundle = Bundle.open(source)
     write_bundle(
         out,
-        config=replace(bundle.config, given_sigma=0.02),
+        config=replace(bundle.config, conditioning_sigma=0.02),
         state_dict=bundle.load_dit().state_dict(),
         tokenizer=bundle.load_tokenizer(),
         text_encoder=bundle.load_text_encoder(),
         defaults=bundle.defaults,
-        training={"given": dict.fromkeys(USES, 0.1)},
+        training={"conditioning": dict.fromkeys(KINDS, 0.1)},
     )
 
 
 def write_pair_bundle(source: PathLike | str, out: PathLike | str) -> None:
     """A bundle of two random networks in Wan's form, for noise levels above and below 4, with the parts of another."""
     bundle = Bundle.open(source)
-    config = replace(bundle.config, family="wan", preconditioner="flow")
+    config = replace(bundle.config, family="wan", parameterization="flow")
     high, low = (random_state(config, seed) for seed in (1, 2))
     write_bundle(
         out,

@@ -105,8 +105,8 @@ def _write_t5(directory: Path, *, dim: int = 16, words: Sequence[str] = WORDS, k
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -8.0), *((f"▁{word}", -2.0) for word in words)]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    tokens = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -8.0), *((f"▁{word}", -2.0) for word in words)]
+    tokenizer = Tokenizer(models.Unigram(tokens, unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     PreTrainedTokenizerFast(
@@ -114,7 +114,7 @@ def _write_t5(directory: Path, *, dim: int = 16, words: Sequence[str] = WORDS, k
     ).save_pretrained(directory)
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=len(pieces), d_model=dim, d_kv=4, d_ff=32, num_layers=2, num_heads=4
+        vocab_size=len(tokens), d_model=dim, d_kv=4, d_ff=32, num_layers=2, num_heads=4
     )
     getattr(transformers, f"{kind}EncoderModel")(config).save_pretrained(directory)
     return directory
@@ -137,16 +137,16 @@ def _write_clip(directory: Path, *, dim: int = 16, projection: int | None = None
     import transformers
 
     letters = string.ascii_lowercase + string.digits + "!,.-"
-    pieces = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    begin, end = len(pieces) - 2, len(pieces) - 1
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    begin, end = len(tokens) - 2, len(tokens) - 1
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "vocab.json").write_text(json.dumps({piece: place for place, piece in enumerate(pieces)}))
+    (directory / "vocab.json").write_text(json.dumps({token: place for place, token in enumerate(tokens)}))
     (directory / "merges.txt").write_text("#version: 0.2\n")
     about = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "pad_token": pad}
     (directory / "tokenizer_config.json").write_text(json.dumps(about))
     torch.manual_seed(dim)
     config = transformers.CLIPTextConfig(
-        vocab_size=len(pieces),
+        vocab_size=len(tokens),
         hidden_size=dim,
         intermediate_size=32,
         num_hidden_layers=3,
@@ -155,7 +155,7 @@ def _write_clip(directory: Path, *, dim: int = 16, projection: int | None = None
         hidden_act="quick_gelu" if projection is None else "gelu",
         bos_token_id=begin,
         eos_token_id=end,
-        pad_token_id=pieces.index(pad),
+        pad_token_id=tokens.index(pad),
         initializer_factor=3.0,
     )
     name = "CLIPTextModel" if projection is None else "CLIPTextModelWithProjection"

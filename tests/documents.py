@@ -54,7 +54,7 @@ SMALLER = (
     ),
     (r"--sizes 224x224", "--sizes 32x32", "pictures of the size that the shelf has"),
     (r"--num_steps 35", "--num_steps 4", "few steps"),
-    (r"^(megadit tune-sampler .*)$", r"\1 --count 8 --evaluations 4", "few videos, of few candidates"),
+    (r"^(megadit tune-sampler .*)$", r"\1 --count 8 --function_evaluations 4", "few videos, of few candidates"),
     (
         r"^(megadit distill .*)$",
         r"\1 --spread 0.001 1000 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 "

@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         run = functools.partial(subprocess.run, env=environment, cwd=folder, capture_output=True, text=True)
         missing = missing_modules(run)
         report.add(
-            "machine", [(f"missing for {use}", ", ".join(names), False) for use, names in missing.items() if names]
+            "machine", [(f"missing for {kind}", ", ".join(names), False) for kind, names in missing.items() if names]
         )
         if "torch" in missing["base"]:
             report.tell(

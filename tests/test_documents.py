@@ -202,11 +202,11 @@ def run(run_ranks):
 
 
 @pytest.fixture(scope="module")
-def shelf(run, tmp_path_factory, write_clip) -> Path:
+def adapter_cache(run, tmp_path_factory, write_clip) -> Path:
     """What pages begin with: clips of one's own, and what the demos leave in runs/, after two steps each."""
     from megadit.infer.evaluate.extractors.digits import DigitReader
     from megadit.infer.evaluate.extractors.files import KIND
-    from megadit.train.demos.digits.score import JUDGE_DIR, write_judge
+    from megadit.train.demos.digits.score import SCORER_DIR, write_scorer
 
     folder = tmp_path_factory.mktemp("shelf")
     with pytest.MonkeyPatch.context() as patch:
@@ -222,9 +222,9 @@ def shelf(run, tmp_path_factory, write_clip) -> Path:
         from safetensors.torch import save_file
 
         torch.manual_seed(0)
-        save_file(DigitReader().state_dict(), "runs/demo/judge.safetensors", metadata={KIND: "digits"})
-        write_judge(Path("runs/demo", JUDGE_DIR), Path("runs/demo/judge.safetensors"))
-        write_able_bundle("runs/demo/bundle", "runs/demo-given/bundle")
+        save_file(DigitReader().state_dict(), "runs/demo/scorer.safetensors", metadata={KIND: "digits"})
+        write_scorer(Path("runs/demo", SCORER_DIR), Path("runs/demo/scorer.safetensors"))
+        write_able_bundle("runs/demo/bundle", "runs/demo-conditioning/bundle")
         make_pipeline(folder / "stable-diffusion-v1-5", "1.x", write_clip)
         for name, write in (
             ("clip-vit-base-patch32", write_clip_bundle),
@@ -280,13 +280,13 @@ def to_run(page: Path) -> list[Block]:
 
 
 @pytest.fixture(scope="module")
-def left_by(shelf, run, tmp_path_factory):
+def left_by(adapter_cache, run, tmp_path_factory):
     """left_by(page): the folder in which all that it says has run."""
 
     @cache
     def folder(page: Path) -> Path:
         before, here = page_before(page), tmp_path_factory.mktemp("page") / "here"
-        shutil.copytree(shelf if before is None else folder(before), here)
+        shutil.copytree(adapter_cache if before is None else folder(before), here)
         elsewhere = run_elsewhere(page)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(here)

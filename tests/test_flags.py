@@ -55,7 +55,7 @@ INGEST = SIZE | {
     f"{VIDEOS}::test_frames_are_encoded_as_images_too": "--keyframes",
     f"{VIDEOS}::test_shards_of_a_split_are_equally_large": "--shard_size",
     f"{VIDEOS}::test_pixels_can_be_stored_instead": "--store",
-    "train/data/ingest/test_originals.py::test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut": "--originals",
+    "train/data/ingest/test_originals.py::test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut": "--source_media",
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
     "train/data/ingest/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
     "train/data/ingest/test_update.py::test_an_update_leaves_what_a_fresh_preparation_leaves": "--update",
@@ -73,11 +73,11 @@ INGEST = SIZE | {
         "--caption_seconds"
     ),
     "train/data/ingest/test_judging.py::test_clips_beyond_a_limit_are_left_out_with_their_score": (
-        "--judge_dir --min_score --max_score"
+        "--scorer_dir --min_score --max_score"
     ),
     f"{VIDEOS}::test_stages_run_alone_and_name_the_one_before": "--stages",
     f"{VIDEOS}::test_a_second_run_does_nothing_and_a_shard_can_be_made_again": "--redo",
-    f"{DOWNLOAD}::test_parts_in_any_order_leave_what_one_process_leaves": "--part",
+    f"{DOWNLOAD}::test_parts_in_any_order_leave_what_one_process_leaves": "--shard",
     "train/data/ingest/test_engine.py::test_tasks_of_ray_leave_the_same_bytes": "--engine --engine_tasks",
     "train/data/ingest/test_encodings.py::test_all_encodings_of_the_file_are_stored": "--encodings",
     "train/data/ingest/test_flags.py::test_a_preparation_is_begun_anew": "--overwrite",
@@ -193,7 +193,7 @@ SHOWN_BY = {
     "check-cache": SIZE | {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "evaluate": {
         f"{EVALUATE}::evaluated": "--real --out --extractors --metrics --guidances",
-        "infer/evaluate/test_judged.py::test_somebody_elses_videos_are_judged": "--judge_dir",
+        "infer/evaluate/test_judged.py::test_somebody_elses_videos_are_judged": "--scorer_dir",
         f"{EVALUATE}::test_two_folders_against_each_other": "--videos --against",
         f"{EVALUATE}::test_a_model_against_a_folder_with_a_shared_cache": """
             --prompts --count --seed --frames --size --features --export_for --device --dtype --guidance --num_steps
@@ -206,7 +206,8 @@ SHOWN_BY = {
     "distill": {
         "train/distill/test_command.py::test_every_option_reaches_its_part": """
             --data --recipe --config-file --stages --calls --sigmas --guidance --nproc --prompts --count --extractors
-            --spread --distance --device --pairs --num_pairs --pair_steps --guidance_range --noise_scale
+            --spread --distance --device --pairs --num_trajectories --trajectory_steps
+            --guidance_embedding_range --noise_scale
         """,
         "train/distill/test_command.py::test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called": (
             "--adapter_rank"
@@ -215,10 +216,10 @@ SHOWN_BY = {
     },
     "tune-sampler": {
         "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """
-            --real --prompts --out --extractors --metrics --evaluations --guidance --budget --count --device --dtype
-            --dry_run --noise_scale
+            --real --prompts --out --extractors --metrics --function_evaluations --guidance --budget --count --device
+            --dtype --dry_run --noise_scale
         """,
-        "infer/evaluate/test_judged.py::test_the_cheapest_way_to_sample_is_found_by_a_judge_alone": "--judge_dir",
+        "infer/evaluate/test_judged.py::test_the_cheapest_way_to_sample_is_found_by_a_judge_alone": "--scorer_dir",
     },
     "evaluate tokenizer": {
         f"{EVALUATE}::test_a_tokenizer_is_measured": "--out --frames --size --count --lpips_weights",
@@ -263,7 +264,7 @@ SHOWN_BY = {
             --max_prompt_characters --max_text_tokens --max_videos --max_frames --max_pixels --max_work
             --max_media_bytes --max_media_pixels --max_media_frames --max_media_side --max_media_seconds
             --max_adapters --max_adapter_bytes --max_adapter_rank --adapters --adapter_bytes --guardrail_dir
-            --judge_dir
+            --scorer_dir
         """,
         "serve/test_ranks.py::test_options_of_ranks_change_the_repository": "--ranks --tp_size --cp_size",
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
@@ -336,7 +337,7 @@ SHOWN_BY = {
     "completion": {},
     "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick --all_guidances"},
     "demo-shapes": {"train/shapes/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
-    "demo-given": {
+    "demo-conditioning": {
         "train/digits/test_given_demo.py::test_every_option_reaches_the_demo": (
             "--out --bundle --ranks --steps --stride --seed"
         )

@@ -91,8 +91,8 @@ def test_changed_last_bits_of_one_weight_are_seen_in_a_network(parts):
         dit = networks.random_network(config)
         change(dit.get_parameter("blocks.1.mlp.fc1.weight").data)
         return {
-            way: dict(networks.described(way, dit, *run(dit)))
-            for way, run in (("dense", networks.run_dense), ("packed", networks.run_packed))
+            variant: dict(networks.described(variant, dit, *run(dit)))
+            for variant, run in (("dense", networks.run_dense), ("packed", networks.run_packed))
         }
 
     def flip(weight):
@@ -100,9 +100,9 @@ def test_changed_last_bits_of_one_weight_are_seen_in_a_network(parts):
 
     before, again, after = described(lambda weight: None), described(lambda weight: None), described(flip)
     assert before == again
-    for way in before:
-        differing = {name for name in before[way] if before[way][name] != after[way][name]}
-        assert f"{way}/output" in differing and f"{way}/gradients/blocks.0.mlp.fc1.weight" in differing
+    for variant in before:
+        differing = {name for name in before[variant] if before[variant][name] != after[variant][name]}
+        assert f"{variant}/output" in differing and f"{variant}/gradients/blocks.0.mlp.fc1.weight" in differing
 
 
 def test_kept_bytes_are_those_of_the_saved_tensors(parts):

@@ -27,7 +27,7 @@ PROGRAMS = {
     "dies.py": "import json\n" + ROW + "raise SystemExit('no such kernel')\n",
     "hangs.py": "import json, subprocess\n" + ROW + "subprocess.run(['sleep', '600'])\n",
 }
-NOTHING_MISSING = {use: [] for use in gpu_check.MODULES}
+NOTHING_MISSING = {kind: [] for kind in gpu_check.MODULES}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from megadit.models.megatron.launch import launch, rank_arguments
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.errors import UserError, told_once
+from megadit.models.shared.errors import UserError, report_once
 from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.config.rules import check_inputs, check_layout
@@ -69,12 +69,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str], *, debug: bool) -> int:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    with told_once():
+    with report_once():
         options = _parse(argv)
         for_ranks = rank_arguments(argv, debug=debug) if options.nproc else []
         config = _config(options)
         if options.print_config or options.dry_run or options.plan:
-            return _tell(config, options) if rank == 0 else 0
+            return _print_plan(config, options) if rank == 0 else 0
         if options.tune:
             return _tune(config, options)
         check_layout(config, options.nproc or world_size)
@@ -107,7 +107,7 @@ def _config(options: TrainOptions) -> RunConfig:
     return with_epochs(resolve_config(options.recipe, config_file=options.config_file, overrides=overrides))
 
 
-def _tell(config: RunConfig, options: TrainOptions) -> int:
+def _print_plan(config: RunConfig, options: TrainOptions) -> int:
     """Prints what was asked for in place of training."""
     if options.print_config:
         print(to_yaml(config), end="")

@@ -49,7 +49,7 @@ NETWORK, DECODER, ENCODER, WHOLE = "guided denoiser call", "decoder", "encoder",
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
+class MetricValue:
     """Times of one thing under one runtime, in seconds."""
 
     runtime: str
@@ -84,7 +84,9 @@ class Workload:
         return cls(sum(segment.num_tokens for segment in segments), flops)
 
 
-def measure(pipelines: dict[str, TextToVideo], settings: SamplingSettings, prompt: str, rounds: int) -> list[Figure]:
+def measure(
+    pipelines: dict[str, TextToVideo], settings: SamplingSettings, prompt: str, rounds: int
+) -> list[MetricValue]:
     """Times every network and a whole video under every runtime, `rounds` times in turn after one that is not counted.
 
     Raises:
@@ -106,7 +108,7 @@ def measure(pipelines: dict[str, TextToVideo], settings: SamplingSettings, promp
     one = next(iter(pipelines.values()))
     on_gpu, work = one.device.type == "cuda", Workload.of(one, settings, prompt)
     return [
-        Figure(
+        MetricValue(
             runtime=runtime,
             what=what,
             median=statistics.median(times),
@@ -149,18 +151,18 @@ def _timed(task: Callable[[], Any], device: torch.device) -> tuple[float, float]
     return time.perf_counter() - start, torch.cuda.max_memory_allocated(device) / 1e9
 
 
-def parts(figures: list[Figure], num_calls: int) -> dict[str, dict[str, float]]:
+def parts(measurements: list[MetricValue], num_calls: int) -> dict[str, dict[str, float]]:
     """Shares of denoiser calls, the decoder and all else in a whole video, by runtime, from the medians."""
-    medians = {(one.runtime, one.what): one.median for one in figures}
+    medians = {(one.runtime, one.what): one.median for one in measurements}
     found = {}
-    for runtime in dict.fromkeys(one.runtime for one in figures):
+    for runtime in dict.fromkeys(one.runtime for one in measurements):
         calls, decoder = num_calls * medians[runtime, NETWORK], medians[runtime, DECODER]
         rest = max(0.0, medians[runtime, WHOLE] - calls - decoder)
         found[runtime] = shares({"denoiser": calls, "decoder": decoder, "all else": rest})
     return found
 
 
-def show(title: str, figures: list[Figure], about: dict[str, Any]) -> None:
+def show(title: str, measurements: list[MetricValue], about: dict[str, Any]) -> None:
     """A table; ratios are to the first runtime."""
     table = Table(
         "what",
@@ -174,8 +176,8 @@ def show(title: str, figures: list[Figure], about: dict[str, Any]) -> None:
         "peak GPU (GB)",
         title=title,
     )
-    first = {figure.what: figure.median for figure in reversed(figures)}
-    for one in sorted(figures, key=lambda figure: figure.what):
+    first = {measurement.what: measurement.median for measurement in reversed(measurements)}
+    for one in sorted(measurements, key=lambda measurement: measurement.what):
         rates = [_or_dash(one.tokens_per_second, ",.0f"), _or_dash(one.tflops, ".4g"), _or_dash(one.peak_gpu_gb, ".2f")]
         times = [f"{value:.4f}" for value in (one.median, one.lowest, one.highest)]
         table.add_row(one.what, one.runtime, *times, f"{first[one.what] / one.median:.2f}", *rates)
@@ -244,18 +246,18 @@ def _run(argv: list[str]) -> None:
     sizes = {name: getattr(options, name) for name in ("num_steps", "num_frames", "height", "width")}
     settings = resolve_settings(bundle.defaults, **sizes)
     pipelines = load_pipelines(bundle, options.runtime, options.device, options.dtype)
-    figures = measure(pipelines, settings, options.prompt, options.rounds)
+    measurements = measure(pipelines, settings, options.prompt, options.rounds)
     name, first = next(iter(pipelines.items()))
     about = describe(first.device)
     rates = _rates(first.device, find_dtype(options.dtype))
     operations = watch(lambda: list(first.stream([options.prompt], settings)), first.device, options.trace)
-    of_video = parts(figures, first.num_denoiser_calls(1, settings))
+    of_video = parts(measurements, first.num_denoiser_calls(1, settings))
     size = f"{settings.num_frames}x{settings.height}x{settings.width}, {settings.num_steps} steps"
-    show(f"{bundle.path.name}, {size}", figures, about)
+    show(f"{bundle.path.name}, {size}", measurements, about)
     for runtime, part in of_video.items():
         _show_shares(f"whole video, {runtime}", part)
     _show_shares(f"operations, {name}", operations)
-    call = next(one for one in figures if one.what == NETWORK)
+    call = next(one for one in measurements if one.what == NETWORK)
     for rate, tflops in rates.items() if call.tflops is not None else ():
         print(
             f"{rate}: " + ("not known" if tflops is None else f"{tflops:.4g} TFLOP/s, MFU {call.tflops / tflops:.1%}")
@@ -265,7 +267,7 @@ def _run(argv: list[str]) -> None:
             "settings": settings.to_dict(),
             "machine": about,
             "rates": rates,
-            "figures": [asdict(one) for one in figures],
+            "figures": [asdict(one) for one in measurements],
             "parts": of_video,
             "operations": operations,
         }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadit.infer.conditioning.items import Media, Target, check_given, places_of
+from megadit.infer.conditioning.items import Media, Target, check_conditioning, places_of
 from megadit.infer.evaluate.metrics.lpips import LPIPS
 from megadit.infer.generate.options import DEFAULT_DTYPE, GenerateOptions, parse, refuse
 from megadit.infer.generate.specs import VideoSpec, load_media, video_grid
@@ -19,13 +19,13 @@ from megadit.infer.media.signing import SigningOptions
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.step_cache import CachePlan, Measure, bundle_plans, find_plan, plan_key
-from megadit.infer.runtimes.chosen_dtype import tell_dtype
+from megadit.infer.runtimes.chosen_dtype import print_dtype
 from megadit.models.bundle import Bundle, update_manifest
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.progress import Progress
 
-NUM_RANKED = 8
+NUM_DISTRIBUTED = 8
 """Videos by which the calls are ranked: the error of skipping each."""
 NUM_ROUNDS = 3
 MARGIN = 0.85
@@ -67,7 +67,7 @@ def calibrate(trial: Trial, bar: Progress) -> CachePlan:
     and as many of the cheapest are added as the budget allows (by bisection).
     """
     exact = trial.sample(trial.num_videos, ())
-    num_ranked, budget = min(NUM_RANKED, trial.num_videos), trial.settings.cache_budget
+    num_distributed, budget = min(NUM_DISTRIBUTED, trial.num_videos), trial.settings.cache_budget
 
     def error(count: int, skipped: Sequence[int]) -> float:
         bar.advance()
@@ -76,17 +76,17 @@ def calibrate(trial: Trial, bar: Progress) -> CachePlan:
     skipped, largest_error = [], 0.0
     for _ in range(NUM_ROUNDS):
         left = [call for call in range(1, trial.num_calls) if call not in skipped]
-        cost = {call: error(num_ranked, [*skipped, call]) for call in left}
-        ranked = sorted(left, key=cost.__getitem__)
-        fits, too_many = 0, len(ranked) + 1
+        cost = {call: error(num_distributed, [*skipped, call]) for call in left}
+        by_cost = sorted(left, key=cost.__getitem__)
+        fits, too_many = 0, len(by_cost) + 1
         while too_many - fits > 1:
             tried = (fits + too_many) // 2
-            tried_error = error(trial.num_videos, [*skipped, *ranked[:tried]])
+            tried_error = error(trial.num_videos, [*skipped, *by_cost[:tried]])
             if tried_error <= MARGIN * budget:
                 fits, largest_error = tried, tried_error
             else:
                 too_many = tried
-        skipped += ranked[:fits]
+        skipped += by_cost[:fits]
     return CachePlan(
         budget=budget,
         skipped=tuple(sorted(skipped)),
@@ -133,8 +133,8 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
         "--cache_measure lpips and --lpips_weights FOLDER go together: give both, or neither",
     )
     for name in _OF_GENERATING:
-        is_given = getattr(options, name) != getattr(GenerateOptions(), name)
-        refuse(is_given, f"--{name} is for `megadit generate`: the bundle's own parts are measured; leave it out")
+        is_set = getattr(options, name) != getattr(GenerateOptions(), name)
+        refuse(is_set, f"--{name} is for `megadit generate`: the bundle's own parts are measured; leave it out")
     refuse(
         options.signing != SigningOptions(),
         "--c2pa_certificate signs files, and this command writes none: leave it out",
@@ -150,19 +150,19 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
         len(specs) < fewest_videos,
         f"{len(specs)} videos are too few to calibrate with: give {fewest_videos} or more prompts, or several --seeds",
     )
-    given, places = _given(specs, bundle, settings)
+    conditioning, places = _conditioning_of(specs, bundle, settings)
     network = LPIPS.load(options.lpips_weights) if options.cache_measure == "lpips" else None
     pipeline = TextToVideo.from_pretrained(
         bundle,
         device=options.device,
-        dtype=tell_dtype(options.dtype or DEFAULT_DTYPE, bundle, options.device),
+        dtype=print_dtype(options.dtype or DEFAULT_DTYPE, bundle, options.device),
         compile=options.compile,
     )
 
     def sample(count: int, skipped: Sequence[int]) -> Tensor:
         prompts, seeds = [spec.prompt for spec in specs[:count]], [spec.seed for spec in specs[:count]]
         how = {"batch_size": options.batch_size, "skipped": tuple(skipped)}
-        results = pipeline.stream(prompts, settings, seeds=seeds, given=given[:count], **how)
+        results = pipeline.stream(prompts, settings, seeds=seeds, conditioning=conditioning[:count], **how)
         if network is not None:
             return torch.stack([torch.from_numpy(result.video) for result in results])
         return torch.stack([result.latents_CTHW for result in results])
@@ -173,13 +173,13 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
         settings=settings,
         places=places,
         num_videos=len(specs),
-        num_calls=pipeline.num_denoiser_calls(1, settings, given=given[:1]),
+        num_calls=pipeline.num_denoiser_calls(1, settings, conditioning=conditioning[:1]),
         sample=sample,
         errors=relative_errors if network is None else perceptual_errors(network),
     )
 
 
-def _given(
+def _conditioning_of(
     specs: Sequence[VideoSpec], bundle: Bundle, settings: SamplingSettings
 ) -> tuple[list[Media], tuple[Any, ...]]:
     """Return the conditioning media of each video, and their places, which must be equal for all.
@@ -189,12 +189,12 @@ def _given(
     """
     target = Target.of(settings, bundle.config, bundle.load_tokenizer())
     media = load_media(specs)
-    given = [tuple(media[file] for file in spec.given) for spec in specs]
-    for each in dict.fromkeys(given):
-        check_given(each, bundle.takes, target)
-    places, *others = dict.fromkeys(places_of(each, target) for each in given)
+    conditioning = [tuple(media[file] for file in spec.conditioning) for spec in specs]
+    for each in dict.fromkeys(conditioning):
+        check_conditioning(each, bundle.conditionings, target)
+    places, *others = dict.fromkeys(places_of(each, target) for each in conditioning)
     refuse(others, "a plan needs conditioning in the same places for all videos: give each the same kind of files")
-    return given, places
+    return conditioning, places
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -214,23 +214,23 @@ def _calibrate(argv: list[str]) -> None:
     stored = map(CachePlan.from_dict, trial.bundle.manifest.get("cache", []))
     others = [one.to_dict() for one in stored if _name(one) != _name(plan)]
     update_manifest(trial.bundle.path, cache=[*others, plan.to_dict()])
-    print(f"{_spared(plan)}, largest error {plan.largest_error:.4f}")
+    print(f"{_saved(plan)}, largest error {plan.largest_error:.4f}")
 
 
 def _check(argv: list[str]) -> None:
     trial = open_trial(argv, "check-cache")
     plan = find_plan(bundle_plans(trial.bundle, trial.options.cache_measure), trial.settings, trial.places)
-    exact, spared = (trial.sample(trial.num_videos, skipped) for skipped in ((), plan.skipped))
-    errors = trial.errors(spared, exact)
+    exact, cached = (trial.sample(trial.num_videos, skipped) for skipped in ((), plan.skipped))
+    errors = trial.errors(cached, exact)
     within = int((errors <= trial.settings.cache_budget).sum())
     median, most = errors.double().quantile(torch.tensor([0.5, 0.95], dtype=torch.float64)).tolist()
     print(
-        f"{_spared(plan)}; {within} of {trial.num_videos} videos are within {trial.settings.cache_budget}: "
+        f"{_saved(plan)}; {within} of {trial.num_videos} videos are within {trial.settings.cache_budget}: "
         f"median {median:.4f}, 95th percentile {most:.4f}, largest {errors.max():.4f}"
     )
 
 
-def _spared(plan: CachePlan) -> str:
+def _saved(plan: CachePlan) -> str:
     share = len(plan.skipped) / plan.num_calls
     return f"{len(plan.skipped)} of {plan.num_calls} calls are spared ({share:.0%})"
 

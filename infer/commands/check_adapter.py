@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.sampling.schedules import given_sigmas
+from megadit.infer.sampling.schedules import explicit_sigmas
 from megadit.models.convert.adapters.files import adapter_size, open_adapter, read_adapter
 from megadit.models.diffusion.settings import check_asked
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.weights import config_from_dict
 
@@ -34,7 +34,7 @@ def problem_of(
 
     An adapter that does not say to which weights it belongs is one of any. `base` has the fingerprints of one network
     or of two. `slots` are the room that the network was
-    exported with (`AdapterSlots`), `max_rank` the highest rank that the service takes.
+    exported with (`AdapterInputs`), `max_rank` the highest rank that the service takes.
     """
     try:
         opened = open_adapter(path)
@@ -45,10 +45,10 @@ def problem_of(
         if opened.base is not None and opened.base not in base.split():
             return f"the adapter was trained with other weights ({opened.base}) than this service's ({base})"
         if sigmas := check_asked(opened.defaults, "the file asks for settings: ").get("sigmas"):
-            given_sigmas(sigmas)
+            explicit_sigmas(sigmas)
         adapter = read_adapter(path, config_from_dict(network))
         if slots is not None:
-            AdapterSlots.from_dict(slots, adapter.config).check(adapter.to_state()[0])
+            AdapterInputs.from_dict(slots, adapter.config).check(adapter.to_state()[0])
     except UserError as error:
         return " ".join(str(error).replace(str(path), "the file").split())
     return None

@@ -58,7 +58,7 @@ def _run(argv: list[str]) -> None:
     )
     matcher = Matcher(open_any_bundle(options.bundle), runtime=options.runtime, device=find_device(options.device))
     paths = list(picture_files([options.picture]))
-    own = [] if options.texts else [_text_beside(path) for path in paths]
+    own = [] if options.texts else [_text_of(path) for path in paths]
     texts = list(options.texts or dict.fromkeys(own))
     batches = batches_of_pictures(paths, options.batch_size, matcher.most)
     pictures_NE = torch.cat([matcher.pictures(clips) for clips in batches])
@@ -85,19 +85,19 @@ def _recall(similarity_NJ: Tensor, own: Sequence[str], texts: Sequence[str]) -> 
     return found
 
 
-def _text_beside(path: Path) -> str:
+def _text_of(path: Path) -> str:
     """The text of a picture, in a file of its name.
 
     Raises:
         UserError: if there is none.
     """
-    beside = path.with_suffix(".txt")
+    text_file = path.with_suffix(".txt")
     try:
-        if beside.stat().st_size <= MOST_TEXT:
-            return beside.read_text(encoding="utf-8").strip()
+        if text_file.stat().st_size <= MOST_TEXT:
+            return text_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         pass
-    raise UserError(f"{beside} holds no text of {path.name}: give texts, or one beside each picture")
+    raise UserError(f"{text_file} holds no text of {path.name}: give texts, or one beside each picture")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`megadit tune-sampler`: the fewest function evaluations that make videos as good as a model's best ones.
 
-    megadit tune-sampler BUNDLE --real data/clips --extractors judge.safetensors --out runs/tuned
+    megadit tune-sampler BUNDLE --real data/clips --extractors classifier.safetensors --out runs/tuned
 
 Solvers, short lists of noise levels and guidance scales (with --noise_scale also scales of the initial noise) are tried
 on a part of the prompts; the best of each number of evaluations are compared on all of them, with the same prompts and
@@ -16,17 +16,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
+from megadit.infer.evaluate.evaluation import Candidate, Evaluation, MetricValue
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.features import FeatureStore
 from megadit.infer.evaluate.generated import BundleMaker, Request, made_videos, make_videos
-from megadit.infer.evaluate.metrics.scorer import JudgeScorer
+from megadit.infer.evaluate.metrics.scorer import ProgramScorer
 from megadit.infer.evaluate.metrics.table import ADHERENCE, METRICS
 from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.evaluate.window import window_of
 from megadit.infer.generate.options import DEFAULT_DTYPE, refuse
 from megadit.infer.pipeline.checkpoints import open_bundle
-from megadit.infer.runtimes.chosen_dtype import tell_dtype
+from megadit.infer.runtimes.chosen_dtype import print_dtype
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.sampling.resolve import resolve_settings
@@ -43,7 +43,7 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
 
 SOLVERS: tuple[dict[str, Any], ...] = (
-    {"sampler": "restart"},
+    {"sampler": "consistency"},
     {"sampler": "dpmpp_2m"},
     {"sampler": "euler", "eta": 1.0},
 )
@@ -76,10 +76,10 @@ class TuneOptions:
     metrics: Sequence[str] = setting(
         (), f"metrics that must not get worse (default: {' '.join(METRICS_OF_TUNING)})", metavar="NAME"
     )
-    judge_dir: Path | None = setting(
-        None, "folder of a scorer of yours (judge.py), none of whose scores may get worse", metavar="DIR"
+    scorer_dir: Path | None = setting(
+        None, "folder of a scorer of yours (scorer.py), none of whose scores may get worse", metavar="DIR"
     )
-    evaluations: Sequence[int] = setting(
+    function_evaluations: Sequence[int] = setting(
         (4, 6, 8),
         "numbers of network calls for a video, to try each; guidance takes two calls a step (default: {default})",
     )
@@ -105,20 +105,20 @@ class TuneOptions:
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "most used": ("real", "out", "evaluations", "budget", "count", "dry_run"),
-    "what is compared": ("prompts", "extractors", "metrics", "judge_dir"),
+    "most used": ("real", "out", "function_evaluations", "budget", "count", "dry_run"),
+    "what is compared": ("prompts", "extractors", "metrics", "scorer_dir"),
     "what is tried": ("guidance", "noise_scale"),
     "machine": ("device", "dtype"),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Variant:
     """One way to sample, with what it costs and what its videos are like."""
 
     settings: SamplingSettings
-    evaluations: int
-    figures: tuple[Figure, ...] = ()
+    function_evaluations: int
+    metric_values: tuple[MetricValue, ...] = ()
 
     @property
     def text(self) -> str:
@@ -126,7 +126,7 @@ class Way:
         how = f"{made.sampler}{' with eta 1' if made.eta else ''}"
         levels = ", ".join(f"{level:.3g}" for level in settings_sigmas(made).tolist()[:-1][:10])
         noise = "" if made.noise_scale == 1 else f", {made.noise_scale:g} of the noise"
-        return f"{self.evaluations} evaluations: {how}, guidance {made.guidance:g}, sigma {levels}{noise}"
+        return f"{self.function_evaluations} evaluations: {how}, guidance {made.guidance:g}, sigma {levels}{noise}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,72 +138,86 @@ class Tuner:
     evaluation: Evaluation
     prompts: Sequence[str]
 
-    def measured(self, ways: Sequence[Way], prompts: Sequence[str], *, told: bool = True) -> list[Way]:
+    def measured(
+        self, variants: Sequence[Variant], prompts: Sequence[str], *, shows_progress: bool = True
+    ) -> list[Variant]:
         """Return the ways with the metrics of their videos of `prompts`."""
         candidates = []
-        for number, way in enumerate(ways, 1):
-            if told:
-                print(f"{number}/{len(ways)} {way.text}", flush=True)
-            request = Request(maker=self.maker, prompts=prompts, settings=way.settings)
-            make_videos(self.folder / "videos", request, ALONE, told=told)
-            videos = made_videos(self.folder / "videos", request, way.text)
-            candidates.append(Candidate(model=way.text, guidance=None, videos=videos))
+        for number, variant in enumerate(variants, 1):
+            if shows_progress:
+                print(f"{number}/{len(variants)} {variant.text}", flush=True)
+            request = Request(maker=self.maker, prompts=prompts, settings=variant.settings)
+            make_videos(self.folder / "videos", request, ALONE, shows_progress=shows_progress)
+            videos = made_videos(self.folder / "videos", request, variant.text)
+            candidates.append(Candidate(model=variant.text, guidance=None, videos=videos))
         of = replace(self.evaluation, metrics=self.evaluation.possible(len(prompts)))
-        of.look(candidates, ALONE, told=told)
-        figures = of.figures(candidates, told=told)
+        of.compute_features(candidates, ALONE, shows_progress=shows_progress)
+        metric_values = of.metric_values(candidates, shows_progress=shows_progress)
         return [
-            replace(way, figures=tuple(figure for figure in figures if figure.candidate is candidate))
-            for way, candidate in zip(ways, candidates, strict=True)
+            replace(
+                variant,
+                metric_values=tuple(
+                    metric_value for metric_value in metric_values if metric_value.candidate is candidate
+                ),
+            )
+            for variant, candidate in zip(variants, candidates, strict=True)
         ]
 
     def tune(
         self,
-        evaluations: Sequence[int],
+        function_evaluations: Sequence[int],
         budget: float,
         scales: Sequence[float] = (),
         noise_scales: Sequence[float] = (),
-    ) -> tuple[list[Way], Way]:
+    ) -> tuple[list[Variant], Variant]:
         """All ways that were compared on all prompts, the model's own first, and the cheapest that is good enough;
-        what is tried: `ways_to_sample`."""
+        what is tried: `candidates_of`."""
         part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
         if self.evaluation.extractors and not self.evaluation.possible(len(part)):
             part = self.prompts  # a Fréchet distance wants more videos than its features have dimensions
         defaults = self.maker.defaults
-        own = Way(settings=defaults, evaluations=num_evaluations(defaults, self.maker.bundle.config))
-        tried = self.measured([own, *ways_to_sample(self.maker.bundle, evaluations, scales, noise_scales)], part)
+        own = Variant(
+            settings=defaults, function_evaluations=num_function_evaluations(defaults, self.maker.bundle.config)
+        )
+        tried = self.measured(
+            [own, *candidates_of(self.maker.bundle, function_evaluations, scales, noise_scales)], part
+        )
         finalists = [own]
-        for cost in sorted(set(evaluations)):
-            able = [way for way in tried[1:] if way.evaluations == cost]
-            finalists += sorted(able, key=lambda way: shortfall(way, tried))[:FINALISTS]
-        final = self.measured([replace(way, figures=()) for way in finalists], self.prompts)
+        for cost in sorted(set(function_evaluations)):
+            able = [variant for variant in tried[1:] if variant.function_evaluations == cost]
+            finalists += sorted(able, key=lambda variant: shortfall(variant, tried))[:FINALISTS]
+        final = self.measured([replace(variant, metric_values=()) for variant in finalists], self.prompts)
         best = {name: best_of(final, name) for name in names_of(final)}
-        good = [way for way in final if all(is_good_enough(way, best[name], name, budget) for name in best)]
-        chosen = min(good or final[:1], key=lambda way: (way.evaluations, shortfall(way, final)))
+        good = [variant for variant in final if all(is_good_enough(variant, best[name], name, budget) for name in best)]
+        chosen = min(good or final[:1], key=lambda variant: (variant.function_evaluations, shortfall(variant, final)))
         return final, chosen
 
 
-def ways_to_sample(
-    bundle: Bundle, evaluations: Sequence[int], scales: Sequence[float] = (), noise_scales: Sequence[float] = ()
-) -> Iterator[Way]:
+def candidates_of(
+    bundle: Bundle,
+    function_evaluations: Sequence[int],
+    scales: Sequence[float] = (),
+    noise_scales: Sequence[float] = (),
+) -> Iterator[Variant]:
     """Solvers, levels and scales whose videos take one of these numbers of evaluations; `scales` of guidance are some
     around the model's own if there are none, of the noise its own alone."""
     own, unit = bundle.defaults, bundle.config.sigma_data
     highest = highest_sigma(own)
-    for cost in sorted(set(evaluations)):
-        for guidance in scales or _scales(own.guidance, bundle.config.guidance_range):
-            num_steps = cost if guidance == 1 or bundle.config.guidance_range else cost // 2
+    for cost in sorted(set(function_evaluations)):
+        for guidance in scales or _scales(own.guidance, bundle.config.shows_progress):
+            num_steps = cost if guidance == 1 or bundle.config.shows_progress else cost // 2
             if not num_steps:
                 continue
             for sigmas, solver in product(_levels(num_steps, highest, unit), _solvers(num_steps, noise_scales)):
                 levels = {"sigmas": sigmas, "num_steps": num_steps, "shift": 1.0}
                 settings = resolve_settings(own, **{"churn": 0.0, "eta": 0.0, "guidance": guidance} | levels | solver)
-                if num_evaluations(settings, bundle.config) == cost:
-                    yield Way(settings=settings, evaluations=cost)
+                if num_function_evaluations(settings, bundle.config) == cost:
+                    yield Variant(settings=settings, function_evaluations=cost)
 
 
-def _scales(own: float, told: tuple[float, float] | None) -> list[float]:
+def _scales(own: float, shows_progress: tuple[float, float] | None) -> list[float]:
     """Guidance scales to try: none, and some around the model's own; a guidance-distilled network has a range."""
-    low, high = told or (1.0, math.inf)
+    low, high = shows_progress or (1.0, math.inf)
     return sorted({low, *(min(max(low, own * scale), high) for scale in SCALES)})
 
 
@@ -227,80 +241,84 @@ def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ..
     return found
 
 
-def num_evaluations(settings: SamplingSettings, config: NetworkConfig) -> int:
+def num_function_evaluations(settings: SamplingSettings, config: NetworkConfig) -> int:
     """Function evaluations of a video: guidance takes two a step, or one if the network is guidance-distilled."""
-    is_guided = settings.guidance != 1 and config.guidance_range is None
-    halves = 1 + is_guided + bool(settings.second_prompt)
-    return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * halves
+    is_guided = settings.guidance != 1 and config.shows_progress is None
+    passes = 1 + is_guided + bool(settings.second_prompt)
+    return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * passes
 
 
-def names_of(ways: Sequence[Way]) -> list[tuple[str, str]]:
+def names_of(variants: Sequence[Variant]) -> list[tuple[str, str]]:
     """(metric, extractor) of the metrics that all ways have."""
-    return [(figure.metric, figure.of) for figure in ways[0].figures]
+    return [(metric_value.metric, metric_value.of) for metric_value in variants[0].metric_values]
 
 
-def figure_of(way: Way, name: tuple[str, str]) -> Figure:
-    return next(figure for figure in way.figures if (figure.metric, figure.of) == name)
+def value_of(variant: Variant, name: tuple[str, str]) -> MetricValue:
+    return next(
+        metric_value for metric_value in variant.metric_values if (metric_value.metric, metric_value.of) == name
+    )
 
 
-def best_of(ways: Sequence[Way], name: tuple[str, str]) -> Figure:
+def best_of(variants: Sequence[Variant], name: tuple[str, str]) -> MetricValue:
     """Best value of this metric among all ways."""
-    figures = [figure_of(way, name) for way in ways]
-    return min(figures, key=lambda figure: _lost(figure, figure.estimate.value, 0.0))
+    metric_values = [value_of(variant, name) for variant in variants]
+    return min(metric_values, key=lambda metric_value: _lost(metric_value, metric_value.estimate.value, 0.0))
 
 
-def _lost(figure: Figure, value: float, best: float) -> float:
+def _lost(metric_value: MetricValue, value: float, best: float) -> float:
     """How much worse a value of this metric is than another."""
-    return best - value if figure.better == "higher" else value - best
+    return best - value if metric_value.better == "higher" else value - best
 
 
-def is_good_enough(way: Way, best: Figure, name: tuple[str, str], budget: float) -> bool:
+def is_good_enough(variant: Variant, best: MetricValue, name: tuple[str, str], budget: float) -> bool:
     """Whether it loses no more than the share `budget` of the best value, or nothing that its interval would show."""
-    figure = figure_of(way, name)
-    lost = _lost(figure, figure.estimate.value, best.estimate.value)
-    return lost <= budget * abs(best.estimate.value) or lost <= (figure.estimate - best.estimate).error
+    metric_value = value_of(variant, name)
+    lost = _lost(metric_value, metric_value.estimate.value, best.estimate.value)
+    return lost <= budget * abs(best.estimate.value) or lost <= (metric_value.estimate - best.estimate).error
 
 
-def shortfall(way: Way, among: Sequence[Way]) -> float:
+def shortfall(variant: Variant, among: Sequence[Variant]) -> float:
     """How far it falls behind the best of all in its worst metric, in standard errors."""
     behind = []
     for name in names_of(among):
-        figure, best = figure_of(way, name), best_of(among, name)
-        error = max(figure.estimate.error, 1e-9)
-        behind.append(_lost(figure, figure.estimate.value, best.estimate.value) / error)
+        metric_value, best = value_of(variant, name), best_of(among, name)
+        error = max(metric_value.estimate.error, 1e-9)
+        behind.append(_lost(metric_value, metric_value.estimate.value, best.estimate.value) / error)
     return max(behind) if all(map(math.isfinite, behind)) else math.inf
 
 
-def report(final: Sequence[Way], chosen: Way) -> dict[str, Any]:
+def report(final: Sequence[Variant], chosen: Variant) -> dict[str, Any]:
     """Return the comparison as plain values."""
     return {
         "chosen": asdict(chosen.settings),
         "ways": [
             {
-                "text": way.text,
-                "evaluations": way.evaluations,
-                "is_chosen": way is chosen,
+                "text": variant.text,
+                "function_evaluations": variant.function_evaluations,
+                "is_chosen": variant is chosen,
                 "figures": {
-                    f"{figure.metric} by {figure.of}": {
-                        "value": figure.estimate.value,
-                        "interval": list(figure.estimate.interval),
-                        "protocol": figure.protocol,
+                    f"{metric_value.metric} by {metric_value.of}": {
+                        "value": metric_value.estimate.value,
+                        "interval": list(metric_value.estimate.interval),
+                        "protocol": metric_value.protocol,
                     }
-                    for figure in way.figures
+                    for metric_value in variant.metric_values
                 },
-                "settings": asdict(way.settings),
+                "settings": asdict(variant.settings),
             }
-            for way in final
+            for variant in final
         ],
     }
 
 
-def table(final: Sequence[Way], chosen: Way) -> str:
+def table(final: Sequence[Variant], chosen: Variant) -> str:
     """Metrics of all ways that were compared as a table, the chosen one marked."""
     lines = []
-    for way in final:
-        values = "  ".join(f"{figure.metric} {figure.estimate.value:.4g}" for figure in way.figures)
-        lines.append(f"{'->' if way is chosen else '  '} {values}  {way.text}")
+    for variant in final:
+        values = "  ".join(
+            f"{metric_value.metric} {metric_value.estimate.value:.4g}" for metric_value in variant.metric_values
+        )
+        lines.append(f"{'->' if variant is chosen else '  '} {values}  {variant.text}")
     return "\n".join(lines)
 
 
@@ -322,27 +340,31 @@ def _run(argv: list[str]) -> None:
         TuneOptions,
         argv,
         groups=GROUPS,
-        examples=("megadit tune-sampler runs/demo/bundle --real runs/demo/dataset --out tuned --evaluations 6 8",),
+        examples=(
+            "megadit tune-sampler runs/demo/bundle --real runs/demo/dataset --out tuned --function_evaluations 6 8",
+        ),
         prog="megadit tune-sampler",
         description="Finds the fewest evaluations that make videos as good as a model's best, and keeps them in it.",
     )
     tuner = _tuner(options)
-    final, chosen = tuner.tune(options.evaluations, options.budget, options.guidance, options.noise_scale)
+    final, chosen = tuner.tune(options.function_evaluations, options.budget, options.guidance, options.noise_scale)
     write_json(options.out / "tuned.json", report(final, chosen))
     print(table(final, chosen))
-    before, own = final[0].evaluations, final[0].settings.guidance
+    before, own = final[0].function_evaluations, final[0].settings.guidance
     if chosen is final[0]:
         print(f"nothing with fewer than its {before} evaluations is as good: {options.model} stays as it is")
     elif options.dry_run:
         print(f"best: {chosen.text}, in place of {before}; {options.model} stays as it is (--dry_run)")
     else:
         write_defaults(tuner.maker.bundle, chosen.settings)
-        print(f"{options.model} now takes {chosen.evaluations} evaluations in place of {before}; export it anew")
-    if chosen.settings.guidance < own and ADHERENCE not in options.metrics and options.judge_dir is None:
+        print(
+            f"{options.model} now takes {chosen.function_evaluations} evaluations in place of {before}; export it anew"
+        )
+    if chosen.settings.guidance < own and ADHERENCE not in options.metrics and options.scorer_dir is None:
         print(
             f"note: guidance {chosen.settings.guidance:g} in place of {own:g}; distances from real videos do not see "
             f"whether prompts are obeyed: --guidance {own:g} keeps it, --metrics {ADHERENCE} measures it, by CLIP, and "
-            "--judge_dir by a program of yours"
+            "--scorer_dir by a program of yours"
         )
     if chosen.settings.noise_scale < final[0].settings.noise_scale:
         print(
@@ -357,15 +379,15 @@ def _tuner(options: TuneOptions) -> Tuner:
     for name in options.metrics:
         choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")
     refuse(
-        not options.extractors and (options.metrics or options.judge_dir is None),
-        "no metric compares the videos: give --extractors, or --judge_dir and no --metrics, or both",
+        not options.extractors and (options.metrics or options.scorer_dir is None),
+        "no metric compares the videos: give --extractors, or --scorer_dir and no --metrics, or both",
     )
     refuse(
-        any(cost < 1 for cost in options.evaluations),
-        f"--evaluations {' '.join(map(str, options.evaluations))}: each must be 1 or more",
+        any(cost < 1 for cost in options.function_evaluations),
+        f"--function_evaluations {' '.join(map(str, options.function_evaluations))}: each must be 1 or more",
     )
     for scale in options.guidance:
-        check_guidance(replace(bundle.defaults, guidance=scale), bundle.config.guidance_range)
+        check_guidance(replace(bundle.defaults, guidance=scale), bundle.config.shows_progress)
     device = find_device(options.device)
     extractors = [each for path in options.extractors for each in open_extractors(path, device)]
     real = open_videos(options.real, options.count)
@@ -375,7 +397,7 @@ def _tuner(options: TuneOptions) -> Tuner:
         store=store,
         real=real,
         extractors=extractors,
-        scorers=() if options.judge_dir is None else [JudgeScorer.open(options.judge_dir)],
+        scorers=() if options.scorer_dir is None else [ProgramScorer.open(options.scorer_dir)],
         metrics=tuple(options.metrics) or (METRICS_OF_TUNING if extractors else ()),
     )
     evaluation.check(len(prompts))
@@ -387,7 +409,7 @@ def _tuner(options: TuneOptions) -> Tuner:
         )
     return Tuner(
         folder=options.out,
-        maker=BundleMaker(bundle, device=str(device), dtype=tell_dtype(options.dtype, bundle, device)),
+        maker=BundleMaker(bundle, device=str(device), dtype=print_dtype(options.dtype, bundle, device)),
         evaluation=evaluation,
         prompts=prompts,
     )

@@ -16,9 +16,9 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from megadit.infer.conditioning.items import (
-    REMAKE,
-    USES,
-    GivenVideo,
+    KINDS,
+    VIDEO_TO_VIDEO,
+    ConditioningItem,
     Media,
     Target,
     lengthened,
@@ -30,102 +30,106 @@ from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.noise import Stream, latent_noise
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.host_to_device import sent_together
-from megadit.models.networks.conditioning import Given, on_host
+from megadit.models.networks.conditioning import CleanLatents, on_host
 from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class EncodedConditioning:
     """Conditioning of the videos of a batch, in the same places in all."""
 
     latents_BCTHW: Tensor
     """Clean latents, float32; zeros where nothing is known."""
-    is_kept_THW: Tensor
+    is_fixed_THW: Tensor
     """Mask of the latents that stay as they are, bool."""
-    given: Given | None = None
+    clean: CleanLatents | None = None
     """Conditioning that the network sees; None if it was not trained with it."""
     image_BIE: Tensor | None = None
     """Features of the conditioning images, where the network reads them."""
 
     def initial_state(self, sigma: float, noise_BCTHW: Tensor, noise_scale: float = 1.0) -> Tensor:
         """Initial state x = known latents + sigma noise, float64 BCTHW; the scale applies where nothing is kept."""
-        noise_BCTHW = torch.where(self.is_kept_THW, noise_BCTHW, noise_scale * noise_BCTHW)
+        noise_BCTHW = torch.where(self.is_fixed_THW, noise_BCTHW, noise_scale * noise_BCTHW)
         return self.latents_BCTHW.double() + sigma * noise_BCTHW.double()
 
     def seen(self, config: NetworkConfig, key_B: Tensor) -> dict[str, Any]:
         """Return the network's conditioning inputs for videos of these keys, with noise where it was trained so."""
-        given = self.given
-        if given is not None and config.given.is_noised:
-            clean_BCTHW = given.latents_BCTHW
-            noise_BCTHW = latent_noise(key_B, tuple(clean_BCTHW.shape[1:]), stream=Stream.GIVEN_NOISE)
-            given = replace(given, latents_BCTHW=clean_BCTHW + config.given_noise * noise_BCTHW)
-        return {"given": given, "image_BIE": self.image_BIE}
+        clean = self.clean
+        if clean is not None and config.conditioning.is_noised:
+            clean_BCTHW = clean.latents_BCTHW
+            noise_BCTHW = latent_noise(key_B, tuple(clean_BCTHW.shape[1:]), stream=Stream.CONDITIONING_NOISE)
+            clean = replace(clean, latents_BCTHW=clean_BCTHW + config.conditioning_noise * noise_BCTHW)
+        return {"conditioning": clean, "image_BIE": self.image_BIE}
 
     def replaces(self, denoise: Denoise) -> Denoise:
         """Wrap a denoiser: where latents are kept, it returns these.
 
         With D = x0 there, every solver keeps it on x = x0 + sigma noise: what training saw of such videos.
         """
-        if not on_host(self.is_kept_THW).any():
+        if not on_host(self.is_fixed_THW).any():
             return denoise
-        return lambda x, sigma_B: torch.where(self.is_kept_THW, self.latents_BCTHW, denoise(x, sigma_B))
+        return lambda x, sigma_B: torch.where(self.is_fixed_THW, self.latents_BCTHW, denoise(x, sigma_B))
 
 
-def encode_batch(all_media: Sequence[Media], encode: Callable[[Media], Known | None]) -> Known | None:
+def encode_batch(
+    all_media: Sequence[Media], encode: Callable[[Media], EncodedConditioning | None]
+) -> EncodedConditioning | None:
     """Concatenate the conditioning of videos of one structure; `encode` runs once for equal media."""
     found = {media: encode(media) for media in dict.fromkeys(all_media)}
-    known = [found[media] for media in all_media]
-    if known[0] is None:
+    encoded = [found[media] for media in all_media]
+    if encoded[0] is None:
         return None
     return replace(
-        known[0],
-        latents_BCTHW=torch.cat([each.latents_BCTHW for each in known]),
-        given=Given.concatenate([each.given for each in known]),
-        image_BIE=None if known[0].image_BIE is None else torch.cat([each.image_BIE for each in known]),
+        encoded[0],
+        latents_BCTHW=torch.cat([each.latents_BCTHW for each in encoded]),
+        clean=CleanLatents.concatenate([each.clean for each in encoded]),
+        image_BIE=None if encoded[0].image_BIE is None else torch.cat([each.image_BIE for each in encoded]),
     )
 
 
-def encode_given(
-    media: Sequence[GivenVideo],
-    takes: Collection[str],
+def encode_conditioning(
+    media: Sequence[ConditioningItem],
+    conditionings: Collection[str],
     target: Target,
     device: torch.device,
     image_encoder: ImageEncoder | None = None,
-) -> Known | None:
-    """Encode the media of one video, which passed `check_given`; None where there are none.
+) -> EncodedConditioning | None:
+    """Encode the media of one video, which passed `check_conditioning`; None where there are none.
 
     `image_encoder` gives the features of given images to a network that reads them.
     """
     if not media:
         return None
     if not target.form.is_among:
-        return Known(
+        return EncodedConditioning(
             latents_BCTHW=torch.zeros(1, *target.shape, device=device),
-            is_kept_THW=_nothing(target, device),
-            given=_beside(media, target, device),
+            is_fixed_THW=_nothing(target, device),
+            clean=_as_channels(media, target, device),
             image_BIE=None if image_encoder is None else _features(media, image_encoder),
         )
     latents_1CTHW = torch.zeros(1, *target.shape, device=device)
-    is_kept_THW = _nothing(target, device)
+    is_fixed_THW = _nothing(target, device)
     is_seen, extra, times = True, [], []
     for medium in media:
-        source = USES[medium.use](medium, target)
+        source = KINDS[medium.kind](medium, target)
         found = _encode(source.frames_THWC, target.settings, target.tokenizer, device)[:, :, source.skipped :]
-        is_seen &= source.first is None or trained_as(medium.use, medium.frame) in takes
+        is_seen &= source.first is None or trained_as(medium.kind, medium.frame) in conditionings
         if source.first is None:
             extra.append(found)
             times += source.times
             continue
         place = slice(source.first, source.first + found.shape[2])
-        where = _kept(medium, target, device)[place]
-        latents_1CTHW[:, :, place] = torch.where(where | (medium.use == REMAKE), found, latents_1CTHW[:, :, place])
-        is_kept_THW[place] |= where
+        where = _fixed_mask(medium, target, device)[place]
+        latents_1CTHW[:, :, place] = torch.where(
+            where | (medium.kind == VIDEO_TO_VIDEO), found, latents_1CTHW[:, :, place]
+        )
+        is_fixed_THW[place] |= where
     if strength_of(media) is not None or not is_seen:
-        return Known(latents_1CTHW, is_kept_THW)
-    is_given_THW = torch.cat([is_kept_THW, *(torch.ones_like(part[0, 0], dtype=torch.bool) for part in extra)])
-    given = Given(torch.cat([latents_1CTHW, *extra], dim=2), is_given_THW, tuple(times))
-    return Known(latents_1CTHW, is_kept_THW, given)
+        return EncodedConditioning(latents_1CTHW, is_fixed_THW)
+    is_clean_THW = torch.cat([is_fixed_THW, *(torch.ones_like(part[0, 0], dtype=torch.bool) for part in extra)])
+    clean = CleanLatents(torch.cat([latents_1CTHW, *extra], dim=2), is_clean_THW, tuple(times))
+    return EncodedConditioning(latents_1CTHW, is_fixed_THW, clean)
 
 
 def _nothing(target: Target, device: torch.device) -> Tensor:
@@ -133,28 +137,28 @@ def _nothing(target: Target, device: torch.device) -> Tensor:
     return torch.zeros(target.shape[1:], dtype=torch.bool, device=device)
 
 
-def _features(media: Sequence[GivenVideo], image_encoder: ImageEncoder) -> Tensor:
+def _features(media: Sequence[ConditioningItem], image_encoder: ImageEncoder) -> Tensor:
     """float32 [1, I, E]: of each given image in the order of time, one after another."""
-    in_order = sorted(media, key=lambda medium: medium.use != "first_frame")
+    in_order = sorted(media, key=lambda medium: medium.kind != "first_frame")
     return torch.cat([image_encoder.encode(medium.frames[0]) for medium in in_order], dim=1)
 
 
-def _beside(media: Sequence[GivenVideo], target: Target, device: torch.device) -> Given:
+def _as_channels(media: Sequence[ConditioningItem], target: Target, device: torch.device) -> CleanLatents:
     """Return the conditioning in extra channels: latents of a video that is grey where nothing is given, and marks."""
     video_1cTHW = torch.zeros(1, 3, target.covering, target.settings.height, target.settings.width, device=device)
-    is_given_T = torch.zeros(target.covering, dtype=torch.bool, device=device)
+    is_clean_T = torch.zeros(target.covering, dtype=torch.bool, device=device)
     compression = target.tokenizer.temporal_compression
     for medium in media:
-        source = USES[medium.use](medium, target)
+        source = KINDS[medium.kind](medium, target)
         first = source.first if source.first is not None else round(source.times[0] * compression)
         place = slice(first, first + len(source.frames_THWC))
         video_1cTHW[:, :, place] = _pixels(source.frames_THWC, target.settings, device)
-        is_given_T[place] = True
+        is_clean_T[place] = True
     latents_1CTHW = target.tokenizer.encode(video_1cTHW).float()
     # the first latent stands for one frame, as often as the others for theirs
-    marks_T = torch.cat([is_given_T[:1].expand(compression - 1), is_given_T])
+    marks_T = torch.cat([is_clean_T[:1].expand(compression - 1), is_clean_T])
     marks_MTHW = rearrange(marks_T, "(T M) -> M T 1 1", M=compression).expand(-1, -1, *target.shape[2:])
-    return Given(latents_1CTHW, marks_MTHW.any(0), marks_MTHW=marks_MTHW)
+    return CleanLatents(latents_1CTHW, marks_MTHW.any(0), marks_MTHW=marks_MTHW)
 
 
 def _encode(
@@ -178,11 +182,11 @@ def _sent(array: np.ndarray, device: torch.device) -> Tensor:
     return sent_together([torch.from_numpy(np.ascontiguousarray(array))], device)[0]
 
 
-def _kept(medium: GivenVideo, target: Target, device: torch.device) -> Tensor:
+def _fixed_mask(medium: ConditioningItem, target: Target, device: torch.device) -> Tensor:
     """bool THW: the latents that stay as they are, if the medium is placed there."""
     T, H, W = target.shape[1:]
-    if medium.use != "inpaint":
-        return torch.full((T, H, W), medium.use != REMAKE, device=device)
+    if medium.kind != "inpaint":
+        return torch.full((T, H, W), medium.kind != VIDEO_TO_VIDEO, device=device)
     mask_THW = np.broadcast_to(medium.mask, (len(medium.frames), *medium.mask.shape[1:]))
     mask_THW = lengthened(mask_THW, target.num_frames, target.covering)
     size = (target.settings.height, target.settings.width)

@@ -14,18 +14,18 @@ import numpy as np
 from torch import Tensor
 
 from megadit.infer.sampling.resolve import latent_size
-from megadit.models.configs.conditioning_modes import GivenForm
+from megadit.models.configs.conditioning_modes import ConditioningMode
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.tokenizers import VideoTokenizer
 
-REMAKE = "remake"
+VIDEO_TO_VIDEO = "remake"
 """Video-to-video: noise is added to a whole video, from which the last steps are done again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GivenVideo:
+class ConditioningItem:
     """Conditioning medium: a video or image, and its use in the generated one; resized where the size differs.
 
     Raises:
@@ -34,8 +34,8 @@ class GivenVideo:
 
     frames: np.ndarray
     """uint8 THWC."""
-    use: str = ""
-    """One of `USES`; "" where `strength` or `keep_frames` says it."""
+    kind: str = ""
+    """One of `KINDS`; "" where `strength` or `keep_frames` says it."""
     strength: float | None = None
     """Strength of video-to-video: the share of the steps that is done again, from this video with that much noise."""
     keep_frames: int | None = None
@@ -49,14 +49,14 @@ class GivenVideo:
     def __post_init__(self) -> None:
         if self.frames.dtype != np.uint8 or self.frames.ndim != 4 or self.frames.shape[-1] != 3:
             raise UserError(f"frames must be uint8 [T, H, W, 3], got {self.frames.dtype} {list(self.frames.shape)}")
-        if not self.use:
+        if not self.kind:
             if (self.strength is None) == (self.keep_frames is None):
                 raise UserError("a conditioning video without a use needs one of strength and keep_frames")
-            object.__setattr__(self, "use", "prefix" if self.strength is None else REMAKE)
-        choose_one(self.use, USES, f"conditioning {self.use!r} is unknown")
-        for use, name in ((REMAKE, "strength"), ("keyframe", "frame"), ("inpaint", "mask")):
-            if (self.use == use) != (getattr(self, name) is not None):
-                raise UserError(f"{name} goes with use={use} alone, got use={self.use}")
+            object.__setattr__(self, "kind", "prefix" if self.strength is None else VIDEO_TO_VIDEO)
+        choose_one(self.kind, KINDS, f"conditioning {self.kind!r} is unknown")
+        for kind, name in ((VIDEO_TO_VIDEO, "strength"), ("keyframe", "frame"), ("inpaint", "mask")):
+            if (self.kind == kind) != (getattr(self, name) is not None):
+                raise UserError(f"{name} goes with use={kind} alone, got use={self.kind}")
         if self.strength is not None and not 0 < self.strength <= 1:
             raise UserError(f"strength={self.strength} must be greater than 0 and at most 1")
         if self.keep_frames is not None and self.keep_frames < 1:
@@ -65,7 +65,7 @@ class GivenVideo:
             raise UserError(f"a mask must be bool [T, H, W], got {self.mask.dtype} {list(self.mask.shape)}")
 
 
-def remaining_sigmas(sigmas: Tensor, all_media: Iterable[Sequence[GivenVideo]]) -> Tensor:
+def remaining_sigmas(sigmas: Tensor, all_media: Iterable[Sequence[ConditioningItem]]) -> Tensor:
     """The last levels of a schedule [steps + 1]: the share `strength` of its steps, and at least one.
 
     Raises:
@@ -78,12 +78,12 @@ def remaining_sigmas(sigmas: Tensor, all_media: Iterable[Sequence[GivenVideo]]) 
     return sigmas[num_steps - max(1, round(strength * num_steps)) :]
 
 
-def strength_of(media: Iterable[GivenVideo]) -> float | None:
+def strength_of(media: Iterable[ConditioningItem]) -> float | None:
     """Strength of video-to-video; None where no medium is for it."""
-    return next((medium.strength for medium in media if medium.use == REMAKE), None)
+    return next((medium.strength for medium in media if medium.kind == VIDEO_TO_VIDEO), None)
 
 
-def common_strength(all_media: Iterable[Sequence[GivenVideo]]) -> float | None:
+def common_strength(all_media: Iterable[Sequence[ConditioningItem]]) -> float | None:
     """The strength of videos that share their noise levels.
 
     Raises:
@@ -98,7 +98,7 @@ def common_strength(all_media: Iterable[Sequence[GivenVideo]]) -> float | None:
 # ------------------------------------------------------------------------------------------------------------- uses
 
 
-FRAMES_BESIDE = {"first_frame": "--image", "last_frame": "--last_image"}
+CHANNEL_FRAMES = {"first_frame": "--image", "last_frame": "--last_image"}
 """Conditionings in extra channels, without which such networks (Wan's) make no video -> flags of `megadit generate`."""
 
 
@@ -111,13 +111,13 @@ class Target(NamedTuple):
     shape: tuple[int, int, int, int]
     """Shape of its latents, (C, T, H, W)."""
     tokenizer: VideoTokenizer
-    form: GivenForm
+    form: ConditioningMode
     """Mode in which the network is conditioned."""
 
     @classmethod
     def of(cls, settings: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer) -> "Target":
         """Raises UserError for a size that cannot be made; see `latent_size`."""
-        return cls(settings, *latent_size(settings, config, tokenizer), tokenizer, config.given)
+        return cls(settings, *latent_size(settings, config, tokenizer), tokenizer, config.conditioning)
 
     @property
     def num_frames(self) -> int:
@@ -143,12 +143,12 @@ class Source(NamedTuple):
     """Latent frames that are dropped at their beginning."""
 
 
-def _first_frame(medium: GivenVideo, target: Target) -> Source:
+def _first_frame(medium: ConditioningItem, target: Target) -> Source:
     _encodable(1, target.tokenizer)  # refuses tokenizers that are not causal
     return Source(medium.frames[:1], 0)
 
 
-def _prefix(medium: GivenVideo, target: Target) -> Source:
+def _prefix(medium: ConditioningItem, target: Target) -> Source:
     asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
     num_frames = _encodable(min(asked, len(medium.frames)), target.tokenizer)
     if num_frames >= target.num_frames:
@@ -156,7 +156,7 @@ def _prefix(medium: GivenVideo, target: Target) -> Source:
     return Source(medium.frames[len(medium.frames) - num_frames :], 0)
 
 
-def _suffix(medium: GivenVideo, target: Target) -> Source:
+def _suffix(medium: ConditioningItem, target: Target) -> Source:
     """Place a video's end, whose latents depend on unknown frames before it: its first one stands for them."""
     asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
     compression = target.tokenizer.temporal_compression
@@ -171,11 +171,11 @@ def _suffix(medium: GivenVideo, target: Target) -> Source:
     return Source(np.concatenate([before, frames]), first, skipped=first)
 
 
-def _last_frame(medium: GivenVideo, target: Target) -> Source:
+def _last_frame(medium: ConditioningItem, target: Target) -> Source:
     return Source(medium.frames[-1:], None, (target.time_of(target.num_frames - 1),))
 
 
-def _keyframe(medium: GivenVideo, target: Target) -> Source:
+def _keyframe(medium: ConditioningItem, target: Target) -> Source:
     if not 0 <= medium.frame < target.num_frames:
         raise UserError(f"keyframe {medium.frame}: the video has the frames 0 to {target.num_frames - 1}")
     if medium.frame == 0:
@@ -183,16 +183,16 @@ def _keyframe(medium: GivenVideo, target: Target) -> Source:
     return Source(medium.frames[:1], None, (target.time_of(medium.frame),))
 
 
-def _whole(medium: GivenVideo, target: Target) -> Source:
+def _whole(medium: ConditioningItem, target: Target) -> Source:
     return Source(lengthened(medium.frames, target.num_frames, target.covering), 0)
 
 
-def _edit(medium: GivenVideo, target: Target) -> Source:
+def _edit(medium: ConditioningItem, target: Target) -> Source:
     frames = lengthened(medium.frames, target.num_frames, target.covering)
     return Source(frames, None, tuple(map(float, range(target.latent_frames))))
 
 
-USES: dict[str, Callable[[GivenVideo, Target], Source]] = {
+KINDS: dict[str, Callable[[ConditioningItem, Target], Source]] = {
     "first_frame": _first_frame,
     "last_frame": _last_frame,
     "keyframe": _keyframe,
@@ -200,26 +200,26 @@ USES: dict[str, Callable[[GivenVideo, Target], Source]] = {
     "suffix": _suffix,
     "inpaint": _whole,
     "edit": _edit,
-    REMAKE: _whole,
+    VIDEO_TO_VIDEO: _whole,
 }
 """Use of a medium -> its frames to encode and their place."""
 
 
-Media = tuple[GivenVideo, ...]
+Media = tuple[ConditioningItem, ...]
 """All conditioning media of one video."""
 
 
-AnyGiven = GivenVideo | Media | list[GivenVideo | Media | None] | None
+AnyConditioning = ConditioningItem | Media | list[ConditioningItem | Media | None] | None
 """Conditioning media of all videos of a generation; a list has an entry for each."""
 
 
-def media_of(given: AnyGiven, count: int) -> list[Media]:
+def media_of(conditioning: AnyConditioning, count: int) -> list[Media]:
     """Return the conditioning media of each of `count` videos: a list has an entry for each, others apply to all.
 
     Raises:
         UserError: for a list of another length.
     """
-    entries = given if isinstance(given, list) else [given] * count
+    entries = conditioning if isinstance(conditioning, list) else [conditioning] * count
     if len(entries) != count:
         raise UserError(f"{len(entries)} conditioning inputs for {count} prompts; give one, or one for each prompt")
     return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
@@ -233,23 +233,23 @@ def structure_of(media: Media, target: Target) -> tuple[Any, ...]:
 
 def places_of(media: Media, target: Target) -> tuple[Any, ...]:
     """Return the uses and places of media: equal for videos that differ in pictures and masks alone."""
-    sources = [USES[medium.use](medium, target) for medium in media]
+    sources = [KINDS[medium.kind](medium, target) for medium in media]
     return tuple(
-        (medium.use, medium.strength, len(source.frames_THWC), *source[1:])
+        (medium.kind, medium.strength, len(source.frames_THWC), *source[1:])
         for medium, source in zip(media, sources, strict=True)
     )
 
 
 def num_extra_frames(media: Media, target: Target) -> int:
     """Number of extra conditioning frames beside the video's own, in latent frames."""
-    return sum(len(USES[medium.use](medium, target).times) for medium in media)
+    return sum(len(KINDS[medium.kind](medium, target).times) for medium in media)
 
 
-def trained_as(use: str, frame: int | None) -> str:
+def trained_as(kind: str, frame: int | None) -> str:
     """Return the conditioning of training (`train/data/packs/conditioning.py`) that belongs to a use here."""
-    if use == "keyframe":
+    if kind == "keyframe":
         return "keyframes" if frame else "first_frame"
-    return use
+    return kind
 
 
 def _encodable(frames: int, tokenizer: VideoTokenizer) -> int:
@@ -260,21 +260,21 @@ def _encodable(frames: int, tokenizer: VideoTokenizer) -> int:
     return covering if covering == frames else covering - tokenizer.temporal_compression
 
 
-def lengthened(video: np.ndarray, wanted: int, frames: int) -> np.ndarray:
+def lengthened(video: np.ndarray, length: int, frames: int) -> np.ndarray:
     """The first `wanted` frames, the last of them repeated up to `frames`.
 
     Raises:
         UserError: if there are fewer than `wanted`.
     """
-    if len(video) < wanted:
+    if len(video) < length:
         raise UserError(
-            f"the conditioning video has {len(video)} frames, {wanted} are needed: set num_frames to at most "
+            f"the conditioning video has {len(video)} frames, {length} are needed: set num_frames to at most "
             f"{len(video)}"
         )
-    return np.concatenate([video[:wanted], np.repeat(video[wanted - 1 : wanted], frames - wanted, axis=0)])
+    return np.concatenate([video[:length], np.repeat(video[length - 1 : length], frames - length, axis=0)])
 
 
-def check_given(media: Sequence[GivenVideo], takes: Collection[str], target: Target) -> None:
+def check_conditioning(media: Sequence[ConditioningItem], conditionings: Collection[str], target: Target) -> None:
     """Check media as far as it can be done before anything is encoded.
 
     `takes` are the conditionings that the network was trained with.
@@ -284,17 +284,17 @@ def check_given(media: Sequence[GivenVideo], takes: Collection[str], target: Tar
     """
     if len(media) > 1 and strength_of(media) is not None:
         raise UserError("strength is for video-to-video alone: leave out all other conditioning")
-    sources = [USES[medium.use](medium, target) for medium in media]
+    sources = [KINDS[medium.kind](medium, target) for medium in media]
     needs_training = not target.form.is_among or any(source.first is None for source in sources)
-    uses = [trained_as(medium.use, medium.frame) for medium in media]
-    asked = [use for use in FRAMES_BESIDE if use == "first_frame" or use in takes]
-    if not target.form.is_among and not set(asked) <= set(uses):
-        named, flags = " and a ".join(use.replace("_", " ") for use in asked), map(FRAMES_BESIDE.get, asked)
+    kinds = [trained_as(medium.kind, medium.frame) for medium in media]
+    asked = [kind for kind in CHANNEL_FRAMES if kind == "first_frame" or kind in conditionings]
+    if not target.form.is_among and not set(asked) <= set(kinds):
+        named, flags = " and a ".join(kind.replace("_", " ") for kind in asked), map(CHANNEL_FRAMES.get, asked)
         raise UserError(f"this network needs a {named}: give {' and '.join(flags)}")
-    for medium, use in zip(media, uses, strict=True):
-        if needs_training and use not in takes:
-            known = ", ".join(sorted(takes)) or "none"
-            raise UserError(f"this checkpoint has no {use} conditioning (supported: {known})")
+    for medium, kind in zip(media, kinds, strict=True):
+        if needs_training and kind not in conditionings:
+            known = ", ".join(sorted(conditionings)) or "none"
+            raise UserError(f"this checkpoint has no {kind} conditioning (supported: {known})")
         if medium.mask is not None and len(medium.mask) not in (1, len(medium.frames)):
             raise UserError(
                 f"the mask has {len(medium.mask)} frames, the video {len(medium.frames)}; give 1 mask frame or as many"

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from megadit.infer.conditioning.items import REMAKE, GivenVideo, Media
-from megadit.models.diffusion.conditioning_settings import USES, check_conflicts, split_keyframe
+from megadit.infer.conditioning.items import VIDEO_TO_VIDEO, ConditioningItem, Media
+from megadit.models.diffusion.conditioning_settings import KINDS, check_conflicts, split_keyframe
 
 DEFAULT_STRENGTH = 0.6
 DARKEST_WHITE = 128
@@ -16,11 +16,11 @@ DARKEST_WHITE = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Medium:
-    """Conditioning file of a request or a command; see `GivenVideo`."""
+    """Conditioning file of a request or a command; see `ConditioningItem`."""
 
     source: Any
     """A path, or the bytes of a file."""
-    use: str
+    kind: str
     strength: float | None = None
     keep_frames: int | None = None
     frame: int | None = None
@@ -28,29 +28,29 @@ class Medium:
     """Mask file: a path or bytes, like `source`."""
 
 
-def given_parts(values: Mapping[str, Any], num_frames: int) -> list[Medium]:
-    """Return the conditioning files that the values of `GivenOptions` name for a video of `num_frames`.
+def named_media(values: Mapping[str, Any], num_frames: int) -> list[Medium]:
+    """Return the conditioning files that the values of `ConditioningOptions` name for a video of `num_frames`.
 
     Raises:
         UserError: for options that exclude each other, and a malformed keyframe.
     """
     check_conflicts(values)
-    named = [(name, use) for name, use in USES.items() if values[name] and name != "keyframe"]
+    named = [(name, kind) for name, kind in KINDS.items() if values[name] and name != "keyframe"]
     keyframes = map(split_keyframe, values["keyframe"] or ())
-    parts = [_part(name, use, values, num_frames) for name, use in named]
-    return [*parts, *(Medium(source=source, use="keyframe", frame=frame) for frame, source in keyframes)]
+    parts = [_medium(name, kind, values, num_frames) for name, kind in named]
+    return [*parts, *(Medium(source=source, kind="keyframe", frame=frame) for frame, source in keyframes)]
 
 
-def _part(name: str, use: str, values: Mapping[str, Any], num_frames: int) -> Medium:
+def _medium(name: str, kind: str, values: Mapping[str, Any], num_frames: int) -> Medium:
     settings: dict[str, Any] = {}
-    if use == REMAKE:
+    if kind == VIDEO_TO_VIDEO:
         settings["strength"] = DEFAULT_STRENGTH if values["strength"] is None else values["strength"]
-    if use in ("prefix", "suffix"):
+    if kind in ("prefix", "suffix"):
         keep_frames = values["keep_frames"]
         settings["keep_frames"] = max(1, num_frames // 2) if keep_frames is None else keep_frames
     if name == "video" and values["mask"]:
-        use, settings = "inpaint", {"mask": values["mask"]}
-    return Medium(source=values[name], use=use, **settings)
+        kind, settings = "inpaint", {"mask": values["mask"]}
+    return Medium(source=values[name], kind=kind, **settings)
 
 
 def white_of(frames_THWC: np.ndarray) -> np.ndarray:
@@ -62,16 +62,16 @@ def decoded(values: Mapping[str, Any], num_frames: int, decode: Callable[[bytes]
     """Decode the conditioning media of a request for `num_frames`; `decode` turns a file's bytes into uint8 THWC.
 
     Raises:
-        UserError: as `given_parts`, and what `decode` raises.
+        UserError: as `named_media`, and what `decode` raises.
     """
     return tuple(
-        GivenVideo(
+        ConditioningItem(
             frames=decode(part.source),
-            use=part.use,
+            kind=part.kind,
             strength=part.strength,
             keep_frames=part.keep_frames,
             frame=part.frame,
             mask=None if part.mask is None else white_of(decode(part.mask)),
         )
-        for part in given_parts(values, num_frames)
+        for part in named_media(values, num_frames)
     )

@@ -14,7 +14,7 @@ def deinterlaced(frames: Iterable[Frame]) -> Iterator[Frame]:
     """The frames; those that say that they are interlaced are made whole, with the help of their neighbours."""
     filter, before = None, None
     for frame in frames:
-        if filter is not None and not filter.takes(frame):
+        if filter is not None and not filter.is_interlaced(frame):
             yield from filter.rest()
             filter, before = None, None
         if filter is None:
@@ -50,7 +50,7 @@ class _Bwdif:
             self._push(before)
             self._waiting[-1] = None
 
-    def takes(self, frame: Frame) -> bool:
+    def is_interlaced(self, frame: Frame) -> bool:
         return _shape(frame) == self._shape
 
     def put(self, frame: Frame) -> list[Frame]:

@@ -17,7 +17,7 @@ from megadit.models.shared.errors import UserError
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 _MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "DIB", "HEIF", "JXL")
 """Formats that some builds of Pillow and its plugins read."""
-NOT_KNOWN = "it is no picture of a format that Pillow knows here"
+UNREADABLE = "it is no picture of a format that Pillow knows here"
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262
 """The tag of TIFF that says what zero means."""
@@ -40,7 +40,7 @@ def read_picture(
             rules.check(*size)
             check(*size)
         file.seek(0)
-        image = Image.open(file, formats=formats or _known_formats())
+        image = Image.open(file, formats=formats or _readable_formats())
         rules.check(image.width, image.height)
         check(image.width, image.height)
         upright = ImageOps.exif_transpose(image)
@@ -53,13 +53,13 @@ def read_picture(
     except (UnusableSourceError, UserError):
         raise
     except Image.UnidentifiedImageError:
-        raise UnusableSourceError("broken", NOT_KNOWN) from None
+        raise UnusableSourceError("broken", UNREADABLE) from None
     except Exception as error:  # decoders raise whatever they like
         raise UnusableSourceError("broken", f"{type(error).__name__}: {error}") from None
 
 
 @cache
-def _known_formats() -> tuple[str, ...]:
+def _readable_formats() -> tuple[str, ...]:
     for plugin, register in (("pillow_heif", "register_heif_opener"), ("pillow_jxl", "")):
         with suppress(ImportError):
             found = import_module(plugin)

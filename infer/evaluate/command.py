@@ -27,7 +27,7 @@ from megadit.infer.evaluate.features import FeatureStore
 from megadit.infer.evaluate.generated import BundleMaker, Maker, Request, made_videos, make_videos
 from megadit.infer.evaluate.metrics.loss import LOSS, LossScorer
 from megadit.infer.evaluate.metrics.motion import MotionClips
-from megadit.infer.evaluate.metrics.scorer import JudgeScorer
+from megadit.infer.evaluate.metrics.scorer import ProgramScorer
 from megadit.infer.evaluate.metrics.table import ADHERENCE, METRICS
 from megadit.infer.evaluate.report.show import write_report
 from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos, prompts_of
@@ -35,15 +35,15 @@ from megadit.infer.evaluate.window import MOST_FRAMES, Window, window_of
 from megadit.infer.generate.options import DEFAULT_DTYPE, refuse
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.results import checkpoint_fingerprint
-from megadit.infer.runtimes.chosen_dtype import tell_dtype
+from megadit.infer.runtimes.chosen_dtype import print_dtype
 from megadit.infer.runtimes.ranks import Ranks, device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.sampling.resolve import resolve_settings
-from megadit.models.diffusion.settings import OF_PROMPTS, GivenSettings
+from megadit.models.diffusion.settings import OF_PROMPTS, PartialSettings
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import group, setting
-from megadit.models.shared.errors import UserError, choose_one, told_once
+from megadit.models.shared.errors import UserError, choose_one, report_once
 from megadit.models.shared.folder_lock import FolderLock
 
 
@@ -64,11 +64,11 @@ class EvaluateOptions:
     extractors: Sequence[Path] = setting(
         (),
         "feature extractors: files of `megadit evaluate convert`, folders of CLIP and VideoMAE as "
-        "transformers saves them, bundles of CLIP and ViT, judge.safetensors of `megadit demo`",
+        "transformers saves them, bundles of CLIP and ViT, classifier.safetensors of `megadit demo`",
         metavar="PATH",
     )
-    judge_dir: Path | None = setting(
-        None, "folder of a scorer of yours (judge.py), whose scores of each video count as metrics too", metavar="DIR"
+    scorer_dir: Path | None = setting(
+        None, "folder of a scorer of yours (scorer.py), whose scores of each video count as metrics too", metavar="DIR"
     )
     metrics: Sequence[str] = setting(
         (),
@@ -91,19 +91,19 @@ class EvaluateOptions:
     key_file: Path | None = setting(None, "file with the API key of a service, as `megadit serve keys add` shows it")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
     dtype: str = setting(DEFAULT_DTYPE, "dtype of the models' networks (default: {default})", metavar="NAME")
-    settings: GivenSettings = group(
-        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=OF_PROMPTS
+    settings: PartialSettings = group(
+        PartialSettings, "settings of sampling (default: those of the checkpoint)", only=OF_PROMPTS
     )
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("real", "prompts", "out", "extractors", "metrics", "count", "guidances", "against", "videos"),
-    "what is looked at": ("frames", "size", "judge_dir", "features", "export_for", "seed"),
+    "what is looked at": ("frames", "size", "scorer_dir", "features", "export_for", "seed"),
     "settings of sampling (default: those of the checkpoint)": OF_PROMPTS,
     "machine and service": ("device", "dtype", "key_file"),
 }
 EXAMPLES = (
-    "megadit evaluate runs/demo/bundle --real runs/demo/dataset --extractors runs/demo/judge.safetensors --out report",
+    "megadit evaluate runs/demo/bundle --real runs/demo/dataset --extractors runs/demo/scorer.safetensors --out report",
     "megadit evaluate my_model --real clips --metrics motion --out report",
     "megadit evaluate my_model --against other_model --prompts prompts.txt --extractors clip_folder --out report",
     "megadit evaluate --videos made --real clips --metrics motion --out report",
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
-    with told_once():
+    with report_once():
         options = read_options(
             EvaluateOptions,
             argv,
@@ -141,16 +141,16 @@ def _run(argv: list[str]) -> None:
         prompts = [] if options.videos else prompts_of(options.prompts, real, options.real, options.count)
         models, folders = _subjects(options, prompts, device)
         window = _window(options, real, folders, models)
-        _tell_unread([each for each in (real, *(folder.videos for folder in folders)) if each is not None])
+        _print_unread([each for each in (real, *(folder.videos for folder in folders)) if each is not None])
         extractors = _extractors(options.extractors, device, window)
         store = FeatureStore(options.features or options.out / "features", window)
         names = tuple(name for name in options.metrics if name != LOSS)
-        wants_figures = bool(names) or not options.metrics
+        wants_values = bool(names) or not options.metrics
         evaluation = Evaluation(
             store=store,
             real=real,
-            extractors=extractors if wants_figures else (),
-            scorers=() if options.judge_dir is None else [JudgeScorer.open(options.judge_dir)],
+            extractors=extractors if wants_values else (),
+            scorers=() if options.scorer_dir is None else [ProgramScorer.open(options.scorer_dir)],
             metrics=names,
             sent_as="mp4" if _has_service(options) else "",
         )
@@ -183,19 +183,19 @@ def _evaluate(
             candidates += _generated(options.out, model, ranks)
     losses = _losses(options, models, real, store, device)
     with _timed(seconds, "features"):
-        evaluation.look(candidates, ranks, told=is_first())
+        evaluation.compute_features(candidates, ranks, shows_progress=is_first())
         for each, of_real in losses:
-            each.look([of_real], ranks, told=is_first())
+            each.compute_features([of_real], ranks, shows_progress=is_first())
         _wait()
     if is_first():
         with _timed(seconds, "figures"):
-            figures = evaluation.figures(candidates)
+            metric_values = evaluation.metric_values(candidates)
             for each, of_real in losses:
-                figures += each.figures([of_real], told=False)
-            found = differences(figures)
+                metric_values += each.metric_values([of_real], shows_progress=False)
+            found = differences(metric_values)
         if options.export_for:
             EXPORTS[options.export_for](options.out / "exported", candidates)
-        write_report(options.out, evaluation, candidates, figures, found, seconds)
+        write_report(options.out, evaluation, candidates, metric_values, found, seconds)
 
 
 # ----------------------------------------------------------------------------------------------- what is asked for
@@ -250,7 +250,7 @@ def _subjects(
             continue
         else:
             bundle = open_bundle(path)
-            dtype = tell_dtype(options.dtype, bundle, device)
+            dtype = print_dtype(options.dtype, bundle, device)
             maker = BundleMaker(bundle, device=str(device), dtype=dtype, is_sent=is_sent)
         models.append(Model(label=label, maker=maker, requests=_requests(options, maker, prompts)))
     return models, folders
@@ -277,14 +277,14 @@ def _is_model(path: Path) -> bool:
 
 
 def _requests(options: EvaluateOptions, maker: Maker, prompts: Sequence[str]) -> list[Request]:
-    given = asdict(options.settings)
+    asked = asdict(options.settings)
     refuse(not prompts, "a model needs prompts: give --prompts FILE")
     scales = options.guidances or [options.settings.guidance]
     return [
         Request(
             maker=maker,
             prompts=prompts,
-            settings=resolve_settings(maker.defaults, **given | {"guidance": scale}),
+            settings=resolve_settings(maker.defaults, **asked | {"guidance": scale}),
             seed=options.seed,
         )
         for scale in scales
@@ -316,7 +316,7 @@ def _rate(folders: Sequence[Candidate], models: Sequence[Model]) -> float:
     return min(rates, default=0.0)
 
 
-def _tell_unread(sets: Sequence[VideoSet]) -> None:
+def _print_unread(sets: Sequence[VideoSet]) -> None:
     for videos in sets if is_first() else ():
         if videos.unread:
             names = ", ".join(videos.unread[:3]) + (", ..." if len(videos.unread) > 3 else "")
@@ -348,10 +348,13 @@ def _check_window(model: Model, window: Window, options: EvaluateOptions) -> Non
 
 def _check_counts(counts: Sequence[tuple[str, int]]) -> None:
     """Refuse different numbers of videos, whose metrics cannot be compared."""
-    told, least = ", ".join(f"{label} has {count}" for label, count in counts), min(count for _, count in counts)
+    counted, least = (
+        ", ".join(f"{label} has {count}" for label, count in counts),
+        min(count for _, count in counts),
+    )
     refuse(
         any(count > least for _, count in counts),
-        f"metrics of different numbers of videos cannot be compared ({told}): give --count {least}",
+        f"metrics of different numbers of videos cannot be compared ({counted}): give --count {least}",
     )
 
 
@@ -361,7 +364,7 @@ def _check_counts(counts: Sequence[tuple[str, int]]) -> None:
 def _generated(out: Path, model: Model, ranks: Ranks) -> list[Candidate]:
     candidates = []
     for request in model.requests:
-        make_videos(out / "videos", request, ranks, told=is_first())
+        make_videos(out / "videos", request, ranks, shows_progress=is_first())
         videos = made_videos(out / "videos", request, model.label)
         candidates.append(Candidate(model=model.label, guidance=request.settings.guidance, videos=videos))
     _wait()

@@ -41,7 +41,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
+class MetricValue:
     candidate: Candidate
     metric: str
     title: str
@@ -49,7 +49,7 @@ class Figure:
     """Name of the extractor."""
     better: Better
     estimate: Estimate
-    floor: Estimate | None
+    baseline: Estimate | None
     """Real-against-real baseline: one half of the real videos against the other."""
     protocol: str
     note: str = ""
@@ -59,8 +59,8 @@ class Figure:
 class Difference:
     """Metric of the first candidate less that of the second, under the same prompts and seeds."""
 
-    first: Figure
-    second: Figure
+    first: MetricValue
+    second: MetricValue
     estimate: Estimate
 
     @property
@@ -87,17 +87,17 @@ class Evaluation:
 
     def check(self, num_made: int) -> None:
         """Raises UserError for metrics that were asked for and cannot be computed of so many videos."""
-        wanted = self._wanted()
+        chosen_metrics = self._requested()
         for side, count in (("generated", num_made), ("real", FEWEST if self.real is None else self.real.count)):
             if count < FEWEST:
                 raise UserError(f"{count} {side} videos are too few for metrics with intervals: give {FEWEST} or more")
-        for name, extractor in wanted:
+        for name, extractor in chosen_metrics:
             self._check_rank(name, extractor, num_made)
 
     def possible(self, num_made: int) -> tuple[str, ...]:
         """Metrics that can be computed of so many videos."""
         found = []
-        for name, extractor in self._wanted():
+        for name, extractor in self._requested():
             with suppress(UserError):
                 self._check_rank(name, extractor, num_made)
                 found.append(name)
@@ -108,28 +108,30 @@ class Evaluation:
             each = self.store.window.frames if extractor.sees == "pictures" else 1
             check_enough(num_made, self.real.count, each, extractor.width)
 
-    def look(self, candidates: Sequence[Candidate], ranks: Ranks, *, told: bool = True) -> None:
+    def compute_features(self, candidates: Sequence[Candidate], ranks: Ranks, *, shows_progress: bool = True) -> None:
         """Compute and store the features of all candidates' videos, and of the real ones for extractors.
 
         Raises:
             UserError: for videos that cannot be looked at so.
         """
-        self.store.fill([each.videos for each in candidates], [*self.extractors, *self.scorers], ranks, told)
+        self.store.fill([each.videos for each in candidates], [*self.extractors, *self.scorers], ranks, shows_progress)
         if self.real is not None and self.extractors:
-            self.store.fill([self.real], self.extractors, ranks, told)
+            self.store.fill([self.real], self.extractors, ranks, shows_progress)
 
-    def figures(self, candidates: Sequence[Candidate], *, told: bool = True) -> list[Figure]:
+    def metric_values(self, candidates: Sequence[Candidate], *, shows_progress: bool = True) -> list[MetricValue]:
         """Metrics of all candidates.
 
         Raises:
             UserError: for what cannot be computed from these videos.
         """
         found = []
-        wanted = self._wanted()
-        with Progress(len(candidates) * (len(wanted) + len(self.scorers)), "figures", enabled=told) as bar:
+        chosen_metrics = self._requested()
+        with Progress(
+            len(candidates) * (len(chosen_metrics) + len(self.scorers)), "figures", enabled=shows_progress
+        ) as bar:
             for candidate in candidates:
-                for name, extractor in wanted:
-                    found.append(self._figure(candidate, name, extractor))
+                for name, extractor in chosen_metrics:
+                    found.append(self._metric_value(candidate, name, extractor))
                     bar.advance()
                 for scorer in self.scorers:
                     found += self._scores(candidate, scorer)
@@ -156,7 +158,7 @@ class Evaluation:
                 return -metrics.distance_to_real(made, real), f"nearness to a real video, by {extractor.name}"
         return None
 
-    def _wanted(self) -> list[tuple[str, Extractor]]:
+    def _requested(self) -> list[tuple[str, Extractor]]:
         """Return metrics with their extractors; one that was asked for and has none is an error."""
         found = []
         for name in self.metrics or (*METRICS, ADHERENCE):
@@ -168,7 +170,7 @@ class Evaluation:
             found += [(name, each) for each in able if name == ADHERENCE or self.real is not None]
         return found
 
-    def _figure(self, candidate: Candidate, name: str, extractor: Extractor) -> Figure:
+    def _metric_value(self, candidate: Candidate, name: str, extractor: Extractor) -> MetricValue:
         features_NFD, prompts = self.store.load(candidate.videos, extractor)
         weight_RN = resamplings(_groups(prompts), "made")
         about = {"candidate": candidate, "metric": name, "of": extractor.name}
@@ -176,34 +178,34 @@ class Evaluation:
             _check_prompts(candidate, prompts)
             estimate = metrics.clip_estimate(features_NFD, _texts(extractor, prompts), weight_RN)
             protocol = self._protocol(name, extractor, candidate, with_real=False)
-            return Figure(
-                title="CLIP score", better="higher", estimate=estimate, floor=None, protocol=protocol, **about
+            return MetricValue(
+                title="CLIP score", better="higher", estimate=estimate, baseline=None, protocol=protocol, **about
             )
         metric, real = METRICS[name], self._real(extractor)
-        return Figure(
+        return MetricValue(
             title=metric.title,
             better=metric.better,
             estimate=metric.estimate(Features(features_NFD, weight_RN), real),
-            floor=self._floor(name, metric, extractor, real),
+            baseline=self._baseline(name, metric, extractor, real),
             protocol=self._protocol(name, extractor, candidate),
             note=_note(features_NFD, real.features_NFD),
             **about,
         )
 
-    def _scores(self, candidate: Candidate, scorer: Scorer) -> list[Figure]:
+    def _scores(self, candidate: Candidate, scorer: Scorer) -> list[MetricValue]:
         features_NFS, prompts = self.store.load(candidate.videos, scorer)
         if scorer.needs_prompts:
             _check_prompts(candidate, prompts)
         weight_RN = resamplings(_groups(prompts), "made")
         return [
-            Figure(
+            MetricValue(
                 candidate=candidate,
                 metric=column,
                 title=f"{column.replace('_', ' ')}, by {scorer.name}",
                 of=scorer.name,
                 better=scorer.better[column],
                 estimate=mean_estimate(features_NFS[:, 0, place], weight_RN),
-                floor=None,
+                baseline=None,
                 protocol=self._protocol(column, scorer, candidate, with_real=False),
             )
             for place, column in enumerate(scorer.columns)
@@ -213,17 +215,17 @@ class Evaluation:
         features_NFD, prompts = self.store.load(self.real, extractor)
         return Features(features_NFD, resamplings(_groups(prompts), "real"))
 
-    def _floor(self, name: str, metric: Metric, extractor: Extractor, real: Features) -> Estimate | None:
+    def _baseline(self, name: str, metric: Metric, extractor: Extractor, real: Features) -> Estimate | None:
         """Real-against-real baseline, computed once for all candidates; None where half of the videos are too few."""
         key = name, extractor.name
         if key not in self._floors:
             order = torch.randperm(len(real.features_NFD), generator=torch.Generator().manual_seed(0))
-            halves = [
+            passes = [
                 Features(real.features_NFD[half], resamplings(range(len(half)), side))
                 for half, side in zip(order.chunk(2), ("made", "real"), strict=False)
             ]
             try:
-                self._floors[key] = metric.estimate(*halves) if len(order) >= 2 * FEWEST else None
+                self._floors[key] = metric.estimate(*passes) if len(order) >= 2 * FEWEST else None
             except UserError:  # too few for a covariance
                 self._floors[key] = None
         return self._floors[key]
@@ -237,19 +239,19 @@ class Evaluation:
         )
 
 
-def differences(figures: Sequence[Figure]) -> list[Difference]:
+def differences(metric_values: Sequence[MetricValue]) -> list[Difference]:
     """Compare the first model with each other one, at equal guidance, metric by metric.
 
     Raises:
         UserError: for figures of different protocols.
     """
-    models = list(dict.fromkeys(figure.candidate.model for figure in figures))
+    models = list(dict.fromkeys(metric_value.candidate.model for metric_value in metric_values))
     found = []
-    for first in figures:
-        for second in figures:
+    for first in metric_values:
+        for second in metric_values:
             scales = {first.candidate.guidance, second.candidate.guidance} - {None}  # of a folder it is not known
-            is_pair = first.candidate.model == models[0] != second.candidate.model and len(scales) <= 1
-            if not is_pair or (first.metric, first.of) != (second.metric, second.of):
+            is_guidance_curve = first.candidate.model == models[0] != second.candidate.model and len(scales) <= 1
+            if not is_guidance_curve or (first.metric, first.of) != (second.metric, second.of):
                 continue
             check_same_protocol(first.protocol, second.protocol)
             found.append(Difference(first=first, second=second, estimate=first.estimate - second.estimate))

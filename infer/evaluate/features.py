@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megadit.infer.evaluate.extractors.base import Extractor
 from megadit.infer.evaluate.metrics.table import Better
-from megadit.infer.evaluate.videos import Part, VideoSet, hashed
-from megadit.infer.evaluate.window import Window, looked_at
+from megadit.infer.evaluate.videos import VideoChunk, VideoSet, hashed
+from megadit.infer.evaluate.window import Window, windowed
 from megadit.infer.runtimes.ranks import Ranks
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
@@ -49,7 +49,7 @@ class FeatureStore:
     window: Window
 
     def fill(
-        self, sets: Sequence[VideoSet], extractors: Sequence[Extractor | Scorer], ranks: Ranks, told: bool
+        self, sets: Sequence[VideoSet], extractors: Sequence[Extractor | Scorer], ranks: Ranks, shows_progress: bool
     ) -> None:
         """Computes the features of this process' parts that are not there yet; `told` shows how far it is.
 
@@ -64,14 +64,14 @@ class FeatureStore:
                 )
         parts = {part.key: part for each in sets for part in each.parts}
         missing = [
-            (part, wanted)
+            (part, extractors_left)
             for part in ranks.mine(list(parts.values()))
-            if (wanted := [each for each in extractors if not self._file(part, each).exists()])
+            if (extractors_left := [each for each in extractors if not self._file(part, each).exists()])
         ]
-        with Progress(sum(len(part.names) for part, _ in missing), "features", enabled=told) as bar:
-            for part, wanted in missing:
-                video_NTHWC, prompts = looked_at(part, self.window)
-                for extractor in wanted:
+        with Progress(sum(len(part.names) for part, _ in missing), "features", enabled=shows_progress) as bar:
+            for part, extractors_left in missing:
+                video_NTHWC, prompts = windowed(part, self.window)
+                for extractor in extractors_left:
                     self._write(part, extractor, _features(extractor, video_NTHWC, prompts), prompts)
                 bar.advance(len(prompts))
 
@@ -84,11 +84,11 @@ class FeatureStore:
                 prompts += json.loads(stored.metadata()["prompts"])
         return torch.cat(found), prompts
 
-    def _file(self, part: Part, extractor: Extractor | Scorer) -> Path:
+    def _file(self, part: VideoChunk, extractor: Extractor | Scorer) -> Path:
         decides = (part.key, extractor.name, extractor.sees, extractor.protocol, extractor.fingerprint)
         return self.folder / f"{hashed(*decides, self.window.text)[:32]}.safetensors"
 
-    def _write(self, part: Part, extractor: Extractor | Scorer, features_NFD: Tensor, prompts: list[str]) -> None:
+    def _write(self, part: VideoChunk, extractor: Extractor | Scorer, features_NFD: Tensor, prompts: list[str]) -> None:
         if not features_NFD.isfinite().all():
             raise UserError(f"{extractor.name} finds no finite numbers in {part.names[0]} and the videos after it")
         with atomic_path(self._file(part, extractor)) as temporary:

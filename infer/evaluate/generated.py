@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megadit.infer.evaluate.videos import PART, Clip, Part, VideoSet, decoded, hashed
+from megadit.infer.evaluate.videos import VIDEOS_PER_CHUNK, Clip, VideoChunk, VideoSet, decoded, hashed
 from megadit.infer.media.video_io import encode_mp4
-from megadit.infer.pipeline.adapters import NO_ADAPTERS, Scales, adapter_uses
+from megadit.infer.pipeline.adapters import NO_ADAPTERS, Scales, scaled_adapters
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import checkpoint_fingerprint
 from megadit.infer.runtimes.ranks import Ranks
@@ -65,7 +65,7 @@ class BundleMaker:
             "tokenizer": self.bundle.manifest["fingerprints"]["tokenizer"],
             "dtype": self._dtype,
             "settings": asdict(settings),
-            **({"adapters": [asdict(use) for use in adapter_uses(self.adapters)]} if self.adapters else {}),
+            **({"adapters": [asdict(adapter) for adapter in scaled_adapters(self.adapters)]} if self.adapters else {}),
             **({"sent as": "mp4"} if self._is_sent else {}),
         }
 
@@ -89,9 +89,9 @@ def received(content: bytes, where: str, settings: SamplingSettings) -> np.ndarr
         UserError: if it is none, or of another size.
     """
     video_THWC = decoded(content, where)[0][:, : settings.height, : settings.width]  # an mp4 has even sides
-    wanted = (settings.num_frames, settings.height, settings.width)
-    if video_THWC.shape[:3] != wanted:
-        raise UserError(f"{where} has {video_THWC.shape[:3]} frames, height, width in place of {wanted}")
+    size = (settings.num_frames, settings.height, settings.width)
+    if video_THWC.shape[:3] != size:
+        raise UserError(f"{where} has {video_THWC.shape[:3]} frames, height, width in place of {size}")
     return video_THWC
 
 
@@ -117,16 +117,16 @@ class Request:
     @property
     def parts(self) -> list[range]:
         count = len(self.prompts)
-        return [range(first, min(first + PART, count)) for first in range(0, count, PART)]
+        return [range(first, min(first + VIDEOS_PER_CHUNK, count)) for first in range(0, count, VIDEOS_PER_CHUNK)]
 
 
-def make_videos(folder: Path, request: Request, ranks: Ranks, *, told: bool) -> None:
+def make_videos(folder: Path, request: Request, ranks: Ranks, *, shows_progress: bool) -> None:
     """Makes the parts of this process that are not there yet, in `folder`/<key of the request>."""
     folder = folder / request.key
     if ranks.replica == 0 and not (folder / "request.json").exists():
         write_json(folder / "request.json", request.about)
     missing = [part for part in ranks.mine(request.parts) if not _file(folder, part).exists()]
-    with Progress(sum(map(len, missing)), "generating videos", enabled=told) as bar:
+    with Progress(sum(map(len, missing)), "generating videos", enabled=shows_progress) as bar:
         for part in missing:
             prompts, seeds = [request.prompts[n] for n in part], [request.seed + n for n in part]
             videos = []
@@ -141,7 +141,7 @@ def made_videos(folder: Path, request: Request, label: str) -> VideoSet:
     """Open the videos that `make_videos` wrote."""
     folder = folder / request.key
     parts = [
-        Part(
+        VideoChunk(
             key=hashed(request.key, str(part.start)),
             names=tuple(f"video {number} of {label}" for number in part),
             prompts=tuple(request.prompts[n] for n in part),

@@ -117,8 +117,8 @@ class ServiceMaker:
         while (video := self._asked("GET", f"/v1/videos/{video_id}")).get("status") != "completed":
             if video.get("status") not in ("queued", "in_progress"):
                 error = video.get("error")
-                told = error.get("message") if isinstance(error, dict) else video.get("status")
-                raise UserError(f"{self._url} made no video of {prompt[:60]!r}: {told}")
+                message = error.get("message") if isinstance(error, dict) else video.get("status")
+                raise UserError(f"{self._url} made no video of {prompt[:60]!r}: {message}")
             time.sleep(pause)
             pause = min(longest, 1.5 * pause)
 
@@ -147,7 +147,7 @@ class ServiceMaker:
                     content = self._content(answer, path)
                 if answer.is_success:
                     return content
-                problem, pause = _told(content, answer.status_code), _pause(answer)
+                problem, pause = _message_of(content, answer.status_code), _pause(answer)
                 if answer.status_code == 401:
                     raise UserError(f"{self._url} does not know the key of --key_file: {problem}")
                 if answer.status_code not in _BUSY:
@@ -175,7 +175,7 @@ def _served(settings: SamplingSettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in SERVED}
 
 
-def _told(content: bytes, status: int) -> str:
+def _message_of(content: bytes, status: int) -> str:
     """Message of an error."""
     try:
         return str(parse_json(content[: 1 << 16], "its error")["error"]["message"])[:500]
@@ -185,5 +185,5 @@ def _told(content: bytes, status: int) -> str:
 
 def _pause(answer: httpx.Response) -> float:
     """Seconds after which a busy service wants to be asked again."""
-    told = answer.headers.get("retry-after", "")
-    return float(told) if told.isdecimal() else 1.0
+    message = answer.headers.get("retry-after", "")
+    return float(message) if message.isdecimal() else 1.0

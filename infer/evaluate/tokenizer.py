@@ -18,7 +18,7 @@ from megadit.infer.evaluate.metrics.intervals import Estimate, mean_estimate, re
 from megadit.infer.evaluate.metrics.lpips import LPIPS
 from megadit.infer.evaluate.report.report import shown
 from megadit.infer.evaluate.videos import VideoSet, open_videos
-from megadit.infer.evaluate.window import Window, looked_at, window_of
+from megadit.infer.evaluate.window import Window, window_of, windowed
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
@@ -66,9 +66,9 @@ def _run(argv: list[str]) -> None:
     for name, (value, low, high) in rows.items():
         print(f"{name:<34}{shown(value):>10}   95 %: {shown(low)} to {shown(high)}")
     if options.out is not None:
-        figures = {name: dict(zip(("value", "low", "high"), row, strict=True)) for name, row in rows.items()}
+        metric_values = {name: dict(zip(("value", "low", "high"), row, strict=True)) for name, row in rows.items()}
         about = {"videos": videos.count, "real": videos.key, "window": window.text}
-        write_json(options.out, {**about, "tokenizer": tokenizer.fingerprint(), "figures": figures})
+        write_json(options.out, {**about, "tokenizer": tokenizer.fingerprint(), "figures": metric_values})
 
 
 def _encodable(window: Window, tokenizer: VideoTokenizer, asked: int | None) -> Window:
@@ -95,7 +95,7 @@ def reconstruction(
     values: dict[str, list[float]] = {}
     with Progress(videos.count, "reconstructing") as bar:
         for part in videos.parts:
-            for video_THWC in looked_at(part, window)[0]:
+            for video_THWC in windowed(part, window)[0]:
                 video_1CTHW = video_THWC.permute(3, 0, 1, 2)[None].float() / 127.5 - 1
                 latents = tokenizer.encode(video_1CTHW)
                 decoded = ((tokenizer.decode(latents).clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1

@@ -31,10 +31,10 @@ from megadit.models.shared.documents import check_size, check_tensor_header, par
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, record_path, sha256_of
 from megadit.models.shared.outside import files_under, leads_out
-from megadit.models.shared.tar_files import MAX_MEMBER_BYTES, ForeignTarFile
+from megadit.models.shared.tar_files import MAX_MEMBER_BYTES, UntrustedTarFile
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
-PART = 16
+VIDEOS_PER_CHUNK = 16
 """Videos of a part: what is made, read and looked at together, and what a killed command loses."""
 MAX_VIDEO_BYTES = 1 << 31
 MAX_FILE_BYTES = 1 << 34
@@ -54,7 +54,7 @@ class Clip:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class VideoChunk:
     key: str
     """Hash of its content."""
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class Part:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoSet:
     label: str
-    parts: list[Part]
+    parts: list[VideoChunk]
     unread: tuple[str, ...] = ()
     """Files of the folder that are no videos whatever their names say, and were left out."""
 
@@ -124,15 +124,21 @@ def videos_in_memory(label: str, video_NTHWC: np.ndarray, prompts: Sequence[str]
     return VideoSet(
         label=label,
         parts=[
-            _part_in_memory(label, first, video_NTHWC[first : first + PART], prompts[first : first + PART], fps)
-            for first in range(0, len(prompts), PART)
+            _chunk_in_memory(
+                label,
+                first,
+                video_NTHWC[first : first + VIDEOS_PER_CHUNK],
+                prompts[first : first + VIDEOS_PER_CHUNK],
+                fps,
+            )
+            for first in range(0, len(prompts), VIDEOS_PER_CHUNK)
         ],
     )
 
 
-def _part_in_memory(label: str, first: int, videos: np.ndarray, prompts: Sequence[str], fps: float) -> Part:
+def _chunk_in_memory(label: str, first: int, videos: np.ndarray, prompts: Sequence[str], fps: float) -> VideoChunk:
     pixels = hashlib.sha256(np.ascontiguousarray(videos)).hexdigest()
-    return Part(
+    return VideoChunk(
         key=hashed(pixels, str(videos.shape), *prompts),
         names=tuple(f"video {first + number} of {label}" for number in range(len(prompts))),
         prompts=tuple(prompts),
@@ -143,7 +149,7 @@ def _part_in_memory(label: str, first: int, videos: np.ndarray, prompts: Sequenc
 # ---------------------------------------------------------------------------------------------------------- folders
 
 
-def _of_folder(folder: Path, most: int | None, unread: list[str]) -> list[Part]:
+def _of_folder(folder: Path, most: int | None, unread: list[str]) -> list[VideoChunk]:
     """Parts of the files that can be opened; the names of the others are added to `unread`."""
     suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
     files: list[Path] = []
@@ -154,7 +160,10 @@ def _of_folder(folder: Path, most: int | None, unread: list[str]) -> list[Part]:
             files.append(path)
         else:
             unread.append(str(path.relative_to(folder)))
-    return [_part_of_files(folder, files[first : first + PART]) for first in range(0, len(files), PART)]
+    return [
+        _chunk_of_files(folder, files[first : first + VIDEOS_PER_CHUNK])
+        for first in range(0, len(files), VIDEOS_PER_CHUNK)
+    ]
 
 
 def _opens(path: Path) -> bool:
@@ -171,9 +180,9 @@ def _opens(path: Path) -> bool:
         return False
 
 
-def _part_of_files(folder: Path, files: Sequence[Path]) -> Part:
+def _chunk_of_files(folder: Path, files: Sequence[Path]) -> VideoChunk:
     captions = [_caption(file, folder) for file in files]
-    return Part(
+    return VideoChunk(
         key=hashed(*(sha256_of(file) for file in files), *captions),
         names=tuple(str(file.relative_to(folder)) for file in files),
         prompts=tuple(captions),
@@ -232,7 +241,7 @@ def _frames(file: BinaryIO, where: str) -> tuple[np.ndarray, float]:
 # --------------------------------------------------------------------------------------------------------- data sets
 
 
-def _of_dataset(root: Path, most: int | None, split: str | None) -> list[Part]:
+def _of_dataset(root: Path, most: int | None, split: str | None) -> list[VideoChunk]:
     """Samples of more than one frame, or pictures where it has no others; stored latents are decoded by the data set's
     tokenizer."""
     splits = [split] if split else ["val", "train"]
@@ -249,7 +258,7 @@ def _of_dataset(root: Path, most: int | None, split: str | None) -> list[Part]:
     return _of_shards(shards, most, decode, fewest_frames=2) or _of_shards(shards, most, decode, fewest_frames=1)
 
 
-def _of_shards(shards: Sequence[Path], most: int | None, decode: Decode, *, fewest_frames: int) -> list[Part]:
+def _of_shards(shards: Sequence[Path], most: int | None, decode: Decode, *, fewest_frames: int) -> list[VideoChunk]:
     """Samples of shards with so many frames or more."""
     parts, left = [], most
     for shard in shards:
@@ -263,10 +272,10 @@ def _of_shards(shards: Sequence[Path], most: int | None, decode: Decode, *, fewe
         names = list(captions)[:left]
         left = None if left is None else left - len(names)
         checksum = sha256_of(shard)
-        for first in range(0, len(names), PART):
-            chosen = tuple(names[first : first + PART])
+        for first in range(0, len(names), VIDEOS_PER_CHUNK):
+            chosen = tuple(names[first : first + VIDEOS_PER_CHUNK])
             parts.append(
-                Part(
+                VideoChunk(
                     key=hashed(checksum, *chosen),
                     names=chosen,
                     prompts=tuple(captions[name] for name in chosen),
@@ -330,7 +339,7 @@ def decoded_latents(content: bytes, tokenizer: VideoTokenizer, where: str) -> np
 def _members(shard: Path, wants: Callable[[str, str], bool]) -> Iterator[tuple[str, str, bytes]]:
     """(sample, suffix, content) of the members that are wanted."""
     try:
-        with ForeignTarFile.open(shard, "r:") as tar:
+        with UntrustedTarFile.open(shard, "r:") as tar:
             for member in tar:
                 key, _, suffix = member.name.partition(".")
                 if member.isfile() and wants(key, suffix):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.evaluate.extractors.base import resized
-from megadit.infer.evaluate.videos import Clip, Part
+from megadit.infer.evaluate.videos import Clip, VideoChunk
 from megadit.models.shared.errors import UserError
 
 MOST_FRAMES = 16
@@ -64,7 +64,7 @@ def thinned(clip: Clip, fps: float) -> Clip:
     return replace(clip, video_THWC=clip.video_THWC[chosen], fps=fps)
 
 
-def looked_at(part: Part, window: Window) -> tuple[Tensor, list[str]]:
+def windowed(part: VideoChunk, window: Window) -> tuple[Tensor, list[str]]:
     """The windows of the videos of a part, [N, T, H, W, C], and their prompts.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megadit.infer.conditioning.items import GivenVideo, Media, Target, check_given, places_of
-from megadit.infer.generate.conditioning_files import GivenFile
+from megadit.infer.conditioning.items import ConditioningItem, Media, Target, check_conditioning, places_of
+from megadit.infer.generate.conditioning_files import ConditioningFile
 from megadit.infer.generate.long_videos import stories, write_long_videos
 from megadit.infer.generate.memory_plan import Choices, describe_plan, fitting, plan_memory
 from megadit.infer.generate.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
@@ -23,14 +23,14 @@ from megadit.infer.generate.specs import Grid, VideoSpec, load_media, video_grid
 from megadit.infer.media.contact_sheet import contact_sheet, middle_frame
 from megadit.infer.media.signing import Marker, load_marker
 from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
-from megadit.infer.pipeline.adapters import NO_ROOM
+from megadit.infer.pipeline.adapters import NO_ADAPTER_INPUTS
 from megadit.infer.pipeline.checkpoints import open_bundle, weaker_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.pipeline.step_cache import bundle_plans, find_plan
-from megadit.infer.pipeline.windows import given_later
-from megadit.infer.runtimes.chosen_dtype import chosen_dtype, tell_dtype
-from megadit.infer.runtimes.load import TORCH, adapter_slots, taken
+from megadit.infer.pipeline.windows import later_conditioning
+from megadit.infer.runtimes.chosen_dtype import chosen_dtype, print_dtype
+from megadit.infer.runtimes.load import TORCH, adapter_inputs, taken
 from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.sampling.resolve import far_from_training, latent_size
@@ -39,9 +39,9 @@ from megadit.models.convert.adapters.files import read_adapter_of
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.machine import enough_memory, free_memory
 from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.errors import told_once
+from megadit.models.shared.errors import report_once
 from megadit.models.shared.files import can_be_folder
-from megadit.models.shared.memory import GIB, check_room
+from megadit.models.shared.memory import GIB, check_memory_fits
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.text_encoders.vocabulary import far_longer, unseen_words
@@ -58,21 +58,21 @@ def main(argv: list[str] | None = None) -> int:
     "on the device (--sequential_guidance, --offload_text_encoder, --resident_blocks); --dry-run says what fits"
 )
 def _generate(argv: list[str]) -> None:
-    with told_once():
+    with report_once():
         options, bundle, grid = _plan(parse(argv))
         options = replace(options, dtype=_dtype(options, bundle))
         tokenizer = _tokenizer(options, bundle)
         if options.total_frames:
             grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
         media = _check_videos(grid.specs, options, bundle, tokenizer)
-        asked, room = _asked_of_memory(grid.specs, options, bundle, tokenizer)
+        asked, free = _asked_of_memory(grid.specs, options, bundle, tokenizer)
         if options.dry_run:
-            print(describe_plan(plan_memory(*asked), room, fitting(*asked, room)))
+            print(describe_plan(plan_memory(*asked), free, fitting(*asked, free)))
             return
         device = device_name(options.device)
         find_device(device)
         if not options.even_if_too_large and world_size() == 1:
-            _check_room(asked, room)
+            _check_memory(asked, free)
         mark = load_marker(options.signing)
         paths = output_paths(options.video_save_path, grid.specs, options.format)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
@@ -95,7 +95,7 @@ def _generate(argv: list[str]) -> None:
             runtime=options.runtime or DEFAULT_RUNTIME,
             tensor_parallel=options.tp_size,
             context_parallel=options.cp_size,
-            split_guidance=ranks.halves,
+            split_guidance=ranks.passes,
         )
     if options.total_frames:
         write_long_videos(pipeline, ranks.mine(grid.specs), ranks.mine(paths), media, options, bundle, mark)
@@ -135,7 +135,7 @@ def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
 
 def _check_videos(
     specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
-) -> dict[GivenFile, GivenVideo]:
+) -> dict[ConditioningFile, ConditioningItem]:
     """Refuse what cannot be made before the network is loaded; return the conditioning media by their files."""
     for settings in dict.fromkeys(spec.settings for spec in specs):
         latent_size(settings, bundle.config, tokenizer)
@@ -150,13 +150,16 @@ def _check_videos(
         if warning and is_first():
             print(f"warning: {warning}", file=sys.stderr)
     media = load_media(specs)
-    takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
+    conditionings = taken(bundle, options.runtime or DEFAULT_RUNTIME)
     plans, total_frames = bundle_plans(bundle, options.cache_measure), options.total_frames or 0
-    for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs):
-        given_media, target = tuple(media[file] for file in given), Target.of(settings, bundle.config, tokenizer)
-        check_given(given_media, takes, target)
-        later = [_given_later(options, settings, takes)] if total_frames > settings.num_frames else []
-        for each in (given_media, *later):
+    for conditioning, settings in dict.fromkeys((spec.conditioning, spec.settings) for spec in specs):
+        conditioning_media, target = (
+            tuple(media[file] for file in conditioning),
+            Target.of(settings, bundle.config, tokenizer),
+        )
+        check_conditioning(conditioning_media, conditionings, target)
+        later = [_later_conditioning(options, settings, conditionings)] if total_frames > settings.num_frames else []
+        for each in (conditioning_media, *later):
             find_plan(plans, settings, places_of(each, target))
     _check_adapters(specs, options, bundle)
     suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
@@ -167,10 +170,10 @@ def _check_videos(
     return media
 
 
-def _given_later(options: GenerateOptions, settings: SamplingSettings, takes: Collection[str]) -> Media:
+def _later_conditioning(options: GenerateOptions, settings: SamplingSettings, conditionings: Collection[str]) -> Media:
     """Conditioning media of windows after the first, with black frames in place of those yet to be made."""
     nothing = np.zeros((settings.num_frames, settings.height, settings.width, 3), np.uint8)
-    return given_later(nothing, options.keep_frames or 1, takes, nothing if options.keep_first else None)
+    return later_conditioning(nothing, options.keep_frames or 1, conditionings, nothing if options.keep_first else None)
 
 
 def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle) -> None:
@@ -182,18 +185,18 @@ def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle
     states = {path: adapter.to_state() for path, adapter in adapters.items()}
     if not paths or options.runtime in (None, TORCH):
         return
-    slots = adapter_slots(bundle, options.runtime)
-    refuse(slots is None, f"{bundle.path} was {NO_ROOM}")
+    slots = adapter_inputs(bundle, options.runtime)
+    refuse(slots is None, f"{bundle.path} was {NO_ADAPTER_INPUTS}")
     ranks = {path: slots.packed(*state).ranks for path, state in states.items()}
-    for uses in dict.fromkeys(spec.adapters for spec in specs):
-        slots.check_together([ranks[use.path] for use in uses if use.scale])
+    for scaled_adapters in dict.fromkeys(spec.adapters for spec in specs):
+        slots.check_together([ranks[scaled.path] for scaled in scaled_adapters if scaled.scale])
 
 
 def _dtype(options: GenerateOptions, bundle: Bundle) -> str:
     """Return the dtype that the options name, or else choose one for this bundle; the first rank prints it."""
-    tell = tell_dtype if is_first() else chosen_dtype
+    choose_dtype = print_dtype if is_first() else chosen_dtype
     runtime = options.runtime or DEFAULT_RUNTIME
-    return tell(options.dtype or DEFAULT_DTYPE, bundle, device_name(options.device), runtime)
+    return choose_dtype(options.dtype or DEFAULT_DTYPE, bundle, device_name(options.device), runtime)
 
 
 def _asked_of_memory(
@@ -207,21 +210,21 @@ def _asked_of_memory(
         sequential_guidance=options.sequential_guidance,
         batch_size=options.batch_size,
         num_videos=len(specs),
-        slots=None if options.runtime in (None, TORCH) else adapter_slots(bundle, options.runtime),
+        slots=None if options.runtime in (None, TORCH) else adapter_inputs(bundle, options.runtime),
     )
     largest = max((spec.settings for spec in specs), key=lambda each: each.num_frames * each.height * each.width)
     text_encoder = load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else bundle.load_text_encoder()
     in_gib = options.device_memory
-    room = free_memory(find_device(options.device)) if in_gib is None else int(in_gib * GIB)
-    return (bundle, largest, tokenizer, text_encoder, choices), room
+    free = free_memory(find_device(options.device)) if in_gib is None else int(in_gib * GIB)
+    return (bundle, largest, tokenizer, text_encoder, choices), free
 
 
-def _check_room(asked: tuple[Any, ...], room: int) -> None:
+def _check_memory(asked: tuple[Any, ...], free: int) -> None:
     """Raises UserError for far more memory than there is, with the flags that would make it less."""
     needed = plan_memory(*asked).peak
-    if needed > room:
-        fits = fitting(*asked, room)
-        check_room(needed, room, "this", f"use {fits.flags}" if fits else "make the video smaller")
+    if needed > free:
+        fits = fitting(*asked, free)
+        check_memory_fits(needed, free, "this", f"use {fits.flags}" if fits else "make the video smaller")
 
 
 def _tokenizer(options: GenerateOptions, bundle: Bundle) -> VideoTokenizer:
@@ -231,16 +234,19 @@ def _tokenizer(options: GenerateOptions, bundle: Bundle) -> VideoTokenizer:
 
 
 def _videos(
-    pipeline: TextToVideo, specs: Sequence[VideoSpec], media: dict[GivenFile, GivenVideo], options: GenerateOptions
+    pipeline: TextToVideo,
+    specs: Sequence[VideoSpec],
+    media: dict[ConditioningFile, ConditioningItem],
+    options: GenerateOptions,
 ) -> Iterator[GeneratedVideo]:
     """The video of each spec, in order: neighbours with the same settings share batches."""
-    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.settings, spec.given))]
+    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.settings, spec.conditioning))]
 
-    def given(group: list[VideoSpec]) -> tuple[GivenVideo, ...]:
-        return tuple(media[file] for file in group[0].given)
+    def conditioning(group: list[VideoSpec]) -> tuple[ConditioningItem, ...]:
+        return tuple(media[file] for file in group[0].conditioning)
 
     def num_calls(group: list[VideoSpec]) -> int:
-        return pipeline.num_denoiser_calls(len(group), group[0].settings, options.batch_size, given(group))
+        return pipeline.num_denoiser_calls(len(group), group[0].settings, options.batch_size, conditioning(group))
 
     with Progress(sum(map(num_calls, groups)), "sampling", enabled=is_first()) as bar:
         for group in groups:
@@ -249,7 +255,7 @@ def _videos(
                 group[0].settings,
                 seeds=[spec.seed for spec in group],
                 batch_size=options.batch_size,
-                given=given(group),
+                conditioning=conditioning(group),
                 adapters=[{adapter.path: adapter.scale for adapter in spec.adapters} for spec in group],
                 on_step=lambda step: bar.advance(),
             )

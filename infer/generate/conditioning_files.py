@@ -6,40 +6,40 @@ from typing import Any
 
 import numpy as np
 
-from megadit.infer.conditioning.items import REMAKE, GivenVideo
-from megadit.infer.conditioning.named import Medium, given_parts, white_of
+from megadit.infer.conditioning.items import VIDEO_TO_VIDEO, ConditioningItem
+from megadit.infer.conditioning.named import Medium, named_media, white_of
 from megadit.infer.generate.options import GenerateOptions
 from megadit.infer.media.video_io import read_video
-from megadit.models.diffusion.conditioning_settings import USES
+from megadit.models.diffusion.conditioning_settings import KINDS
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
 
-MEDIA = {name: use for name, use in USES.items() if name != "keyframe"}
+MEDIA = {name: kind for name, kind in KINDS.items() if name != "keyframe"}
 """Options that name one file -> its use; a `video` with a `mask` is for inpaint. `keyframe` names several."""
 OPTIONS = (*MEDIA, "keyframe", "mask", "strength", "keep_frames")
 """All options of conditioning files, and the keys of a .jsonl prompt file's lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GivenFile:
-    """Conditioning file; see `GivenVideo`."""
+class ConditioningFile:
+    """Conditioning file; see `ConditioningItem`."""
 
     path: str
     sha256: str
-    use: str = ""
+    kind: str = ""
     strength: float | None = None
     keep_frames: int | None = None
     frame: int | None = None
     mask: str = ""
     mask_sha256: str = ""
 
-    def load(self) -> GivenVideo:
+    def load(self) -> ConditioningItem:
         """Decode the file."""
         frames, _ = read_video(self.path)
         mask_THW = white_of(read_video(self.mask)[0]) if self.mask else None
-        return GivenVideo(
+        return ConditioningItem(
             frames=np.ascontiguousarray(frames),
-            use=self.use,
+            kind=self.kind,
             strength=self.strength,
             keep_frames=self.keep_frames,
             frame=self.frame,
@@ -47,7 +47,9 @@ class GivenFile:
         )
 
 
-def given_files(line: Mapping[str, Any], options: GenerateOptions, num_frames: int) -> tuple[GivenFile, ...]:
+def conditioning_files(
+    line: Mapping[str, Any], options: GenerateOptions, num_frames: int
+) -> tuple[ConditioningFile, ...]:
     """Return the conditioning files of a video of `num_frames`, from a line of a prompt file or else from the options.
 
     Raises:
@@ -56,14 +58,14 @@ def given_files(line: Mapping[str, Any], options: GenerateOptions, num_frames: i
     named = {name: getattr(options, name) for name in OPTIONS}
     has_own = any(name in line for name in (*MEDIA, "keyframe"))
     values = {**dict.fromkeys(OPTIONS), **line} if has_own else {**named, **line}
-    return tuple(map(_given_file, given_parts(values, num_frames)))
+    return tuple(map(_conditioning_file, named_media(values, num_frames)))
 
 
-def _given_file(part: Medium) -> GivenFile:
-    return GivenFile(
+def _conditioning_file(part: Medium) -> ConditioningFile:
+    return ConditioningFile(
         path=part.source,
         sha256=sha256_of(part.source),
-        use=part.use,
+        kind=part.kind,
         strength=part.strength,
         keep_frames=part.keep_frames,
         frame=part.frame,
@@ -72,7 +74,7 @@ def _given_file(part: Medium) -> GivenFile:
     )
 
 
-def as_record(files: Sequence[GivenFile]) -> list[dict[str, Any]]:
+def as_record(files: Sequence[ConditioningFile]) -> list[dict[str, Any]]:
     """Return files as the record of a video has them."""
     return [{name: value for name, value in asdict(file).items() if value not in (None, "")} for file in files]
 
@@ -85,25 +87,23 @@ def options_of(recorded: Any) -> dict[str, Any]:
     """
     if not recorded:
         return {}
-    # records of earlier versions hold one file, whose use its settings say
-    recorded = [recorded] if isinstance(recorded, dict) else recorded
-    uses = ", ".join(values["use"] for values in recorded if "path" not in values)
-    if uses:
+    kinds = ", ".join(values["kind"] for values in recorded if "path" not in values)
+    if kinds:
         raise UserError(
-            f"its {uses} came from Python and is in no file; give it with the options, such as --image FILE"
+            f"its {kinds} came from Python and is in no file; give it with the options, such as --image FILE"
         )
-    files = [GivenFile(**values) for values in recorded]
+    files = [ConditioningFile(**values) for values in recorded]
     found: dict[str, Any] = {}
-    names = {use: name for name, use in MEDIA.items()} | {"inpaint": "video"}
+    names = {kind: name for name, kind in MEDIA.items()} | {"inpaint": "video"}
     for file in files:
         for path, known in ((file.path, file.sha256), (file.mask, file.mask_sha256)):
             if path and sha256_of(path) != known:
                 raise UserError(f"{path}, from which it started, was changed since")
-        use = file.use or ("prefix" if file.strength is None else REMAKE)
-        if use == "keyframe":
+        kind = file.kind or ("prefix" if file.strength is None else VIDEO_TO_VIDEO)
+        if kind == "keyframe":
             found["keyframe"] = (*found.get("keyframe", ()), f"{file.frame}:{file.path}")
             continue
-        found[names[use]] = file.path
+        found[names[kind]] = file.path
         settings = {"strength": file.strength, "keep_frames": file.keep_frames, "mask": file.mask or None}
         found |= {name: value for name, value in settings.items() if value is not None}
     return found

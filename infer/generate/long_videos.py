@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megadit.infer.conditioning.items import GivenVideo
-from megadit.infer.generate.conditioning_files import GivenFile
+from megadit.infer.conditioning.items import ConditioningItem
+from megadit.infer.generate.conditioning_files import ConditioningFile
 from megadit.infer.generate.options import GenerateOptions, refuse
 from megadit.infer.generate.outputs import save_long
 from megadit.infer.generate.specs import Grid, VideoSpec
@@ -18,7 +18,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.shared.progress import Progress
 
 
-def stories(grid: Grid, options: GenerateOptions, takes: Collection[str]) -> Grid:
+def stories(grid: Grid, options: GenerateOptions, conditionings: Collection[str]) -> Grid:
     """The videos to be made: one for each prompt, or with --story one of all prompts.
 
     `takes` are the conditionings that the network was trained with.
@@ -30,13 +30,16 @@ def stories(grid: Grid, options: GenerateOptions, takes: Collection[str]) -> Gri
     refuse(options.contact_sheet, "--total_frames makes no contact sheet: leave out --contact_sheet")
     suffix = Path(options.video_save_path).suffix.lower()
     refuse(suffix not in ("", ".mp4"), f"--video_save_path={options.video_save_path}: --total_frames makes an mp4")
-    refuse(options.keep_first and "edit" not in takes, "--keep_first needs a model with edit conditioning")
+    refuse(options.keep_first and "edit" not in conditionings, "--keep_first needs a model with edit conditioning")
     for spec in grid.specs:
         num_windows(options.total_frames, spec.settings.num_frames, options.keep_frames or 1)
     if not options.story:
         return grid
     first, *others = grid.specs
-    alike = all((spec.settings, spec.given, spec.seed) == (first.settings, first.given, first.seed) for spec in others)
+    alike = all(
+        (spec.settings, spec.conditioning, spec.seed) == (first.settings, first.conditioning, first.seed)
+        for spec in others
+    )
     refuse(not alike, "--story makes one video: its prompts need the same seed, settings and conditioning files")
     return Grid(specs=[first], num_columns=1)
 
@@ -45,7 +48,7 @@ def write_long_videos(
     pipeline: TextToVideo,
     specs: Sequence[VideoSpec],
     paths: Sequence[Path],
-    media: Mapping[GivenFile, GivenVideo],
+    media: Mapping[ConditioningFile, ConditioningItem],
     options: GenerateOptions,
     bundle: Bundle,
     mark: Marker | None = None,
@@ -68,7 +71,7 @@ def write_long_videos(
                     keep_frames=keep_frames,
                     keep_first=options.keep_first,
                     seeds=[spec.seed],
-                    given=[tuple(media[file] for file in spec.given)],
+                    conditioning=[tuple(media[file] for file in spec.conditioning)],
                     on_step=lambda step: bar.advance(),
                 ):
                     yield frames

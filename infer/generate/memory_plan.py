@@ -15,14 +15,14 @@ import torch
 
 from megadit.infer.pipeline.batches import batch_size
 from megadit.infer.pipeline.checkpoints import weaker_bundle
-from megadit.infer.runtimes.torch import KEPT_BYTES
+from megadit.infer.runtimes.torch import CACHE_BYTES
 from megadit.infer.sampling.resolve import latent_size
 from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.configs.unet import UNetConfig
 from megadit.models.diffusion.settings import SamplingSettings
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.blocks import MLP_SLICE
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import memory_in_words
@@ -53,7 +53,7 @@ class Choices:
     batch_size: int | None = None
     num_videos: int | None = None
     """Videos of the request: no batch is larger; None: any number."""
-    slots: AdapterSlots | None = None
+    slots: AdapterInputs | None = None
     """The room for adapters of a network that was exported with some: it is taken with and without any."""
 
     @property
@@ -122,7 +122,7 @@ def fitting(
     tokenizer: VideoTokenizer,
     text_encoder: Any,
     choices: Choices,
-    room: int,
+    free: int,
 ) -> Choices | None:
     """The choices that slow a generation least of those that fit in `room` bytes; None where none do."""
     for offload, in_turn in ((False, False), (True, False), (True, True)):
@@ -134,12 +134,12 @@ def fitting(
         numbers = [None, *(range(num_blocks(bundle.config) - 2, 0, -1) if is_last else ())]
         for resident in numbers:
             tried = replace(choices, resident_blocks=resident, **kept)
-            if plan_memory(bundle, settings, tokenizer, text_encoder, tried).peak <= room:
+            if plan_memory(bundle, settings, tokenizer, text_encoder, tried).peak <= free:
                 return tried
     return None
 
 
-def describe_plan(plan: MemoryPlan, room: int, fits: Choices | None) -> str:
+def describe_plan(plan: MemoryPlan, free: int, fits: Choices | None) -> str:
     """The plan in lines, with what fits in `room` bytes."""
     text = "not on this machine" if plan.text_encoder is None else memory_in_words(plan.text_encoder)
     leaves = "" if plan.keeps_text_encoder else ", only while the text is encoded"
@@ -149,9 +149,9 @@ def describe_plan(plan: MemoryPlan, room: int, fits: Choices | None) -> str:
         f"text encoder  {text}{leaves}",
         f"autoencoder   {memory_in_words(plan.autoencoder)}",
         *(f"{name:<13} {memory_in_words(size)} in all" for name, size in plan.phases.items()),
-        f"largest       {memory_in_words(plan.peak)} of {memory_in_words(room)}",
+        f"largest       {memory_in_words(plan.peak)} of {memory_in_words(free)}",
     ]
-    if plan.peak > room:
+    if plan.peak > free:
         lines.append(f"too much: use {fits.flags}" if fits is not None else "too much: make the video smaller")
     return "\n".join(lines)
 
@@ -175,10 +175,10 @@ def _network_bytes(config: NetworkConfig, choices: Choices) -> tuple[int, int]:
 def _rows(settings: SamplingSettings, config: NetworkConfig) -> int:
     """Rows of a video in one call of the network: the wanted conditions, and the one that guidance leads away from,
     unless it is another network's (`guidance.in_one_batch`), or the network is guidance-distilled."""
-    if config.guidance_range is not None:
+    if config.guidance_embedding_range is not None:
         return 1
-    wanted, total = 1 + bool(settings.second_prompt), settings.guidance + settings.second_guidance
-    return wanted if total == 1 or settings.autoguidance else wanted + 1
+    num_passes, total = 1 + bool(settings.second_prompt), settings.guidance + settings.second_guidance
+    return num_passes if total == 1 or settings.autoguidance else num_passes + 1
 
 
 def _sampling_bytes(
@@ -202,7 +202,7 @@ def _activations_of_dit(config: DiTConfig, shape: tuple[int, ...], rows: int, si
     mlp = 2 * min(tokens, MLP_SLICE) * rows * config.mlp_rows
     kept = size * 2 * config.num_layers * TEXT_TOKENS * rows * config.attention_size
     patches = 4 * 4 * tokens * rows * config.token_dim
-    return size * (block + mlp) + min(kept, KEPT_BYTES) + patches
+    return size * (block + mlp) + min(kept, CACHE_BYTES) + patches
 
 
 def _activations_of_unet(config: UNetConfig, shape: tuple[int, ...], rows: int, size: int) -> int:

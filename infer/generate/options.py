@@ -12,8 +12,8 @@ from megadit.infer.pipeline.step_cache import Measure
 from megadit.infer.runtimes.load import check_runtime
 from megadit.infer.runtimes.ranks import world_size
 from megadit.infer.sampling.guidance import GuidanceConvention
-from megadit.models.diffusion.conditioning_settings import NEEDED, GivenOptions
-from megadit.models.diffusion.settings import GivenSettings
+from megadit.models.diffusion.conditioning_settings import NEEDED, ConditioningOptions
+from megadit.models.diffusion.settings import PartialSettings
 from megadit.models.shared.cli.options import read_options, with_rest
 from megadit.models.shared.cli.setting import check_text, group, setting, settings_of
 from megadit.models.shared.errors import UserError
@@ -30,7 +30,7 @@ def _path(help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateOptions(GivenOptions):
+class GenerateOptions(ConditioningOptions):
     """The options of the command; None is the checkpoint's default."""
 
     checkpoint_path: str = _path(
@@ -168,7 +168,7 @@ class GenerateOptions(GivenOptions):
     guardrail_dir: str = _path("directory with guardrail.py, a content filter for prompts and videos")
 
     signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in what is written")
-    settings: GivenSettings = group(GivenSettings, "settings of sampling (default: those of the checkpoint)")
+    settings: PartialSettings = group(PartialSettings, "settings of sampling (default: those of the checkpoint)")
 
     @property
     def guidance(self) -> float | None:
@@ -206,7 +206,7 @@ _GROUPS = {
     "parts from elsewhere": ("tokenizer_model", "tokenizer_cache_dir", "t5_cache_dir"),
     "safety": ("guardrail_dir", "c2pa_certificate", "c2pa_key"),
 }
-GROUPS = with_rest(_GROUPS, _SAMPLING, GivenSettings)
+GROUPS = with_rest(_GROUPS, _SAMPLING, PartialSettings)
 """Title in the help -> the options below it; every option stands in one group."""
 EXAMPLES = {
     "generate": (

@@ -19,7 +19,7 @@ from megadit.infer.generate.specs import VideoSpec, adapters_of
 from megadit.infer.media.animations import encode_image
 from megadit.infer.media.signing import Marker
 from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, stream_mp4
-from megadit.infer.pipeline.adapters import AdapterUse
+from megadit.infer.pipeline.adapters import ScaledAdapter
 from megadit.infer.pipeline.results import GeneratedVideo, origin_of
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
@@ -172,7 +172,7 @@ def make_record(result: GeneratedVideo, spec: VideoSpec) -> dict[str, Any]:
 
 
 def _files_of(spec: VideoSpec) -> dict[str, Any]:
-    return {"given": as_record(spec.given), "adapters": [asdict(adapter) for adapter in spec.adapters]}
+    return {"conditioning": as_record(spec.conditioning), "adapters": [asdict(adapter) for adapter in spec.adapters]}
 
 
 # -------------------------------------------------------------------------------------------------------- repeating
@@ -221,10 +221,12 @@ def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[Gener
         if "total_frames" in record and options.total_frames is None:
             filled |= _repeated_length(options, record)
         if not any(getattr(options, name) for name in (*MEDIA, "keyframe")):
-            found = options_of(record["given"])
+            found = options_of(record["conditioning"])
             filled |= {name: value for name, value in found.items() if getattr(options, name) in (None, "", ())}
         if not options.adapter:
-            filled["adapter"] = _repeated_adapters([AdapterUse(**use) for use in record.get("adapters", ())], options)
+            filled["adapter"] = _repeated_adapters(
+                [ScaledAdapter(**adapter) for adapter in record.get("adapters", ())], options
+            )
     except (KeyError, TypeError) as error:
         raise UserError(f"--repeat={options.repeat}: its record is incomplete ({error})") from error
     options = replace(options, **filled)
@@ -240,9 +242,9 @@ def _repeated_length(options: GenerateOptions, record: Mapping[str, Any]) -> dic
     return found
 
 
-def _repeated_adapters(uses: Sequence[AdapterUse], options: GenerateOptions) -> tuple[str, ...]:
-    texts = tuple(f"{use.path}:{use.scale!r}" for use in uses)
-    for use, now in zip(uses, adapters_of(texts), strict=True):
-        if use.sha256 != now.sha256:
-            raise UserError(f"--repeat={options.repeat}: the adapter {use.path} was changed since")
+def _repeated_adapters(adapters: Sequence[ScaledAdapter], options: GenerateOptions) -> tuple[str, ...]:
+    texts = tuple(f"{adapter.path}:{adapter.scale!r}" for adapter in adapters)
+    for adapter, now in zip(adapters, adapters_of(texts), strict=True):
+        if adapter.sha256 != now.sha256:
+            raise UserError(f"--repeat={options.repeat}: the adapter {adapter.path} was changed since")
     return texts

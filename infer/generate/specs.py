@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.generate.conditioning_files import OPTIONS as GIVEN
-from megadit.infer.generate.conditioning_files import GivenFile, given_files
+from megadit.infer.generate.conditioning_files import ConditioningFile, conditioning_files
 from megadit.infer.generate.options import GenerateOptions, check_path, refuse
 from megadit.infer.media.contact_sheet import grid_columns
-from megadit.infer.pipeline.adapters import AdapterUse, adapted_defaults, adapter_uses
+from megadit.infer.pipeline.adapters import ScaledAdapter, adapted_defaults, scaled_adapters
 from megadit.infer.sampling.guidance import guidance_scale
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.diffusion.settings import SamplingSettings
@@ -30,8 +30,8 @@ class VideoSpec:
     prompt: str
     seed: int
     settings: SamplingSettings
-    given: tuple[GivenFile, ...] = ()
-    adapters: tuple[AdapterUse, ...] = ()
+    conditioning: tuple[ConditioningFile, ...] = ()
+    adapters: tuple[ScaledAdapter, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,15 +77,18 @@ def _rows(
     seeds = [line["seed"]] if "seed" in line else line.get("seeds") or options.seeds or [options.seed or 0]
     prompt = line["prompt"].replace(SUBJECT, options.subject_name)
     adapters = adapters_of(line.get("adapter", options.adapter))
-    begun = recorded or adapted_defaults(defaults, {use.path: use.scale for use in adapters})
+    begun = recorded or adapted_defaults(defaults, {adapter.path: adapter.scale for adapter in adapters})
     for scale in scales:
         guidance = None if scale is None else guidance_scale(scale, options.guidance_convention)
         settings = resolve_settings(begun, trained=defaults, **values | {"guidance": guidance})
-        given = given_files(line, options, settings.num_frames)
-        yield [VideoSpec(prompt=prompt, seed=seed, settings=settings, given=given, adapters=adapters) for seed in seeds]
+        conditioning = conditioning_files(line, options, settings.num_frames)
+        yield [
+            VideoSpec(prompt=prompt, seed=seed, settings=settings, conditioning=conditioning, adapters=adapters)
+            for seed in seeds
+        ]
 
 
-def adapters_of(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
+def adapters_of(texts: Sequence[str]) -> tuple[ScaledAdapter, ...]:
     """Parse adapters of the form PATH:SCALE.
 
     Raises:
@@ -94,12 +97,12 @@ def adapters_of(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
     scales = parse_adapters(texts)
     for path in scales:
         check_path("adapter", split_expert(path)[1])
-    return adapter_uses(scales)
+    return scaled_adapters(scales)
 
 
-def load_media(specs: Iterable[VideoSpec]) -> dict[GivenFile, GivenVideo]:
+def load_media(specs: Iterable[VideoSpec]) -> dict[ConditioningFile, ConditioningItem]:
     """Load the conditioning media of the videos, each file once."""
-    return {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
+    return {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.conditioning)}
 
 
 def _check_subject(prompts: list[str], subject: str) -> None:

@@ -91,12 +91,12 @@ def find_guardrail(directory: str | Path) -> Path:
 
 
 def load_guardrail(directory: str | None, bundle: Bundle) -> Guardrail | None:
-    """The guardrail in `directory`, if one is named; says so loudly where the weights' licence asks for one."""
+    """The guardrail in `directory`, if one is named; says so loudly where the weights' license asks for one."""
     if directory:
         return Guardrail.load(directory)
-    if bundle.licence is not None and bundle.licence.asks_for_guardrail:
+    if bundle.license is not None and bundle.license.asks_for_guardrail:
         print(
-            f"WARNING: the licence of these weights ({bundle.licence.name}) asks for a content filter, and there is "
+            f"WARNING: the license of these weights ({bundle.license.name}) asks for a content filter, and there is "
             "none: give --guardrail_dir DIRECTORY",
             file=sys.stderr,
             flush=True,

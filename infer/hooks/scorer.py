@@ -1,7 +1,7 @@
-"""Hook for a scorer of videos, `--judge_dir DIRECTORY`: of `build-repository` for requests that ask for scores, of
+"""Hook for a scorer of videos, `--scorer_dir DIRECTORY`: of `build-repository` for requests that ask for scores, of
 `evaluate` and `tune-sampler`, which take its scores for metrics, and of `prepare`.
 
-The directory holds `judge.py`, the user's own program, which is run as such, with what it needs beside it. It defines:
+The directory holds `scorer.py`, the user's own program, which is run as such, with what it needs beside it. It defines:
 
     def judge(video: numpy.ndarray, prompt: str) -> dict[str, float]:
         "Scores of a video (uint8 THWC) that was made of this prompt, by their names."
@@ -23,35 +23,35 @@ import numpy as np
 from megadit.infer.hooks.user_program import FAILURES, find_program, run_program
 from megadit.models.shared.errors import UserError
 
-FILE = "judge.py"
+FILE = "scorer.py"
 MOST_SCORES, LONGEST_NAME = 64, 100
 """Most scores of a video, and the longest name of one: they are kept with its job."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
-    judge: Callable[[np.ndarray, str], Mapping[str, float]]
+class Scorer:
+    score: Callable[[np.ndarray, str], Mapping[str, float]]
     better: Any = None
     """Scores that count as metrics, as the program defines it; checked where metrics are computed."""
 
     @classmethod
-    def load(cls, directory: str | Path) -> "Judge":
-        """Run the directory's judge.py.
+    def load(cls, directory: str | Path) -> "Scorer":
+        """Run the directory's scorer.py.
 
         Raises:
             UserError: if there is none, it fails, or defines no judge.
         """
-        path = find_judge(directory)
+        path = find_scorer(directory)
         program = run_program(path)
-        judge = getattr(program, "judge", None)
-        if not callable(judge):
+        score = getattr(program, "score", None)
+        if not callable(score):
             raise UserError(f"{path} defines no function judge(video, prompt)")
-        return cls(judge, getattr(program, "BETTER", None))
+        return cls(score, getattr(program, "BETTER", None))
 
     def scores(self, video_THWC: np.ndarray, prompt: str) -> dict[str, float]:
         """Return the program's scores of a video, uint8; {} where it fails, which is printed to stderr."""
         try:
-            return _checked(self.judge(video_THWC.copy(), prompt))
+            return _checked(self.score(video_THWC.copy(), prompt))
         except FAILURES as error:
             traceback.print_exception(error)
             return {}
@@ -68,10 +68,10 @@ def _checked(scores: Mapping[str, float]) -> dict[str, float]:
     return plain
 
 
-def find_judge(directory: str | Path) -> Path:
+def find_scorer(directory: str | Path) -> Path:
     """The program in a directory, absolute.
 
     Raises:
         UserError: if there is none.
     """
-    return find_program(directory, FILE, option="--judge_dir", defines="judge")
+    return find_program(directory, FILE, option="--scorer_dir", defines="score")

@@ -25,7 +25,7 @@ from megadit.models.shared.progress import duration
 from megadit.models.tokenizers import load_tokenizer
 
 NOTES = "prepare"
-KEPT_SHOWN = 48
+EXAMPLES_SHOWN = 48
 MOST_BYTES = 1 << 20
 """Most bytes of a picture that is put into the page."""
 
@@ -50,7 +50,7 @@ def write_dataset_page(dataset: Path, page: Path, facts: dict[str, Any]) -> None
     """
     rows = [(name, str(value)) for name, value in facts.items() if value is not None]
     head = [f"<h1>{escape(str(dataset))}</h1>", table_of(rows)]
-    write_html(page, str(dataset), [*head, *_left_out(dataset), *_kept(dataset)])
+    write_html(page, str(dataset), [*head, *_left_out(dataset), *_samples(dataset)])
 
 
 def _left_out(dataset: Path) -> Iterator[str]:
@@ -92,18 +92,18 @@ def _lines(path: Path) -> Iterator[Skip]:
 def _skip(skip: Skip, picture: Path) -> str:
     place = f"{skip.source} at {skip.start:.2f} s" if skip.seconds else skip.source
     is_there = picture.is_file() and not picture.is_symlink() and picture.stat().st_size <= MOST_BYTES
-    return _figure(picture.read_bytes() if is_there else b"", [skip.caption or "(no caption)", place, skip.detail])
+    return _picture(picture.read_bytes() if is_there else b"", [skip.caption or "(no caption)", place, skip.detail])
 
 
-def _kept(dataset: Path) -> Iterator[str]:
+def _samples(dataset: Path) -> Iterator[str]:
     yield "<h2>Kept</h2>"
     tokenizer = load_tokenizer(dataset / "tokenizer")
-    for key, members in sample_members(dataset, KEPT_SHOWN):
+    for key, members in sample_members(dataset, EXAMPLES_SHOWN):
         strip_1HWC, words = draw_strip(key, members, tokenizer)
-        yield _figure(_jpeg(strip_1HWC[0]), words.splitlines())
+        yield _picture(_jpeg(strip_1HWC[0]), words.splitlines())
 
 
-def _figure(jpeg: bytes, words: list[str]) -> str:
+def _picture(jpeg: bytes, words: list[str]) -> str:
     """A picture, if there is one, above its caption and what else is known."""
     picture = embedded(jpeg, "image/jpeg", words[0]) if jpeg else ""
     first, *others = (escape(line) for line in words if line)

@@ -17,7 +17,7 @@ from megadit.infer.media.contact_sheet import contact_sheet, grid_columns
 from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.tar_files import MAX_MEMBER_BYTES, ForeignTarFile
+from megadit.models.shared.tar_files import MAX_MEMBER_BYTES, UntrustedTarFile
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 FRAMES_OF_A_STRIP = 6
@@ -56,7 +56,7 @@ def sample_members(dataset: Path, count: int) -> Iterator[tuple[str, dict[str, b
 def _members(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     key, members = None, {}
     try:
-        with ForeignTarFile.open(shard, "r:") as tar:
+        with UntrustedTarFile.open(shard, "r:") as tar:
             for member in tar:
                 name, _, suffix = member.name.rpartition(".")
                 if key not in (None, name):

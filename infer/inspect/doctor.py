@@ -96,10 +96,10 @@ def _run(argv: list[str]) -> int:
         ("video and programs", program_findings()),
     ):
         console.print(_table(title, findings))
-    return _tell_missing(options.extras) if options.extras else 0
+    return _print_missing(options.extras) if options.extras else 0
 
 
-def _tell_missing(extras: tuple[str, ...]) -> int:
+def _print_missing(extras: tuple[str, ...]) -> int:
     from megadit.infer.inspect.requirements import needs_of
 
     needs = list(needs_of(extras))

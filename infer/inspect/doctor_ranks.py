@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.infer.inspect.interconnect import Link, Place, examine_rank, judge
+from megadit.infer.inspect.interconnect import Link, Place, examine_rank, verdict_of
 from megadit.models.megatron.launch import launch
 
 GB, TERA = 10**9, 10**12
@@ -31,7 +31,7 @@ def _report(places: list[Place], links: list[Link]) -> int:
         of_kind = [link for link in links if link.kind == kind]
         if of_kind:
             console.print(_links_table(kind, of_kind) if len(of_kind) <= MAX_SHOWN else _links_summary(kind, of_kind))
-    verdict = judge(places, links)
+    verdict = verdict_of(places, links)
     for words in verdict.broken:
         console.print(f"[red]broken:[/] {escape(words)}", soft_wrap=True)
     for words in verdict.slow:

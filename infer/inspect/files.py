@@ -12,7 +12,7 @@ from megadit.infer.media.animations import ANIMATION_SUFFIXES
 from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
 from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.tar_files import ForeignTarFile
+from megadit.models.shared.tar_files import UntrustedTarFile
 
 MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".mov", ".mkv", ".webm", ".avi", ".m4v")
 LOOKED_AT = 500
@@ -94,7 +94,7 @@ def _descriptions(dataset: Path) -> Iterator[dict[str, Any]]:
     """The JSON beside samples, which anybody may have written."""
     for shard in sorted(dataset.glob("train-*.tar")):
         try:
-            with ForeignTarFile.open(shard, "r:") as tar:
+            with UntrustedTarFile.open(shard, "r:") as tar:
                 for member in tar:
                     if member.isfile() and member.name.endswith(".json") and member.size <= MAX_BYTES:
                         yield dict(parse_json(tar.extractfile(member).read(), member.name))

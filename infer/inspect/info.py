@@ -29,7 +29,7 @@ from megadit.models.shared.cli.setting import setting, settings_of
 from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.models.shared.shards import copied_in_part, damaged_shards, verified_shards
+from megadit.models.shared.shards import damaged_shards, partly_copied, verified_shards
 from megadit.models.storage.manifest import MANIFEST_FILE, is_bundle
 from megadit.models.storage.weights import network_shapes
 
@@ -69,7 +69,7 @@ def _run(argv: list[str]) -> int:
         if "dataset" not in facts:
             raise UserError(f"--verify reads the shards of a dataset, and {options.path} is none")
         if damaged := verified_shards(options.path):
-            raise UserError(copied_in_part(options.path, damaged))
+            raise UserError(partly_copied(options.path, damaged))
         facts["verified"] = "every shard is as it was written"
     if options.sheet is not None:
         if "dataset" not in facts:
@@ -138,7 +138,7 @@ def describe_bundle(path: Path) -> Facts:
         **({"makes": "images" if bundle.defaults.num_frames == 1 else "videos"} if bundle.kind == "video" else {}),
         "written by": f"megadit {bundle.manifest.get('megadit_version', '?')}",
     }
-    for part, kind in bundle.manifest["parts"].items():
+    for part, kind in bundle.manifest["components"].items():
         size = sum(file["bytes"] for name, file in files.items() if name.startswith(f"{part}/"))
         facts[part] = f"{kind}, {_bytes(size)}"
     facts |= _model_facts(bundle.config)

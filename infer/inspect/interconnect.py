@@ -114,7 +114,7 @@ def measure(kind: str, ends: Pair, ranks: Sequence[int], rank: int, store: dist.
             dist.destroy_process_group()
 
 
-def judge(places: list[Place], links: list[Link]) -> Verdict:
+def verdict_of(places: list[Place], links: list[Link]) -> Verdict:
     """Names what failed and what is slow; a rank or node whose links are mostly so is named in their place."""
     broken = [f"{_rank_words(place)}: {place.fault}" for place in places if place.fault]
     usual = median([place.flops for place in places if not place.fault] or [0.0])
@@ -143,13 +143,13 @@ def _blame(kind: str, links: list[Link], bad: list[Link], places: list[Place], n
     guilty = {end for end in faulty if total[end] > 1 and faulty[end] > total[end] / 2}
     if guilty == set(total):  # everything is bad: nobody in particular
         guilty = set()
-    told = [
+    lines = [
         f"{_end_words(kind, end, places)}: {_how(link, links)} with {faulty[end]} of {total[end]} partners"
         for end in sorted(guilty)
         if not (kind == "rank" and end in named)
         for link in [next(link for link in bad if end in link.ends)]
     ]
-    return told + [
+    return lines + [
         f"{_end_words(kind, link.ends[0], places)} with {_end_words(kind, link.ends[1], places)}: {_how(link, links)}"
         for link in bad
         if not guilty.intersection(link.ends) and not (kind == "rank" and named.intersection(link.ends))

@@ -45,14 +45,14 @@ def needs_of(extras: Collection[str], name: str = NAME) -> Iterator[Need]:
             continue
         seen.add(asking)
         for requirement in _required(*asking):
-            wanted = canonicalize_name(requirement.name)
-            found = _version(wanted)
+            needed = canonicalize_name(requirement.name)
+            found = _version(needed)
             is_met = found is not None and requirement.specifier.contains(found, prereleases=True)
-            if wanted != canonicalize_name(name):
+            if needed != canonicalize_name(name):
                 asked = f"{requirement.name}{requirement.specifier}"
-                yield Need(name=wanted, asked=asked, by=asking[0], found=found, is_met=is_met)
+                yield Need(name=needed, asked=asked, by=asking[0], found=found, is_met=is_met)
             if found is not None:
-                waiting.append((wanted, frozenset(requirement.extras)))
+                waiting.append((needed, frozenset(requirement.extras)))
 
 
 def _required(name: str, extras: Iterable[str]) -> Iterator[Requirement]:

@@ -57,10 +57,10 @@ class SigningOptions:
         Raises:
             UserError: for one without the other.
         """
-        given = {name: getattr(self, name) or os.environ.get(variable, "") for name, variable in _VARIABLES.items()}
-        if any(given.values()) and not all(given.values()):
+        paths = {name: getattr(self, name) or os.environ.get(variable, "") for name, variable in _VARIABLES.items()}
+        if any(paths.values()) and not all(paths.values()):
             raise UserError("c2pa_certificate and c2pa_key go together: give both, or neither")
-        return {name: Path(path).absolute() for name, path in given.items() if path}
+        return {name: Path(path).absolute() for name, path in paths.items() if path}
 
 
 class Marker:

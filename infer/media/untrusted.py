@@ -83,7 +83,7 @@ def _work(limits: MediaLimits, is_checking: bool) -> None:
     memory = _MOST_MEMORY + 6 * limits.max_media_pixels
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    questions, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a decoder prints is no answer
     while True:
         try:
@@ -97,8 +97,8 @@ def _work(limits: MediaLimits, is_checking: bool) -> None:
         except (UserError, MemoryError) as error:
             frames, answer = np.empty(0, np.uint8), {"error": str(error) or "the file takes too much memory to read"}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send(answers, json.dumps(answer).encode())
-        send(answers, np.ascontiguousarray(frames).data.cast("B") if frames.size and not is_checking else b"")
+        send(replies, json.dumps(answer).encode())
+        send(replies, np.ascontiguousarray(frames).data.cast("B") if frames.size and not is_checking else b"")
 
 
 if __name__ == "__main__":

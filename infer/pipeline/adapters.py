@@ -8,17 +8,17 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from megadit.infer.runtimes.distributed import RankedDenoiser
-from megadit.infer.runtimes.experts import PairDenoiser, parts_of
+from megadit.infer.runtimes.distributed import DistributedDenoiser
+from megadit.infer.runtimes.experts import ExpertDenoiser, experts_of
 from megadit.infer.runtimes.exported import ExportedDenoiser
-from megadit.infer.runtimes.load import TORCH, adapter_slots
+from megadit.infer.runtimes.load import TORCH, adapter_inputs
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.adapter import asked_defaults
 from megadit.models.convert.adapters.files import open_adapter, read_adapter_of, tensor_file
 from megadit.models.diffusion.settings import SamplingSettings
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.lora.named import split_expert
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
@@ -26,15 +26,15 @@ from megadit.models.shared.files import sha256_of
 Scales = Mapping[str, float]
 """Path of an adapter -> its scale: 1 as it was trained, 0 without effect."""
 NO_ADAPTERS: Scales = MappingProxyType({})
-KEPT, KEPT_BYTES = 8, 2 << 30
+MAX_ADAPTERS, CACHE_BYTES = 8, 2 << 30
 """Limits of the adapters that stay in memory while no generation uses them: their number, and their bytes together."""
 MERGE_FIRST = "merge it into its base first: megadit bundle BASE OUT --merge ADAPTER"
-NO_ROOM = f"exported without inputs for adapters: export again with --adapter_rank N, or {MERGE_FIRST}"
+NO_ADAPTER_INPUTS = f"exported without inputs for adapters: export again with --adapter_rank N, or {MERGE_FIRST}"
 """Error of an exported network without inputs for adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterUse:
+class ScaledAdapter:
     """Adapter, and its scale for a video."""
 
     path: str
@@ -43,7 +43,7 @@ class AdapterUse:
     """SHA-256 of its file of tensors."""
 
 
-def adapter_uses(scales: Scales) -> tuple[AdapterUse, ...]:
+def scaled_adapters(scales: Scales) -> tuple[ScaledAdapter, ...]:
     """Return adapters as records list them: resolved path, scale and checksum of each.
 
     Raises:
@@ -54,7 +54,7 @@ def adapter_uses(scales: Scales) -> tuple[AdapterUse, ...]:
         expert, path = split_expert(asked)
         whole = f"{expert}=" if expert else ""
         whole += str(Path(path).resolve())
-        found.append(AdapterUse(path=whole, scale=scale, sha256=_checksum(tensor_file(Path(path)))))
+        found.append(ScaledAdapter(path=whole, scale=scale, sha256=_checksum(tensor_file(Path(path)))))
     return tuple(found)
 
 
@@ -85,21 +85,21 @@ def _read_checksum(file: Path, *written: int) -> str:
     return sha256_of(file)
 
 
-class AdapterShelf:
+class AdapterCache:
     """Adapters attached to a denoiser's network."""
 
     def __init__(
         self,
-        denoiser: AdaptableDenoiser | ExportedDenoiser | RankedDenoiser | PairDenoiser,
+        denoiser: AdaptableDenoiser | ExportedDenoiser | DistributedDenoiser | ExpertDenoiser,
         bundle: Bundle,
-        kept_bytes: int = KEPT_BYTES,
-        slots: AdapterSlots | None = None,
+        cached_bytes: int = CACHE_BYTES,
+        slots: AdapterInputs | None = None,
     ) -> None:
         """`slots`: inputs that an exported denoiser has for the adapters of one video."""
         self._denoiser = denoiser
         self._bundle = bundle
-        self._kept_bytes = kept_bytes
-        self._slots = slots
+        self._cached_bytes = cached_bytes
+        self._inputs = slots
         self._names: OrderedDict[tuple[str | None, str, int], str] = OrderedDict()
         """(which of two networks, path, time of its last change) -> name at the network; the latest used come last."""
         self._num_bytes: dict[str, int] = {}
@@ -124,11 +124,11 @@ class AdapterShelf:
 
     def check_together(self, names: Iterable[str]) -> None:
         """Raises UserError for more adapters of one video, by their names, than its denoiser takes."""
-        if self._slots is None:
+        if self._inputs is None:
             return
         names = list(names)
-        for network in parts_of(self._denoiser):
-            self._slots.check_together([network.adapters[name].ranks for name in names if name in network.adapters])
+        for network in experts_of(self._denoiser):
+            self._inputs.check_together([network.adapters[name].ranks for name in names if name in network.adapters])
 
     def _loaded(self, path: str) -> str:
         expert, place = split_expert(path)
@@ -148,7 +148,7 @@ class AdapterShelf:
         unused = [key for key, name in self._names.items() if not self._num_users[name]]
         num_bytes = sum(self._num_bytes[self._names[key]] for key in unused)
         for place, key in enumerate(unused):
-            if len(unused) - place <= KEPT and num_bytes <= self._kept_bytes:
+            if len(unused) - place <= MAX_ADAPTERS and num_bytes <= self._cached_bytes:
                 return
             name = self._names.pop(key)
             del self._num_users[name]
@@ -156,27 +156,29 @@ class AdapterShelf:
             self._denoiser.remove_adapter(name)
 
 
-def adapter_shelf(
-    denoiser: Denoiser, bundle: Bundle, runtime: str, kept_bytes: int, *, has_plain_blocks: bool, is_ranked: bool
-) -> AdapterShelf | None:
+def adapter_cache(
+    denoiser: Denoiser, bundle: Bundle, runtime: str, cached_bytes: int, *, has_plain_blocks: bool, is_distributed: bool
+) -> AdapterCache | None:
     """The shelf of a bundle's denoiser; None where it takes no adapters.
 
-    `has_plain_blocks`: all of torch's blocks are in memory, and not compiled; `is_ranked`: other processes have them.
+    `has_plain_blocks`: all of torch's blocks are in memory, uncompiled; `is_distributed`: other processes have them.
 
     Raises:
         UserError: if it was not exported for `runtime`.
     """
     if runtime == TORCH:
-        parts = parts_of(denoiser)
-        takes = has_plain_blocks and all(isinstance(part, (AdaptableDenoiser, RankedDenoiser)) for part in parts)
-        return AdapterShelf(denoiser, bundle, kept_bytes) if takes else None
-    slots = None if is_ranked else adapter_slots(bundle, runtime)
-    return None if slots is None else AdapterShelf(denoiser, bundle, kept_bytes, slots)
+        parts = experts_of(denoiser)
+        takes_adapters = has_plain_blocks and all(
+            isinstance(part, (AdaptableDenoiser, DistributedDenoiser)) for part in parts
+        )
+        return AdapterCache(denoiser, bundle, cached_bytes) if takes_adapters else None
+    slots = None if is_distributed else adapter_inputs(bundle, runtime)
+    return None if slots is None else AdapterCache(denoiser, bundle, cached_bytes, slots)
 
 
 @contextmanager
-def hold_adapters(shelf: AdapterShelf | None, adapters: Sequence[Scales]) -> Iterator[dict[str, str]]:
-    """`AdapterShelf.held` for the adapters of several prompts; without any, no shelf is needed.
+def hold_adapters(adapter_cache: AdapterCache | None, adapters: Sequence[Scales]) -> Iterator[dict[str, str]]:
+    """`AdapterCache.held` for the adapters of several prompts; without any, no shelf is needed.
 
     Raises:
         UserError: where a denoiser that has no shelf is asked for some, and for more of a prompt than it takes.
@@ -184,13 +186,13 @@ def hold_adapters(shelf: AdapterShelf | None, adapters: Sequence[Scales]) -> Ite
     paths = [path for scales in adapters for path in scales]
     if not paths:
         yield {}
-    elif shelf is None:
+    elif adapter_cache is None:
         raise UserError(
             "adapters need the torch runtime with all blocks, neither compiled nor recorded, or networks "
             f"exported with --adapter_rank; {MERGE_FIRST}"
         )
     else:
-        with shelf.held(paths) as names:
+        with adapter_cache.held(paths) as names:
             for scales in adapters:
-                shelf.check_together(names[path] for path, scale in scales.items() if scale)
+                adapter_cache.check_together(names[path] for path, scale in scales.items() if scale)
             yield names

@@ -27,7 +27,7 @@ class Batch:
     seeds: list[int]
     adapter_scale_B: Mapping[str, Tensor]
     """Scale of each adapter for each video, float32, by the adapter's name at the network."""
-    given: Sequence[Media]
+    conditioning: Sequence[Media]
     """Conditioning media of each video, in the same places in all."""
 
 
@@ -38,7 +38,7 @@ class Videos:
     prompts: list[str]
     seeds: list[int]
     adapters: list[Scales]
-    given: list[Media]
+    conditioning: list[Media]
 
     @classmethod
     def read(
@@ -46,7 +46,7 @@ class Videos:
         prompts: Sequence[str],
         seeds: int | Sequence[int],
         adapters: Scales | Sequence[Scales],
-        given: list[Media],
+        conditioning: list[Media],
     ) -> "Videos":
         """Check the inputs of a generation, and give each video its own.
 
@@ -69,12 +69,14 @@ class Videos:
                 f"got adapters for {len(adapters)} of {len(prompts)} prompts; give them once, or for each prompt"
             )
         scales = [{path: plain(scale) for path, scale in each.items()} for each in adapters]
-        return cls(prompts, seeds, scales, given)
+        return cls(prompts, seeds, scales, conditioning)
 
     def batch(self, here: slice, names: Mapping[str, str]) -> Batch:
         """Return the videos of a slice; `names` maps paths of adapters to their names beside the network."""
         scales = _scales(self.adapters[here], names)
-        return Batch(range(here.start, here.stop), self.prompts[here], self.seeds[here], scales, self.given[here])
+        return Batch(
+            range(here.start, here.stop), self.prompts[here], self.seeds[here], scales, self.conditioning[here]
+        )
 
 
 def read_prompts(prompts: Sequence[str] | None) -> list[str]:

@@ -88,26 +88,26 @@ class WeakerDenoisers:
 
     bundle: Bundle
     load: Callable[[Bundle], Denoiser]
-    _kept: dict[str, Denoiser] = field(default_factory=dict)
+    _cached: dict[str, Denoiser] = field(default_factory=dict)
 
     def __call__(self, path: str) -> Denoiser:
         """Raises UserError: as `weaker_bundle`."""
-        if path not in self._kept:
-            self._kept = {path: self.load(weaker_bundle(path, self.bundle))}
-        return self._kept[path]
+        if path not in self._cached:
+            self._cached = {path: self.load(weaker_bundle(path, self.bundle))}
+        return self._cached[path]
 
 
-def check_part(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -> None:
+def check_component(bundle: Bundle, part: str, component: VideoTokenizer | TextEncoder) -> None:
     """Check a tokenizer or text encoder: any but the one trained with would give noise without an error.
 
     Raises:
         UserError: if `given` is another than the bundle's `part`.
     """
     expected = bundle.manifest["fingerprints"][part]
-    if given.fingerprint() != expected:
+    if component.fingerprint() != expected:
         name = part.replace("_", " ")
         raise UserError(
-            f"this {name} (fingerprint {given.fingerprint()}) is not the one that {bundle.path} was trained with "
+            f"this {name} (fingerprint {component.fingerprint()}) is not the one that {bundle.path} was trained with "
             f"({expected})"
         )
 
@@ -118,8 +118,8 @@ def _converted(training_directory: Path) -> Path:
         with held_alone(training_directory / ".bundle.lock"):
             changed = _last_change(training_directory)
             if _is_older(bundle, training_directory):  # nobody else made it meanwhile
-                told = f"converting the newest checkpoint of {training_directory} to {bundle}"
-                print(told, file=sys.stderr, flush=True)
+                message = f"converting the newest checkpoint of {training_directory} to {bundle}"
+                print(message, file=sys.stderr, flush=True)
                 _convert(training_directory, bundle)
                 # what was written during the conversion is newer than its result
                 os.utime(bundle / MANIFEST_FILE, ns=(changed, changed))

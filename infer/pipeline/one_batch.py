@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megadit.infer.conditioning.encode import Known
+from megadit.infer.conditioning.encode import EncodedConditioning
 from megadit.infer.pipeline.batches import Batch
 from megadit.infer.pipeline.step_cache import cached
 from megadit.infer.sampling.flow_levels import noise_of_start, with_whole_steps
-from megadit.infer.sampling.guidance import Denoiser, Evaluate, guided_by_settings, told_guidance, within
+from megadit.infer.sampling.guidance import Denoiser, Evaluate, embedded_guidance, guided_by_settings, within
 from megadit.infer.sampling.samplers import SAMPLERS, Denoise, settings_randomness
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.noise import latent_noise
@@ -31,7 +31,7 @@ def denoise_by_settings(
     """The denoiser of a batch's prompts under its guidance, with its adapters at the noise levels at which they act.
 
     `condition`, `weaker` and `evaluate` are those of `guided_by_settings`. Where `low_guidance` is set, `denoiser` is
-    a `PairDenoiser`.
+    a `ExpertDenoiser`.
     """
 
     def guided(guidance: float, adapter_scale_B: Mapping[str, Tensor]) -> Denoise:
@@ -57,7 +57,7 @@ def sample(
     sigmas: Tensor,
     key_B: Tensor,
     shape: Sequence[int],
-    known: Known | None,
+    encoded: EncodedConditioning | None,
     condition: Callable[[list[str]], Conditioning],
     skipped: Sequence[int],
     around: Callable[[Denoise, range], Denoise],
@@ -69,11 +69,11 @@ def sample(
 ) -> Tensor:
     """Return the latents BCTHW, float32, of one batch: `solve` over `sigmas` [num_steps + 1] by the denoiser of
     `denoise_by_settings`, whose calls number `skipped` are predicted; `around` wraps the denoiser."""
-    settings, condition = told_guidance(settings, config, condition)
+    settings, condition = embedded_guidance(settings, config, condition)
     denoise = denoise_by_settings(settings, batch, denoiser, condition, weaker=weaker, evaluate=evaluate)
     denoise = cached(with_whole_steps(denoise, settings, config), skipped, config.sigma_data)
-    denoise = denoise if known is None else known.replaces(denoise)
-    return solve(around(denoise, batch.places), settings, sigmas, key_B, shape, known)
+    denoise = denoise if encoded is None else encoded.replaces(denoise)
+    return solve(around(denoise, batch.places), settings, sigmas, key_B, shape, encoded)
 
 
 def solve(
@@ -82,7 +82,7 @@ def solve(
     sigmas: Tensor,
     key_B: Tensor,
     shape: Sequence[int],
-    known: Known | None,
+    encoded: EncodedConditioning | None,
 ) -> Tensor:
     """Return the latents BCTHW, float32, solved from the noise of `key_B` at the first of `sigmas` [num_steps + 1], or
     from what is `known`, to the last. `settings.noise_scale` scales the noise where nothing is kept.
@@ -92,10 +92,10 @@ def solve(
     """
     sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
     scale = settings.noise_scale * noise_of_start(settings, sigmas)
-    if known is None:
+    if encoded is None:
         x = sigma * (scale * noise_BCTHW).double()
     else:
-        x = known.initial_state(sigma, noise_BCTHW, scale)
+        x = encoded.initial_state(sigma, noise_BCTHW, scale)
     noise = settings_randomness(settings, key_B, shape)
     latents_BCTHW = SAMPLERS[settings.sampler](denoise, x, sigmas, *noise).float()
     if not latents_BCTHW.isfinite().all():

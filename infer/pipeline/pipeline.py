@@ -15,28 +15,35 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megadit.infer.background import one_behind
-from megadit.infer.conditioning.encode import Known, encode_batch, encode_given
-from megadit.infer.conditioning.items import AnyGiven, Media, Target, check_given, media_of, remaining_sigmas
+from megadit.infer.conditioning.encode import EncodedConditioning, encode_batch, encode_conditioning
+from megadit.infer.conditioning.items import (
+    AnyConditioning,
+    Media,
+    Target,
+    check_conditioning,
+    media_of,
+    remaining_sigmas,
+)
 from megadit.infer.hooks.guardrail import Guardrail, load_guardrail
 from megadit.infer.media.preview import LinearPreview, fit_preview
 from megadit.infer.pipeline.adapters import (
-    KEPT_BYTES,
+    CACHE_BYTES,
     NO_ADAPTERS,
-    AdapterShelf,
+    AdapterCache,
     Scales,
     adapted_defaults,
-    adapter_shelf,
+    adapter_cache,
     hold_adapters,
 )
 from megadit.infer.pipeline.batches import Batch, Videos, cuts_of, read_prompts
-from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_part, open_bundle
+from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_component, open_bundle
 from megadit.infer.pipeline.one_batch import sample
 from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
-from megadit.infer.pipeline.step_cache import CachePlan, Measure, bundle_plans, spared_calls
+from megadit.infer.pipeline.step_cache import CachePlan, Measure, bundle_plans, cached_calls
 from megadit.infer.pipeline.text_features import TextFeaturesCache
 from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype
-from megadit.infer.runtimes.distributed import Placement
-from megadit.infer.runtimes.experts import PairDenoiser
+from megadit.infer.runtimes.distributed import DevicePlacement
+from megadit.infer.runtimes.experts import ExpertDenoiser
 from megadit.infer.runtimes.load import (
     TORCH,
     check_runtime,
@@ -48,7 +55,7 @@ from megadit.infer.runtimes.load import (
 )
 from megadit.infer.runtimes.ranks import split_over_ranks
 from megadit.infer.runtimes.torch import find_device, find_dtype
-from megadit.infer.sampling.callbacks import DECODE, DENOISE, Around, StepCallback, StepTeller, nothing_around
+from megadit.infer.sampling.callbacks import DECODE, DENOISE, Around, StepCallback, StepProgress, nothing_around
 from megadit.infer.sampling.guidance import (
     Denoiser,
     Evaluate,
@@ -96,8 +103,8 @@ class TextToVideo:
         load_weaker: Callable[[str], Denoiser] | None = None,
         reload_text_encoder: Callable[[], TextEncoder] | None = None,
         guardrail: Guardrail | None = None,
-        adapters: AdapterShelf | None = None,
-        takes: Collection[str] = (),
+        adapters: AdapterCache | None = None,
+        conditionings: Collection[str] = (),
         image_encoder: ImageEncoder | None = None,
         cache_plans: Sequence[CachePlan] = (),
         overlap_decoding: bool = False,
@@ -107,7 +114,7 @@ class TextToVideo:
         """`evaluate` runs the passes of guidance; `load_weaker` gives the denoiser of a checkpoint for
         autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `adapters` holds
         those of the denoiser, where it takes any; `takes` are the conditionings that it was trained with
-        (`Bundle.takes`), `image_encoder` gives features of conditioning images to networks that read them;
+        (`Bundle.conditionings`), `image_encoder` gives features of conditioning images to networks that read them;
         `cache_plans` are those that `cache_budget` chooses from; with `overlap_decoding` a batch is decoded while the
         next is sampled; `origin` is kept in the record of each video (`results.origin_of`); `reopen` opens the same
         pipeline again, in place of a copy of what can have none (sessions, processes, threads)."""
@@ -119,7 +126,7 @@ class TextToVideo:
         self.device = torch.device(device)
         self.evaluate = evaluate
         self.guardrail = guardrail
-        self.takes = takes
+        self.conditionings = conditionings
         self._image_encoder = image_encoder
         self._adapters = adapters
         self._cache_plans = cache_plans
@@ -147,13 +154,13 @@ class TextToVideo:
         overlap_decoding: bool = False,
         cache_measure: Measure = "latents",
         guardrail_dir: str | None = None,
-        adapter_bytes: int = KEPT_BYTES,
+        adapter_bytes: int = CACHE_BYTES,
         opens_paths: bool = True,
         runtime: str = "torch",
         tensor_parallel: int = 1,
         context_parallel: int = 1,
         split_guidance: ProcessGroup | None = None,
-        ranks: Placement | None = None,
+        ranks: DevicePlacement | None = None,
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not, or by its name in a hub's cache), or of a training directory.
 
@@ -187,8 +194,8 @@ class TextToVideo:
         guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
         text_encoder = text_encoder or bundle.load_text_encoder()
-        check_part(bundle, "tokenizer", tokenizer)
-        check_part(bundle, "text_encoder", text_encoder)
+        check_component(bundle, "tokenizer", tokenizer)
+        check_component(bundle, "text_encoder", text_encoder)
 
         shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel, "ranks": ranks}
         load = partial(load_denoiser, runtime=runtime, device=place, dtype=number_type, **of_torch, **shared)
@@ -201,8 +208,13 @@ class TextToVideo:
         is_plain = runtime == TORCH and not (resident_blocks or cuda_graphs or ranks)
         return cls(
             denoiser=denoiser,
-            adapters=adapter_shelf(
-                denoiser, bundle, runtime, adapter_bytes, has_plain_blocks=has_plain_blocks, is_ranked=ranks is not None
+            adapters=adapter_cache(
+                denoiser,
+                bundle,
+                runtime,
+                adapter_bytes,
+                has_plain_blocks=has_plain_blocks,
+                is_distributed=ranks is not None,
             ),
             tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
             text_encoder=with_exported_text_network(text_encoder, bundle, runtime, place),
@@ -214,7 +226,7 @@ class TextToVideo:
             reload_text_encoder=partial(load_text_encoder, bundle, runtime, place) if offload_text_encoder else None,
             reopen=None if is_plain else partial(cls.from_pretrained, **asked),
             guardrail=guardrail,
-            takes=taken(bundle, runtime),
+            conditionings=taken(bundle, runtime),
             image_encoder=on_device(bundle.load_image_encoder(), place),
             cache_plans=bundle_plans(bundle, cache_measure),
             overlap_decoding=overlap_decoding,
@@ -238,7 +250,7 @@ class TextToVideo:
         guidance: float | None = None,
         guidance_convention: GuidanceConvention = "standard",
         batch_size: int | None = None,
-        given: AnyGiven = None,
+        conditioning: AnyConditioning = None,
         adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
         on_step: StepCallback | None = None,
         **settings: Any,
@@ -249,7 +261,7 @@ class TextToVideo:
         left out, or None, comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
         `num_frames` may be any number: more are generated where the tokenizer needs them, and the tail is cut. One
         frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
-        `given` are conditioning media (frames, a clip, a mask): one `GivenVideo`, a tuple of several, or a list
+        `given` are conditioning media (frames, a clip, a mask): one `ConditioningItem`, a tuple of several, or a list
         with either, or None, for each prompt. `adapters` gives the paths of adapters with their scales, {path: scale},
         or a list of these, one for each prompt; settings left out may come from students. `on_step` is called after
         every denoiser call, may look at a preview, and cancels by returning False.
@@ -261,7 +273,7 @@ class TextToVideo:
         if guidance is not None:
             settings["guidance"] = guidance_scale(plain(guidance), guidance_convention)
         resolved = resolve_settings(adapted_defaults(self.defaults, adapters), **settings)
-        per_video = {"seeds": seeds, "adapters": adapters, "given": given}
+        per_video = {"seeds": seeds, "adapters": adapters, "conditioning": conditioning}
         return GeneratedVideos(self.stream(prompts, resolved, **per_video, batch_size=batch_size, on_step=on_step))
 
     @each_in_float32
@@ -272,7 +284,7 @@ class TextToVideo:
         *,
         seeds: int | Sequence[int] = 0,
         batch_size: int | None = None,
-        given: AnyGiven = None,
+        conditioning: AnyConditioning = None,
         adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
         on_step: StepCallback | None = None,
         skipped: Sequence[int] | None = None,
@@ -285,34 +297,34 @@ class TextToVideo:
         """
         settings = resolve_settings(adapted_defaults(self.defaults, adapters) if settings is None else settings)
         prompts = read_prompts(prompts)
-        videos = Videos.read(prompts, seeds, adapters, media_of(given, len(prompts)))
+        videos = Videos.read(prompts, seeds, adapters, media_of(conditioning, len(prompts)))
         if self.guardrail is not None:
             self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])
-        if settings.low_guidance and not isinstance(self.denoiser, PairDenoiser):
+        if settings.low_guidance and not isinstance(self.denoiser, ExpertDenoiser):
             raise UserError(f"low_guidance={settings.low_guidance} is for checkpoints of two networks; this has one")
         target = Target.of(settings, self.config, self.tokenizer)
-        for media in dict.fromkeys(videos.given):
-            check_given(media, self.takes, target)
-        sigmas = remaining_sigmas(settings_sigmas(settings), videos.given)
-        spared = [skipped] * len(prompts)
+        for media in dict.fromkeys(videos.conditioning):
+            check_conditioning(media, self.conditionings, target)
+        sigmas = remaining_sigmas(settings_sigmas(settings), videos.conditioning)
+        cached_steps = [skipped] * len(prompts)
         if skipped is None:
-            spared = spared_calls(self._cache_plans, settings, videos.adapters, videos.given, target)
-        cuts = cuts_of(videos.given, target, self.config, batch_size)
+            cached_steps = cached_calls(self._cache_plans, settings, videos.adapters, videos.conditioning, target)
+        cuts = cuts_of(videos.conditioning, target, self.config, batch_size)
         self.text_encoder.prepare([*videos.prompts, settings.negative_prompt, settings.second_prompt])
         num_calls = num_denoiser_calls(settings.sampler, sigmas)
-        teller = StepTeller(on_step, len(cuts) * num_calls, self.preview)
+        progress = StepProgress(on_step, len(cuts) * num_calls, self.preview)
 
         @lru_cache(maxsize=1)  # the same media are often given of all videos, and encoded once
-        def known_of(media: Media) -> Known | None:
-            return encode_given(media, self.takes, target, self.device, self._image_encoder)
+        def encoded_of(media: Media) -> EncodedConditioning | None:
+            return encode_conditioning(media, self.conditionings, target, self.device, self._image_encoder)
 
         def sampled() -> Iterator[tuple[Batch, Tensor]]:
             with hold_adapters(self._adapters, videos.adapters) as names:
                 for batch in (videos.batch(here, names) for here in cuts):
                     with around(DENOISE, batch.places):
-                        known = encode_batch(batch.given, known_of)
-                        spare = spared[batch.places[0]]
-                        latents_BCTHW = self._sample(batch, settings, sigmas, target.shape, known, spare, teller)
+                        encoded = encode_batch(batch.conditioning, encoded_of)
+                        spare = cached_steps[batch.places[0]]
+                        latents_BCTHW = self._sample(batch, settings, sigmas, target.shape, encoded, spare, progress)
                     yield batch, latents_BCTHW
 
         def decoded(sample: tuple[Batch, Tensor]) -> Iterator[GeneratedVideo]:
@@ -326,10 +338,10 @@ class TextToVideo:
                     seed=videos.seeds[place],
                     settings=settings,
                     latents_CTHW=latents_CTHW.cpu(),
-                    num_denoiser_calls=num_calls - len(spared[place]),
+                    num_denoiser_calls=num_calls - len(cached_steps[place]),
                     origin=self._origin.copy(),
                     adapters=dict(videos.adapters[place]),
-                    given=[part.use for part in videos.given[place]],
+                    conditioning=[part.kind for part in videos.conditioning[place]],
                 )
 
         aside = self._overlap_decoding
@@ -350,10 +362,10 @@ class TextToVideo:
         num_videos: int,
         settings: SamplingSettings,
         batch_size: int | None = None,
-        given: AnyGiven = None,
+        conditioning: AnyConditioning = None,
     ) -> int:
         """Denoiser calls that `num_videos` take: `num_steps` of the calls of `on_step`; cached ones count, too."""
-        media, target = media_of(given, num_videos), Target.of(settings, self.config, self.tokenizer)
+        media, target = media_of(conditioning, num_videos), Target.of(settings, self.config, self.tokenizer)
         sigmas = remaining_sigmas(settings_sigmas(settings), media)
         return len(cuts_of(media, target, self.config, batch_size)) * num_denoiser_calls(settings.sampler, sigmas)
 
@@ -369,13 +381,13 @@ class TextToVideo:
         settings: SamplingSettings,
         sigmas: Tensor,
         shape: tuple[int, int, int, int],
-        known: Known | None,
+        encoded: EncodedConditioning | None,
         skipped: Sequence[int],
-        teller: StepTeller,
+        progress: StepProgress,
     ) -> Tensor:
         """Latents BCTHW, float32, of one batch."""
         [key_B] = sent_together([torch.tensor([seed_key(seed) for seed in batch.seeds])], self.device)
-        seen = {} if known is None else known.seen(self.config, key_B)
+        seen = {} if encoded is None else encoded.seen(self.config, key_B)
         fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
 
         def condition(texts: list[str]) -> Conditioning:
@@ -386,7 +398,7 @@ class TextToVideo:
             if self._load_weaker is None:
                 raise UserError(f"autoguidance={settings.autoguidance}: this pipeline cannot load a second checkpoint")
             network["weaker"] = self._load_weaker(settings.autoguidance)
-        return sample(batch, settings, sigmas, key_B, shape, known, condition, skipped, teller.around, **network)
+        return sample(batch, settings, sigmas, key_B, shape, encoded, condition, skipped, progress.around, **network)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
         """Decode one video at a time: a decoder's memory grows with the batch, and no result depends on it."""

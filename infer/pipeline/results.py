@@ -14,7 +14,7 @@ from torch import Tensor
 from megadit.infer.media.animations import encode_image
 from megadit.infer.media.signing import Marker
 from megadit.infer.media.video_io import encode_mp4, write_video
-from megadit.infer.pipeline.adapters import Scales, adapter_uses
+from megadit.infer.pipeline.adapters import Scales, scaled_adapters
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
 
@@ -58,7 +58,7 @@ class GeneratedVideo:
     origin: Mapping[str, Any] = field(default_factory=dict)
     """Origin of the video (`origin_of`); empty for a pipeline that was put together by hand."""
     adapters: Scales = field(default_factory=dict)
-    given: Sequence[str] = ()
+    conditioning: Sequence[str] = ()
     """Uses of its conditioning media."""
 
     def record(self) -> dict[str, Any]:
@@ -73,8 +73,8 @@ class GeneratedVideo:
             **asdict(self.settings),
             "num_denoiser_calls": self.num_denoiser_calls,
             **self.origin,
-            "given": [{"use": use} for use in self.given],
-            "adapters": [asdict(use) for use in adapter_uses(self.adapters)],
+            "conditioning": [{"kind": kind} for kind in self.conditioning],
+            "adapters": [asdict(kind) for kind in scaled_adapters(self.adapters)],
         }
 
     def save(self, path: str | Path, *, record: Mapping[str, Any] | None = None, mark: Marker | None = None) -> Path:

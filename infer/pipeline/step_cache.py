@@ -46,18 +46,18 @@ class CachePlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CachePlan":
-        """The inverse of `to_dict`; also takes what earlier versions wrote, which had fewer settings."""
+        """The inverse of `to_dict`; settings that are missing take their defaults."""
         settings = {name: value for name, value in UNCHANGED.items() if name not in _IRRELEVANT} | values["settings"]
         return cls(**{**values, "skipped": tuple(values["skipped"]), "settings": settings})
 
 
-def plan_key(settings: SamplingSettings, given: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the key of a plan, as JSON: its settings, and the places of conditioning media (`given.places_of`).
+def plan_key(settings: SamplingSettings, conditioning: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the key of a plan, as JSON: its settings, and the places of conditioning media (`places_of`).
 
     Pictures and masks themselves are left out: like prompts, they are what a plan's margin is for.
     """
     kept = {name: value for name, value in asdict(settings).items() if name not in _IRRELEVANT}
-    return _as_json(kept | ({"given": given} if given else {}))
+    return _as_json(kept | ({"conditioning": conditioning} if conditioning else {}))
 
 
 def _as_json(value: Any) -> Any:
@@ -72,7 +72,9 @@ def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan
     return [plan for plan in plans if plan.measure == measure]
 
 
-def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings, given: Sequence[Any] = ()) -> CachePlan | None:
+def find_plan(
+    plans: Iterable[CachePlan], settings: SamplingSettings, conditioning: Sequence[Any] = ()
+) -> CachePlan | None:
     """Return the plan that skips most within the settings' budget, for conditioning media at the places `given`; None
     where the settings ask for no cache.
 
@@ -81,10 +83,10 @@ def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings, given: Seq
     """
     if not settings.cache_budget:
         return None
-    key = plan_key(settings, given)
+    key = plan_key(settings, conditioning)
     fitting = [plan for plan in plans if plan.settings == key and plan.budget <= settings.cache_budget]
     if not fitting:
-        what = "these settings" + " and what is given of the video" * bool(given)
+        what = "these settings" + " and what is given of the video" * bool(conditioning)
         raise UserError(
             f"cache_budget={settings.cache_budget} was not calibrated for {what}; run: megadit calibrate-cache "
             f"--cache_budget {settings.cache_budget} --checkpoint_path ... --prompt_file ..., with the same options"
@@ -92,11 +94,11 @@ def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings, given: Seq
     return max(fitting, key=lambda plan: len(plan.skipped))
 
 
-def spared_calls(
+def cached_calls(
     plans: Iterable[CachePlan],
     settings: SamplingSettings,
     adapters: Sequence[Scales],
-    given: Sequence[Media],
+    conditioning: Sequence[Media],
     target: Target,
 ) -> list[Sequence[int]]:
     """The denoiser calls of each video that are predicted: the same of all that can share a batch.
@@ -106,8 +108,8 @@ def spared_calls(
     """
     if settings.cache_budget and any(adapters):
         raise UserError(f"cache_budget={settings.cache_budget} was calibrated without adapters: leave one of them out")
-    of = {media: find_plan(plans, settings, places_of(media, target)) for media in set(given)}
-    return [() if plan is None else plan.skipped for plan in map(of.get, given)]
+    of = {media: find_plan(plans, settings, places_of(media, target)) for media in set(conditioning)}
+    return [() if plan is None else plan.skipped for plan in map(of.get, conditioning)]
 
 
 def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoise:
@@ -120,7 +122,7 @@ def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoi
     skipped = frozenset(skipped)
     if not skipped:
         return denoise
-    answers: list[tuple[float, Tensor]] = []
+    outputs: list[tuple[float, Tensor]] = []
     num_calls = 0
 
     def denoise_or_predict(x: Tensor, sigma_B: Tensor) -> Tensor:
@@ -128,18 +130,18 @@ def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoi
         num_calls += 1
         t = math.atan(sigma_B[0].item() / sigma_data)
         if num_calls - 1 in skipped:
-            return _predicted(answers, t)
-        if answers and answers[-1][0] == t:
-            answers.pop()  # a second answer at the same level replaces the first
-        answers.append((t, denoise(x, sigma_B)))
-        del answers[:-2]
-        return answers[-1][1]
+            return _predicted(outputs, t)
+        if outputs and outputs[-1][0] == t:
+            outputs.pop()  # a second answer at the same level replaces the first
+        outputs.append((t, denoise(x, sigma_B)))
+        del outputs[:-2]
+        return outputs[-1][1]
 
     return denoise_or_predict
 
 
-def _predicted(answers: Sequence[tuple[float, Tensor]], t_next: float) -> Tensor:
-    (t_previous, x0_previous), (t, x0) = answers[0], answers[-1]
+def _predicted(outputs: Sequence[tuple[float, Tensor]], t_next: float) -> Tensor:
+    (t_previous, x0_previous), (t, x0) = outputs[0], outputs[-1]
     if t == t_previous:
         return x0
     r = min((t_next - t) / (t - t_previous), 1.0)

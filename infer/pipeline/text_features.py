@@ -11,7 +11,7 @@ import torch
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.text_encoders import TextEncoder, TextFeatures
 
-_KEPT = 1024
+_CACHED = 1024
 
 
 class TextFeaturesCache:
@@ -25,12 +25,12 @@ class TextFeaturesCache:
         self._encoder: TextEncoder | None = encoder
         self._reload = reload
         self._seen: OrderedDict[str, TextFeatures] = OrderedDict()
-        self._most = _KEPT
+        self._most = _CACHED
 
     def prepare(self, texts: Iterable[str]) -> None:
         """Encodes these texts, before the network needs the memory."""
         texts = list(dict.fromkeys(texts))
-        self._most = max(_KEPT, len(texts))  # all of these are about to be asked for
+        self._most = max(_CACHED, len(texts))  # all of these are about to be asked for
         for text in texts:
             self._features(text)
         if self._reload is not None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from megadit.infer.conditioning.items import GivenVideo, Media
+from megadit.infer.conditioning.items import ConditioningItem, Media
 from megadit.infer.pipeline.pipeline import StepCallback, TextToVideo
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.diffusion.settings import SamplingSettings
@@ -34,7 +34,7 @@ def stream_windows(
     keep_frames: int = 1,
     keep_first: bool = False,
     seeds: Sequence[int],
-    given: Sequence[Media] | None = None,
+    conditioning: Sequence[Media] | None = None,
     batch_size: int | None = None,
     on_step: StepCallback | None = None,
 ) -> Iterator[list[np.ndarray]]:
@@ -52,7 +52,7 @@ def stream_windows(
         UserError: if a window makes nothing new, and for what `TextToVideo.stream` refuses.
     """
     settings = resolve_settings(pipeline.defaults if settings is None else settings)
-    media, first, made = list(given or [()] * len(stories)), [], 0
+    media, first, made = list(conditioning or [()] * len(stories)), [], 0
     for window in range(num_windows(total_frames, settings.num_frames, keep_frames)):
         prompts = [story[min(window, len(story) - 1)] for story in stories]
         videos = [
@@ -61,7 +61,7 @@ def stream_windows(
                 prompts,
                 settings,
                 seeds=[seed + window for seed in seeds],
-                given=media,
+                conditioning=media,
                 batch_size=batch_size,
                 on_step=on_step,
             )
@@ -73,15 +73,16 @@ def stream_windows(
         if window == 0:
             first = videos if keep_first else [None] * len(videos)
         media = [
-            given_later(video, keep_frames, pipeline.takes, also) for video, also in zip(videos, first, strict=True)
+            later_conditioning(video, keep_frames, pipeline.conditionings, also)
+            for video, also in zip(videos, first, strict=True)
         ]
 
 
-def given_later(
-    before_THWC: np.ndarray, keep_frames: int, takes: Collection[str], first_THWC: np.ndarray | None = None
+def later_conditioning(
+    before_THWC: np.ndarray, keep_frames: int, conditionings: Collection[str], first_THWC: np.ndarray | None = None
 ) -> Media:
     """Conditioning media of a window: the end of the one before, and the first window where it is kept for all."""
     # one frame is a prefix, too, but not every network that was trained to go on from a first frame takes those
-    use = "first_frame" if keep_frames == 1 and "first_frame" in takes else "prefix"
-    before = GivenVideo(frames=before_THWC[-keep_frames:], use=use, keep_frames=keep_frames)
-    return (before,) if first_THWC is None else (before, GivenVideo(frames=first_THWC, use="edit"))
+    kind = "first_frame" if keep_frames == 1 and "first_frame" in conditionings else "prefix"
+    before = ConditioningItem(frames=before_THWC[-keep_frames:], kind=kind, keep_frames=keep_frames)
+    return (before,) if first_THWC is None else (before, ConditioningItem(frames=first_THWC, kind="edit"))

@@ -39,7 +39,7 @@ def stored_dtype(bundle: Bundle) -> torch.dtype:
     return max(counts, key=counts.get)
 
 
-def tell_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:
+def print_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:
     """Return `chosen_dtype`, and print to stderr what `auto` has chosen where it was a choice."""
     chosen, stored = chosen_dtype(name, bundle, device, runtime), str(stored_dtype(bundle)).removeprefix("torch.")
     if name == AUTO and runtime == "torch" and stored != "float32":

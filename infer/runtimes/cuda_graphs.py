@@ -18,16 +18,16 @@ from torch import Tensor
 
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.host_to_device import levels_on
-from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 
 TEXT_MULTIPLE = 64
 """Texts are padded to a multiple of so many tokens (which nothing reads), so that few lengths are recorded."""
-KEPT = 8
+MAX_GRAPHS = 8
 """Sizes whose recordings stay in memory."""
 WARM_UP = 3
 """Calls before a recording, in which libraries choose kernels and tables are made."""
 
-GIVEN, OTHERS = "given", ("text_length_B", "fps_B", "image_BIE", "pooled_BP", "guidance_B")
+CLEAN, OTHERS = "clean", ("text_length_B", "fps_B", "image_BIE", "pooled_BP", "guidance_B")
 """Conditions beside the text."""
 
 Compute = Callable[[], Tensor]
@@ -96,32 +96,32 @@ class RecordedDenoiser:
             return self._replayed(x_BCTHW, sigma_B, conditioning)
 
     def _replayed(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        sigma_B, given = levels_on(sigma_B.float(), self._device), conditioning.given
+        sigma_B, clean = levels_on(sigma_B.float(), self._device), conditioning.clean
         text_BLE = conditioning.text_BLE
         text_BLE = F.pad(text_BLE, (0, 0, 0, -text_BLE.shape[1] % TEXT_MULTIPLE))
         conditions = {"text_BLE": text_BLE, **{name: getattr(conditioning, name) for name in OTHERS}}
-        conditions |= {} if given is None else {GIVEN: given.latents_BCTHW}
+        conditions |= {} if clean is None else {CLEAN: clean.latents_BCTHW}
         conditions = {name: tensor for name, tensor in conditions.items() if tensor is not None}
         inputs = (x_BCTHW.float(), sigma_B, *conditions.values())
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
-        key = shapes, tuple(conditions), None if given is None else given.places
+        key = shapes, tuple(conditions), None if clean is None else clean.places
         if key not in self._recordings:
-            self._recordings[key] = self._recorded(inputs, tuple(conditions), given)
-            if len(self._recordings) > KEPT:
+            self._recordings[key] = self._recorded(inputs, tuple(conditions), clean)
+            if len(self._recordings) > MAX_GRAPHS:
                 self._recordings.popitem(last=False)
         self._recordings.move_to_end(key)
         return self._recordings[key](inputs)
 
-    def _recorded(self, inputs: tuple[Tensor, ...], names: tuple[str, ...], given: Given | None) -> _Recording:
+    def _recorded(self, inputs: tuple[Tensor, ...], names: tuple[str, ...], clean: CleanLatents | None) -> _Recording:
         x_BCTHW, sigma_B, *conditions = places = tuple(tensor.to(self._device, copy=True) for tensor in inputs)
-        fixed = None if given is None else given.to(self._device)
+        fixed = None if clean is None else clean.to(self._device)
 
         def compute() -> Tensor:
             # conditions of their own for each call: nothing that was computed for others is read when it is replayed
             by_name: dict[str, Any] = dict(zip(names, conditions, strict=True))
-            latents_BCTHW = by_name.pop(GIVEN, None)
+            latents_BCTHW = by_name.pop(CLEAN, None)
             shown = None if fixed is None else replace(fixed, latents_BCTHW=latents_BCTHW)
-            return self._denoiser(x_BCTHW, sigma_B, Conditioning(**by_name, given=shown))
+            return self._denoiser(x_BCTHW, sigma_B, Conditioning(**by_name, clean=shown))
 
         output, replay = self._record(compute)
         return _Recording(places, output, replay)

@@ -53,7 +53,7 @@ class LostRankError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class DevicePlacement:
     """Placement of a network's ranks on devices."""
 
     devices: tuple[str, ...]
@@ -79,13 +79,13 @@ class Placement:
         return len(self.devices) // self.per_share
 
 
-class RankedDenoiser:
+class DistributedDenoiser:
     """D(x; sigma) by ranks of this process's own; called exactly like `TorchDenoiser`."""
 
     def __init__(
         self,
         bundle: Bundle,
-        placement: Placement,
+        placement: DevicePlacement,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -97,7 +97,7 @@ class RankedDenoiser:
             UserError: if the network does not divide so, or cannot be loaded.
         """
         self.device, self.dtype = device, dtype
-        self._bundle, self._placement, self._options = bundle, placement, options
+        self._bundle, self._device_placement, self._options = bundle, placement, options
         self._adapters: dict[str, tuple[Mapping[str, Tensor], AdapterConfig, str | None]] = {}
         """Adapters by name: ranks that are started again need them."""
         self._numbers: weakref.WeakKeyDictionary[Conditioning, int] = weakref.WeakKeyDictionary()
@@ -110,7 +110,9 @@ class RankedDenoiser:
         if conditioning not in self._numbers:
             self._numbers[conditioning] = next(self._next_number)
         number, living = self._numbers[conditioning], set(self._numbers.values())
-        shares = [share.tolist() for share in torch.arange(len(conditioning)).tensor_split(self._placement.num_shares)]
+        shares = [
+            share.tolist() for share in torch.arange(len(conditioning)).tensor_split(self._device_placement.num_shares)
+        ]
 
         def question(places: list[int], is_new: bool) -> Question | None:
             """Question about some videos. Picked by place, they are copies: a slice would be sent with the whole."""
@@ -120,12 +122,12 @@ class RankedDenoiser:
             return "denoise", (x_BCTHW[places].cpu(), sigma_B[places].cpu(), number, condition, living)
 
         def questions(group: _Group) -> list[Question | None]:
-            of_shares = [question(places, number not in group.told) for places in shares]
-            group.told = group.told & living | {number}
-            return [asked for asked in of_shares for _ in range(self._placement.per_share)]
+            of_shares = [question(places, number not in group.notified) for places in shares]
+            group.notified = group.notified & living | {number}
+            return [asked for asked in of_shares for _ in range(self._device_placement.per_share)]
 
-        answers = self._ask(questions)
-        return torch.cat([x0 for x0 in answers if x0 is not None]).to(self.device)
+        replies = self._ask(questions)
+        return torch.cat([x0 for x0 in replies if x0 is not None]).to(self.device)
 
     def load_adapter(
         self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, *, expert: str | None = None
@@ -147,7 +149,7 @@ class RankedDenoiser:
             del self._adapters[name]
 
     def _ask_all(self, what: str, *arguments: Any) -> None:
-        self._ask(lambda group: [(what, arguments)] * len(self._placement.devices))
+        self._ask(lambda group: [(what, arguments)] * len(self._device_placement.devices))
 
     def _ask(self, questions: "Callable[[_Group], list[Question | None]]") -> list[Any]:
         """Return the answer of each rank; where ranks are lost, the answers of those started in their place.
@@ -175,13 +177,22 @@ class RankedDenoiser:
             raise
 
     def _started(self) -> "_Group":
-        group, options = _Group(self._placement), self._options
-        sizes = {"tensor_parallel": self._placement.tensor, "context_parallel": self._placement.context}
+        group, options = _Group(self._device_placement), self._options
+        sizes = {"tensor_parallel": self._device_placement.tensor, "context_parallel": self._device_placement.context}
         dtype = str(self.dtype).removeprefix("torch.")
         try:
             loads = [
-                ("load", (str(self._bundle.path), not rank % self._placement.per_share, device, dtype, options | sizes))
-                for rank, device in enumerate(self._placement.devices)
+                (
+                    "load",
+                    (
+                        str(self._bundle.path),
+                        not rank % self._device_placement.per_share,
+                        device,
+                        dtype,
+                        options | sizes,
+                    ),
+                )
+                for rank, device in enumerate(self._device_placement.devices)
             ]
             group.ask(loads, START_SECONDS)
             for name, adapter in self._adapters.items():
@@ -195,8 +206,8 @@ class RankedDenoiser:
 class _Group:
     """The ranks of a denoiser, from their start to their end, which is also that of the group."""
 
-    def __init__(self, placement: Placement) -> None:
-        self.told: set[int] = set()
+    def __init__(self, placement: DevicePlacement) -> None:
+        self.notified: set[int] = set()
         """Conditions that the ranks have received, by number."""
         self._waiting: dict[Connection, int] = {}
         """Ranks that owe an answer."""
@@ -232,7 +243,7 @@ class _Group:
         After these, ranks may wait for one another for ever, unless `is_idle`.
         """
         self._waiting = {self._connections[rank]: rank for rank, asked in enumerate(questions) if asked is not None}
-        answers, mistakes, failures = [None] * len(questions), [], []
+        replies, mistakes, failures = [None] * len(questions), [], []
         for rank in self._waiting.values():
             self._send(rank, pickle.dumps(questions[rank]))
         silent, deadline = set(), time.monotonic() + seconds
@@ -259,12 +270,12 @@ class _Group:
                 if message == PONG:
                     continue
                 del self._waiting[connection]
-                answers[rank], error = pickle.loads(message)
+                replies[rank], error = pickle.loads(message)
                 if error is not None:
                     (mistakes if isinstance(error, UserError) else failures).append(error)
         if failures or mistakes:
             raise (failures or mistakes)[0]
-        return answers
+        return replies
 
     @property
     def is_idle(self) -> bool:
@@ -297,7 +308,7 @@ def _end(processes: list[subprocess.Popen], connections: list[Connection]) -> No
         process.wait()
 
 
-def _environment(placement: Placement, device: str, place: int, port: int) -> dict[str, str]:
+def _environment(placement: DevicePlacement, device: str, place: int, port: int) -> dict[str, str]:
     """Environment of the rank at this place of its share: a world of its own, which is found by the port."""
     place_of_gpu = torch.device(device).index or 0
     world = {"RANK": place, "WORLD_SIZE": placement.per_share, "LOCAL_RANK": place_of_gpu, "MASTER_PORT": port}

@@ -15,21 +15,21 @@ from megadit.models.networks.conditioning import Conditioning
 
 def as_one(denoisers: Sequence[Denoiser], boundary: float | None) -> Denoiser:
     """Denoiser of a bundle's networks: of one, or of two for noise levels above and below `Bundle.boundary`."""
-    return denoisers[0] if boundary is None else PairDenoiser(*denoisers, boundary)
+    return denoisers[0] if boundary is None else ExpertDenoiser(*denoisers, boundary)
 
 
-def parts_of(denoiser: Denoiser) -> tuple[Denoiser, ...]:
+def experts_of(denoiser: Denoiser) -> tuple[Denoiser, ...]:
     """The denoisers of its networks: of a pair two."""
-    return (denoiser.high, denoiser.low) if isinstance(denoiser, PairDenoiser) else (denoiser,)
+    return (denoiser.high, denoiser.low) if isinstance(denoiser, ExpertDenoiser) else (denoiser,)
 
 
-class PairDenoiser:
+class ExpertDenoiser:
     """D(x; sigma) by the network that a noise level is for; all videos of a batch are at one."""
 
     def __init__(self, high: Denoiser, low: Denoiser, boundary: float) -> None:
         """`boundary` is the lowest sigma of `high`."""
         self.high, self.low, self.boundary = high, low, boundary
-        self._beside: dict[str, tuple[Denoiser, ...]] = {}
+        self._attached: dict[str, tuple[Denoiser, ...]] = {}
         """Adapters by their names -> the denoisers whose networks have them."""
 
     @property
@@ -45,16 +45,16 @@ class PairDenoiser:
             UserError: for one that does not fit the networks.
         """
         if self.high is self.low:  # ranks have both, and choose between them as this does
-            self._beside[name] = (self.high,)
+            self._attached[name] = (self.high,)
             self.high.load_adapter(name, state, adapter, expert=expert)
             return
-        self._beside[name] = {"high": (self.high,), "low": (self.low,)}.get(expert, (self.high, self.low))
-        for denoiser in self._beside[name]:
+        self._attached[name] = {"high": (self.high,), "low": (self.low,)}.get(expert, (self.high, self.low))
+        for denoiser in self._attached[name]:
             denoiser.load_adapter(name, state, adapter)
 
     def remove_adapter(self, name: str) -> None:
         """Detach an adapter."""
-        for denoiser in self._beside.pop(name):
+        for denoiser in self._attached.pop(name):
             denoiser.remove_adapter(name)
 
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:

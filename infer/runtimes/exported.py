@@ -16,8 +16,8 @@ from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, Axis, Shape
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.host_to_device import levels_on
 from megadit.models.lora.adapters import check_state
-from megadit.models.lora.inputs import AdapterSlots, Packed
-from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.lora.inputs import AdapterInputs, Packed
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -39,18 +39,18 @@ class ExportedDenoiser:
     dtype = torch.float32
     """Dtype of its inputs and outputs."""
 
-    def __init__(self, networks: Networks, slots: AdapterSlots | None = None, name: str = DENOISERS[0]) -> None:
+    def __init__(self, networks: Networks, slots: AdapterInputs | None = None, name: str = DENOISERS[0]) -> None:
         """`slots` are its inputs for adapters, where it has any; `name` is that of its network."""
         self.device = networks.device
         self._network = networks[name]
-        self._slots = slots
+        self._inputs = slots
         self.adapters: dict[str, Packed] = {}
         """Packed adapters by name."""
         self._filled: WeakKeyDictionary[Conditioning, dict[str, Tensor]] = WeakKeyDictionary()
 
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        inputs = denoiser_inputs(x_BCTHW, sigma_B, conditioning) | self._slots_of(conditioning)
+        inputs = denoiser_inputs(x_BCTHW, sigma_B, conditioning) | self._adapter_inputs_of(conditioning)
         return self._network(inputs, tuple(inputs["x"].shape))[:, :, : x_BCTHW.shape[2]]
 
     def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
@@ -59,43 +59,43 @@ class ExportedDenoiser:
         Raises:
             UserError: for one that does not fit the network, or its inputs.
         """
-        check_state(state, adapter, self._slots.config)
-        self.adapters[name] = self._slots.packed(state, adapter)
+        check_state(state, adapter, self._inputs.config)
+        self.adapters[name] = self._inputs.packed(state, adapter)
 
     def remove_adapter(self, name: str) -> None:
         """Forgets an adapter."""
         del self.adapters[name]
 
-    def _slots_of(self, conditioning: Conditioning) -> dict[str, Tensor]:
+    def _adapter_inputs_of(self, conditioning: Conditioning) -> dict[str, Tensor]:
         """The inputs for adapters, put together once for all noise levels of a batch; {} where there are none."""
-        if self._slots is None:
+        if self._inputs is None:
             return {}
         if conditioning not in self._filled:
             scales = conditioning.adapter_scale_B.items()
             used = [(self.adapters[name], scale_B) for name, scale_B in scales if name in self.adapters]  # of a pair's
-            self._filled[conditioning] = self._slots.filled(len(conditioning), used, self.device)
+            self._filled[conditioning] = self._inputs.filled(len(conditioning), used, self.device)
         return self._filled[conditioning]
 
 
 def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:
-    """Inputs of an exported denoiser by name; those of `GIVEN_INPUTS` say so where nothing is conditioned.
+    """Inputs of an exported denoiser by name; those of `CONDITIONING_INPUTS` say so where nothing is conditioned.
 
     Extra conditioning frames come after those of the video, as zeros in `x`.
     """
     c, frames = conditioning, x_BCTHW.shape[2]
-    given = c.given or Given.nothing(x_BCTHW)
-    is_given = given.is_given_THW if given.marks_MTHW is None else given.marks_MTHW
+    clean = c.clean or CleanLatents.nothing(x_BCTHW)
+    is_clean = clean.is_clean_THW if clean.marks_MTHW is None else clean.marks_MTHW
     inputs = {
-        "x": F.pad(x_BCTHW, (0, 0, 0, 0, 0, len(given.extra_times))),
+        "x": F.pad(x_BCTHW, (0, 0, 0, 0, 0, len(clean.extra_times))),
         "sigma": levels_on(sigma_B.float(), x_BCTHW.device),
         "text": c.text_BLE,
         "text_length": c.text_length_B,
         "fps": c.fps_B,
         "guidance": c.guidance_B,
         "pooled": c.pooled_BP,
-        "given": given.latents_BCTHW,
-        "is_given": is_given.long(),
-        "times": torch.tensor([*map(float, range(frames)), *given.extra_times]),
+        "clean": clean.latents_BCTHW,
+        "is_clean": is_clean.long(),
+        "times": torch.tensor([*map(float, range(frames)), *clean.extra_times]),
         "image": c.image_BIE,
     }
     return {name: value for name, value in inputs.items() if value is not None}

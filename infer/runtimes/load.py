@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 
 from megadit.infer.runtimes.cuda_graphs import RecordedDenoiser
-from megadit.infer.runtimes.distributed import Placement, RankedDenoiser
+from megadit.infer.runtimes.distributed import DevicePlacement, DistributedDenoiser
 from megadit.infer.runtimes.experts import as_one
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import DENOISERS, ExportedNetworks
-from megadit.infer.runtimes.offloaded import load_streamed_dit
+from megadit.infer.runtimes.offloaded import load_offloaded_dit
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.bundle import Bundle, check_transformer
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.storage.weights import load_config, load_network
 from megadit.models.text_encoders import TextEncoder
@@ -111,19 +111,19 @@ def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
 def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:
     """Conditionings that the network supports: those of its training, where it was exported with inputs for them."""
     if runtime == TORCH:
-        return bundle.takes
+        return bundle.conditionings
     names = {tensor.name for tensor in open_exported(bundle, runtime).network("denoiser").inputs}
-    return bundle.takes if "given" in names else ()
+    return bundle.conditionings if "clean" in names else ()
 
 
-def adapter_slots(bundle: Bundle, runtime: str) -> AdapterSlots | None:
+def adapter_inputs(bundle: Bundle, runtime: str) -> AdapterInputs | None:
     """Inputs for adapters that a bundle's denoiser was exported with; None where it has none.
 
     Raises:
         UserError: if it was not exported for `runtime`.
     """
     about = open_exported(bundle, runtime).settings.get("adapters")
-    return None if about is None else AdapterSlots.from_dict(about, bundle.config)
+    return None if about is None else AdapterInputs.from_dict(about, bundle.config)
 
 
 def weights_checksum(bundle: Bundle) -> str:
@@ -143,7 +143,7 @@ def load_denoiser(
     cuda_graphs: bool = False,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
-    ranks: Placement | None = None,
+    ranks: DevicePlacement | None = None,
 ) -> Denoiser:
     """Load the denoiser of a bundle, by options that `check_runtime` passed; `resident_blocks` offloads all blocks but
     so many and one more, `ranks` hold the weights in place of this process.
@@ -153,10 +153,12 @@ def load_denoiser(
     """
     if ranks is not None:
         of_ranks = {"runtime": runtime, "compile": compile, "resident_blocks": resident_blocks}
-        ranked = RankedDenoiser(bundle, ranks, device=device, dtype=dtype, cuda_graphs=cuda_graphs, **of_ranks)
-        return as_one([ranked] * len(bundle.networks), bundle.boundary)
+        distributed = DistributedDenoiser(
+            bundle, ranks, device=device, dtype=dtype, cuda_graphs=cuda_graphs, **of_ranks
+        )
+        return as_one([distributed] * len(bundle.networks), bundle.boundary)
     if runtime != TORCH:
-        networks, slots = _open(bundle, runtime, device), adapter_slots(bundle, runtime)
+        networks, slots = _open(bundle, runtime, device), adapter_inputs(bundle, runtime)
         names = DENOISERS[: len(bundle.networks)]
         return as_one([ExportedDenoiser(networks, slots, name) for name in names], bundle.boundary)
     if cuda_graphs or resident_blocks is not None or tensor_parallel * context_parallel > 1:
@@ -184,7 +186,7 @@ def _load_whole(
     if resident_blocks is None or resident_blocks + 1 >= load_config(directory).num_layers:
         dit = load_network(directory, device=device, dtype=dtype)
     else:
-        dit = load_streamed_dit(directory, device=device, dtype=dtype, resident=resident_blocks)
+        dit = load_offloaded_dit(directory, device=device, dtype=dtype, resident=resident_blocks)
     denoiser = TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
     return RecordedDenoiser(denoiser, device) if cuda_graphs else denoiser
 

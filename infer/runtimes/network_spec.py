@@ -13,9 +13,9 @@ from megadit.models.shared.files import read_json
 
 SETTINGS_FILE = "settings.json"
 SETTINGS_VERSION = 3
-GIVEN_INPUTS = ("given", "is_given", "times")
+CONDITIONING_INPUTS = ("clean", "is_clean", "times")
 """Inputs of denoisers that were trained with conditioning tokens among the latents; others have none of them."""
-BESIDE_INPUTS = ("given", "is_given", "image")
+CHANNEL_INPUTS = ("clean", "is_clean", "image")
 """Inputs of denoisers with conditioning in extra channels; `image` only where they read features of images."""
 DENOISERS = ("denoiser", "low_noise_denoiser")
 """The first of a bundle's networks, and the second of those that have two (`Bundle.networks`)."""
@@ -24,7 +24,7 @@ TOWERS = ("image_tower", "text_tower")
 INPUTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("tokens", "mask"),
     **dict.fromkeys(
-        DENOISERS, ("x", "sigma", "text", "text_length", "fps", "guidance", "pooled", *GIVEN_INPUTS, "image")
+        DENOISERS, ("x", "sigma", "text", "text_length", "fps", "guidance", "pooled", *CONDITIONING_INPUTS, "image")
     ),
     "video_decoder": ("latents",),
     "video_encoder": ("video",),

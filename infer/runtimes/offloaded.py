@@ -22,7 +22,7 @@ from megadit.models.storage.weights import check_shapes, load_config, network_sh
 Tensors = dict[str, Tensor]
 
 
-class StreamedBlocks(BlockStack):
+class OffloadedBlocks(BlockStack):
     """Stack of blocks that hold no memory (on the meta device); called like the stack that it is made of."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], fetch: Callable[[str], Tensors], resident: int) -> None:
@@ -62,12 +62,12 @@ class StreamedBlocks(BlockStack):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensors
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StreamedBlocks":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "OffloadedBlocks":
         """Leaves the weights where `fetch` put them."""
         return self
 
 
-def load_streamed_dit(directory: Path, *, device: torch.device, dtype: torch.dtype, resident: int) -> DiT:
+def load_offloaded_dit(directory: Path, *, device: torch.device, dtype: torch.dtype, resident: int) -> DiT:
     """The network saved in `directory`, in evaluation mode, with at most `resident` + 1 blocks in memory.
 
     Raises:
@@ -90,7 +90,7 @@ def load_streamed_dit(directory: Path, *, device: torch.device, dtype: torch.dty
         fetch = _from_host(pinned, device)
     around = {name: read(name).to(device, dtype) for name in shapes if not name.startswith("blocks.")}
     dit.load_state_dict(around, strict=False, assign=True)
-    dit.blocks = StreamedBlocks(dit.blocks, fetch, resident)
+    dit.blocks = OffloadedBlocks(dit.blocks, fetch, resident)
     return dit.eval()
 
 

@@ -34,19 +34,19 @@ class Rank:
     """One rank of a distributed denoiser, whose methods are called by name."""
 
     denoiser: Denoiser | None = None
-    tells: bool = True
+    reports: bool = True
     """Whether it returns results: the ranks that share one call have the same."""
     conditions: dict[int, Conditioning] = field(default_factory=dict)
     """Conditions by the numbers that their owner gave them; what denoisers cache for conditions lives as long as these.
     """
 
-    def load(self, bundle: str, tells: bool, device: str, dtype: str, options: Mapping[str, Any]) -> None:
+    def load(self, bundle: str, reports: bool, device: str, dtype: str, options: Mapping[str, Any]) -> None:
         """Loads the denoiser of a bundle (`load_denoiser`).
 
         Raises:
             UserError: if there is none that runs here, or ranks cannot share it so.
         """
-        self.tells = tells
+        self.reports = reports
         self.denoiser = load_denoiser(
             Bundle.open(bundle), **options, device=find_device(device), dtype=find_dtype(dtype)
         )
@@ -60,7 +60,7 @@ class Rank:
             self.conditions[number] = condition
         self.conditions = {kept: self.conditions[kept] for kept in self.conditions.keys() & living}
         x0_BCTHW = self.denoiser(x_BCTHW, sigma_B, self.conditions[number])
-        return x0_BCTHW.cpu() if self.tells else None
+        return x0_BCTHW.cpu() if self.reports else None
 
     def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, expert: str | None) -> None:
         of_one = {} if expert is None else {"expert": expert}

@@ -16,7 +16,7 @@ from megadit.infer.sampling.guidance import Ask, Branch, Evaluate, in_one_batch
 from megadit.models.megatron.interfaces import join_ranks
 from megadit.models.shared.errors import UserError
 
-HALVES = 2
+PASSES = 2
 """Ranks that guidance is split over."""
 
 
@@ -39,7 +39,7 @@ class Ranks:
     num_replicas: int
     writes: bool
     """Whether it writes its replica's files: its peers hold the same videos."""
-    halves: ProcessGroup | None
+    passes: ProcessGroup | None
     """Ranks that guidance is split over."""
 
     def mine(self, items: Sequence) -> list:
@@ -58,7 +58,7 @@ class Ranks:
         return [dealt[place % self.num_replicas][place // self.num_replicas] for place in range(count)]
 
 
-ALONE = Ranks(replica=0, num_replicas=1, writes=True, halves=None)
+ALONE = Ranks(replica=0, num_replicas=1, writes=True, passes=None)
 """A process without others, or one that works for all of them."""
 
 
@@ -69,7 +69,7 @@ def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
         UserError: if they cannot be divided so.
     """
     shared, world = tensor * context, world_size()
-    per_replica = shared * (HALVES if split_guidance else 1)
+    per_replica = shared * (PASSES if split_guidance else 1)
     if min(tensor, context) < 1 or world % per_replica:
         raise UserError(
             f"{world} processes cannot be divided into replicas of {per_replica} (tp_size={tensor}, cp_size={context}"
@@ -81,12 +81,12 @@ def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
     if not dist.is_initialized():
         join_ranks("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
-    halves = _halves(rank, shared, world) if split_guidance else None
+    passes = _pass_group(rank, shared, world) if split_guidance else None
     return Ranks(
         replica=rank // per_replica,
         num_replicas=world // per_replica,
         writes=rank % per_replica == 0,
-        halves=halves,
+        passes=passes,
     )
 
 
@@ -97,12 +97,12 @@ def finish() -> None:
         dist.destroy_process_group()
 
 
-def _halves(rank: int, shared: int, world: int) -> ProcessGroup:
+def _pass_group(rank: int, shared: int, world: int) -> ProcessGroup:
     """The group of this rank and its counterpart: every process makes all groups, as torch wants it."""
     own = None
-    for replica_start in range(0, world, HALVES * shared):
+    for replica_start in range(0, world, PASSES * shared):
         for place in range(replica_start, replica_start + shared):
-            members = [place + half * shared for half in range(HALVES)]
+            members = [place + half * shared for half in range(PASSES)]
             group = dist.new_group(members)
             own = group if rank in members else own
     return own
@@ -123,9 +123,9 @@ def split_over_ranks(group: ProcessGroup) -> Evaluate:
         def ask(x: Tensor, sigma_B: Tensor) -> list[Tensor]:
             own = ask_own(x, sigma_B)
             own += [torch.zeros_like(x)] * (most - len(own))
-            answers = [torch.empty(most, *x.shape, dtype=x.dtype, device=x.device) for _ in range(size)]
-            dist.all_gather(answers, torch.stack(own).to(x.dtype), group=group)
-            return [answers[place % size][place // size] for place in range(len(branches))]
+            gathered = [torch.empty(most, *x.shape, dtype=x.dtype, device=x.device) for _ in range(size)]
+            dist.all_gather(gathered, torch.stack(own).to(x.dtype), group=group)
+            return [gathered[place % size][place // size] for place in range(len(branches))]
 
         return ask
 

@@ -65,9 +65,9 @@ class ContextParallelDenoiser(AdaptableDenoiser):
         sigma_G = pad_segments(sigma_B, layout, value=1.0)
         mine = layout.shard(self._groups.mesh)
         own_S = mine.on(self.device).index_S
-        beside_S1Q = None if pack.beside_S1Q is None else pack.beside_S1Q[own_S]
+        attached_S1Q = None if pack.attached_S1Q is None else pack.attached_S1Q[own_S]
         own = (pack.tokens_S1P[own_S], sigma_G, pack.text_L1E, pack.fps_G, mine)
-        D_S1P = denoise_packed(self.dit, *own, beside_S1Q=beside_S1Q, guidance_G=pack.guidance_G)
+        D_S1P = denoise_packed(self.dit, *own, attached_S1Q=attached_S1Q, guidance_G=pack.guidance_G)
         D_S1P = gather_tokens(D_S1P, mine, self._groups.context.group)
         return unpack_dense(D_S1P, layout, x_BCTHW, self.dit.config)
 

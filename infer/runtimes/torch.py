@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.cache import Kept, KeptWith
+from megadit.models.cache import ObjectCache, TensorCache
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.host_to_device import levels_on
@@ -24,7 +24,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-KEPT_BYTES = 2**28
+CACHE_BYTES = 2**28
 """Memory for what is computed once for all noise levels of a batch: most of it are keys and values of the text."""
 
 
@@ -90,7 +90,7 @@ class TorchDenoiser(AdaptableDenoiser):
         self.dtype = dtype
         self._denoiser = EDMDenoiser(dit).to(self.device, dtype).eval()
         self._is_compiled = compile
-        self._seen: KeptWith[Conditioning, dict[torch.Size, Prepared]] = KeptWith()
+        self._seen: ObjectCache[Conditioning, dict[torch.Size, Prepared]] = ObjectCache()
         if compile:
             self._denoiser.compile(dynamic=True)
 
@@ -113,7 +113,7 @@ class TorchDenoiser(AdaptableDenoiser):
         by_size = self._seen.setdefault(conditioning, {})
         if size not in by_size:
             here = conditioning.to(self.device, self.dtype)
-            layout = self.dit.dense_layout(here, size, self.device, Kept(KEPT_BYTES))
+            layout = self.dit.dense_layout(here, size, self.device, TensorCache(CACHE_BYTES))
             scales = {name: _scale(scale_B) for name, scale_B in here.adapter_scale_B.items()}
             by_size[size] = Prepared(here, layout, scales)
         return by_size[size]

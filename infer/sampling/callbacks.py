@@ -44,7 +44,7 @@ def nothing_around(part: str, videos: range) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class StepTeller:
+class StepProgress:
     """Reports every denoiser call of a generation of several batches to a callback, where there is one."""
 
     def __init__(self, on_step: StepCallback | None, num_steps: int, preview: Callable[[Tensor], np.ndarray]) -> None:
@@ -56,14 +56,14 @@ class StepTeller:
         It raises `Cancelled` where the callback returns False.
         """
 
-        def told(x: Tensor, sigma_B: Tensor) -> Tensor:
+        def reported(x: Tensor, sigma_B: Tensor) -> Tensor:
             x0 = denoise(x, sigma_B)
             self._done += 1
             if self._on_step is not None and self._on_step(self._step(x0, sigma_B, videos)) is False:
                 raise Cancelled(f"cancelled after denoiser call {self._done} of {self._num_steps}")
             return x0
 
-        return told
+        return reported
 
     def _step(self, x0: Tensor, sigma_B: Tensor, videos: range) -> Step:
         return Step(

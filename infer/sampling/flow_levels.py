@@ -51,14 +51,14 @@ class FlowLevels:
 
     levels: Callable[[int, float], np.ndarray]
     """(num_steps, shift) -> t."""
-    tells_whole_steps: bool
+    takes_whole_steps: bool
     """Whether the network's input, STEPS t, is cut to a whole number."""
 
 
 FLOW_LEVELS = {
-    "wan": FlowLevels(wan, tells_whole_steps=True),
-    "wan_diffusers": FlowLevels(wan_diffusers, tells_whole_steps=True),
-    "flow_match_euler": FlowLevels(flow_match_euler, tells_whole_steps=False),
+    "wan": FlowLevels(wan, takes_whole_steps=True),
+    "wan_diffusers": FlowLevels(wan_diffusers, takes_whole_steps=True),
+    "flow_match_euler": FlowLevels(flow_match_euler, takes_whole_steps=False),
 }
 """Schedules of published programs by name."""
 
@@ -95,18 +95,18 @@ def with_whole_steps(denoise: Denoise, settings: SamplingSettings, config: Netwo
     (state - D) / t', and the estimate at the level itself is state - t velocity.
     """
     known = FLOW_LEVELS.get(settings.schedule)
-    if known is None or not known.tells_whole_steps or settings.sigmas or config.preconditioner != "flow":
+    if known is None or not known.takes_whole_steps or settings.sigmas or config.parameterization != "flow":
         return denoise
     t = known.levels(settings.num_steps, settings.shift)
-    told = dict(zip(flow_level_sigmas(settings)[:-1].float().tolist(), np.floor(t * STEPS) / STEPS, strict=True))
+    inputs = dict(zip(flow_level_sigmas(settings)[:-1].float().tolist(), np.floor(t * STEPS) / STEPS, strict=True))
 
     def asked(x: Tensor, sigma_B: Tensor) -> Tensor:
         sigma = sigma_B[0].item()
         t = sigma / (1 + sigma)
-        t_told = max(told.get(sigma, int(t * STEPS) / STEPS), _LEAST)
-        state, sigma_told = x / (1 + sigma), t_told / (1 - t_told)
-        x0 = denoise(state * (1 + sigma_told), torch.full_like(sigma_B, sigma_told))
-        return torch.lerp(state.to(x0), x0, t / t_told)
+        t_input = max(inputs.get(sigma, int(t * STEPS) / STEPS), _LEAST)
+        state, sigma_input = x / (1 + sigma), t_input / (1 - t_input)
+        x0 = denoise(state * (1 + sigma_input), torch.full_like(sigma_B, sigma_input))
+        return torch.lerp(state.to(x0), x0, t / t_input)
 
     return asked
 

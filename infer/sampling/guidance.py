@@ -64,17 +64,17 @@ def in_one_batch(branches: Sequence[Branch]) -> Ask:
     calls: list[tuple[Denoiser, list[int], Conditioning]] = []
     together: dict[tuple[int, bool], list[int]] = {}
     for place, branch in enumerate(branches):
-        together.setdefault((id(branch.denoiser), branch.conditioning.given is None), []).append(place)
+        together.setdefault((id(branch.denoiser), branch.conditioning.clean is None), []).append(place)
     for places in together.values():
         conditioning = Conditioning.concatenate([branches[place].conditioning for place in places])
         calls.append((branches[places[0]].denoiser, places, conditioning))
 
     def ask(x: Tensor, sigma_B: Tensor) -> list[Tensor]:
-        answers: dict[int, Tensor] = {}
+        predictions: dict[int, Tensor] = {}
         for denoiser, places, conditioning in calls:
             answer = denoiser(torch.cat([x] * len(places)), torch.cat([sigma_B] * len(places)), conditioning)
-            answers.update(zip(places, answer.chunk(len(places)), strict=True))
-        return [answers[place] for place in range(len(branches))]
+            predictions.update(zip(places, answer.chunk(len(places)), strict=True))
+        return [predictions[place] for place in range(len(branches))]
 
     return ask
 
@@ -92,24 +92,24 @@ def guided(
     interval: tuple[float, ...] = (),
     rescale: float = 0.0,
     evaluate: Evaluate = in_one_batch,
-    num_wanted: int | None = None,
+    num_targets: int | None = None,
 ) -> Denoise:
     """D = base + sum_k scale_k (D_k - base).
 
     Outside the noise levels of `interval` (arXiv 2404.07724), and where the scales add up to 1, the base has no part:
-    the result is the mean of the first `num_wanted` conditions (None: all), weighted by their scales, and costs that
+    the result is the mean of the first `num_targets` conditions (None: all), weighted by their scales, and costs that
     much less. `rescale` mixes in the result with the per-sample deviation of that mean (arXiv 2305.08891, eqs. 15 and
     16), which high scales inflate.
     """
-    total, total_wanted = sum(scales), sum(scales[:num_wanted])
+    total, total_scale = sum(scales), sum(scales[:num_targets])
     low, high = interval or (0.0, math.inf)
-    ask_conditions, ask_all = evaluate(conditions[:num_wanted]), evaluate([*conditions, base])
+    ask_conditions, ask_all = evaluate(conditions[:num_targets]), evaluate([*conditions, base])
 
     def unguided(x0_K: Sequence[Tensor]) -> Tensor:
-        x0_K = x0_K[:num_wanted]
-        if len(x0_K) == 1 or total_wanted == 0:
+        x0_K = x0_K[:num_targets]
+        if len(x0_K) == 1 or total_scale == 0:
             return x0_K[0]
-        return sum(scale / total_wanted * x0 for scale, x0 in zip(scales, x0_K, strict=False))
+        return sum(scale / total_scale * x0 for scale, x0 in zip(scales, x0_K, strict=False))
 
     def denoise(x: Tensor, sigma_B: Tensor) -> Tensor:
         if total == 1 or not low <= sigma_B[0].item() <= high:
@@ -145,13 +145,13 @@ def guided_by_settings(
     if settings.second_prompt:
         conditions.append(branch([settings.second_prompt] * count))
         scales.append(settings.second_guidance)
-    num_wanted = len(conditions)
+    num_targets = len(conditions)
     base = branch([settings.negative_prompt] * count) if weaker is None else Branch(weaker, condition(prompts))
-    if base.conditioning.given is not None and settings.image_guidance != 1:
+    if base.conditioning.clean is not None and settings.image_guidance != 1:
         # D = D(0, 0) + s_image (D(i, 0) - D(0, 0)) + s_text (D(i, t) - D(i, 0)) (arXiv 2211.09800, eq. 3)
         conditions.append(base)
         scales.append(settings.image_guidance - sum(scales))
-        base = Branch(base.denoiser, replace(base.conditioning, given=None, image_BIE=None))
+        base = Branch(base.denoiser, replace(base.conditioning, clean=None, image_BIE=None))
     return guided(
         conditions,
         scales,
@@ -159,18 +159,18 @@ def guided_by_settings(
         interval=settings.guidance_interval,
         rescale=settings.guidance_rescale,
         evaluate=evaluate,
-        num_wanted=num_wanted,
+        num_targets=num_targets,
     )
 
 
-def told_guidance(
+def embedded_guidance(
     settings: SamplingSettings, config: NetworkConfig, condition: Callable[[list[str]], Conditioning]
 ) -> tuple[SamplingSettings, Callable[[list[str]], Conditioning]]:
     """Return settings and conditions for the network: a guidance-distilled one gets the scale as an input.
 
     (Meng et al., arXiv 2210.03142, section 3.2.)
     """
-    if config.guidance_range is None:
+    if config.guidance_embedding_range is None:
         return settings, condition
 
     def with_scale(texts: list[str]) -> Conditioning:

@@ -20,14 +20,14 @@ _FAR = 2.0
 
 
 def resolve_settings(
-    defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **given: Any
+    defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **changes: Any
 ) -> SamplingSettings:
     """Resolve settings as `diffusion.settings.resolve` does, with the number of steps that the noise levels make.
 
     Raises:
         UserError: for settings that are wrong, by themselves or together, and for noise levels that do not exist.
     """
-    settings = resolve(defaults, trained=trained, **given)
+    settings = resolve(defaults, trained=trained, **changes)
     num_steps = len(settings_sigmas(settings)) - 1
     return settings if settings.num_steps == num_steps else dataclasses.replace(settings, num_steps=num_steps)
 
@@ -76,7 +76,7 @@ def latent_size(
         UserError: if tokenizer and patch together cannot divide height or width (names the nearest sizes they can),
             for a video beyond any machine, and as `settings.check_guidance`.
     """
-    check_guidance(settings, config.guidance_range)
+    check_guidance(settings, config.guidance_embedding_range)
     multiple = tokenizer.spatial_compression * config.patch_spatial
     for name, size in (("height", settings.height), ("width", settings.width)):
         if size % multiple:

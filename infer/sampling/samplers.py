@@ -195,19 +195,19 @@ def unipc_bh2(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     for index, (sigma, sigma_next) in enumerate(steps):
         _remember(denoise, x, sigma, history, length=3)
         if index == 1:
-            x = _half_slope_step(x_previous, sigma_previous, sigma, history, at=0)
+            x = _second_order_step(x_previous, sigma_previous, sigma, history, at=0)
         elif index > 1:
             x = _exponential_step(x_previous, sigma_previous, sigma, history)
         sigma_previous, x_previous = sigma, x
         if index == 0 or index == len(steps) - 1:
             x = _exponential_step(x, sigma, sigma_next, history[-1:])
         else:
-            x = _half_slope_step(x, sigma, sigma_next, history[-2:], at=1)
+            x = _second_order_step(x, sigma, sigma_next, history[-2:], at=1)
     return x
 
 
 @sampler
-def restart(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
+def consistency(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
     """Multistep consistency sampling: x_next = D(x; sigma) + sigma_next noise, one call a step.
 
     For few levels, and for networks that were distilled to them (arXiv 2303.01469, algorithm 1). Without randomness the
@@ -285,7 +285,7 @@ def _exponential_step(x: Tensor, sigma: float, sigma_next: float, history: Histo
     return math.exp(-h) * x + sum(weight * x0 for weight, (_, x0) in zip(weights, history, strict=True))
 
 
-def _half_slope_step(x: Tensor, sigma: float, sigma_next: float, history: History, *, at: int) -> Tensor:
+def _second_order_step(x: Tensor, sigma: float, sigma_next: float, history: History, *, at: int) -> Tensor:
     """x_next = e^-h x + (1 - e^-h) (D + h D' / 2), D that of history[at], D' the slope through both of its two."""
     if sigma_next == 0:
         return history[-1][1]

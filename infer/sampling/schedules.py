@@ -55,7 +55,7 @@ def flow_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 999
 def ddpm_leading_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float = 0.0, rho: float = 0.0) -> Tensor:
     """The noise levels of every (1000 / N)-th of DDPM's steps, from 0 on, then 0, [N + 1]; N alone counts.
 
-    With Euler steps through them, a network with DDPM's preconditioner samples as DDIM does (arXiv 2010.02502, eq. 12).
+    With Euler steps, a network with DDPM's parameterization samples as DDIM does (arXiv 2010.02502, eq. 12).
 
     Raises:
         UserError: for more steps than DDPM has.
@@ -90,7 +90,7 @@ SCHEDULES = {
 }
 
 
-def given_sigmas(levels: Sequence[float]) -> Tensor:
+def explicit_sigmas(levels: Sequence[float]) -> Tensor:
     """Explicit noise levels, float64 [steps + 1], with a 0 at the end where there is none.
 
     Raises:
@@ -110,7 +110,7 @@ def settings_sigmas(settings: SamplingSettings) -> Tensor:
     With t = sigma / (1 + sigma), s sigma is what flow models call a shift: t -> s t / (1 + (s - 1) t).
     """
     if settings.sigmas:
-        return settings.shift * given_sigmas(settings.sigmas)
+        return settings.shift * explicit_sigmas(settings.sigmas)
     if find_schedule(settings.schedule) in FLOW_LEVELS:
         _check(settings.num_steps, settings.sigma_min, settings.sigma_max, settings.rho)
         return flow_level_sigmas(settings)

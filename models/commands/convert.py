@@ -31,7 +31,7 @@ from megadit.models.convert.published import (
     WEIGHTS,
     Published,
     open_published,
-    published_uses,
+    published_conditionings,
     transformers_type,
 )
 from megadit.models.convert.published_defaults import kind_of, published_defaults
@@ -45,7 +45,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.storage import components as parts
 from megadit.models.storage import hub
-from megadit.models.storage.license import Licence, find_licence
+from megadit.models.storage.license import License, find_license
 from megadit.models.storage.manifest import is_bundle
 from megadit.models.storage.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.text_encoders import (
@@ -155,12 +155,12 @@ def _locate(source: str) -> Path:
 
 def _free(out: Path) -> Path:
     """`out`, if nothing there would be lost but a part of ours."""
-    if out.exists() and not (out.is_dir() and (_is_part(out) or not any(out.iterdir()))):
+    if out.exists() and not (out.is_dir() and (_is_component(out) or not any(out.iterdir()))):
         raise UserError(f"{out} holds something else, and would be replaced; choose another directory")
     return out
 
 
-def _is_part(path: Path) -> bool:
+def _is_component(path: Path) -> bool:
     """A tokenizer as this command writes it; published ones have a config.json without a type."""
     config = read_json(path / parts.CONFIG_FILE) if (path / parts.CONFIG_FILE).is_file() else None
     return isinstance(config, dict) and "type" in config
@@ -171,8 +171,8 @@ def _is_part(path: Path) -> bool:
 
 def _import(source: Path, options: ConvertOptions) -> None:
     published = open_published(source)
-    takes = published_uses(published)
-    licence = find_licence(source, published.config.family)
+    conditionings = published_conditionings(published)
+    license = find_license(source, published.config.family)
     tokenizer = _choose_tokenizer(source, options.tokenizer, options.compression)
     if tokenizer is None:
         raise UserError(
@@ -188,18 +188,21 @@ def _import(source: Path, options: ConvertOptions) -> None:
         text_encoder=_choose_text_encoder(source, published, options.text_encoder),
         image_encoder=_choose_image_encoder(source, published.config, options.image_encoder),
         defaults=defaults,
-        training={"converted_from": str(options.source), **({"given": list(takes)} if takes else {})},
+        training={
+            "converted_from": str(options.source),
+            **({"conditioning": list(conditionings)} if conditionings else {}),
+        },
         dtype=PRECISIONS.get(options.dtype),
-        licence=licence,
+        license=license,
         low_noise=published.low_noise,
         boundary=published.boundary,
     )
     if published.config.task == "denoise":
-        _tell_sampling(published, defaults)
-    _tell_licence(licence, options.out)
+        _print_sampling(published, defaults)
+    _print_license(license, options.out)
 
 
-def _tell_sampling(published: Published, defaults: SamplingSettings) -> None:
+def _print_sampling(published: Published, defaults: SamplingSettings) -> None:
     """Print the default sampling settings."""
     how = f"sampler {defaults.sampler}, schedule {defaults.schedule}, shift {defaults.shift:g}"
     of = "its scheduler_config.json" if published.scheduler else "its publication: it has no scheduler_config.json"
@@ -209,20 +212,20 @@ def _tell_sampling(published: Published, defaults: SamplingSettings) -> None:
         print(f"NOTE: of scheduler_config.json, {', '.join(departing)} is not taken", file=sys.stderr)
 
 
-def _tell_licence(licence: Licence, out: Path) -> None:
-    print(f"{out}: a bundle; licence of the weights: {licence.name}", flush=True)
-    if licence.asks_for_guardrail:
+def _print_license(license: License, out: Path) -> None:
+    print(f"{out}: a bundle; license of the weights: {license.name}", flush=True)
+    if license.asks_for_guardrail:
         print(
-            "NOTE: the licence of these weights asks for a content filter: generate with --guardrail_dir DIRECTORY",
+            "NOTE: the license of these weights asks for a content filter: generate with --guardrail_dir DIRECTORY",
             file=sys.stderr,
         )
 
 
-def _choose_tokenizer(source: Path, given: str | None, compression: str) -> VideoTokenizer | None:
-    if given is None and (kind := transformers_type(source)) is not None:
+def _choose_tokenizer(source: Path, chosen: str | None, compression: str) -> VideoTokenizer | None:
+    if chosen is None and (kind := transformers_type(source)) is not None:
         return TRANSFORMERS[kind].pixels_of(source)
     own = [source / "vae", *sorted(source.glob(WAN_FILES))] if source.is_dir() else []
-    places = [_locate(given)] if given is not None else [place for place in own if holds_tokenizer(place)]
+    places = [_locate(chosen)] if chosen is not None else [place for place in own if holds_tokenizer(place)]
     if not places:
         return None
     path = places[0]
@@ -231,21 +234,21 @@ def _choose_tokenizer(source: Path, given: str | None, compression: str) -> Vide
     return load_tokenizer(path)
 
 
-def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
+def _choose_text_encoder(source: Path, published: Published, chosen: str | None) -> TextEncoder:
     """Choose the text encoder: class names for a class-conditioned network; else the one given, the pipeline's own, or
     the one that the network was trained with."""
     if not published.config.has_text:
         numbers = range(published.config.num_classes or 0)
         names = published.class_names or tuple(f"class {i}" for i in numbers) or ("unlabelled",)
         return ClassLabels(names=names)
-    if given is not None and (Path(given) / parts.CONFIG_FILE).is_file():
-        if "type" in read_json(Path(given) / parts.CONFIG_FILE):
-            return load_text_encoder(given)
+    if chosen is not None and (Path(chosen) / parts.CONFIG_FILE).is_file():
+        if "type" in read_json(Path(chosen) / parts.CONFIG_FILE):
+            return load_text_encoder(chosen)
     has_own = transformers_type(source) is not None or (source / "text_encoder" / parts.CONFIG_FILE).is_file()
     has_own = has_own or (source.is_dir() and any(source.glob(RELEASED_FILES)))
     of_pipeline = str(source.absolute()) if has_own else None
     family = "predict2_5" if published.text_projection else published.config.family
-    return _TEXT_ENCODERS.get(family, _t5)(published, given or of_pipeline)
+    return _TEXT_ENCODERS.get(family, _t5)(published, chosen or of_pipeline)
 
 
 def _t5(published: Published, model: str | None, usual: str = T5) -> TextEncoder:
@@ -283,14 +286,14 @@ _TEXT_ENCODERS: dict[str, Callable[[Published, str | None], TextEncoder]] = {
 """Family, or its member that reads texts otherwise -> the text encoder of a directory, or the usual one; else a T5."""
 
 
-def _choose_image_encoder(source: Path, config: NetworkConfig, given: str | None) -> ImageEncoder | None:
+def _choose_image_encoder(source: Path, config: NetworkConfig, chosen: str | None) -> ImageEncoder | None:
     if config.image_size is None:
         return None
     has_own = (source / "image_encoder").is_dir() or (source.is_dir() and any(source.glob(RELEASED)))
     of_pipeline = str(source) if has_own else None
-    if given is None and of_pipeline is None:
+    if chosen is None and of_pipeline is None:
         raise UserError(f"{source} reads conditioning images by a CLIP: give --image_encoder, its directory or name")
-    encoder = ImageEncoder(model=given or of_pipeline)
+    encoder = ImageEncoder(model=chosen or of_pipeline)
     encoder.check()
     return encoder
 
@@ -312,8 +315,8 @@ def _export(source: Path, out: Path, form: str) -> None:
     projection = getattr(text_encoder, "projection", {})
     with atomic_directory(_free(out)) as directory:
         if form == "transformers":
-            beside = bundle.load_tokenizer(), text_encoder
-            write_transformers(directory, bundle.config, networks["transformer"], *beside)
+            components = bundle.load_tokenizer(), text_encoder
+            write_transformers(directory, bundle.config, networks["transformer"], *components)
         elif form == "original":
             check_single(bundle)
             write_original(directory, bundle.config, networks["transformer"], projection)

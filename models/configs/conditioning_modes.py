@@ -11,29 +11,29 @@
 from dataclasses import dataclass
 from typing import Literal
 
-GivenFormName = Literal["tokens", "augmented", "marked", "channels"]
+ConditioningModeName = Literal["tokens", "augmented", "marked", "channels"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GivenForm:
-    """How a network reads conditioning latents; `given_sigma` is the network's own."""
+class ConditioningMode:
+    """How a network reads conditioning latents; `conditioning_sigma` is the network's own."""
 
     is_among: bool = True
     """Conditioning latents replace noisy ones in their places. False: latents of a whole video, grey where there is no
     conditioning, are extra channels of all noisy latents, and every place is predicted."""
     has_own_level: bool = True
-    """Conditioning tokens are embedded with noise level `given_sigma`. False: with that of the sample."""
+    """Conditioning tokens are embedded with noise level `conditioning_sigma`. False: with that of the sample."""
     is_noised: bool = False
-    """Noise of level `given_sigma` is added to conditioning latents."""
+    """Noise of level `conditioning_sigma` is added to conditioning latents."""
     is_scaled: bool = True
-    """Conditioning latents are scaled as latents at `given_sigma` are. False: as clean ones."""
+    """Conditioning latents are scaled as latents at `conditioning_sigma` are. False: as clean ones."""
     marks: int = 0
     """Mask channels, 1 where there is conditioning: none, one, or one for each pixel frame of a latent."""
 
 
-GIVEN_FORMS: dict[str, GivenForm] = {
-    "tokens": GivenForm(),
-    "augmented": GivenForm(has_own_level=False, is_noised=True, marks=1),
-    "marked": GivenForm(is_scaled=False, marks=1),
-    "channels": GivenForm(is_among=False, marks=4),
+CONDITIONING_MODES: dict[str, ConditioningMode] = {
+    "tokens": ConditioningMode(),
+    "augmented": ConditioningMode(has_own_level=False, is_noised=True, marks=1),
+    "marked": ConditioningMode(is_scaled=False, marks=1),
+    "channels": ConditioningMode(is_among=False, marks=4),
 }

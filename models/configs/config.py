@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megadit.models.configs.conditioning_modes import GIVEN_FORMS, GivenForm, GivenFormName
+from megadit.models.configs.conditioning_modes import CONDITIONING_MODES, ConditioningMode, ConditioningModeName
 from megadit.models.configs.experts import ExpertConfig
 from megadit.models.configs.families import COMPAT, FAMILIES, Structure, Task
 from megadit.models.configs.protocol import BetasName
@@ -14,9 +14,9 @@ from megadit.models.configs.text_tower import TextTowerConfig
 from megadit.models.shared.cli.rules import enforce
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
 
-MAY_BE_ZERO = ("frequency_shift", "given_sigma")
+MAY_BE_ZERO = ("frequency_shift", "conditioning_sigma")
 PositionEmbedding = Literal["rope", "sincos", "learned"]
-Preconditioner = Literal["edm", "vp", "flow"]
+Parameterization = Literal["edm", "vp", "flow"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,20 +67,20 @@ class DiTConfig:
     layernorm_epsilon: float = 1e-6
     sigma_data: float = 0.5
     """Standard deviation of the latents that the network is trained on (arXiv 2206.00364, table 1)."""
-    preconditioner: Preconditioner = "edm"
+    parameterization: Parameterization = "edm"
     """The objective: `edm`, sigma and F as in arXiv 2206.00364; `vp`, F predicts the noise of DDPM's schedule (arXiv
     2006.11239); `flow`, the velocity of rectified flow (arXiv 2209.03003)."""
-    given_sigma: float | None = None
+    conditioning_sigma: float | None = None
     """Noise level that conditions the network for conditioning latents (first frames, a clip to edit, ...), which it
     sees clean. None: the network was trained without them and accepts none."""
-    given_form: GivenFormName = "tokens"
+    conditioning_mode: ConditioningModeName = "tokens"
     """Form in which the network reads conditioning latents; `given_forms.py` lists them."""
     image_size: int | None = None
     """Width of conditioning image features that tokens attend to beside the text (Wan 2.1); None: there are none."""
     image_positions: int | None = None
     """Number of learned positions of these features, for several conditioning images at once; None: no positions."""
 
-    guidance_range: tuple[float, float] | None = None
+    guidance_embedding_range: tuple[float, float] | None = None
     """Range of guidance scales of a guidance-distilled network, which embeds the scale: one function evaluation
     replaces two (arXiv 2210.03142, section 3.2). None: not guidance-distilled."""
 
@@ -120,7 +120,7 @@ class DiTConfig:
                 raise UserError(f"model.{field.name}={value} must be greater than 0")
             if isinstance(value, tuple) and not min(value) > 0:
                 raise UserError(f"model.{field.name}={list(value)} must be greater than 0")
-        kinds = {"preconditioner": get_args(Preconditioner), "position_embedding": get_args(PositionEmbedding)}
+        kinds = {"parameterization": get_args(Parameterization), "position_embedding": get_args(PositionEmbedding)}
         for name, known in {"family": FAMILIES, **kinds}.items():
             choose_one(getattr(self, name), known, f"model.{name}={getattr(self, name)!r} is unknown")
 
@@ -151,7 +151,7 @@ class DiTConfig:
     @property
     def conditions(self) -> tuple[str, ...]:
         """Texts of any length, how fast a video runs, and maybe a scale of guidance."""
-        return ("text", "text_length", "fps", *("guidance",) * (self.guidance_range is not None))
+        return ("text", "text_length", "fps", *("guidance",) * (self.guidance_embedding_range is not None))
 
     @property
     def has_text(self) -> bool:
@@ -209,29 +209,29 @@ class DiTConfig:
         return self.patch_temporal * self.patch_spatial**2 * self.in_channels
 
     @property
-    def given(self) -> GivenForm:
+    def conditioning(self) -> ConditioningMode:
         """How the network reads conditioning latents."""
-        return GIVEN_FORMS[self.given_form]
+        return CONDITIONING_MODES[self.conditioning_mode]
 
     @property
-    def given_noise(self) -> float:
+    def conditioning_noise(self) -> float:
         """Standard deviation of the noise in conditioning latents."""
-        return self.given_sigma or 0.0 if self.given.is_noised else 0.0
+        return self.conditioning_sigma or 0.0 if self.conditioning.is_noised else 0.0
 
     @property
-    def given_scaled_as(self) -> float:
+    def conditioning_scaled_as(self) -> float:
         """Noise level whose scaling conditioning latents get."""
-        return self.given_sigma or 0.0 if self.given.is_scaled else 0.0
+        return self.conditioning_sigma or 0.0 if self.conditioning.is_scaled else 0.0
 
     @property
-    def given_channels(self) -> int:
+    def conditioning_channels(self) -> int:
         """Extra channels for conditioning: mask, and latents where they are not among the noisy ones."""
-        return self.given.marks + (0 if self.given.is_among else self.in_channels)
+        return self.conditioning.marks + (0 if self.conditioning.is_among else self.in_channels)
 
     @property
-    def given_dim(self) -> int:
+    def conditioning_dim(self) -> int:
         """Numbers that these channels add to a token."""
-        return self.patch_temporal * self.patch_spatial**2 * self.given_channels
+        return self.patch_temporal * self.patch_spatial**2 * self.conditioning_channels
 
     @property
     def mask_dim(self) -> int:
@@ -241,7 +241,7 @@ class DiTConfig:
     @property
     def token_dim(self) -> int:
         """Numbers in one input token: latents, conditioning channels, padding mask."""
-        return self.patch_dim + self.given_dim + self.mask_dim
+        return self.patch_dim + self.conditioning_dim + self.mask_dim
 
     @property
     def sent_size(self) -> int:

@@ -35,20 +35,20 @@ COSMOS_14B = {"num_layers": 36, "hidden_size": 5120, "num_attention_heads": 40, 
 
 def _cosmos2(**settings: Any) -> DiTConfig:
     """Cosmos-Predict2: Cosmos without learned positions, trained as a flow (diffusers' Cosmos2)."""
-    flow = {"preconditioner": "flow", "sigma_data": 1.0, "learned_positions": None, "rope_scale": (1.0, 4.0, 4.0)}
+    flow = {"parameterization": "flow", "sigma_data": 1.0, "learned_positions": None, "rope_scale": (1.0, 4.0, 4.0)}
     return _cosmos(**flow | settings)
 
 
 COSMOS2_2B = {"num_layers": 28, "hidden_size": 2048, "num_attention_heads": 16}
 COSMOS2_14B = {"num_layers": 36, "hidden_size": 5120, "num_attention_heads": 40}
-COSMOS_OF_VIDEOS = {"given_form": "augmented", "given_sigma": 0.001}
-COSMOS2_OF_VIDEOS = {"given_form": "marked", "given_sigma": 0.0001}
+COSMOS_OF_VIDEOS = {"conditioning_mode": "augmented", "conditioning_sigma": 0.001}
+COSMOS2_OF_VIDEOS = {"conditioning_mode": "marked", "conditioning_sigma": 0.0001}
 PREDICT2_5 = {**COSMOS2_OF_VIDEOS, "compat": "predict2_5", "rope_scale": (1.0, 3.0, 3.0)}
 
 
 def _wan(**settings: Any) -> DiTConfig:
     """Wan (arXiv 2503.20314, table 1), with the features of umT5-XXL."""
-    return DiTConfig(family="wan", preconditioner="flow", sigma_data=1.0, crossattn_emb_size=4096, **settings)
+    return DiTConfig(family="wan", parameterization="flow", sigma_data=1.0, crossattn_emb_size=4096, **settings)
 
 
 def _wan_14b(**settings: Any) -> DiTConfig:
@@ -56,7 +56,7 @@ def _wan_14b(**settings: Any) -> DiTConfig:
     return _wan(**sizes, **settings)
 
 
-WAN_OF_IMAGES = {"given_form": "channels", "given_sigma": 0.0}
+WAN_OF_IMAGES = {"conditioning_mode": "channels", "conditioning_sigma": 0.0}
 CLIP = {"image_size": 1280}
 """The features of ViT-H, which Wan 2.1 reads."""
 
@@ -114,7 +114,7 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         position_embedding="sincos",
         qk_layernorm=False,
         sigma_data=1.0,
-        preconditioner="vp",
+        parameterization="vp",
         num_classes=1000,
         learned_variance=True,
     ),
@@ -135,7 +135,7 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         num_attention_heads=24,
         ffn_hidden_size=14336,
         in_channels=48,
-        given_sigma=0.0,
+        conditioning_sigma=0.0,
     ),
     "clip_b_32": _clip(224, 32, {}, num_layers=12, hidden_size=768, num_attention_heads=12, quick_gelu=True),
     "clip_l_14": _clip(
@@ -204,7 +204,7 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         patch_spatial=1,
         crossattn_emb_size=64,
         sigma_data=1.0,
-        given_sigma=0.02,
+        conditioning_sigma=0.02,
         learned_positions=(3, 4, 4),
     ),
 }

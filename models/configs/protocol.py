@@ -5,11 +5,11 @@
 
 from typing import Any, Literal, Protocol
 
-from megadit.models.configs.conditioning_modes import GivenForm
+from megadit.models.configs.conditioning_modes import ConditioningMode
 from megadit.models.configs.families import Task
 
 BetasName = Literal["ddpm", "stable_diffusion"]
-PreconditionerName = Literal["edm", "vp", "vp_velocity", "flow"]
+ParameterizationName = Literal["edm", "vp", "vp_velocity", "flow"]
 
 
 class NetworkConfig(Protocol):
@@ -24,7 +24,7 @@ class NetworkConfig(Protocol):
     """Width of the one feature of the whole text that it reads; None: it reads none."""
     sigma_data: float
     """Standard deviation of the latents that it was trained on."""
-    preconditioner: PreconditionerName
+    parameterization: ParameterizationName
     """The objective (`parameterization.py`)."""
     betas: BetasName
     """The steps of DDPM that it was trained at, where its objective has such."""
@@ -44,12 +44,12 @@ class NetworkConfig(Protocol):
     """It reads texts of any length; False: one token, that of a class."""
     task: Task
     """Task of the network."""
-    given: GivenForm
-    given_sigma: float | None
+    conditioning: ConditioningMode
+    conditioning_sigma: float | None
     """Noise level of conditioning latents; None: the network was trained without them and accepts none."""
-    given_noise: float
-    given_scaled_as: float
-    guidance_range: tuple[float, float] | None
+    conditioning_noise: float
+    conditioning_scaled_as: float
+    guidance_embedding_range: tuple[float, float] | None
     """Guidance scales of a guidance-distilled network; None: guidance takes two function evaluations."""
     image_size: int | None
     """Width of the features of a conditioning image; None: the network reads none."""

@@ -85,14 +85,16 @@ RULES: tuple[Rule[Any], ...] = (
     ),
     # what is given
     Rule(
-        when=lambda config: config.given_form != "tokens",
-        needs=lambda config: config.given_sigma is not None,
-        remedy="model.given_form={given_form} needs model.given_sigma, the noise level of conditioning latents",
+        when=lambda config: config.conditioning_mode != "tokens",
+        needs=lambda config: config.conditioning_sigma is not None,
+        remedy="model.conditioning_mode={conditioning_mode} needs model.conditioning_sigma, a noise level",
     ),
     Rule(
-        when=lambda config: config.given_sigma is not None,
-        needs=lambda config: config.given_sigma > 0 or (config.given_sigma == 0 and config.preconditioner == "flow"),
-        remedy="model.given_sigma={given_sigma} must be greater than 0, or 0 with model.preconditioner=flow",
+        when=lambda config: config.conditioning_sigma is not None,
+        needs=lambda config: (
+            config.conditioning_sigma > 0 or (config.conditioning_sigma == 0 and config.parameterization == "flow")
+        ),
+        remedy="model.conditioning_sigma={conditioning_sigma} must be above 0, or 0 with model.parameterization=flow",
     ),
     Rule(
         when=lambda config: config.image_size is not None,
@@ -106,14 +108,14 @@ RULES: tuple[Rule[Any], ...] = (
     ),
     # guidance
     Rule(
-        when=lambda config: config.guidance_range is not None,
-        needs=lambda config: 1 <= config.guidance_range[0] < config.guidance_range[1],
-        remedy="model.guidance_range={guidance_range} must be two scales from 1, the lower first",
+        when=lambda config: config.guidance_embedding_range is not None,
+        needs=lambda config: 1 <= config.guidance_embedding_range[0] < config.guidance_embedding_range[1],
+        remedy="model.guidance_embedding_range={guidance_embedding_range} must be two scales from 1, the lower first",
     ),
     Rule(
-        when=lambda config: config.guidance_range is not None,
+        when=lambda config: config.guidance_embedding_range is not None,
         needs=lambda config: config.denoises,
-        remedy="model.guidance_range={guidance_range} is for networks that denoise, not "
+        remedy="model.guidance_embedding_range={guidance_embedding_range} is for networks that denoise, not "
         "model.family={family}; leave it out",
     ),
     # heads

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megadit.models.configs.conditioning_modes import GIVEN_FORMS, GivenForm
+from megadit.models.configs.conditioning_modes import CONDITIONING_MODES, ConditioningMode
 from megadit.models.configs.families import Task
-from megadit.models.configs.protocol import BetasName, PreconditionerName
+from megadit.models.configs.protocol import BetasName, ParameterizationName
 from megadit.models.shared.errors import UserError, choose_one, nearest_multiples
 
 Prediction = Literal["noise", "velocity"]
@@ -103,10 +103,10 @@ class UNetConfig:
                 f"(out_channels={settings['out_channels']!r:.40}; inpainting, editing), which is not supported: "
                 "take the network of text to image"
             )
-        is_told, width = settings["addition_embed_type"], settings["addition_time_embed_dim"]
-        if is_told not in (None, "text_time") or (is_told and (self.pooled_size or 0) < 1):
+        embed_type, width = settings["addition_embed_type"], settings["addition_time_embed_dim"]
+        if embed_type not in (None, "text_time") or (embed_type and (self.pooled_size or 0) < 1):
             raise UserError(
-                f"a {DIFFUSERS_CLASS} with addition_embed_type={is_told}, addition_time_embed_dim={width} is not "
+                f"a {DIFFUSERS_CLASS} with addition_embed_type={embed_type}, addition_time_embed_dim={width} is not "
                 f"conditioned on {NUM_SIZES} sizes as Stable Diffusion XL is (its refiner is not supported)"
             )
 
@@ -162,7 +162,7 @@ class UNetConfig:
         return 1.0
 
     @property
-    def preconditioner(self) -> PreconditionerName:
+    def parameterization(self) -> ParameterizationName:
         return "vp" if self.prediction == "noise" else "vp_velocity"
 
     @property
@@ -206,24 +206,24 @@ class UNetConfig:
         return "denoise"
 
     @property
-    def given(self) -> GivenForm:
-        return GIVEN_FORMS["tokens"]
+    def conditioning(self) -> ConditioningMode:
+        return CONDITIONING_MODES["tokens"]
 
     @property
-    def given_sigma(self) -> None:
+    def conditioning_sigma(self) -> None:
         """It was trained with nothing given."""
         return None
 
     @property
-    def given_noise(self) -> float:
+    def conditioning_noise(self) -> float:
         return 0.0
 
     @property
-    def given_scaled_as(self) -> float:
+    def conditioning_scaled_as(self) -> float:
         return 0.0
 
     @property
-    def guidance_range(self) -> None:
+    def guidance_embedding_range(self) -> None:
         """None: guidance takes two function evaluations."""
         return None
 

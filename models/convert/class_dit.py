@@ -95,7 +95,7 @@ _COMMON: dict[str, Any] = {
     "position_embedding": "sincos",
     "qk_layernorm": False,
     "sigma_data": 1.0,
-    "preconditioner": "vp",
+    "parameterization": "vp",
 }
 
 

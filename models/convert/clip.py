@@ -128,19 +128,19 @@ def pixels_of(directory: Path) -> HaarTokenizer:
     """Pixels with the mean and deviation that a checkpoint was trained with."""
     path = directory / PREPROCESSOR
     values = read_preprocessor(path)
-    told = {"image_mean": values.get("image_mean", MEAN), "image_std": values.get("image_std", DEVIATION)}
-    for name, numbers in told.items():
+    settings = {"image_mean": values.get("image_mean", MEAN), "image_std": values.get("image_std", DEVIATION)}
+    for name, numbers in settings.items():
         is_list = isinstance(numbers, list | tuple) and len(numbers) == 3
         if not (is_list and all(isinstance(each, int | float) and math.isfinite(each) for each in numbers)):
             raise UserError(f"{path}: {name}={numbers!r:.60} must be three numbers, one for each colour")
-    if not min(told["image_std"]) > 0:
-        raise UserError(f"{path}: image_std={told['image_std']!r:.60} must be greater than 0")
-    mean, deviation = (torch.tensor(numbers, dtype=torch.float32) for numbers in told.values())
+    if not min(settings["image_std"]) > 0:
+        raise UserError(f"{path}: image_std={settings['image_std']!r:.60} must be greater than 0")
+    mean, deviation = (torch.tensor(numbers, dtype=torch.float32) for numbers in settings.values())
     basis = LinearBasis(mean_R=2 * mean - 1, basis_RC=torch.eye(3), scale_C=2 * deviation)
     return HaarTokenizer(temporal_compression=1, spatial_compression=1, sigma_data=1.0, pca=basis)
 
 
-def write_beside(directory: Path, config: DiTConfig, tokenizer: HaarTokenizer, words: TextEncoder) -> None:
+def write_processor(directory: Path, config: DiTConfig, tokenizer: HaarTokenizer, words: TextEncoder) -> None:
     """Write the files of transformers' `CLIPProcessor`: image processor and tokenizer."""
     side = config.learned_positions[1] * config.patch_spatial
     mean, deviation = torch.zeros(3), torch.ones(3)

@@ -36,7 +36,7 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 IGNORED = r"(logvar|pos_embedder|accum_)|_extra_state$|(^|\.)net\.(logvar|pos_embedder|accum_)"
 """Tensors of a released checkpoint that belong to its training."""
-GIVEN_SIGMA = {True: 0.001, False: 0.0001}
+CONDITIONING_SIGMA = {True: 0.001, False: 0.0001}
 """Whether positions are learned -> noise level of conditioning latents: `augment_sigma` in 1.0; `sigma_conditioning` in
 Predict2; in 2.5 `conditional_frame_timestep`, the t of a sigma that is 1e-8 larger."""
 TEXT_PROJECTION = {"weight": "crossattn_proj.0.weight", "bias": "crossattn_proj.0.bias"}
@@ -71,12 +71,15 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     sizes = [size // patch for size, patch in zip(values["max_size"], values["patch_size"], strict=True)]
     heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
     has_positions = values["extra_pos_embed_type"] == "learnable"
-    given = {"given_form": "augmented" if has_positions else "marked", "given_sigma": GIVEN_SIGMA[has_positions]}
+    fields = {
+        "conditioning_mode": "augmented" if has_positions else "marked",
+        "conditioning_sigma": CONDITIONING_SIGMA[has_positions],
+    }
     return DiTConfig(
         family="cosmos",
         compat="predict2_5" if values.get("use_crossattn_projection") else None,
         # Predict2 dropped learned positions and EDM together; no setting says which objective it is
-        preconditioner="edm" if has_positions else "flow",
+        parameterization="edm" if has_positions else "flow",
         sigma_data=0.5 if has_positions else 1.0,
         num_layers=values["num_layers"],
         hidden_size=heads * head_dim,
@@ -91,7 +94,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
         adaln_lora_dim=values["adaln_lora_dim"],
         padding_mask_channel=values["concat_padding_mask"],
         qk_layernorm_epsilon=QK_EPSILON,
-        **(given if channels > out_channels else {}),
+        **(fields if channels > out_channels else {}),
     )
 
 
@@ -155,7 +158,7 @@ def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
     grid = config.learned_positions or (128, 120, 120)
     return {
         "_class_name": DIFFUSERS_CLASS,
-        "in_channels": config.in_channels + config.given_channels,
+        "in_channels": config.in_channels + config.conditioning_channels,
         "out_channels": config.in_channels,
         "num_attention_heads": config.num_attention_heads,
         "attention_head_dim": config.dim_per_head,
@@ -268,5 +271,5 @@ def released_name(diffusers_name: str, names: Sequence[tuple[str, Any]] = _RELEA
 
 
 def released_entries(config: DiTConfig) -> list[Entry]:
-    names = _RELEASED_NAMES_2 if config.preconditioner == "flow" else _RELEASED_NAMES
+    names = _RELEASED_NAMES_2 if config.parameterization == "flow" else _RELEASED_NAMES
     return renamed(diffusers_entries(config), lambda name: released_name(name, names))

@@ -23,7 +23,7 @@ from megadit.models.storage.wrapped import open_tensor_file, unwrapped
 
 WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
 """Names of files of weights, those of diffusers and those of transformers."""
-_OF_AVERAGES = {"decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma", "power"}
+_EMA_SETTINGS = {"decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma", "power"}
 """Settings that diffusers' `EMAModel` writes beside those of its network."""
 
 
@@ -51,12 +51,12 @@ class Published:
     """Projection of Qwen2.5-VL's states (`QwenVLTextEncoder.projection`); {}: the network reads T5 features."""
 
 
-def published_uses(published: Published) -> tuple[str, ...]:
+def published_conditionings(published: Published) -> tuple[str, ...]:
     """Return the kinds of conditioning that a published network was trained for, as far as they are supported."""
     config = published.config
-    if config.given_sigma is None:
+    if config.conditioning_sigma is None:
         return ()
-    if config.given.has_own_level and not config.given.marks or not config.given.is_among:  # Wan's
+    if config.conditioning.has_own_level and not config.conditioning.marks or not config.conditioning.is_among:  # Wan's
         return ("first_frame", "last_frame") if config.image_positions is not None else ("first_frame",)
     return ("first_frame", "prefix")
 
@@ -71,7 +71,7 @@ class _Form:
     config: Callable[[Mapping[str, tuple[int, ...]]], DiTConfig]
     entries: Callable[[DiTConfig], list[Entry]]
     ignored: Callable[[DiTConfig], str]
-    config_beside: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], DiTConfig] | None = None
+    config_from_settings: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], DiTConfig] | None = None
     """The configuration where a config.json lies beside the tensors, of what it says too."""
 
 
@@ -122,11 +122,11 @@ FORMS = (
 )
 """Forms whose tensors alone determine the configuration, or most of it."""
 
-PAIRS = (("transformer", "transformer_2"), ("high_noise_model", "low_noise_model"))
+EXPERT_FOLDERS = (("transformer", "transformer_2"), ("high_noise_model", "low_noise_model"))
 """Folders of two networks, for high and for low noise: diffusers' and as released."""
 DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan, stable_diffusion)}
 """Class -> the module that knows its settings and tensors."""
-BESIDE = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
+PIPELINE_READERS = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
 """Class -> function that reads further settings from other folders of its pipeline."""
 IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: cosmos.PROJECTION}
 """Class -> a pattern of tensors in its files that are no part of our network."""
@@ -145,17 +145,17 @@ def open_published(path: Path) -> Published:
     """
     if not path.exists():
         raise UserError(f"{path} does not exist")
-    for high, low in PAIRS:
+    for high, low in EXPERT_FOLDERS:
         if (path / low).is_dir():
-            return _pair(path, open_published(path / high), open_published(path / low))
+            return _experts(path, open_published(path / high), open_published(path / low))
     if (path / "model_index.json").is_file():
         index = read_json(path / "model_index.json")
         published = open_published(path / next((name for name in FOLDERS.values() if name in index), "transformer"))
         config = published.config
         if index.get("expand_timesteps"):  # a first frame has a noise level of its own, which no tensor tells (Wan 2.2)
-            config = replace(config, given_sigma=0.0)
-        beside = {"index": index, "scheduler": read_scheduler(path)}
-        return replace(published, config=config, class_names=_class_names(index, config), **beside)
+            config = replace(config, conditioning_sigma=0.0)
+        settings = {"index": index, "scheduler": read_scheduler(path)}
+        return replace(published, config=config, class_names=_class_names(index, config), **settings)
     if (kind := transformers_type(path)) is not None:
         return _from_transformers(path, kind)
     if (path / "config.json").is_file():
@@ -176,12 +176,12 @@ def open_published(path: Path) -> Published:
     )
 
 
-def _pair(path: Path, high: Published, low: Published) -> Published:
+def _experts(path: Path, high: Published, low: Published) -> Published:
     """Two networks of one configuration, as Wan 2.2's 14B."""
     if high.config != low.config:
         raise UserError(f"the two networks of {path} differ in their configurations; only their weights may")
     index = read_json(path / "model_index.json") if (path / "model_index.json").is_file() else {}
-    boundary = index.get("boundary_ratio") or wan.BOUNDARY[high.config.given_form]
+    boundary = index.get("boundary_ratio") or wan.BOUNDARY[high.config.conditioning_mode]
     if not isinstance(boundary, float) or not 0 < boundary < 1:
         raise UserError(f"{path / 'model_index.json'}: boundary_ratio={boundary!r:.60} must lie between 0 and 1")
     return replace(high, low_noise=low.tensors, boundary=boundary, scheduler=read_scheduler(path))
@@ -202,8 +202,8 @@ def _from_diffusers(path: Path) -> Published:
         raise UserError(f"{path} holds a {name or 'network of another kind'}; known are {', '.join(DIFFUSERS)}")
     if values.get("quantization_config"):
         raise UserError(f"{path} is quantised (quantization_config): give the weights that it was made of")
-    known, values = DIFFUSERS[name], values | (BESIDE[name](path) if name in BESIDE else {})
-    for setting in sorted(values.keys() - known.SETTINGS - _OF_AVERAGES):
+    known, values = DIFFUSERS[name], values | (PIPELINE_READERS[name](path) if name in PIPELINE_READERS else {})
+    for setting in sorted(values.keys() - known.SETTINGS - _EMA_SETTINGS):
         if not setting.startswith("_"):
             raise UserError(
                 f"{path / 'config.json'} has the setting {setting!r}, which no {name} known to this version has: was "
@@ -305,14 +305,14 @@ def _open(path: Path, *stems: str, marks: Collection[str] = ()) -> TensorSource:
     return unwrapped(open_weights(files), marks)
 
 
-def _from_tensors(source: TensorSource, beside: Mapping[str, Any] | None = None) -> Published:
+def _from_tensors(source: TensorSource, settings: Mapping[str, Any] | None = None) -> Published:
     """`beside` is a released config.json."""
     source = unwrapped(source, [form.mark for form in FORMS])
     for form in FORMS:
         if form.mark in source.stored:
             try:
-                with_beside = form.config_beside if beside is not None else None
-                config = form.config(source.shapes) if with_beside is None else with_beside(beside, source.shapes)
+                with_settings = form.config_from_settings if settings is not None else None
+                config = form.config(source.shapes) if with_settings is None else with_settings(settings, source.shapes)
             except KeyError as missing:
                 raise UserError(f"{source.label} looks like {form.name}, but has no tensor {missing}") from None
             return Published(

@@ -57,7 +57,7 @@ def kind_of(config: NetworkConfig, *, projects_text: bool) -> str:
         return config.family
     if projects_text:
         return "cosmos2_5"
-    return "cosmos1" if config.preconditioner == "edm" else "cosmos2"
+    return "cosmos1" if config.parameterization == "edm" else "cosmos2"
 
 
 def _usual(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
@@ -121,17 +121,17 @@ def _of_cosmos(published: Published) -> dict[str, Any]:
     of_videos = {"guidance": 8.0, "num_frames": 93, "height": 704, "width": 1280, "fps": 16.0}
     if published.text_projection:  # Predict2.5, by diffusers' pipeline and the scheduler that its conversion writes
         return of_videos | {"sampler": "unipc", "num_steps": 36, "sigma_min": 0.01, "sigma_max": 200.0}
-    if published.config.preconditioner == "edm":
+    if published.config.parameterization == "edm":
         return of_videos | {"num_steps": 35, "num_frames": 121, "fps": 24.0}
     of_predict2 = of_videos | {"sampler": "res_2ab", "num_steps": 35}
-    if published.config.given_sigma is not None:  # its video-to-world
+    if published.config.conditioning_sigma is not None:  # its video-to-world
         return of_predict2
     return of_predict2 | {"num_frames": 1, "height": 768, "width": 1360}
 
 
 def _of_wan(published: Published) -> SamplingSettings:
     config, usual = published.config, WAN_SETTINGS[16, 1536, "tokens", False]
-    kind = (config.in_channels, config.hidden_size, config.given_form, published.low_noise is not None)
+    kind = (config.in_channels, config.hidden_size, config.conditioning_mode, published.low_noise is not None)
     num_frames, height, width, fps, num_steps, guidance, low_guidance, shift = WAN_SETTINGS.get(kind, usual)
     return SamplingSettings(
         sampler="unipc_bh2",

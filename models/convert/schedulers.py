@@ -66,7 +66,7 @@ _FLOW_MATCH = {
     "shift_terminal": None,
     "stochastic_sampling": False,
 }
-_KNOWN: dict[str, dict[str, Scheduler]] = {
+_SCHEDULERS: dict[str, dict[str, Scheduler]] = {
     "wan": {
         "UniPCMultistepScheduler": Scheduler(
             used=lambda of: {"sampler": "unipc_bh2", "schedule": "wan_diffusers", "shift": of["flow_shift"]},
@@ -148,7 +148,7 @@ def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
     Raises:
         UserError: for a class or a field by which we cannot sample, with what it must be.
     """
-    known = _KNOWN.get(kind)
+    known = _SCHEDULERS.get(kind)
     if known is None or not values:
         return {}
     name = values.get("_class_name")
@@ -174,11 +174,11 @@ def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
 def scheduler_values(kind: str, settings: SamplingSettings) -> tuple[Values, list[str]]:
     """The inverse of `scheduler_settings`: scheduler_config.json of the settings, {} where none is known that samples
     nearly so; and the settings that it does not have, as NAME=VALUE."""
-    of = {name: _written(name, scheduler, settings) for name, scheduler in _KNOWN.get(kind, {}).items()}
+    of = {name: _written(name, scheduler, settings) for name, scheduler in _SCHEDULERS.get(kind, {}).items()}
     if not (fitting := {name: values for name, values in of.items() if values}):
         return {}, []
-    name = min(fitting, key=lambda name: len(_other(_KNOWN[kind][name], fitting[name], settings)))
-    return fitting[name], _other(_KNOWN[kind][name], fitting[name], settings)
+    name = min(fitting, key=lambda name: len(_other(_SCHEDULERS[kind][name], fitting[name], settings)))
+    return fitting[name], _other(_SCHEDULERS[kind][name], fitting[name], settings)
 
 
 def _written(name: str, scheduler: Scheduler, settings: SamplingSettings) -> Values:

@@ -125,8 +125,8 @@ def input_patches(name: str, theirs: str, config: DiTConfig, *, is_conv: bool = 
     Their columns (C pt ph pw), axes of their own with `is_conv`, are ours of the latents, then of each of the others.
     """
     patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
-    channels = (config.in_channels, config.given_channels, 1 if config.padding_mask_channel else 0)
-    widths = (config.patch_dim, config.given_dim, config.mask_dim)
+    channels = (config.in_channels, config.conditioning_channels, 1 if config.padding_mask_channel else 0)
+    widths = (config.patch_dim, config.conditioning_dim, config.mask_dim)
     form = "D C pt ph pw" if is_conv else "D (C pt ph pw)"
 
     def join(parts: Sequence[Tensor]) -> Tensor:

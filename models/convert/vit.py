@@ -15,7 +15,7 @@ MODEL_TYPE = "vit"
 IGNORED = r"^(vit\.)?pooler\."
 """A layer behind `ViTModel` that no published one has trained for classes."""
 PREPROCESSOR = "preprocessor_config.json"
-_HALF = [0.5, 0.5, 0.5]
+_MEAN_AND_STD = [0.5, 0.5, 0.5]
 """Mean and standard deviation that bring pixels to [-1, 1], as our networks take them."""
 _EXPECTED = {"hidden_act": "gelu", "qkv_bias": True}
 
@@ -105,16 +105,16 @@ def pixels_of(directory: Path) -> HaarTokenizer:
     path = directory / PREPROCESSOR
     values = read_preprocessor(path)
     for name in ("image_mean", "image_std"):
-        if values.get(name, _HALF) != _HALF:
-            raise UserError(f"{path} has {name}={values[name]!r:.60}: our networks take pixels with {_HALF}")
+        if values.get(name, _MEAN_AND_STD) != _MEAN_AND_STD:
+            raise UserError(f"{path} has {name}={values[name]!r:.60}: our networks take pixels with {_MEAN_AND_STD}")
     return HaarTokenizer(temporal_compression=1, spatial_compression=1)
 
 
-def write_beside(directory: Path, config: DiTConfig, tokenizer: VideoTokenizer, classes: TextEncoder) -> None:
+def write_processor(directory: Path, config: DiTConfig, tokenizer: VideoTokenizer, classes: TextEncoder) -> None:
     """Write the configuration of transformers' `ViTImageProcessor`."""
     side = config.learned_positions[1] * config.patch_spatial
     values = {"image_processor_type": "ViTImageProcessor", "size": {"height": side, "width": side}}
-    write_json(directory / PREPROCESSOR, {**values, "image_mean": _HALF, "image_std": _HALF})
+    write_json(directory / PREPROCESSOR, {**values, "image_mean": _MEAN_AND_STD, "image_std": _MEAN_AND_STD})
 
 
 def entries(config: DiTConfig) -> list[Entry]:

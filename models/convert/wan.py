@@ -79,7 +79,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     has_channels = channels > out_channels
     return DiTConfig(
         family="wan",
-        preconditioner="flow",
+        parameterization="flow",
         sigma_data=1.0,
         num_layers=values["num_layers"],
         hidden_size=width,
@@ -90,8 +90,8 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
         patch_temporal=patch_temporal,
         crossattn_emb_size=values["text_dim"],
         layernorm_epsilon=values["eps"],
-        given_form="channels" if has_channels else "tokens",
-        given_sigma=0.0 if has_channels or out_channels == CHANNELS_OF_2_2 else None,
+        conditioning_mode="channels" if has_channels else "tokens",
+        conditioning_sigma=0.0 if has_channels or out_channels == CHANNELS_OF_2_2 else None,
         image_size=image_size,
         image_positions=None if image_size is None else values.get("pos_embed_seq_len"),
     )
@@ -105,7 +105,7 @@ def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
         "patch_size": [config.patch_temporal, config.patch_spatial, config.patch_spatial],
         "num_attention_heads": config.num_attention_heads,
         "attention_head_dim": config.dim_per_head,
-        "in_channels": config.in_channels + config.given_channels,
+        "in_channels": config.in_channels + config.conditioning_channels,
         "out_channels": config.in_channels,
         "text_dim": config.crossattn_emb_size,
         "ffn_dim": config.mlp_size,
@@ -245,7 +245,7 @@ def config_from_released(values: Mapping[str, Any], shapes: Mapping[str, tuple[i
     of_tensors = {
         "dim": width,
         "ffn_dim": config.mlp_size,
-        "in_dim": config.in_channels + config.given_channels,
+        "in_dim": config.in_channels + config.conditioning_channels,
         "out_dim": config.in_channels,
         "num_layers": config.num_layers,
         "text_dim": config.crossattn_emb_size,

@@ -67,7 +67,7 @@ def write_diffusers(
     values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
     settings, more = cosmos.projection_to_diffusers(text_projection)
     write_json(out / "config.json", values | settings)
-    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).beside(more))
+    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).with_others(more))
 
 
 def write_transformers(
@@ -82,7 +82,7 @@ def write_transformers(
     if known is None:
         raise UserError(f"transformers has no network of the family {config.family}; only of {', '.join(TRANSFORMERS)}")
     write_json(out / "config.json", known.config_to_transformers(config, text_encoder))
-    known.write_beside(out, config, tokenizer, text_encoder)
+    known.write_processor(out, config, tokenizer, text_encoder)
     write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, known.entries(config)))
 
 
@@ -99,7 +99,7 @@ def write_original(
         raise UserError(f"no other form of the family {config.family} is written")
     _check_positions(config)
     _, more = cosmos.projection_to_diffusers(text_projection)
-    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries).beside(more))
+    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries).with_others(more))
 
 
 def _check_positions(config: NetworkConfig) -> None:

@@ -1,7 +1,7 @@
 """Options for conditioning a video on images and clips, each defined once.
 
-`GivenOptions` decides options of `megadit generate` and `megadit serve ask`, keys of a prompt file's lines, inputs of
-the Triton model and fields of `POST /v1/videos`. A command takes the path of a file; a request holds the file's bytes.
+`ConditioningOptions` holds options of `megadit generate` and `serve ask`, keys of a prompt file's lines,
+inputs of the Triton model and fields of `POST /v1/videos`. A command takes paths of files, a request holds their bytes.
 Nothing here imports torch.
 """
 
@@ -21,7 +21,7 @@ def _path(help: str, *names: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GivenOptions:
+class ConditioningOptions:
     """Options for conditioning files; None is the default."""
 
     input_video: str = _path("video or image for video-to-video (SDEdit), see --strength")
@@ -47,12 +47,12 @@ class GivenOptions:
     )
 
 
-GIVEN = settings_of(GivenOptions)
-MEDIA = tuple(name for name, about in GIVEN.items() if (about.metavar or "").endswith("PATH"))
+CONDITIONING = settings_of(ConditioningOptions)
+MEDIA = tuple(name for name, about in CONDITIONING.items() if (about.metavar or "").endswith("PATH"))
 """Options that take the path of a file, or several."""
 IMAGE_HEADS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 """First bytes of images (png, jpg, gif, webp); everything else is tried as a video."""
-USES = {
+KINDS = {
     "input_video": "remake",
     "continue_video": "prefix",
     "lead_to_video": "suffix",
@@ -91,7 +91,7 @@ class MediaLimits:
 
 def check_conflicts(values: Mapping[str, Any]) -> None:
     """Raises UserError for files that exclude each other."""
-    if values.get("input_video") and any(values.get(name) for name in USES if name != "input_video"):
+    if values.get("input_video") and any(values.get(name) for name in KINDS if name != "input_video"):
         raise UserError("give input_video (video-to-video) or other videos and images, not both")
     for one, other, why in (
         ("image", "continue_video", "both are the beginning"),
@@ -101,7 +101,7 @@ def check_conflicts(values: Mapping[str, Any]) -> None:
             raise UserError(f"give {one} or {other}, not both: {why}")
 
 
-def check_given_together(values: Mapping[str, Any], prompt: str, takes: Collection[str]) -> None:
+def check_combination(values: Mapping[str, Any], prompt: str, conditionings: Collection[str]) -> None:
     """Raises UserError for what a request gives that does not go together, or that the network cannot take.
 
     `takes` are the uses that it was trained for.
@@ -112,11 +112,11 @@ def check_given_together(values: Mapping[str, Any], prompt: str, takes: Collecti
             raise UserError(f"{name} needs {' or '.join(needed)}")
     if values.get("instruction") and prompt:
         raise UserError("instruction replaces the prompt: give one of them")
-    for name, use in _TAUGHT.items():
+    for name, kind in _TAUGHT.items():
         is_painted = name == "video" and values.get("mask")
-        if values.get(name) and not is_painted and use not in takes:
-            known = ", ".join(sorted(takes)) or "none"
-            raise UserError(f"{name} is not supported: this model was not trained for {use} (supported: {known})")
+        if values.get(name) and not is_painted and kind not in conditionings:
+            known = ", ".join(sorted(conditionings)) or "none"
+            raise UserError(f"{name} is not supported: this model was not trained for {kind} (supported: {known})")
 
 
 def plain_bytes(value: bytes) -> bytes:

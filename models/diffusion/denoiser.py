@@ -25,17 +25,21 @@ class EDMDenoiser(nn.Module):
     ) -> Tensor:
         """Estimates the clean latents x0 (BCTHW, float32) in `x_BCTHW`, whose noise has standard deviation sigma.
 
-        The network sees what is given as `config.given` says; where that stands among the noisy latents, the estimate
+        The network reads clean latents as `config.conditioning` says; where they are among the noisy, the estimate
         has no meaning. `layout`: see `DiT.forward`.
         """
         x_BCTHW, config = x_BCTHW.float(), self.dit.config
         sigma_B1111 = sigma_B.float().reshape(-1, 1, 1, 1, 1)
         c_skip, c_out, c_in, c_noise = self.parameterization.scalings(sigma_B1111)
-        x_in, given = c_in * x_BCTHW, conditioning.given
-        if given is not None and config.given.is_among:
-            scaled_as = torch.full_like(sigma_B1111, config.given_scaled_as)
-            x_in = given.among(x_in, self.parameterization.scalings(scaled_as).c_in)
-            told = torch.full_like(sigma_B1111, config.given_sigma) if config.given.has_own_level else sigma_B1111
-            c_noise = torch.cat([c_noise, self.parameterization.scalings(told).c_noise])
+        x_in, clean = c_in * x_BCTHW, conditioning.clean
+        if clean is not None and config.conditioning.is_among:
+            scaled_as = torch.full_like(sigma_B1111, config.conditioning_scaled_as)
+            x_in = clean.among(x_in, self.parameterization.scalings(scaled_as).c_in)
+            sigma_input = (
+                torch.full_like(sigma_B1111, config.conditioning_sigma)
+                if config.conditioning.has_own_level
+                else sigma_B1111
+            )
+            c_noise = torch.cat([c_noise, self.parameterization.scalings(sigma_input).c_noise])
         F_BCTHW = self.dit(x_in.to(self.dit.dtype), c_noise.flatten(), conditioning, layout=layout)
         return torch.addcmul(c_skip * x_BCTHW, c_out, F_BCTHW[:, :, : x_BCTHW.shape[2]].float())

@@ -37,11 +37,11 @@ class Stream(IntEnum):
     """Vectors of words (hashed text features)."""
     KEEP = 4
     """Whether a pass over the data reads a sample."""
-    GIVEN = 5
+    CONDITIONING = 5
     """Choice of a sample's conditioning places."""
     LEVEL = 6
     """Choice of a student's noise level, from a list."""
-    GIVEN_NOISE = 7
+    CONDITIONING_NOISE = 7
     """Noise added to conditioning latents, in networks that read them noised."""
     MIXUP = 8
     """Weight of a sample into which another is mixed."""

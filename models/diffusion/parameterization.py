@@ -124,13 +124,13 @@ class Flow:
 
 
 def parameterization_of(config: NetworkConfig) -> Parameterization:
-    """The parameterization that `config.preconditioner` names."""
+    """The parameterization that `config.parameterization` names."""
     return {
         "edm": EDM(config.sigma_data),
         "vp": VP(config.betas),
         "vp_velocity": VPVelocity(config.betas),
         "flow": Flow(),
-    }[config.preconditioner]
+    }[config.parameterization]
 
 
 def denoise_packed(
@@ -145,15 +145,15 @@ def denoise_packed(
 ) -> Tensor:
     """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
 
-    `config.given` says how conditioning tokens are treated. `before`, [S, 1, D], and `more`: see `DiT.forward_packed`.
+    `config.conditioning` says how clean tokens are treated. `before`, [S, 1, D], `more`: see `DiT.forward_packed`.
     """
     config, tensors, scalings = dit.config, layout.on(sigma_G.device), parameterization_of(dit.config).scalings
     sigma_R = sigma_G[tensors.segment_of_row_R]
-    if config.given.has_own_level:
-        sigma_R[len(sigma_G) :].fill_(config.given_sigma or 0.0)
+    if config.conditioning.has_own_level:
+        sigma_R[len(sigma_G) :].fill_(config.conditioning_sigma or 0.0)
     c_skip, c_out, c_in, _ = scalings(sigma_R[tensors.row_of_token_S][:, None, None])
-    of_given = scalings(sigma_G.new_full((1,), config.given_scaled_as)).c_in
-    c_in = torch.where(tensors.is_given_S[:, None, None], of_given, c_in)
+    of_clean = scalings(sigma_G.new_full((1,), config.conditioning_scaled_as)).c_in
+    c_in = torch.where(tensors.is_clean_S[:, None, None], of_clean, c_in)
     tokens = (c_in * x_S1P).to(dit.dtype) if dit.part.is_first else before
     F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout, **more)
     return c_skip * x_S1P + c_out * F_S1P.float() if dit.part.is_last and "through" not in more else F_S1P

@@ -16,8 +16,8 @@ from megadit.models.shared.cli.setting import (
     check_json,
     check_settings,
     check_value,
-    given_class,
     other_names,
+    partial_dataclass,
     setting,
     settings_of,
 )
@@ -47,7 +47,7 @@ SAMPLERS: dict[str, SamplerTraits] = {
     "res_2ab": SamplerTraits(aliases=("res", "2ab")),
     "unipc": SamplerTraits(),
     "unipc_bh2": SamplerTraits(),
-    "restart": SamplerTraits(renews_noise=True, aliases=("lcm", "consistency")),
+    "consistency": SamplerTraits(renews_noise=True, aliases=("lcm",)),
 }
 INSTEAD = {
     "ddim": "euler takes the same steps (and eta adds its noise)",
@@ -171,16 +171,16 @@ class SamplingSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingSettings":
-        """The inverse of `to_dict`; also takes what earlier versions wrote, which had fewer settings.
+        """The inverse of `to_dict`; settings that are missing take their defaults.
 
         Raises:
             UserError: for an unknown or missing setting, and for a value outside its range.
         """
-        given = check_json(values, cls, where="sampling settings: ")
-        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in given]
+        asked = check_json(values, cls, where="sampling settings: ")
+        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in asked]
         if missing:
             raise UserError(f"sampling settings lack {', '.join(missing)}")
-        return cls(**given)
+        return cls(**asked)
 
 
 UNCHANGED = {
@@ -188,7 +188,7 @@ UNCHANGED = {
     for each in fields(SamplingSettings)
     if each.default is not MISSING
 }
-"""Defaults of settings that JSON of earlier versions lacks."""
+"""Defaults of settings that have one."""
 SERVED = {name: about for name, about in settings_of(SamplingSettings).items() if about.served}
 """Settings that a request to a service may contain."""
 OF_PROMPTS = tuple(name for name in SERVED if name != "image_guidance")
@@ -210,12 +210,12 @@ work, or open files, without limit."""
 _MOST_SIGMAS = 1000
 _SWITCHED_OFF = {**OF_TWO_CALLS, **_ADDED_NOISE, "second_guidance": 0.0, "cache_budget": 0.0}
 """Settings that an adapter may switch off, which students do, and the values that do so."""
-GivenSettings = given_class("GivenSettings", SamplingSettings)
+PartialSettings = partial_dataclass("PartialSettings", SamplingSettings)
 """Sampling settings that may be left out (None)."""
-ServedSettings = given_class("ServedSettings", SamplingSettings, only=SERVED)
+ServedSettings = partial_dataclass("ServedSettings", SamplingSettings, only=SERVED)
 
 
-def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **given: Any) -> SamplingSettings:
+def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **asked: Any) -> SamplingSettings:
     """Merge the settings that a user set (not None) into the defaults.
 
     `trained` are the checkpoint's defaults, where `defaults` are others (a record's): a shift that fits itself starts
@@ -225,16 +225,16 @@ def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = No
         UserError: for an unknown name, a value outside its range, and settings that exclude each other.
     """
     known = settings_of(SamplingSettings)
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given.keys() - known.keys():
+    asked = {name: value for name, value in asked.items() if value is not None}
+    for name in asked.keys() - known.keys():
         own = {**other_names(known), "prompt": "prompts", "seed": "seeds"}.get(name)
         hint = f"; did you mean {own!r}?" if own else did_you_mean(name, known)
         raise UserError(f"unknown setting {name!r}{hint}")
-    given = {name: check_value(known[name], name, value) for name, value in given.items()}
+    asked = {name: check_value(known[name], name, value) for name, value in asked.items()}
     before = asdict(defaults)
-    if given.get("shift") in AUTO_SHIFTS:
-        given["shift"] = fitting_shift(given["shift"], before | given, asdict(trained or defaults))
-    changes = switched_off(before, given) | given
+    if asked.get("shift") in AUTO_SHIFTS:
+        asked["shift"] = fitting_shift(asked["shift"], before | asked, asdict(trained or defaults))
+    changes = switched_off(before, asked) | asked
     for name, find in (("sampler", find_sampler), ("schedule", find_schedule)):
         changes[name] = find(changes.get(name, before[name]))
     settings = replace(defaults, **changes)
@@ -243,7 +243,7 @@ def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = No
 
 
 def switched_off(
-    defaults: Mapping[str, Any], given: Mapping[str, Any], stochastic: Collection[str] = STOCHASTIC
+    defaults: Mapping[str, Any], asked: Mapping[str, Any], stochastic: Collection[str] = STOCHASTIC
 ) -> dict[str, Any]:
     """Return the defaults that the user's settings make meaningless, with the values that switch them off.
 
@@ -251,10 +251,10 @@ def switched_off(
     default schedule; asking for another schedule means its levels.
     """
     off: dict[str, Any] = {}
-    sampler = _sampler_key(given["sampler"]) if given.get("sampler") else None
+    sampler = _sampler_key(asked["sampler"]) if asked.get("sampler") else None
     if sampler and sampler not in stochastic and sampler != _sampler_key(defaults["sampler"]):
         off |= _ADDED_NOISE
-    if any(name in given and given[name] != defaults.get(name, given[name]) for name in _OF_SCHEDULE):
+    if any(name in asked and asked[name] != defaults.get(name, asked[name]) for name in _OF_SCHEDULE):
         off["sigmas"] = ()
     return off
 
@@ -295,11 +295,11 @@ def check_asked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: asked.get(name, _SWITCHED_OFF.get(name)) for name in values}
 
 
-def check_guidance(settings: SamplingSettings, told: tuple[float, float] | None) -> None:
+def check_guidance(settings: SamplingSettings, guidance_embedding_range: tuple[float, float] | None) -> None:
     """Raise UserError for guidance that a guidance-distilled network lacks; `told` is its range (None: other)."""
-    if told is None:
+    if guidance_embedding_range is None:
         return
-    check_told(settings.guidance, told)
+    check_embedded_guidance(settings.guidance, guidance_embedding_range)
     for name, unguided in OF_TWO_CALLS.items():
         if getattr(settings, name) != unguided:
             raise UserError(
@@ -308,9 +308,9 @@ def check_guidance(settings: SamplingSettings, told: tuple[float, float] | None)
             )
 
 
-def check_told(guidance: float, told: Sequence[float]) -> None:
+def check_embedded_guidance(guidance: float, guidance_embedding_range: Sequence[float]) -> None:
     """Raise UserError for a guidance scale outside the range of a guidance-distilled network."""
-    low, high = told
+    low, high = guidance_embedding_range
     if not low <= guidance <= high:
         raise UserError(
             f"guidance={guidance:g} is outside {low:g} to {high:g}, the range of this guidance-distilled model"
@@ -340,10 +340,10 @@ def find_schedule(name: str) -> str:
 
 def fitting_shift(kind: str, size: Mapping[str, Any], usual: Mapping[str, Any]) -> float:
     """The shift of one of `AUTO_SHIFTS` for a size (num_frames, height, width) where `usual` was trained on."""
-    wanted, trained = (
+    expected, trained = (
         of["height"] * of["width"] * (of["num_frames"] if kind == "auto_video" else 1) for of in (size, usual)
     )
-    return resolution_shift(wanted, trained)
+    return resolution_shift(expected, trained)
 
 
 def resolution_shift(pixels: int, reference_pixels: int) -> float:

@@ -42,7 +42,7 @@ def targets_of(config: NetworkConfig) -> Mapping[str, Target]:
     for path, module in build_without_memory(config).named_modules():
         if sizes := _sizes(module):
             above, _, last = path.rpartition(".")
-            for part, rows in _parts(last, config).items():
+            for part, rows in _rows_of(last, config).items():
                 name = f"{above}.{part}" if above else part
                 in_features, out_features = sizes
                 own_features = out_features // rows.period * (rows.stop - rows.start)
@@ -59,7 +59,7 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _parts(linear: str, config: NetworkConfig) -> dict[str, Rows]:
+def _rows_of(linear: str, config: NetworkConfig) -> dict[str, Rows]:
     """The targets in a linear of this name, and where `attention.py` lays out their rows."""
     match linear:
         case "qkv":
@@ -120,13 +120,13 @@ def _attach(
             factors = Factors(target, rank, has_magnitude=has_magnitude, has_bias=has_bias, like=like)
             by_linear.setdefault(target.linear, {})[target_name.rpartition(".")[2]] = factors
     for path, factors in by_linear.items():
-        beside(modules[path])[name] = LowRank(factors, adapter.scaling, samples_first=dit.config.samples_first)
+        attached_to(modules[path])[name] = LowRank(factors, adapter.scaling, samples_first=dit.config.samples_first)
 
 
-def beside(base: nn.Module) -> Adapters:
+def attached_to(base: nn.Module) -> Adapters:
     """The adapters of a linear, where more can be put."""
     if not adapters_of(base):
-        Adapters().stand_beside(base)
+        Adapters().attach(base)
     return base.adapters
 
 
@@ -134,7 +134,7 @@ def move_adapters(base: nn.Module, other: nn.Module) -> None:
     """Gives the adapters of a linear, if it has any, to one that takes its place."""
     if adapters := adapters_of(base):
         adapters.leave(base)
-        adapters.stand_beside(other)
+        adapters.attach(other)
 
 
 def remove(dit: SavedNetwork, name: str = DEFAULT) -> None:
@@ -290,4 +290,4 @@ def draw_dropout(dit: SavedNetwork, dropout: float, *, seed: int, step: int) -> 
     for path, module in dit.named_modules():
         if isinstance(module, LowRank):
             drawn_I = torch.rand(module.in_features, generator=generator_of(f"{path}/{step}", seed), device="cpu")
-            module.kept_I = ((drawn_I >= dropout) / (1 - dropout))[module.own_inputs]
+            module.is_active_I = ((drawn_I >= dropout) / (1 - dropout))[module.own_inputs]

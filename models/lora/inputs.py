@@ -25,7 +25,7 @@ from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.configs.unet import UNetConfig
-from megadit.models.lora.adapters import beside, chosen_targets
+from megadit.models.lora.adapters import attached_to, chosen_targets
 from megadit.models.lora.layers import SlotLowRank
 from megadit.models.networks.registry import SavedNetwork
 from megadit.models.shared.errors import UserError
@@ -60,7 +60,7 @@ class Packed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterSlots:
+class AdapterInputs:
     """The room that a network was exported with."""
 
     config: NetworkConfig
@@ -74,7 +74,7 @@ class AdapterSlots:
             object.__setattr__(self, "targets", USUAL_TARGETS[type(self.config)])
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], config: NetworkConfig) -> "AdapterSlots":
+    def from_dict(cls, values: Mapping[str, Any], config: NetworkConfig) -> "AdapterInputs":
         return cls(config=config, rank=values["rank"], targets=tuple(values["targets"]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class AdapterSlots:
 class SlottedLinears:
     """The linears of a network beside which slots stand."""
 
-    def __init__(self, dit: SavedNetwork, slots: AdapterSlots) -> None:
+    def __init__(self, dit: SavedNetwork, slots: AdapterInputs) -> None:
         """Puts empty slots beside them."""
         targets = chosen_targets(slots.config, slots.targets)
         self._inputs = tuple(slots.inputs)
@@ -201,7 +201,7 @@ class SlottedLinears:
         for path, places in by_linear.items():
             rows = [targets[slots.groups[name].targets[place]].rows for name, place in places]
             low_rank = SlotLowRank(rows, samples_first=slots.config.samples_first)
-            beside(modules[path])[NAME] = low_rank
+            attached_to(modules[path])[NAME] = low_rank
             self._places.append((low_rank, places))
 
     @contextmanager

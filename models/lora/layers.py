@@ -89,7 +89,7 @@ class LowRank(nn.ModuleDict):
         """Input features of the linear, over all ranks."""
         self.scale: float | Tensor = 1.0
         """Factor of the change; for a uniform batch also [B, 1], one for each sample."""
-        self.kept_I: Tensor | None = None
+        self.is_active_I: Tensor | None = None
         """Dropout mask of the input features, in training: 0, or 1 / (1 - dropout); None without dropout."""
         # `megatron.parallelize` exchanges these where ranks share the linear
         self.exchange: Callable[[Tensor], Tensor] = _identity
@@ -102,9 +102,9 @@ class LowRank(nn.ModuleDict):
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The change of y = base(x), [..., O]."""
         pairs = [factors(x.dtype) for factors in self.values()]
-        down_RI, up_OR = (_beside(side, dim) for dim, side in enumerate(zip(*pairs, strict=True)))
-        if self.kept_I is not None and torch.is_grad_enabled():
-            down_RI = down_RI * self.kept_I.to(down_RI)  # as if the input had been multiplied
+        down_RI, up_OR = (_concatenated(side, dim) for dim, side in enumerate(zip(*pairs, strict=True)))
+        if self.is_active_I is not None and torch.is_grad_enabled():
+            down_RI = down_RI * self.is_active_I.to(down_RI)  # as if the input had been multiplied
         h = self.exchange(linear(x, down_RI))
         ratio_O = self._ratio(base)
         scale = self.scale
@@ -200,13 +200,13 @@ class Adapters(nn.ModuleDict):
     x is [..., I], y = base(x) and the result [..., O].
     """
 
-    def stand_beside(self, base: nn.Module) -> None:
+    def attach(self, base: nn.Module) -> None:
         """Attach to `base` (a forward hook): its output passes through `forward` from now on."""
         base.adapters = self
         self._hook = base.register_forward_hook(_with_changes)
 
     def leave(self, base: nn.Module) -> None:
-        """Undoes `stand_beside`."""
+        """Undoes `attach`."""
         self._hook.remove()
         del base.adapters
 
@@ -239,7 +239,7 @@ def _with_changes(base: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> Ten
     return base.adapters(inputs[0].movedim(1, -1), y.movedim(1, -1), base).movedim(-1, 1)
 
 
-def _beside(matrices: Sequence[Tensor], dim: int) -> Tensor:
+def _concatenated(matrices: Sequence[Tensor], dim: int) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim)
 
 

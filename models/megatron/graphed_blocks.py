@@ -38,7 +38,7 @@ def record_cuda_graphs(functions: tuple[Compute, ...], samples: tuple[tuple[Tens
         UserError: if one asks the device for anything meanwhile, which no recording can.
     """
     try:
-        with _others_may_use_the_gpu():
+        with _other_streams_allowed():
             return torch.cuda.make_graphed_callables(functions, samples, allow_unused_input=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
@@ -48,7 +48,7 @@ def record_cuda_graphs(functions: tuple[Compute, ...], samples: tuple[tuple[Tens
 
 
 @contextmanager
-def _others_may_use_the_gpu() -> Iterator[None]:
+def _other_streams_allowed() -> Iterator[None]:
     """A recording is not spoilt by what other threads do, such as the one that pins the memory of batches."""
     graph = torch.cuda.graph
     torch.cuda.graph = partial(graph, capture_error_mode="thread_local")
@@ -91,7 +91,7 @@ class GraphedBlocks(BlockStack):
     def forward(self, x_SBD: Tensor, inputs: BlockInputs) -> Tensor:
         """Tokens [S, B, D] after all blocks."""
         is_watched = any(block._forward_hooks for block in self.values())
-        if not torch.is_grad_enabled() or is_watched or not self._has_room(inputs, len(x_SBD)):
+        if not torch.is_grad_enabled() or is_watched or not self._fits(inputs, len(x_SBD)):
             return super().forward(x_SBD, inputs)
         tensors = _tensors(inputs, self.max_segments)
         if self._graphs is None:
@@ -100,7 +100,7 @@ class GraphedBlocks(BlockStack):
             x_SBD = graph(x_SBD, *tensors.values(), *block.parameters())
         return x_SBD
 
-    def _has_room(self, inputs: BlockInputs, num_tokens: int) -> bool:
+    def _fits(self, inputs: BlockInputs, num_tokens: int) -> bool:
         if inputs.layout.is_causal:
             return False
         num_starts = len(inputs.layout.rows.starts_of_runs(inputs.condition_GD.device))
@@ -159,23 +159,23 @@ def _tensors(inputs: BlockInputs, num_segments: int) -> dict[str, Tensor]:
 
 def _of_tensors(block: nn.Module, names: tuple[str, ...], x_SBD: Tensor, *tensors: Tensor) -> Tensor:
     """A block as a function of tensors alone: those with these `names`, then its own parameters."""
-    given = dict(zip(names, tensors, strict=False))
+    named = dict(zip(names, tensors, strict=False))
     parameters = zip((name for name, _ in block.named_parameters()), tensors[len(names) :], strict=True)
-    text_LBD = given.get("text")
+    text_LBD = named.get("text")
     layout = FixedLayout(
-        bounds=given["token_bounds"],
-        text_bounds=given["text_bounds"],
+        bounds=named["token_bounds"],
+        text_bounds=named["text_bounds"],
         longest=len(x_SBD),
         longest_text=0 if text_LBD is None else len(text_LBD),
-        rows=RowsByToken(given["row"], given["starts"]),
+        rows=RowsByToken(named["row"], named["starts"]),
     )
     inputs = BlockInputs(
-        condition_GD=given["condition"],
+        condition_GD=named["condition"],
         text_LBD=text_LBD,
         layout=layout,
-        rotary=Rotary(given["cos"], given["sin"]) if "cos" in given else None,
-        shared_GM=given.get("shared"),
-        positions_SBD=given.get("positions"),
+        rotary=Rotary(named["cos"], named["sin"]) if "cos" in named else None,
+        shared_GM=named.get("shared"),
+        positions_SBD=named.get("positions"),
     )
     with cheap_values_recomputed():
         return torch.func.functional_call(block, dict(parameters), (x_SBD, inputs))

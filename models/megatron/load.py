@@ -15,7 +15,7 @@ from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.megatron.parallelism.adapters import share_adapters
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.plan import PLAN, role_of
-from megadit.models.megatron.shards import full_shape, own_part, shard
+from megadit.models.megatron.shards import full_shape, own_shard, shard
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.networks.dit import DiT
 from megadit.models.storage import components as parts
@@ -60,6 +60,6 @@ def load_split_adapter(
     for path, module in dit.named_modules():
         if f".adapters.{name}." in path:
             for part, whole in list(module.named_parameters(recurse=False)):
-                own = own_part(whole, role_of(f"{path}.{part}"), groups.axes)
+                own = own_shard(whole, role_of(f"{path}.{part}"), groups.axes)
                 setattr(module, part, nn.Parameter(own.clone()))
     share_adapters(dit, PLAN, groups.tensor, sequence_parallel=False)

@@ -74,7 +74,7 @@ class ParallelSizes:
         return self.fully_sharded or ranks_of_copy % self.expert_ranks > 0
 
     @property
-    def num_parts(self) -> int:
+    def num_chunks(self) -> int:
         """Parts into which the layers are divided."""
         return self.pipeline * self.virtual_pipeline
 
@@ -151,14 +151,14 @@ def refusal(broken: Rule[Division], division: Division) -> str:
     return f"{broken.message(division)}; the nearest layout that works on {ranks} ranks: {near.changes(division.sizes)}"
 
 
-def _given(sizes: ParallelSizes, *names: str) -> str:
+def _as_flags(sizes: ParallelSizes, *names: str) -> str:
     """Such as "parallel.tensor_model_parallel_size=2 x parallel.context_parallel_size=2"."""
     return " x ".join(f"{SETTINGS[name]}={getattr(sizes, name)}" for name in names)
 
 
 def _model_parallel(sizes: ParallelSizes) -> str:
     """The sizes that spread one copy of the model."""
-    return _given(sizes, *(name for name in ("tensor", "pipeline", "context") if getattr(sizes, name) > 1))
+    return _as_flags(sizes, *(name for name in ("tensor", "pipeline", "context") if getattr(sizes, name) > 1))
 
 
 def _divides(name: str, what: Callable[[Division], tuple[str, int]], holds: str) -> Rule[Division]:
@@ -166,17 +166,17 @@ def _divides(name: str, what: Callable[[Division], tuple[str, int]], holds: str)
     return Rule(
         needs=lambda division: what(division)[1] % getattr(division.sizes, name) == 0,
         remedy=lambda division: (
-            f"{_given(division.sizes, name)} does not divide {what(division)[0]}: a rank holds {holds}"
+            f"{_as_flags(division.sizes, name)} does not divide {what(division)[0]}: a rank holds {holds}"
         ),
     )
 
 
-def _in_parts(layers: Callable[[Division], tuple[str, int]]) -> Rule[Division]:
+def _in_chunks(layers: Callable[[Division], tuple[str, int]]) -> Rule[Division]:
     """The rule that the parts of a pipeline have equally many of `layers` = (description, number)."""
     return Rule(
-        needs=lambda division: layers(division)[1] % division.sizes.num_parts == 0,
+        needs=lambda division: layers(division)[1] % division.sizes.num_chunks == 0,
         remedy=lambda division: (
-            f"{division.sizes.num_parts} parts ({_given(division.sizes, 'pipeline', 'virtual_pipeline')}) do not "
+            f"{division.sizes.num_chunks} parts ({_as_flags(division.sizes, 'pipeline', 'virtual_pipeline')}) do not "
             f"divide {layers(division)[0]}: each holds equally many layers"
         ),
     )
@@ -208,19 +208,19 @@ _OF_RANKS: tuple[Rule[Division], ...] = (
         when=lambda division: division.sizes.context_comm == "ulysses",
         needs=lambda division: division.heads_of_rank % division.sizes.context == 0,
         remedy=lambda division: (
-            f"{_given(division.sizes, 'context')} does not divide the {division.heads_of_rank} heads of a "
+            f"{_as_flags(division.sizes, 'context')} does not divide the {division.heads_of_rank} heads of a "
             f"tensor-parallel rank: a rank holds whole heads with {SETTINGS['context_comm']}=ulysses"
         ),
     ),
 )
 _OF_STAGES: tuple[Rule[Division], ...] = (
-    _in_parts(_of_model("num_layers", lambda model: model.num_layers)),
-    _in_parts(_of_model("text_tower.num_layers", lambda model: model.text_tower.num_layers)),
+    _in_chunks(_of_model("num_layers", lambda model: model.num_layers)),
+    _in_chunks(_of_model("text_tower.num_layers", lambda model: model.text_tower.num_layers)),
     Rule(
         when=lambda division: division.sizes.virtual_pipeline > 1,
         needs=lambda division: division.sizes.pipeline > 1,
         remedy=lambda division: (
-            f"{_given(division.sizes, 'virtual_pipeline')} needs {SETTINGS['pipeline']} of 2 or more: one stage has "
+            f"{_as_flags(division.sizes, 'virtual_pipeline')} needs {SETTINGS['pipeline']} of 2 or more: one stage has "
             "nothing to take in turn"
         ),
     ),
@@ -228,7 +228,7 @@ _OF_STAGES: tuple[Rule[Division], ...] = (
         when=lambda division: division.sizes.pipeline > 1,
         needs=lambda division: not division.sizes.fully_sharded,
         remedy=lambda division: (
-            f"{_given(division.sizes, 'pipeline')} cannot be combined with {SETTINGS['fully_sharded']}=fsdp, which "
+            f"{_as_flags(division.sizes, 'pipeline')} cannot be combined with {SETTINGS['fully_sharded']}=fsdp, which "
             "would gather the weights again for every micro-batch"
         ),
     ),
@@ -238,8 +238,8 @@ _OF_EXPERTS: tuple[Rule[Division], ...] = (
         when=lambda division: division.sizes.expert_ranks > 1,
         needs=lambda division: division.model.experts.num_experts > 0,
         remedy=lambda division: (
-            f"{_given(division.sizes, 'expert')} and {_given(division.sizes, 'expert_tensor')} divide experts, and "
-            "the network has none (model.experts.num_experts=0)"
+            f"{_as_flags(division.sizes, 'expert')} and {_as_flags(division.sizes, 'expert_tensor')} divide experts, "
+            "and the network has none (model.experts.num_experts=0)"
         ),
     ),
     _divides(
@@ -249,7 +249,7 @@ _OF_EXPERTS: tuple[Rule[Division], ...] = (
         needs=lambda division: division.ranks_of_stage % division.sizes.expert_ranks == 0,
         remedy=lambda division: (
             f"the {division.ranks_of_stage} ranks of a stage cannot hold whole sets of experts over "
-            f"{division.sizes.expert_ranks} ({_given(division.sizes, 'expert', 'expert_tensor')})"
+            f"{division.sizes.expert_ranks} ({_as_flags(division.sizes, 'expert', 'expert_tensor')})"
         ),
     ),
     _divides(
@@ -261,8 +261,8 @@ _OF_EXPERTS: tuple[Rule[Division], ...] = (
         when=lambda division: division.model.experts.num_experts > 0 and division.sizes.tensor > 1,
         needs=lambda division: division.sizes.sequence_parallel,
         remedy=lambda division: (
-            f"experts need {SETTINGS['sequence_parallel']}=true with {_given(division.sizes, 'tensor')}: else each of "
-            "these ranks would send the same tokens"
+            f"experts need {SETTINGS['sequence_parallel']}=true with {_as_flags(division.sizes, 'tensor')}: else each "
+            "of these ranks would send the same tokens"
         ),
     ),
 )

@@ -34,7 +34,7 @@ from megadit.models.megatron.linears.te import fp8_arithmetic, te_linear
 from megadit.models.megatron.parallelism.adapters import share_adapters
 from megadit.models.megatron.parallelism.context import shared_attention
 from megadit.models.megatron.parallelism.experts import Dispatch, shared_choice
-from megadit.models.megatron.parallelism.sequence import GatherTokens, ScatterTokens, sum_of_parts
+from megadit.models.megatron.parallelism.sequence import GatherTokens, ScatterTokens, sum_over_ranks
 from megadit.models.megatron.plan import PLAN, Axes, Row, local_shape, mark, role_of
 from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
 from megadit.models.networks.attention import SelfAttention, WidthNorm
@@ -80,7 +80,7 @@ def parallelize(
     Raises:
         LookupError: if the plan has no row for a parameter.
     """
-    _hold_own_parts(dit, plan, config, groups.axes, impl, device)
+    _hold_own_shards(dit, plan, config, groups.axes, impl, device)
     _share_tokens(dit, config, groups)
     _share_attention(dit, groups, recompute)
     _share_experts(dit, config, groups)
@@ -95,7 +95,7 @@ def parallelize(
     return dit
 
 
-def _hold_own_parts(
+def _hold_own_shards(
     dit: Network, plan: Sequence[Row], config: TransformerConfig, axes: Axes, impl: LinearKind, device: torch.device
 ) -> None:
     """Every parameter in the shape that this rank holds, on `device`; linears are those that the plan asks for."""
@@ -127,7 +127,7 @@ def _share_tokens(dit: Network, config: TransformerConfig, groups: Groups) -> No
 
 def _share_attention(dit: Network, groups: Groups, recompute: Recompute) -> None:
     for norm in _all(dit, WidthNorm):
-        norm.sum_over_ranks = partial(sum_of_parts, group=groups.tensor)
+        norm.sum_over_ranks = partial(sum_over_ranks, group=groups.tensor)
     for attention in _all(dit, SelfAttention):
         if groups.context.size > 1:
             attention.core = shared_attention(groups.context)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megadit.models.networks.registry import Network, Part, in_tower
+from megadit.models.networks.registry import Chunk, Network, in_tower
 
 Axes = Mapping[str, ProcessGroup]
 """`tensor`, `expert` or `expert_tensor` -> the ranks among which a parameter may be split."""
@@ -86,7 +86,7 @@ PLAN = (
 )
 """The first row that has a parameter's name decides."""
 
-_OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.", "head.", "log_scale", "score_offset")
+_OF_ONE_CHUNK = ("x_embedder.", "blocks.", "final_layer.", "head.", "log_scale", "score_offset")
 """Beginnings of the names of parameters that one part of a pipeline has; of the others every part has a copy."""
 
 
@@ -115,10 +115,10 @@ def mark(dit: Network, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
         parameter.partition_dim, parameter.partition_stride = dims[0] if dims else -1, 1
         parameter.sequence_parallel = sequence_parallel and role is PARTIAL
         parameter.allreduce = not role.is_expert
-        _mark_copy(parameter, dit.part, is_copy=dit.part.count > 1 and not in_tower(name).startswith(_OF_ONE_PART))
+        _mark_copy(parameter, dit.part, is_copy=dit.part.count > 1 and not in_tower(name).startswith(_OF_ONE_CHUNK))
 
 
-def _mark_copy(parameter: nn.Parameter, part: Part, *, is_copy: bool) -> None:
+def _mark_copy(parameter: nn.Parameter, part: Chunk, *, is_copy: bool) -> None:
     """Marks the copy that every part of a pipeline has of a parameter.
 
     Gradients are summed over the parts (`pipeline_parallel`), and count once in the norm (`shared`). Each copy has a

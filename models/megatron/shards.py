@@ -38,7 +38,7 @@ def shard(parameter: Tensor, value: Tensor, axes: Axes) -> Tensor:
     return value
 
 
-def own_part(whole: Tensor, role: Role, axes: Axes) -> Tensor:
+def own_shard(whole: Tensor, role: Role, axes: Axes) -> Tensor:
     """A rank's part of a whole parameter of any shape, a view of it."""
     shape = local_shape(whole.shape, role, axes)
     for dim, axis in role.split:
@@ -50,10 +50,10 @@ def initialize_dit_(
     model: nn.Module,
     seed: int,
     axes: Axes,
-    given: Callable[[str], Tensor] | None = None,
+    read: Callable[[str], Tensor] | None = None,
     *,
     assign: Fill = Tensor.copy_,
-    wanted: Callable[[str], bool] = lambda name: True,
+    selects: Callable[[str], bool] = lambda name: True,
 ) -> nn.Module:
     """`initialize_` for a model split over ranks: the same network in any layout.
 
@@ -64,6 +64,6 @@ def initialize_dit_(
         seed,
         full_shape=lambda parameter: full_shape(parameter, axes),
         fill=lambda parameter, whole: assign(parameter, shard(parameter, whole, axes)),
-        given=given,
-        wanted=wanted,
+        read=read,
+        selects=selects,
     )

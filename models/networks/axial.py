@@ -25,7 +25,7 @@ from megadit.models.host_to_device import Need
 from megadit.models.networks.embeddings import Rotary, rotary_table
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.layout import CPU, Layout, PackLayout, computed
-from megadit.models.packing.segments import Piece, Segment, TokenMesh
+from megadit.models.packing.segments import Segment, TokenMesh, TokenSpan
 
 Axis = Literal["time", "space"]
 Arrangement = Literal["home", "time", "space"]
@@ -63,7 +63,7 @@ def axial_layout(layout: Layout, axis: Axis) -> Layout:
 
 def _axial_layout(layout: PackLayout, axis: Axis) -> PackLayout:
     found, mesh = _lines(layout, axis), layout.mesh
-    return PackLayout(found.segments, TokenMesh(slices=mesh.slices, rank=mesh.slice), found.pieces)
+    return PackLayout(found.segments, TokenMesh(slices=mesh.slices, rank=mesh.slice), found.spans)
 
 
 def _axial_rotary(
@@ -80,7 +80,7 @@ class _Lines(NamedTuple):
     """int64: the index of each token in the whole sequence; -1 for tokens added."""
     segments: tuple[Segment, ...]
     """Every line."""
-    pieces: tuple[Piece, ...]
+    spans: tuple[TokenSpan, ...]
     """The tokens of each condition row."""
 
 
@@ -120,8 +120,8 @@ def _gather_lines(whole: PackLayout, axis: Axis, mesh: TokenMesh) -> _Lines:
         row_S = F.pad(row_S, (0, missing), value=int(row_S[-1]) if len(row_S) else 0)
         segments.append(Segment((1, 1, missing), 0))
     rows, lengths = row_S.unique_consecutive(return_counts=True)
-    pieces = tuple(map(Piece, rows.tolist(), lengths.tolist()))
-    return _Lines(index_S, tuple(segments), pieces)
+    spans = tuple(map(TokenSpan, rows.tolist(), lengths.tolist()))
+    return _Lines(index_S, tuple(segments), spans)
 
 
 class Move(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.blocks import BLOCKS, BlockInputs, BlockStack
-from megadit.models.networks.dit import WHOLE_NETWORK, Part
+from megadit.models.networks.dit import WHOLE_NETWORK, Chunk
 from megadit.models.networks.embeddings import class_index
 from megadit.models.networks.vit import ClassHead, ViT
 from megadit.models.packing.dense_layout import DenseLayout
@@ -52,7 +52,7 @@ class WordEmbedder(nn.Module):
 class TextTower(nn.Module):
     """Texts to embeddings [B, E], of any length."""
 
-    def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
+    def __init__(self, config: DiTConfig, part: Chunk = WHOLE_NETWORK) -> None:
         super().__init__()
         of_text = text_config(config)
         self.part = part
@@ -93,7 +93,7 @@ class TextTower(nn.Module):
 
 def texts_as_segments(layout: PackLayout) -> PackLayout:
     """The texts of a pack in the place of its samples, in the same order; each token sees those before it."""
-    slots = zip(layout.segments, layout.text_slots, strict=True)
+    slots = zip(layout.segments, layout.text_places, strict=True)
     segments = tuple(Segment((1, 1, count), 0, is_padding=segment.is_padding) for segment, count in slots)
     return PackLayout(segments, is_causal=True).shard(layout.mesh)
 
@@ -101,7 +101,7 @@ def texts_as_segments(layout: PackLayout) -> PackLayout:
 class CLIP(nn.Module):
     """Two towers; `scale` and `offset` make of cosines what the loss reads."""
 
-    def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
+    def __init__(self, config: DiTConfig, part: Chunk = WHOLE_NETWORK) -> None:
         super().__init__()
         self.config = config
         self.part = part

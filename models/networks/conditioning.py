@@ -19,60 +19,60 @@ from megadit.models.packing.segments import Segment, Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class CleanLatents:
     """Conditioning latents of a batch: clean latents among the noisy ones, in the same places of all videos."""
 
     latents_BCTHW: Tensor
-    """float32: latents of the video, then of extra conditioning frames; read only where `is_given_THW` is True."""
-    is_given_THW: Tensor
+    """float32: latents of the video, then of extra conditioning frames; read only where `is_clean_THW` is True."""
+    is_clean_THW: Tensor
     """bool: True where the latents are conditioning."""
     extra_times: tuple[float, ...] = ()
     """Times of the extra conditioning frames, in latent frames of the video."""
     marks_MTHW: Tensor | None = None
-    """bool: which of the M pixel frames of a latent are conditioning; None: all or none, as `is_given_THW` says."""
+    """bool: which of the M pixel frames of a latent are conditioning; None: all or none, as `is_clean_THW` says."""
 
     @property
     def size(self) -> tuple[int, int, int]:
         """(T, H, W) of the video with its extra conditioning frames."""
-        return tuple(self.is_given_THW.shape)
+        return tuple(self.is_clean_THW.shape)
 
     def among(self, x_BCTHW: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         """Put the conditioning latents, times `scale` (a number or [1 or B, 1, 1, 1, 1]), into `x_BCTHW`, and extra
         frames after it."""
         extra = self.size[0] - x_BCTHW.shape[2]
-        return torch.where(self.is_given_THW, scale * self.latents_BCTHW, F.pad(x_BCTHW, (0, 0, 0, 0, 0, extra)))
+        return torch.where(self.is_clean_THW, scale * self.latents_BCTHW, F.pad(x_BCTHW, (0, 0, 0, 0, 0, extra)))
 
     def channels(self, config: DiTConfig) -> Tensor:
         """Return the extra channels, float32 [B, M or M + C, T, H, W]: mask, then latents unless these are tokens."""
-        marks_MTHW = self.is_given_THW[None] if self.marks_MTHW is None else self.marks_MTHW
-        size = (self.latents_BCTHW.shape[0], config.given.marks, *self.size)
+        marks_MTHW = self.is_clean_THW[None] if self.marks_MTHW is None else self.marks_MTHW
+        size = (self.latents_BCTHW.shape[0], config.conditioning.marks, *self.size)
         marks_BMTHW = marks_MTHW.to(self.latents_BCTHW).expand(size)
-        return marks_BMTHW if config.given.is_among else torch.cat([marks_BMTHW, self.latents_BCTHW], dim=1)
+        return marks_BMTHW if config.conditioning.is_among else torch.cat([marks_BMTHW, self.latents_BCTHW], dim=1)
 
-    def to(self, device: torch.device | str) -> "Given":
-        tensors = {name: getattr(self, name) for name in ("latents_BCTHW", "is_given_THW", "marks_MTHW")}
+    def to(self, device: torch.device | str) -> "CleanLatents":
+        tensors = {name: getattr(self, name) for name in ("latents_BCTHW", "is_clean_THW", "marks_MTHW")}
         return replace(self, **sent_as_one(tensors, device))
 
     @property
     def places(self) -> Hashable:
         """A key that two conditionings share exactly where they have the same mask and the same times."""
-        masks = (mask for mask in (self.is_given_THW, self.marks_MTHW) if mask is not None)
+        masks = (mask for mask in (self.is_clean_THW, self.marks_MTHW) if mask is not None)
         return self.extra_times, *((tuple(mask.shape), on_host(mask).numpy().tobytes()) for mask in masks)
 
     @classmethod
-    def nothing(cls, x_BCTHW: Tensor) -> "Given":
+    def nothing(cls, x_BCTHW: Tensor) -> "CleanLatents":
         """Nothing of videos like `x_BCTHW`."""
         return cls(torch.zeros_like(x_BCTHW), torch.zeros(x_BCTHW.shape[2:], dtype=torch.bool, device=x_BCTHW.device))
 
     @staticmethod
-    def concatenate(parts: "list[Given | None]") -> "Given | None":
+    def concatenate(parts: "list[CleanLatents | None]") -> "CleanLatents | None":
         """Concatenate batches that have the same `places`, or no conditioning."""
         first, *_ = parts
         return first and replace(first, latents_BCTHW=torch.cat([part.latents_BCTHW for part in parts]))
 
 
-def partly_given(
-    config: DiTConfig, is_given_THW: Tensor, extra_times: tuple[float, ...] = (), text_length: int = 0
+def with_conditioning(
+    config: DiTConfig, is_clean_THW: Tensor, extra_times: tuple[float, ...] = (), text_length: int = 0
 ) -> Segment:
     """Return a sample with conditioning latents (bool THW), the last ones at `extra_times`, in latent frames. A token
     is conditioning if all of its latents are, and has the time of the first.
@@ -80,15 +80,15 @@ def partly_given(
     Raises:
         UserError: if the latents are not a whole number of patches.
     """
-    grid = config.token_grid(*is_given_THW.shape)
-    times = (*map(float, range(len(is_given_THW) - len(extra_times))), *extra_times) if extra_times else ()
-    given = _token_spans(is_given_THW, config)
+    grid = config.token_grid(*is_clean_THW.shape)
+    times = (*map(float, range(len(is_clean_THW) - len(extra_times))), *extra_times) if extra_times else ()
+    clean = _token_spans(is_clean_THW, config)
     patch = config.patch_temporal
-    return Segment(grid, text_length, given=given, times=tuple(time / patch for time in times[::patch]))
+    return Segment(grid, text_length, clean=clean, times=tuple(time / patch for time in times[::patch]))
 
 
-def _token_spans(is_given_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
-    edges = F.pad(given_tokens(on_host(is_given_THW), config), (1, 1)).diff().nonzero()[:, 0].tolist()
+def _token_spans(is_clean_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
+    edges = F.pad(conditioning_tokens(on_host(is_clean_THW), config), (1, 1)).diff().nonzero()[:, 0].tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -104,10 +104,10 @@ def on_host(mask: Tensor) -> Tensor:
     return _ON_HOST[mask]
 
 
-def given_tokens(is_given_THW: Tensor, config: DiTConfig) -> Tensor:
+def conditioning_tokens(is_clean_THW: Tensor, config: DiTConfig) -> Tensor:
     """int32 [S]: 1 for each token whose latents are all given (bool THW), else 0."""
     patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
-    return reduce(is_given_THW.int(), "(T pt) (H ph) (W pw) -> (T H W)", "min", **patch)
+    return reduce(is_clean_THW.int(), "(T pt) (H ph) (W pw) -> (T H W)", "min", **patch)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -122,7 +122,7 @@ class Conditioning:
     """float32, frames per second of the decoded video; 0 for images."""
     adapter_scale_B: Mapping[str, Tensor] = field(default_factory=dict)
     """Adapter name -> scale for each video, float32; adapters that are not named have scale 0."""
-    given: Given | None = None
+    clean: CleanLatents | None = None
     """Conditioning latents; None: none."""
     image_BIE: Tensor | None = None
     """Features of a conditioning image (I tokens, E wide), for networks that attend to them."""
@@ -146,9 +146,9 @@ class Conditioning:
         Raises:
             UserError: if the latents are not a whole number of patches.
         """
-        if self.given is None or not config.given.is_among:
+        if self.clean is None or not config.conditioning.is_among:
             return Segment(config.token_grid(*size), 0)
-        return partly_given(config, self.given.is_given_THW, self.given.extra_times)
+        return with_conditioning(config, self.clean.is_clean_THW, self.clean.extra_times)
 
     def null(self) -> "Conditioning":
         """The same videos without their text."""
@@ -162,7 +162,7 @@ class Conditioning:
             self.text_length_B[places],
             self.fps_B[places],
             {name: scale_B[places] for name, scale_B in self.adapter_scale_B.items()},
-            self.given and replace(self.given, latents_BCTHW=self.given.latents_BCTHW[places]),
+            self.clean and replace(self.clean, latents_BCTHW=self.clean.latents_BCTHW[places]),
             None if self.image_BIE is None else self.image_BIE[places],
             None if self.pooled_BP is None else self.pooled_BP[places],
             None if self.guidance_B is None else self.guidance_B[places],
@@ -173,9 +173,9 @@ class Conditioning:
         text, image, pooled = (
             x if x is None or dtype is None else x.to(dtype) for x in (self.text_BLE, self.image_BIE, self.pooled_BP)
         )
-        given = self.given and self.given.to(device)
+        clean = self.clean and self.clean.to(device)
         scales = dict(self.adapter_scale_B)
-        parts = (text, self.text_length_B, self.fps_B, scales, given, image, pooled, self.guidance_B)
+        parts = (text, self.text_length_B, self.fps_B, scales, clean, image, pooled, self.guidance_B)
         return Conditioning(*sent_as_one(parts, device))
 
     @staticmethod
@@ -188,7 +188,7 @@ class Conditioning:
             torch.cat([part.text_length_B for part in parts]),
             torch.cat([part.fps_B for part in parts]),
             {name: torch.cat([part.adapter_scale_B[name] for part in parts]) for name in parts[0].adapter_scale_B},
-            Given.concatenate([part.given for part in parts]),
+            CleanLatents.concatenate([part.clean for part in parts]),
             None if parts[0].image_BIE is None else torch.cat([part.image_BIE for part in parts]),
             None if parts[0].pooled_BP is None else torch.cat([part.pooled_BP for part in parts]),
             None if parts[0].guidance_B is None else torch.cat([part.guidance_B for part in parts]),

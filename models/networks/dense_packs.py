@@ -26,7 +26,7 @@ class DensePack(NamedTuple):
     text_L1E: Tensor
     fps_G: Tensor
     layout: PackLayout
-    beside_S1Q: Tensor | None = None
+    attached_S1Q: Tensor | None = None
     """Given channels beside the tokens, in networks that have them there."""
     guidance_G: Tensor | None = None
     """Guidance scales, for guidance-distilled networks."""
@@ -35,14 +35,14 @@ class DensePack(NamedTuple):
 def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, multiple: int) -> DensePack:
     """All samples of a uniform batch as one pack of a multiple of `multiple` tokens."""
     sample, lengths = conditioning.segment(config, x_BCTHW.shape[2:]), conditioning.text_length_B.tolist()
-    given = conditioning.given
-    x_BCTHW = x_BCTHW if given is None or not config.given.is_among else given.among(x_BCTHW)
+    clean = conditioning.clean
+    x_BCTHW = x_BCTHW if clean is None or not config.conditioning.is_among else clean.among(x_BCTHW)
     tokens_S1P = _one_by_one(x_BCTHW, config)
     segments = [replace(sample, text_length=length) for length in lengths]
-    text_capacity = sum(segment.text_slots for segment in segments)
+    text_capacity = sum(segment.text_places for segment in segments)
     capacity = -(-len(tokens_S1P) // multiple) * multiple
     layout = PackLayout.pack(segments, capacity=capacity, text_capacity=text_capacity)
-    has_channels = given is not None and not config.given.is_among
+    has_channels = clean is not None and not config.conditioning.is_among
     guidance_B = conditioning.guidance_B
     text = [features_LE[: max(length, 1)] for features_LE, length in zip(conditioning.text_BLE, lengths, strict=True)]
     return DensePack(
@@ -50,7 +50,7 @@ def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, m
         text_L1E=torch.cat(text)[:, None],
         fps_G=pad_segments(conditioning.fps_B.float(), layout),
         layout=layout,
-        beside_S1Q=_filled_up(_one_by_one(given.channels(config), config), capacity) if has_channels else None,
+        attached_S1Q=_filled_up(_one_by_one(clean.channels(config), config), capacity) if has_channels else None,
         guidance_G=None if guidance_B is None else pad_segments(guidance_B, layout, value=1.0),
     )
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.cache import Kept
+from megadit.models.cache import TensorCache
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.axial import AxialInputs, axial_inputs
 from megadit.models.networks.blocks import BLOCKS, BlockInputs, BlockStack, FinalLayer
@@ -47,7 +47,7 @@ BASE_FPS = 24.0
 """Frame rate at which rotary time is not rescaled, with `Structure.fps` = rotary."""
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """The `index`-th of `count` model chunks of a network, each with equally many blocks."""
 
     index: int = 0
@@ -69,7 +69,7 @@ class Part(NamedTuple):
         return range(self.index * size, (self.index + 1) * size)
 
 
-WHOLE_NETWORK = Part()
+WHOLE_NETWORK = Chunk()
 
 
 class DiT(nn.Module):
@@ -79,7 +79,7 @@ class DiT(nn.Module):
     size (training). Both run the same blocks.
     """
 
-    def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
+    def __init__(self, config: DiTConfig, part: Chunk = WHOLE_NETWORK) -> None:
         super().__init__()
         self.config = config
         self.part = part
@@ -139,15 +139,15 @@ class DiT(nn.Module):
             layout = self.dense_layout(conditioning, x_BCTHW.shape[2:], x_BCTHW.device)
         text_LBE = conditioning.text_BLE.transpose(0, 1)
         is_null_B = conditioning.text_length_B == 0
-        tokens_SBP, given = patchify(x_BCTHW, self.config), conditioning.given
-        if given is not None and self.config.given_dim:
-            tokens_SBP = torch.cat([tokens_SBP, patchify(given.channels(self.config).to(x_BCTHW), self.config)], dim=-1)
-        elif padding_mask_B1THW is not None and self.config.given_dim:
-            tokens_SBP = F.pad(tokens_SBP, (0, self.config.given_dim))
+        tokens_SBP, clean = patchify(x_BCTHW, self.config), conditioning.clean
+        if clean is not None and self.config.conditioning_dim:
+            tokens_SBP = torch.cat([tokens_SBP, patchify(clean.channels(self.config).to(x_BCTHW), self.config)], dim=-1)
+        elif padding_mask_B1THW is not None and self.config.conditioning_dim:
+            tokens_SBP = F.pad(tokens_SBP, (0, self.config.conditioning_dim))
         if padding_mask_B1THW is not None and self.config.padding_mask_channel:
             tokens_SBP = torch.cat([tokens_SBP, patchify(padding_mask_B1THW.to(x_BCTHW), self.config)], dim=-1)
-        of_samples = (conditioning.fps_B, text_LBE[0], is_null_B, self._told(conditioning.guidance_B))
-        if given is not None and self.config.given.is_among:
+        of_samples = (conditioning.fps_B, text_LBE[0], is_null_B, self._check_guidance(conditioning.guidance_B))
+        if clean is not None and self.config.conditioning.is_among:
             of_samples = (None if values_B is None else torch.cat([values_B, values_B]) for values_B in of_samples)
         condition = self._embed_condition(c_noise_B, *of_samples)
         text_LBD = layout.per_condition(DiT._embed_text, self, text_LBE, is_null_B[None, :, None])
@@ -162,7 +162,7 @@ class DiT(nn.Module):
         conditioning: Conditioning,
         size: tuple[int, int, int],
         device: torch.device,
-        kept: Kept | None = None,
+        kept: TensorCache | None = None,
     ) -> DenseLayout:
         """Lay out a uniform batch of latents of `size` (T, H, W), with any extra conditioning frames.
 
@@ -175,8 +175,10 @@ class DiT(nn.Module):
         sample = conditioning.segment(self.config, size)
         self.config.check_grid(sample.reach)
         rows = None
-        if conditioning.given is not None and self.config.given.is_among:  # a part that fills no token is given, too
-            rows = DenseRows(sample.num_tokens, sample.given, len(conditioning))
+        if (
+            conditioning.clean is not None and self.config.conditioning.is_among
+        ):  # a part that fills no token is given, too
+            rows = DenseRows(sample.num_tokens, sample.clean, len(conditioning))
         return DenseLayout(
             sample.grid, conditioning.text_mask_BL, device, rows=rows, times=sample.times or None, kept=kept
         )
@@ -188,14 +190,14 @@ class DiT(nn.Module):
         text_L1E: Tensor,
         fps_G: Tensor,
         layout: PackLayout,
-        beside_S1Q: Tensor | None = None,
+        attached_S1Q: Tensor | None = None,
         guidance_G: Tensor | None = None,
         through: int | None = None,
     ) -> Tensor:
         """Predicts F (S1P) for a pack: row g of `fps_G` and `guidance_G` belongs to segment g of `layout`.
 
         `c_noise_R` is of the condition rows: of the segments, then of what is given in some of them.
-        `beside_S1Q` are the channels of what is given (`config.given_dim`), where that is not among the tokens; else
+        `attached_S1Q` are conditioning channels (`config.conditioning_dim`), where it is not among the tokens; else
         these follow from the layout.
         A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
         one that is not the last gives its own. With `through`, what comes out of so many blocks is given (S1D), and no
@@ -205,19 +207,24 @@ class DiT(nn.Module):
             if not segment.is_padding:
                 self.config.check_grid(segment.reach)
         tensors = layout.on(text_L1E.device)
-        if self.part.is_first and self.config.given_dim and self.config.given.is_among:
-            beside_S1Q = tensors.is_given_S[:, None, None].expand(-1, -1, self.config.given_dim)
-        if self.part.is_first and beside_S1Q is not None:
-            tokens_S1P = torch.cat([tokens_S1P, beside_S1Q.to(tokens_S1P)], dim=-1)
-        of_segments = (fps_G, text_L1E[tensors.first_text_G, 0], tensors.has_no_text_G, self._told(guidance_G))
-        if layout.has_given:
+        if self.part.is_first and self.config.conditioning_dim and self.config.conditioning.is_among:
+            attached_S1Q = tensors.is_clean_S[:, None, None].expand(-1, -1, self.config.conditioning_dim)
+        if self.part.is_first and attached_S1Q is not None:
+            tokens_S1P = torch.cat([tokens_S1P, attached_S1Q.to(tokens_S1P)], dim=-1)
+        of_segments = (
+            fps_G,
+            text_L1E[tensors.first_text_G, 0],
+            tensors.has_no_text_G,
+            self._check_guidance(guidance_G),
+        )
+        if layout.has_conditioning:
             rows = tensors.segment_of_row_R
             of_segments = (None if values_G is None else values_G[rows] for values_G in of_segments)
         condition = (None if x is None else two_or_more(x) for x in self._embed_condition(c_noise_R, *of_segments))
         text_L1D = self._embed_text(text_L1E, tensors.null_text_L[:, None, None])
         return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout, through=through)
 
-    def _told(self, guidance: Tensor | None) -> Tensor | None:
+    def _check_guidance(self, guidance: Tensor | None) -> Tensor | None:
         """Guidance scales of samples or segments, for a guidance-distilled network; None for others."""
         assert self.guidance_embedder is None or guidance is not None, "the network is told a scale of guidance"
         return None if self.guidance_embedder is None else guidance
@@ -319,9 +326,9 @@ class DiT(nn.Module):
         """Learned positions, which every block adds; None where positions are not learned."""
         if self.positions is None:
             return None
-        return layout.per_condition(DiT._look_up_positions, self, layout, device)
+        return layout.per_condition(DiT._positions, self, layout, device)
 
-    def _look_up_positions(self, layout: Layout, device: torch.device) -> Tensor:
+    def _positions(self, layout: Layout, device: torch.device) -> Tensor:
         # only a pack's padding is beyond the largest grid
         axes = zip(layout.on(device).positions_S3.unbind(-1), self.config.learned_positions, strict=True)
         position_S3 = torch.stack([at.clamp(max=size - 1) for at, size in axes], dim=-1)

@@ -222,7 +222,7 @@ def fps_embedder(config: DiTConfig) -> nn.Module | None:
 
 def guidance_embedder(config: DiTConfig) -> nn.Module | None:
     """Build the embedder of the guidance scale; None unless the network is guidance-distilled."""
-    return None if config.guidance_range is None else ScalarEmbedder(Sinusoids(), config.hidden_size)
+    return None if config.guidance_embedding_range is None else ScalarEmbedder(Sinusoids(), config.hidden_size)
 
 
 class LearnedPositions(nn.Module):
@@ -261,11 +261,11 @@ def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, pac
     positions themselves, so that no grid is too large and no two positions share an entry. `pace` ([S or 1, B])
     multiplies the positions in time.
     """
-    num_pairs = config.dim_per_head // 2
+    num_frequencies = config.dim_per_head // 2
     num_spatial = config.dim_per_head // 6
     t_SB, h_SB, w_SB = position_S3.float()[:, None].unbind(-1)
     positions = (t_SB if pace is None else t_SB * pace, h_SB, w_SB)
-    shares = (num_pairs - 2 * num_spatial, num_spatial, num_spatial)
+    shares = (num_frequencies - 2 * num_spatial, num_spatial, num_spatial)
     angles = []
     stretches = zip(config.rope_scale, config.rope_interpolation, strict=True)
     for position_SB, pairs, (scale, interpolation) in zip(positions, shares, stretches, strict=True):

@@ -78,8 +78,8 @@ def chosen_by_experts(score_SBE: Tensor, layout: Layout, *, experts: ExpertConfi
     chosen_SBE = torch.zeros_like(score_SBE, dtype=torch.bool)
     for group in layout.groups:
         if not group.is_padding:
-            part_csE, score_csE = (_samples(tensor, group) for tensor in (chosen_SBE, score_SBE))
-            part_csE.scatter_(1, score_csE.topk(experts.capacity(group.length), dim=1).indices, True)
+            sample_csE, score_csE = (_samples(tensor, group) for tensor in (chosen_SBE, score_SBE))
+            sample_csE.scatter_(1, score_csE.topk(experts.capacity(group.length), dim=1).indices, True)
     return chosen_SBE
 
 

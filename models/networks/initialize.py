@@ -69,8 +69,8 @@ def initialize_(
     *,
     full_shape: FullShape = lambda parameter: parameter.shape,
     fill: Fill = Tensor.copy_,
-    given: Callable[[str], Tensor] | None = None,
-    wanted: Callable[[str], bool] = lambda name: True,
+    read: Callable[[str], Tensor] | None = None,
+    selects: Callable[[str], bool] = lambda name: True,
 ) -> nn.Module:
     """Fills the parameters of a network in place.
 
@@ -82,10 +82,10 @@ def initialize_(
         given: the whole tensor of a name, where weights exist; `seed` then changes nothing.
         wanted: whether the parameter of a name is filled; the others stay as they are.
     """
-    parameters = {name: parameter for name, parameter in model.named_parameters() if wanted(name)}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if selects(name)}
 
     def value(name: str) -> Tensor:
-        return initial_value(name, full_shape(parameters[name]), seed) if given is None else given(name)
+        return initial_value(name, full_shape(parameters[name]), seed) if read is None else read(name)
 
     for name, whole in zip(parameters, computed_ahead(value, parameters), strict=True):
         fill(parameters[name], whole)

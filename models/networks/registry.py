@@ -10,7 +10,7 @@ from megadit.models.configs.families import Task
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.configs.unet import UNetConfig
 from megadit.models.networks.clip import CLIP, TextTower
-from megadit.models.networks.dit import WHOLE_NETWORK, DiT, Part
+from megadit.models.networks.dit import WHOLE_NETWORK, Chunk, DiT
 from megadit.models.networks.unet import UNet
 from megadit.models.networks.vit import ViT
 
@@ -19,7 +19,7 @@ SavedNetwork = Network | UNet
 OF_TASK: dict[Task, type[Network]] = {"denoise": DiT, "classify": ViT, "match": CLIP}
 
 
-def build_network(config: DiTConfig, part: Part = WHOLE_NETWORK) -> Network:
+def build_network(config: DiTConfig, part: Chunk = WHOLE_NETWORK) -> Network:
     """The network, or one part of it."""
     return OF_TASK[config.task](config, part)
 

@@ -7,7 +7,7 @@ the pooled feature.
 import torch
 from torch import Tensor, nn
 
-from megadit.models.cache import Kept
+from megadit.models.cache import TensorCache
 from megadit.models.configs.unet import DIFFUSERS_CLASS, UNetConfig
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError, library_errors
@@ -46,7 +46,7 @@ class UNet(nn.Module):
         conditioning: Conditioning,
         size: tuple[int, int, int],
         device: torch.device,
-        kept: Kept | None = None,
+        kept: TensorCache | None = None,
     ) -> None:
         """Nothing that depends on conditions and size (T, H, W) alone is kept.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.blocks import BLOCKS, BlockInputs, BlockStack
-from megadit.models.networks.dit import WHOLE_NETWORK, Part
+from megadit.models.networks.dit import WHOLE_NETWORK, Chunk
 from megadit.models.networks.embeddings import token_sequence
 from megadit.models.ops.linear import Linear
 from megadit.models.packing.dense_layout import DenseLayout
@@ -47,13 +47,13 @@ class PatchEmbedder(nn.Module):
         return self.layernorm(x_SBD + F.embedding(place_S1, self.positions))
 
 
-def resized_positions(positions_SD: Tensor, grid: Grid, wanted: Grid) -> Tensor:
+def resized_positions(positions_SD: Tensor, grid: Grid, target: Grid) -> Tensor:
     """The positions [S, D] of the places of one grid (t, h, w) as those of another: bicubic, as of pictures, along
     height and width; of frames the nearest. That of the class token comes first and stays."""
     places_TDHW = rearrange(positions_SD[1:], "(T H W) D -> T D H W", T=grid[0], H=grid[1])
-    if grid[1:] != wanted[1:]:
-        places_TDHW = F.interpolate(places_TDHW.float(), wanted[1:], mode="bicubic", align_corners=False)
-    frame_T = torch.arange(wanted[0]) * grid[0] // wanted[0]
+    if grid[1:] != target[1:]:
+        places_TDHW = F.interpolate(places_TDHW.float(), target[1:], mode="bicubic", align_corners=False)
+    frame_T = torch.arange(target[0]) * grid[0] // target[0]
     resized_SD = rearrange(places_TDHW[frame_T], "T D H W -> (T H W) D").to(positions_SD)
     return torch.cat([positions_SD[:1], resized_SD])
 
@@ -78,7 +78,7 @@ class ClassHead(nn.Module):
 class ViT(nn.Module):
     """`forward` takes a uniform batch (judging, export), `forward_packed` a pack (training): by the same blocks."""
 
-    def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
+    def __init__(self, config: DiTConfig, part: Chunk = WHOLE_NETWORK) -> None:
         super().__init__()
         self.config = config
         self.part = part

@@ -143,9 +143,9 @@ class _Compiled:
         kernels = self._backend(graph, inputs)
         declared = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
 
-        def watched(*given: Any) -> Any:
-            gave = kernels(*given)
-            self._calls.append(_Call(kernels, declared, given, gave))
+        def watched(*arguments: Any) -> Any:
+            gave = kernels(*arguments)
+            self._calls.append(_Call(kernels, declared, arguments, gave))
             return gave
 
         return watched
@@ -168,7 +168,7 @@ class _Call:
     kernels: Callable[..., Any]
     declared: list[Any]
     """The compiler's description of each input: a tensor with symbolic sides, or a symbol."""
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     gave: Sequence[Any]
 
     def repeated(self, inputs: tuple[Any, ...], found: Any) -> Callable[..., Any] | None:
@@ -176,7 +176,7 @@ class _Call:
 
         None where its inputs and outputs are not those of the function.
         """
-        sources = [self._source(at, inputs) for at in range(len(self.given))]
+        sources = [self._source(at, inputs) for at in range(len(self.arguments))]
         results = found if isinstance(found, tuple) else (found,)
         at = [next((n for n, value in enumerate(self.gave) if value is result), None) for result in results]
         if any(n is None and result is not None for n, result in zip(at, results, strict=True)):
@@ -194,11 +194,11 @@ class _Call:
     def _source(self, at: int, inputs: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
         """Return a function that finds input `at` of the kernels among the function's inputs: one of them, or a side
         of one; other numbers are constants of the kind."""
-        value, symbol = self.given[at], self.declared[at]
+        value, symbol = self.arguments[at], self.declared[at]
         if isinstance(value, Tensor) and (index := _index(value, inputs)) is not None:
             return itemgetter(index)
         if isinstance(symbol, torch.SymInt):
-            for known, declared in zip(self.given, self.declared, strict=True):
+            for known, declared in zip(self.arguments, self.declared, strict=True):
                 for dim, side in enumerate(declared.shape if isinstance(declared, Tensor) else ()):
                     if isinstance(side, torch.SymInt) and side.node.expr == symbol.node.expr:
                         return partial(_side, _index(known, inputs), dim)

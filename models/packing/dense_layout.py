@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.cache import Kept, memo_key
+from megadit.models.cache import TensorCache, memo_key
 from megadit.models.host_to_device import constant
 from megadit.models.packing.segments import DenseRows, Grid, OpenRows
 
@@ -54,7 +54,7 @@ class DenseLayout:
     """Modulation rows where some tokens are conditioning; None: modulation broadcasts over the batch."""
     times: tuple[float, ...] | Tensor | None = None
     """Time of each frame of tokens, float32 [T]; None: 0, 1, 2, ..."""
-    kept: Kept | None = None
+    kept: TensorCache | None = None
     """Cache of values that depend on conditions and sizes alone, for sampling at many noise levels; None: no cache."""
 
     @property

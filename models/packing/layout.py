@@ -25,10 +25,10 @@ from megadit.models.packing.segments import (
     ConditionRows,
     GroupTexts,
     LengthGroup,
-    Piece,
     Segment,
     TokenMesh,
-    cut_pieces,
+    TokenSpan,
+    cut_spans,
     length_groups,
     offsets,
 )
@@ -45,7 +45,7 @@ class PackLayout:
 
     segments: tuple[Segment, ...]
     mesh: TokenMesh = ONE_RANK
-    pieces: tuple[Piece, ...] = ()
+    spans: tuple[TokenSpan, ...] = ()
     """The condition rows of the tokens; empty: those of the segments. Segment g has row g; the conditioning tokens of
     the j-th segment that has some have row G + j."""
     is_causal: bool = False
@@ -53,7 +53,7 @@ class PackLayout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves behind, when sent to another process, what was computed here."""
-        return PackLayout, (self.segments, self.mesh, self.pieces, self.is_causal)
+        return PackLayout, (self.segments, self.mesh, self.spans, self.is_causal)
 
     @classmethod
     def pack(cls, segments: Sequence[Segment], *, capacity: int, text_capacity: int) -> "PackLayout":
@@ -65,7 +65,7 @@ class PackLayout:
             UserError: if the segments need more tokens or text slots than the pack holds.
         """
         tokens = sum(segment.num_tokens for segment in segments)
-        slots = sum(segment.text_slots for segment in segments)
+        slots = sum(segment.text_places for segment in segments)
         spare, spare_text = capacity - tokens, text_capacity - slots
         if spare < 0 or spare_text < 0:
             raise UserError(
@@ -105,7 +105,7 @@ class PackLayout:
         return PackLayout(self.segments, is_causal=self.is_causal)
 
     @cached_property
-    def spans(self) -> tuple[tuple[int, int], ...]:
+    def segment_bounds(self) -> tuple[tuple[int, int], ...]:
         """First and last token (excluded) of each segment that are in this shard, counted within the segment."""
         sizes = [segment.num_tokens for segment in self.segments]
         return tuple(self.mesh.span(*pair) for pair in zip(sizes, offsets(sizes), strict=True))
@@ -113,20 +113,20 @@ class PackLayout:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each segment in this shard."""
-        return tuple(stop - first for first, stop in self.spans)
+        return tuple(stop - first for first, stop in self.segment_bounds)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
         return offsets(self.lengths)
 
     @cached_property
-    def text_slots(self) -> tuple[int, ...]:
+    def text_places(self) -> tuple[int, ...]:
         # the padding segment may have no slot left to itself
-        return tuple(s.text_length if s.is_padding else s.text_slots for s in self.segments)
+        return tuple(s.text_length if s.is_padding else s.text_places for s in self.segments)
 
     @cached_property
     def text_starts(self) -> tuple[int, ...]:
-        return offsets(self.text_slots)
+        return offsets(self.text_places)
 
     @cached_property
     def capacity(self) -> int:
@@ -135,7 +135,7 @@ class PackLayout:
 
     @cached_property
     def text_capacity(self) -> int:
-        return sum(self.text_slots)
+        return sum(self.text_places)
 
     @property
     def num_segments(self) -> int:
@@ -144,10 +144,10 @@ class PackLayout:
     @cached_property
     def segment_of_row(self) -> tuple[int, ...]:
         """The segment of each condition row."""
-        return (*range(self.num_segments), *(index for index, segment in enumerate(self.segments) if segment.given))
+        return (*range(self.num_segments), *(index for index, segment in enumerate(self.segments) if segment.clean))
 
     @property
-    def has_given(self) -> bool:
+    def has_conditioning(self) -> bool:
         return len(self.segment_of_row) > self.num_segments
 
     @cached_property
@@ -158,10 +158,10 @@ class PackLayout:
         )
 
     @cached_property
-    def num_wanted(self) -> int:
+    def num_targets(self) -> int:
         """Number of this rank's tokens that are neither padding nor conditioning."""
-        pieces = (piece for pieces in self._segment_pieces for piece in pieces)
-        return sum(num for row, num, is_padding in pieces if row < self.num_segments and not is_padding)
+        spans = (span for spans in self._segment_spans for span in spans)
+        return sum(num for row, num, is_padding in spans if row < self.num_segments and not is_padding)
 
     @property
     def longest(self) -> int:
@@ -170,28 +170,28 @@ class PackLayout:
 
     @property
     def longest_text(self) -> int:
-        return max(self.text_slots)
+        return max(self.text_places)
 
     @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
         """The segments as length groups: what attention batches."""
         items = enumerate(zip(self.lengths, self.segments, strict=True))
-        return length_groups([(Piece(index, length, segment.is_padding),) for index, (length, segment) in items])
+        return length_groups([(TokenSpan(index, length, segment.is_padding),) for index, (length, segment) in items])
 
     @cached_property
     def rows(self) -> ConditionRows:
         """The condition rows of the tokens of this rank's SP shard: what modulation reads."""
         length, rest = divmod(self.capacity, self.mesh.slices)
         assert rest == 0, f"{self.capacity} tokens do not split over {self.mesh.slices} ranks"
-        pieces = [(piece,) for piece in self.pieces] or self._segment_pieces
+        spans = [(span,) for span in self.spans] or self._segment_spans
         first = self.mesh.slice * length
-        return ConditionRows(length_groups(cut_pieces(pieces, first, first + length)))
+        return ConditionRows(length_groups(cut_spans(spans, first, first + length)))
 
     @cached_property
-    def _segment_pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        given_row = {index: row for row, index in enumerate(self.segment_of_row)}  # the last row is of what is given
-        items = enumerate(zip(self.segments, self.spans, strict=True))
-        return tuple(segment.pieces(span, index, given_row[index]) for index, (segment, span) in items)
+    def _segment_spans(self) -> tuple[tuple[TokenSpan, ...], ...]:
+        clean_row = {index: row for row, index in enumerate(self.segment_of_row)}  # the last row is of what is given
+        items = enumerate(zip(self.segments, self.segment_bounds, strict=True))
+        return tuple(segment.spans(span, index, clean_row[index]) for index, (segment, span) in items)
 
     def on(self, device: torch.device | str) -> "LayoutTensors":
         """Tensors of this layout on a device, each made at its first use and kept."""
@@ -288,24 +288,24 @@ class LayoutTensors(NamedTuple):
     @_tensor
     def row_of_token_S(self) -> Tensor:
         """int64: each token's condition row."""
-        pieces = [piece for pieces in self.layout._segment_pieces for piece in pieces]
-        rows, lengths, _ = torch.tensor(pieces).unbind(-1)
+        spans = [span for spans in self.layout._segment_spans for span in spans]
+        rows, lengths, _ = torch.tensor(spans).unbind(-1)
         return rows.repeat_interleave(lengths)
 
     @_tensor
-    def is_wanted_S(self) -> Tensor:
+    def is_target_S(self) -> Tensor:
         """bool: True for the tokens of samples that are not given."""
-        return self.is_sample_S & ~self.is_given_S
+        return self.is_sample_S & ~self.is_clean_S
 
     @_tensor
-    def is_given_S(self) -> Tensor:
+    def is_clean_S(self) -> Tensor:
         """bool: True for conditioning tokens."""
         return self.row_of_token_S >= self.layout.num_segments
 
     @_tensor
     def position_in_segment_S(self) -> Tensor:
         """int64: each token's index within its segment, in (t, h, w) order."""
-        pairs = zip(self.layout.starts, self.layout.spans, strict=True)
+        pairs = zip(self.layout.starts, self.layout.segment_bounds, strict=True)
         offset_G = torch.tensor([first - start for start, (first, _) in pairs], dtype=torch.long)
         return torch.arange(self.layout.capacity) + offset_G[self.segment_of_token_S]
 
@@ -372,7 +372,7 @@ class LayoutTensors(NamedTuple):
     @_tensor
     def text_bounds(self) -> Tensor:
         """int32 [G + 1]: the first text slot of each segment, and the number of all."""
-        return torch.tensor((0, *accumulate(self.layout.text_slots)), dtype=torch.int32)
+        return torch.tensor((0, *accumulate(self.layout.text_places)), dtype=torch.int32)
 
     @_tensor
     def num_tokens_G(self) -> Tensor:
@@ -397,4 +397,4 @@ class LayoutTensors(NamedTuple):
 
 
 def _group_texts(layout: PackLayout) -> GroupTexts:
-    return GroupTexts.of(layout.groups, layout.text_starts, layout.text_slots)
+    return GroupTexts.of(layout.groups, layout.text_starts, layout.text_places)

@@ -37,7 +37,7 @@ class Segment:
     text_length: int
     """Text tokens; 0 means no text, and one learned null token stands in."""
     is_padding: bool = False
-    given: tuple[Span, ...] = ()
+    clean: tuple[Span, ...] = ()
     """Runs of conditioning tokens, clean among the noisy ones: in order, and not adjacent."""
     times: tuple[float, ...] = ()
     """When each frame of tokens is; empty: 0, 1, 2, ..."""
@@ -47,7 +47,7 @@ class Segment:
         return prod(self.grid)
 
     @property
-    def text_slots(self) -> int:
+    def text_places(self) -> int:
         """Places this segment takes in the text of the pack."""
         return max(1, self.text_length)
 
@@ -56,16 +56,16 @@ class Segment:
         """The smallest grid, from 0, that holds the positions of its tokens."""
         return self.grid if not self.times else (ceil(max(self.times)) + 1, *self.grid[1:])
 
-    def pieces(self, span: Span, row: int, given_row: int) -> "tuple[Piece, ...]":
+    def spans(self, span: Span, row: int, clean_row: int) -> "tuple[TokenSpan, ...]":
         """Its tokens within `span`: generated ones have one condition row, conditioning ones another."""
-        edges = [0, *(edge for run in self.given for edge in run), self.num_tokens]
+        edges = [0, *(edge for run in self.clean for edge in run), self.num_tokens]
         inner = [min(max(edge, span[0]), span[1]) for edge in edges]
-        rows = [given_row if index % 2 else row for index in range(len(inner) - 1)]
+        rows = [clean_row if index % 2 else row for index in range(len(inner) - 1)]
         runs = zip(rows, inner, inner[1:], strict=False)
-        return tuple(Piece(row, stop - first, self.is_padding) for row, first, stop in runs)
+        return tuple(TokenSpan(row, stop - first, self.is_padding) for row, first, stop in runs)
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """Neighbouring tokens with one condition row."""
 
     row: int
@@ -119,16 +119,16 @@ class GroupTexts(NamedTuple):
         found = [text_of_group(group, starts, lengths) for group in groups]
         slots, are_valid = zip(*found, strict=True)
         masks = tuple(None if valid.all() else valid[:, None, None] for valid in are_valid)
-        slots_L = torch.cat([slots_cl.flatten() for slots_cl in slots])
-        return cls(slots_L, tuple(slots_cl.shape for slots_cl in slots), masks)
+        adapters_L = torch.cat([adapters_cl.flatten() for adapters_cl in slots])
+        return cls(adapters_L, tuple(adapters_cl.shape for adapters_cl in slots), masks)
 
 
 def text_of_group(group: LengthGroup, starts: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """A group's text slots, made rectangular: (indices int64, is valid bool), [c, l]; none of padding."""
-    slots_c1 = torch.tensor(lengths[group.members])[:, None]
+    adapters_c1 = torch.tensor(lengths[group.members])[:, None]
     starts_c1 = torch.tensor(starts[group.members])[:, None]
-    offset_l = torch.arange(0 if group.is_padding else int(slots_c1.max()))
-    is_valid_cl = offset_l < slots_c1
+    offset_l = torch.arange(0 if group.is_padding else int(adapters_c1.max()))
+    is_valid_cl = offset_l < adapters_c1
     return torch.where(is_valid_cl, starts_c1 + offset_l, starts_c1), is_valid_cl
 
 
@@ -137,34 +137,34 @@ def offsets(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(lengths, initial=0))[:-1]
 
 
-def cut_pieces(segments: Sequence[Sequence[Piece]], first: int, last: int) -> Iterator[tuple[Piece, ...]]:
+def cut_spans(segments: Sequence[Sequence[TokenSpan]], first: int, last: int) -> Iterator[tuple[TokenSpan, ...]]:
     """The pieces of the tokens `first` to `last` (excluded); others have no tokens left."""
     stop = 0
 
-    def cut(piece: Piece) -> Piece:
+    def cut(span: TokenSpan) -> TokenSpan:
         nonlocal stop
-        start, stop = stop, stop + piece.num_tokens
-        return piece._replace(num_tokens=min(stop, last) - max(start, first))
+        start, stop = stop, stop + span.num_tokens
+        return span._replace(num_tokens=min(stop, last) - max(start, first))
 
-    for pieces in segments:
-        yield tuple(map(cut, pieces))
+    for spans in segments:
+        yield tuple(map(cut, spans))
 
 
-def length_groups(segments: Iterable[Sequence[Piece]]) -> tuple[LengthGroup, ...]:
+def length_groups(segments: Iterable[Sequence[TokenSpan]]) -> tuple[LengthGroup, ...]:
     """Groups the pieces of neighbouring segments that are cut alike and whose rows follow one another.
 
     Pieces without tokens are left out.
     """
     groups, start = [], 0
-    filled = [tuple(piece for piece in pieces if piece.num_tokens > 0) for pieces in segments]
+    filled = [tuple(span for span in spans if span.num_tokens > 0) for spans in segments]
     # rows that follow one another are at the same distance from their segment's index in the list
     keyed = [
-        (tuple((piece.num_tokens, piece.is_padding, piece.row - index) for piece in pieces), pieces)
-        for index, pieces in enumerate(filter(None, filled))
+        (tuple((span.num_tokens, span.is_padding, span.row - index) for span in spans), spans)
+        for index, spans in enumerate(filter(None, filled))
     ]
     for _, group in groupby(keyed, key=lambda item: item[0]):
-        members = [pieces for _, pieces in group]
-        size, before = sum(piece.num_tokens for piece in members[0]), 0
+        members = [spans for _, spans in group]
+        size, before = sum(span.num_tokens for span in members[0]), 0
         for row, length, is_padding in members[0]:
             groups.append(LengthGroup(start + before, row, len(members), length, is_padding, size - length))
             before += length
@@ -224,15 +224,15 @@ class DenseRows:
     """Condition rows of a uniform batch with conditioning tokens: in sample b, those have row B + b, others row b."""
 
     num_tokens: int
-    given: tuple[Span, ...]
+    clean: tuple[Span, ...]
     batch: int
 
     @cached_property
     def runs(self) -> tuple[tuple[Span, slice], ...]:
         """Tokens in order, and the rows that they have in the samples of the batch."""
-        pieces = Segment((1, 1, self.num_tokens), 0, given=self.given).pieces((0, self.num_tokens), 0, self.batch)
-        stops = list(accumulate(piece.num_tokens for piece in pieces))
-        runs = zip((0, *stops), stops, pieces, strict=False)
+        spans = Segment((1, 1, self.num_tokens), 0, clean=self.clean).spans((0, self.num_tokens), 0, self.batch)
+        stops = list(accumulate(span.num_tokens for span in spans))
+        runs = zip((0, *stops), stops, spans, strict=False)
         return tuple(((first, stop), slice(row, row + self.batch)) for first, stop, (row, *_) in runs if stop > first)
 
     def of_token(self, device: torch.device) -> Tensor:

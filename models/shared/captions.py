@@ -13,7 +13,7 @@ from megadit.models.shared.errors import UserError, choose_one
 
 CAPTION_COLUMNS = ("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations")
 FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path")
-ANSWERS = ("gpt", "assistant")
+ASSISTANT_ROLES = ("gpt", "assistant")
 """Speakers of conversations whose turns hold the caption."""
 MAX_CAPTION_BYTES = 1 << 20
 MARKS = {
@@ -173,7 +173,7 @@ def parse_json_list(text: str) -> Any:
 
 def _answer(turns: list[dict[str, Any]]) -> list[str]:
     for turn in turns:
-        if (turn.get("from") or turn.get("role")) in ANSWERS:
+        if (turn.get("from") or turn.get("role")) in ASSISTANT_ROLES:
             return texts_of(turn.get("value") or turn.get("content"))
     return []
 

@@ -28,8 +28,8 @@ def library_errors(said: Callable[[str], str]) -> Iterator[None]:
         raise UserError(said(str(error).strip().partition("\n")[0])) from error
 
 
-class AlreadyToldError(Exception):
-    """A `UserError` that another process prints; see `told_once`."""
+class AlreadyReportedError(Exception):
+    """A `UserError` that another process prints; see `report_once`."""
 
 
 class StoppedError(Exception):
@@ -74,11 +74,11 @@ def nearest_multiples(value: int, factor: int, *, plus: int = 0) -> str:
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
+def report_once() -> Iterator[None]:
     """Let rank 0 alone print a UserError that every process of torchrun raises; used within `run_command`."""
     try:
         yield
     except UserError:
         if os.environ.get("RANK", "0") == "0":
             raise
-        raise AlreadyToldError from None
+        raise AlreadyReportedError from None

@@ -22,7 +22,7 @@ def memory_in_words(num_bytes: float) -> str:
     return f"{value:,.0f} {name}" if value >= 10 else f"{value:g} {name}"
 
 
-def check_room(needed: float, free: float, what: str, remedy: str) -> None:
+def check_memory_fits(needed: float, free: float, what: str, remedy: str) -> None:
     """Raises UserError where `what` needs far more bytes than are free."""
     if needed >= TOO_MUCH * free:
         raise UserError(

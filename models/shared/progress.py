@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
     return f"{float(f'{total / YEAR:.2g}'):,.0f} years"
 
 
-def _figure_text(name: str, value: Any) -> str:
+def _value_text(name: str, value: Any) -> str:
     """`loss 0.1234`."""
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
@@ -58,7 +58,7 @@ class Progress:
         self.total = total
         self.description = description
         self.completed = completed
-        self._figures: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._enabled = enabled
         self._plain_interval = plain_interval
         self._stream = stream or sys.stderr
@@ -72,10 +72,10 @@ class Progress:
             self._live.start()
         return self
 
-    def advance(self, steps: int = 1, **figures: Any) -> None:
+    def advance(self, steps: int = 1, **values: Any) -> None:
         """Counts `steps` more and shows `figures`; figures of earlier calls stay until they are given again."""
         self.completed += steps
-        self._figures.update(figures)
+        self._values.update(values)
         self._last_advance = time.monotonic()
         if len(self._marks) == 1:
             self._marks.append((self._last_advance, self.completed))
@@ -102,8 +102,8 @@ class Progress:
         times, left = f"{duration(self._last_line - self._start)} elapsed", self.seconds_left
         if left is not None and self.completed < self.total:
             times += f", {duration(left)} left"
-        figures = "  ".join(_figure_text(*figure) for figure in self._figures.items())
-        parts = [f"{self.description}: {self.completed}/{self.total}", figures, times]
+        values = "  ".join(_value_text(*value) for value in self._values.items())
+        parts = [f"{self.description}: {self.completed}/{self.total}", values, times]
         print("  ".join(part for part in parts if part), file=self._stream, flush=True)
 
     def _terminal_line(self):
@@ -135,14 +135,14 @@ class Progress:
         else:
             time_text = f"ETA {'?' if left is None else duration(left)}"
         line = f"{self.description} {self.completed}/{self.total}  {time_text}"
-        for figure in self._figures.items():
-            text = f"  {_figure_text(*figure)}"
+        for value in self._values.items():
+            text = f"  {_value_text(*value)}"
             if len(line) + len(text) > width:
                 break
             line += text
-        room = min(width - len(line) - 2, LONGEST_BAR)
-        if room < SHORTEST_BAR:
+        width_left = min(width - len(line) - 2, LONGEST_BAR)
+        if width_left < SHORTEST_BAR:
             return line
         done, rest = BAR if encoding.startswith("utf") else ASCII_BAR
-        filled = room * min(max(self.completed, 0), self.total) // max(self.total, 1)
-        return f"{line}  {done * filled}{rest * (room - filled)}"
+        filled = width_left * min(max(self.completed, 0), self.total) // max(self.total, 1)
+        return f"{line}  {done * filled}{rest * (width_left - filled)}"

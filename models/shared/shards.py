@@ -29,7 +29,7 @@ def describe_shards(folder: Path) -> None:
 
 def damaged_shards(folder: Path) -> list[str]:
     """Describe each shard, or index of one, whose size is wrong, in a phrase."""
-    known, counts = _known(folder), _counts(folder)
+    known, counts = _recorded(folder), _counts(folder)
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda name: _fault(folder, name, known.get(name), counts.get(name)), known | counts)
         return [each for each in found if each is not None]
@@ -41,7 +41,7 @@ def verified_shards(folder: Path) -> list[str]:
     Raises:
         UserError: if there are no checksums.
     """
-    known = _known(folder)
+    known = _recorded(folder)
     if not known:
         raise UserError(f"{folder} has no {SHARDS_FILE}: it was prepared by an earlier version; prepare it anew")
     damaged = damaged_shards(folder)
@@ -52,13 +52,13 @@ def verified_shards(folder: Path) -> list[str]:
         return damaged + [f"{name} has other contents" for name, digest in pairs if digest != known[name]["sha256"]]
 
 
-def copied_in_part(folder: Path, damaged: list[str]) -> str:
+def partly_copied(folder: Path, damaged: list[str]) -> str:
     """The complaint about such shards."""
     more = f" (and {len(damaged) - 3} more)" if len(damaged) > 3 else ""
     return f"{folder} is damaged: {'; '.join(damaged[:3])}{more}. Copy these shards again, or prepare the data set anew"
 
 
-def _known(folder: Path) -> dict[str, dict]:
+def _recorded(folder: Path) -> dict[str, dict]:
     if not (folder / SHARDS_FILE).is_file():
         return {}
     found = read_json(folder / SHARDS_FILE)

@@ -6,7 +6,7 @@ MAX_MEMBER_BYTES = 1 << 30
 """Maximum size of a member of a sample."""
 
 
-class ForeignTarFile(tarfile.TarFile):
+class UntrustedTarFile(tarfile.TarFile):
     """A tar file whose members lie one behind another, as large as they say."""
 
     def next(self) -> tarfile.TarInfo | None:

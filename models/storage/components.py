@@ -20,7 +20,7 @@ CONFIG_FILE = "config.json"
 TENSOR_FILE = "model.safetensors"
 
 
-def write_part(directory: str | os.PathLike, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_component(directory: str | os.PathLike, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Writes config.json and, where there are tensors, model.safetensors."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def write_part(directory: str | os.PathLike, config: Mapping[str, Any], tensors:
     write_json(directory / CONFIG_FILE, dict(config))
 
 
-def part_folder(directory: str | os.PathLike, part: str) -> Path:
+def component_folder(directory: str | os.PathLike, part: str) -> Path:
     """Find the folder of a component (tokenizer, text_encoder): `directory` itself, or its folder in a bundle.
 
     Raises:
@@ -44,7 +44,7 @@ def part_folder(directory: str | os.PathLike, part: str) -> Path:
     )
 
 
-def part_type(directory: str | os.PathLike, kind: str, known: Collection[str]) -> str:
+def component_type(directory: str | os.PathLike, kind: str, known: Collection[str]) -> str:
     """The `type` that config.json names.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The licence of published weights: its files travel with what is made of them."""
+"""The license of published weights: its files travel with what is made of them."""
 
 import re
 import shutil
@@ -13,17 +13,17 @@ from megadit.models.shared.outside import leads_out
 _FILES = re.compile(r"(licen[cs]e|notice|copying|use[_-]policy)", re.IGNORECASE)
 _IN_CARD = re.compile(r"^(?:license|license_name|license_link):\s*[\"']?(.+?)[\"']?\s*$", re.MULTILINE)
 _FAMILIES_WITH_GUARDRAIL = ("cosmos",)
-"""Families whose licence (NVIDIA's Open Model License) ends when their guardrail is bypassed without another."""
+"""Families whose license (NVIDIA's Open Model License) ends when their guardrail is bypassed without another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Licence:
+class License:
     name: str
     """Name of the license in the model card; `unknown` without one."""
     asks_for_guardrail: bool = False
-    """Generating with a content filter is a condition of the licence."""
+    """Generating with a content filter is a condition of the license."""
     files: tuple[Path, ...] = field(default=(), compare=False)
-    """Licences, notices and the model card, where they are now."""
+    """Licenses, notices and the model card, where they are now."""
 
     def copy_files(self, directory: Path) -> None:
         for path in self.files:
@@ -34,22 +34,22 @@ class Licence:
         return {"name": self.name, "asks_for_guardrail": self.asks_for_guardrail}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Licence":
+    def from_dict(cls, values: Mapping[str, Any]) -> "License":
         """The inverse of `to_dict`.
 
         Raises:
-            UserError: for anything else, since the licence's conditions are unknown then.
+            UserError: for anything else, since the license's conditions are unknown then.
         """
         name, asks_for_guardrail = values.get("name"), values.get("asks_for_guardrail")
         if not isinstance(name, str) or not isinstance(asks_for_guardrail, bool):
             raise UserError(
-                f"the licence {dict(values)!r:.100} has no name, or does not say if it asks for a guardrail"
+                f"the license {dict(values)!r:.100} has no name, or does not say if it asks for a guardrail"
             )
         return cls(name=name, asks_for_guardrail=asks_for_guardrail)
 
 
-def find_licence(source: Path, family: str) -> Licence:
-    """The licence of the checkpoint at `source`: what its directory, or the one above, says."""
+def find_license(source: Path, family: str) -> License:
+    """The license of the checkpoint at `source`: what its directory, or the one above, says."""
     directories = [source] if source.is_dir() else [source.parent]
     if source.is_dir() and not (source / "model_index.json").exists():
         directories.append(source.parent)
@@ -65,4 +65,4 @@ def find_licence(source: Path, family: str) -> Licence:
                 files.append(card)
         if files:
             break
-    return Licence(name=name, asks_for_guardrail=family in _FAMILIES_WITH_GUARDRAIL, files=tuple(files))
+    return License(name=name, asks_for_guardrail=family in _FAMILIES_WITH_GUARDRAIL, files=tuple(files))

@@ -100,8 +100,8 @@ def _loaded(network_class: type, folder: Path | None, place: Path, encoder: Enco
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with library_errors(lambda reason: f"{place} cannot be loaded ({reason}); needs {needs}"), _quiet():
         if folder is None and "config" not in options:
-            beside = place if place.is_dir() else place.parent
-            options["config"] = network_class.config_class.from_pretrained(beside, **PRETRAINED)
+            parent = place if place.is_dir() else place.parent
+            options["config"] = network_class.config_class.from_pretrained(parent, **PRETRAINED)
         network, found = network_class.from_pretrained(folder, **PRETRAINED, **options)
     problems = {
         "missing": sorted(found["missing_keys"]),

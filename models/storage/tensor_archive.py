@@ -70,7 +70,7 @@ def _first(value: Any, *_: Any) -> Any:
     return value
 
 
-_KNOWN = {
+_ALLOWED = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _first,
     ("collections", "OrderedDict"): OrderedDict,
@@ -90,8 +90,8 @@ class _Unpickler(pickle.Unpickler):
             return _Module
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no archive of tensors needs")
 
     def persistent_load(self, identifier: Any) -> _Storage:

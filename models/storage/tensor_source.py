@@ -76,7 +76,7 @@ class TensorSource:
         stored = {short: self.stored[name] for short, name in names.items()}
         return TensorSource(self.label, stored, lambda short: self.read(names[short]))
 
-    def beside(self, others: Mapping[str, Tensor]) -> "TensorSource":
+    def with_others(self, others: Mapping[str, Tensor]) -> "TensorSource":
         """These tensors and `others`."""
         more = from_state_dict(others)
         stored = {**self.stored, **more.stored}

@@ -36,7 +36,7 @@ def save_network(
     """
     source = state_dict if isinstance(state_dict, TensorSource) else from_state_dict(state_dict)
     check_shapes(source.shapes, network_shapes(config), "the tensors to save")
-    parts.write_part(directory, config_to_dict(config), {})
+    parts.write_component(directory, config_to_dict(config), {})
     write_safetensors(Path(directory) / parts.TENSOR_FILE, source, dtype)
 
 
@@ -46,7 +46,7 @@ def load_config(directory: str | os.PathLike) -> NetworkConfig:
     Raises:
         UserError: if it is missing, or not that of a network of this version.
     """
-    parts.part_type(directory, "network", NETWORKS)
+    parts.component_type(directory, "network", NETWORKS)
     return config_from_dict(read_json(Path(directory) / parts.CONFIG_FILE))
 
 

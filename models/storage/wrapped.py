@@ -27,7 +27,7 @@ NESTED = ("generator_ema", "ema_model", "model_ema", "ema", "generator", "model"
 """Keys under which files of torch.save hold a network's tensors, EMA weights first."""
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _AVERAGE = re.compile(r"(^|[._])ema[._]")
-_OTHER_PARTS = re.compile(
+_OTHER_STATE = re.compile(
     r"(first_stage_model|vae|cond_stage_model|conditioner|text_encoders?|image_encoder|(model|net)(_ema)?|ema|optimizer)\."
 )
 """Beginnings of other tensors in a file in which the network's have a prefix."""
@@ -81,8 +81,8 @@ def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
     names = {_WRAPPERS.sub("", name): name for name in source.stored}
     prefixes = _prefixes(names, marks)
     if "" not in prefixes and prefixes:
-        averages = [prefix for prefix in prefixes if _AVERAGE.search(prefix)]
-        chosen = averages or prefixes
+        ema_weights = [prefix for prefix in prefixes if _AVERAGE.search(prefix)]
+        chosen = ema_weights or prefixes
         if len(chosen) > 1:
             raise UserError(f"{source.label} holds several networks, {', '.join(sorted(prefixes))}: give one by itself")
         names = _without(chosen[0], names)
@@ -108,7 +108,7 @@ def _without(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
     return {
         short.removeprefix(prefix): name
         for short, name in names.items()
-        if short.startswith(prefix) or not _OTHER_PARTS.match(short)
+        if short.startswith(prefix) or not _OTHER_STATE.match(short)
     }
 
 

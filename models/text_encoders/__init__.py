@@ -3,7 +3,7 @@
 import os
 
 from megadit.models.shared.files import read_json
-from megadit.models.storage.components import CONFIG_FILE, part_folder, part_type
+from megadit.models.storage.components import CONFIG_FILE, component_folder, component_type
 from megadit.models.text_encoders import clip, t5
 from megadit.models.text_encoders.base import NetworkTextEncoder, TextEncoder, TextFeatures
 from megadit.models.text_encoders.class_labels import ClassLabels
@@ -48,8 +48,8 @@ def load_text_encoder(directory: str | os.PathLike) -> TextEncoder:
     Raises:
         UserError: if there is none, or if this version does not know its type.
     """
-    folder = part_folder(directory, "text_encoder")
+    folder = component_folder(directory, "text_encoder")
     config = read_json(folder / CONFIG_FILE)
     if isinstance(config, dict) and "type" not in config and config.get("model_type") in PUBLISHED:
         return PUBLISHED[config["model_type"]](model=str(folder))
-    return TEXT_ENCODERS[part_type(folder, "text encoder", TEXT_ENCODERS)].load(folder)
+    return TEXT_ENCODERS[component_type(folder, "text encoder", TEXT_ENCODERS)].load(folder)

@@ -62,7 +62,7 @@ class ClassLabels:
         return synonyms[text]
 
     def save(self, directory: str | os.PathLike) -> None:
-        parts.write_part(directory, self._config(), {})
+        parts.write_component(directory, self._config(), {})
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "ClassLabels":

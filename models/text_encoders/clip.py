@@ -20,7 +20,7 @@ from megadit.models.shared.files import read_json
 from megadit.models.storage import components as parts
 from megadit.models.storage.pretrained import Encoder
 from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
-from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
+from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, cached_or_computed
 from megadit.models.text_encoders.published import (
     DTYPES,
     PublishedText,
@@ -33,7 +33,7 @@ from megadit.models.text_encoders.published import (
 Layer = Literal["last", "penultimate"]
 TextPadding = Literal["none", "tokens"]
 EmptyText = Literal["none", "encoded", "zeros"]
-Placement = Literal["auto", "cpu"]
+DevicePlacement = Literal["auto", "cpu"]
 NETWORKS = ("clip_text_model", "clip")
 """Types of models that have such an encoder: it alone, or a whole CLIP."""
 WITHOUT_PROJECTION, WITH_PROJECTION = "CLIPTextModel", "CLIPTextModelWithProjection"
@@ -81,7 +81,7 @@ class CLIPTextEncoder:
     """Features of an empty text: none (length 0), those of its tokens, or as many zeros."""
     dtype: str = "float32"
     """Dtype of the weights and the features."""
-    placement: Placement = "auto"
+    placement: DevicePlacement = "auto"
     """`auto`: on the GPU where there is one."""
     feature_cache: str | None = None
     """A directory in which features are kept between runs."""
@@ -93,7 +93,7 @@ class CLIPTextEncoder:
             ("text_padding", get_args(TextPadding)),
             ("empty_text", get_args(EmptyText)),
             ("dtype", DTYPES),
-            ("placement", get_args(Placement)),
+            ("placement", get_args(DevicePlacement)),
         ):
             choose_one(getattr(self, name), choices, f"{name}={getattr(self, name)!r} is unknown")
 
@@ -121,7 +121,7 @@ class CLIPTextEncoder:
         """Features on the CPU, float32."""
         files = None if self.feature_cache is None else FeatureFiles(self.feature_cache, self.fingerprint())
         asked = [text for text in texts if text or self.empty_text == "encoded"]
-        found = kept_or_computed(asked, self._compute, files)
+        found = cached_or_computed(asked, self._compute, files)
         rows = [found[text] if text in found else self._of_empty_text() for text in texts]
         lengths = [len(row["features"]) for row in rows]
         features_BLE = torch.zeros(len(rows), max([1, *lengths]), self.dim)
@@ -279,9 +279,9 @@ class SideBySide(nn.Module):
         tokens_BKL = tokens_BKL.to(next(self.parameters()).device)
         for place, network in enumerate(self.networks):
             # no mask: the encoder is causal, and was trained to see its padding
-            given = network(tokens_BKL[:, place], output_hidden_states=True)
-            features.append(given.last_hidden_state if self.layer == "last" else given.hidden_states[-2])
-            pooled_BP = given.text_embeds if hasattr(network, "text_projection") else given.pooler_output
+            output = network(tokens_BKL[:, place], output_hidden_states=True)
+            features.append(output.last_hidden_state if self.layer == "last" else output.hidden_states[-2])
+            pooled_BP = output.text_embeds if hasattr(network, "text_projection") else output.pooler_output
         features_BLE = torch.cat(features, dim=-1)
         return packed(features_BLE, pooled_BP)
 

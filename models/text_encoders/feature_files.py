@@ -38,7 +38,7 @@ class FeatureFiles:
         return self._directory / name[:2] / f"{name}.safetensors"
 
 
-def kept_or_computed(
+def cached_or_computed(
     texts: Iterable[str], compute: Callable[[Sequence[str]], Sequence[TextTensors]], files: FeatureFiles | None
 ) -> dict[str, TextTensors]:
     """Return the tensors of each text; those not cached in `files` are computed in one call and stored there."""

@@ -67,7 +67,7 @@ class HashedWordEncoder:
         return TextFeatures(features_BLE, length_B)
 
     def save(self, directory: str | os.PathLike) -> None:
-        parts.write_part(directory, self._config(), {})
+        parts.write_component(directory, self._config(), {})
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "HashedWordEncoder":
@@ -93,8 +93,8 @@ def split_words(text: str) -> list[str]:
 def _word_vectors(words: list[str], dim: int) -> Tensor:
     """One row of standard normal numbers per word: half of its hash is the generator's key, half its position."""
     digests = [hashlib.blake2b(word.encode(), digest_size=16).digest() for word in words]
-    halves = [[int.from_bytes(half, "little", signed=True) for half in (d[:8], d[8:])] for d in digests]
-    key_R, position_R = torch.tensor(halves, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
+    passes = [[int.from_bytes(half, "little", signed=True) for half in (d[:8], d[8:])] for d in digests]
+    key_R, position_R = torch.tensor(passes, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
     return normal(key_R, position_R, dim, stream=Stream.WORD)
 
 

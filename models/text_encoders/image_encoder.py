@@ -130,7 +130,7 @@ class ImageEncoder:
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the name of the model: its weights stay where they are."""
-        parts.write_part(directory, {"type": "clip", "model": self.model}, {})
+        parts.write_component(directory, {"type": "clip", "model": self.model}, {})
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "ImageEncoder":
@@ -139,7 +139,7 @@ class ImageEncoder:
         Raises:
             UserError: if config.json is missing or has other settings.
         """
-        parts.part_type(directory, "image encoder", ["clip"])
+        parts.component_type(directory, "image encoder", ["clip"])
         return cls(**parts.read_settings(directory, ["model"]))
 
     def _settings(self) -> dict[str, Any]:

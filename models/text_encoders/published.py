@@ -170,7 +170,7 @@ def save_settings(
 ) -> None:
     """Writes the settings, with the name of the model, whose weights stay where they are, and these tensors."""
     settings = {name: getattr(encoder, name) for name in settings_of(type(encoder))}
-    parts.write_part(directory, {"type": kind, **settings, "fingerprint": encoder.fingerprint()}, tensors or {})
+    parts.write_component(directory, {"type": kind, **settings, "fingerprint": encoder.fingerprint()}, tensors or {})
 
 
 def load_settings(encoder: type[AnyEncoder], directory: str | os.PathLike, **more: Any) -> AnyEncoder:

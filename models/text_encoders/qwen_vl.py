@@ -23,7 +23,7 @@ from megadit.models.shared.files import read_json
 from megadit.models.storage import components as parts
 from megadit.models.storage.pretrained import Encoder
 from megadit.models.text_encoders.base import TextFeatures
-from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
+from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, cached_or_computed
 from megadit.models.text_encoders.published import (
     DTYPES,
     PublishedText,
@@ -93,7 +93,7 @@ class QwenVLTextEncoder:
     def encode(self, texts: list[str]) -> TextFeatures:
         """Features on the CPU, float32."""
         files = None if self.feature_cache is None else FeatureFiles(self.feature_cache, self.fingerprint())
-        features = kept_or_computed(texts, self._compute_all, files)
+        features = cached_or_computed(texts, self._compute_all, files)
         features_BLE = torch.stack([features[text]["features"] for text in texts])
         return TextFeatures(features_BLE, torch.full((len(texts),), self.max_length, dtype=torch.int64))
 

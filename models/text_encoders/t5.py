@@ -20,7 +20,7 @@ from megadit.models.shared.files import read_json
 from megadit.models.storage import components as parts
 from megadit.models.storage.pretrained import Encoder, require, transformers_library
 from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
-from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
+from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, cached_or_computed
 from megadit.models.text_encoders.published import (
     DTYPES,
     PublishedText,
@@ -32,7 +32,7 @@ from megadit.models.text_encoders.published import (
 from megadit.models.text_encoders.released_t5 import RELEASED_FILES, RELEASED_WORDS, config_from_tensors, from_released
 
 TextPadding = Literal["none", "zeros"]
-Placement = Literal["auto", "cpu", "8bit", "offload"]
+DevicePlacement = Literal["auto", "cpu", "8bit", "offload"]
 NETWORKS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Type of a model -> the class of `transformers` that is its encoder."""
 _LAST_NORM = "encoder.final_layer_norm.weight"
@@ -66,7 +66,7 @@ class T5TextEncoder:
     to attend to padding (Cosmos, NeMo, DFM). An empty text has length 0 in any case."""
     dtype: str = "bfloat16"
     """Dtype of the weights and the features."""
-    placement: Placement = "auto"
+    placement: DevicePlacement = "auto"
     """`auto`: on the GPU where there is one; `8bit`: there, in 8-bit integers (bitsandbytes); `offload`: as much on
     the GPU as fits, the rest in memory (accelerate)."""
     feature_cache: str | None = None
@@ -77,7 +77,7 @@ class T5TextEncoder:
         for name, choices in (
             ("text_padding", get_args(TextPadding)),
             ("dtype", DTYPES),
-            ("placement", get_args(Placement)),
+            ("placement", get_args(DevicePlacement)),
         ):
             choose_one(getattr(self, name), choices, f"{name}={getattr(self, name)!r} is unknown")
         if self.max_length < 1:
@@ -121,7 +121,7 @@ class T5TextEncoder:
     def encode(self, texts: list[str]) -> TextFeatures:
         """Features on the CPU, float32; an empty text has none."""
         files = None if self.feature_cache is None else FeatureFiles(self.feature_cache, self.fingerprint())
-        found = kept_or_computed(filter(None, texts), self._compute, files)
+        found = cached_or_computed(filter(None, texts), self._compute, files)
         return self._assemble([found[text]["features"] if text else None for text in texts])
 
     def _assemble(self, features: list[Tensor | None]) -> TextFeatures:

@@ -81,7 +81,7 @@ class TokenIds:
         return TextFeatures(digits_BL2.float(), length_B)
 
     def save(self, directory: str | os.PathLike) -> None:
-        parts.write_part(directory, {"type": "token_ids", "max_length": self.max_length}, {})
+        parts.write_component(directory, {"type": "token_ids", "max_length": self.max_length}, {})
         (Path(directory) / WORDS_FILE).write_text(self.words, encoding="utf-8")
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The words of a network's training captions, kept in its bundle (`words.json`).
+"""The words of a network's training captions, kept in its bundle (`vocabulary.json`).
 
 A text encoder that learned from no text (hashed words) gives a word nobody trained with a vector like any other, and
 the network knows nothing of it: prompts can be compared with what it was told. Published encoders bring words of their
@@ -13,7 +13,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders.hashed_words import split_words
 
-WORDS_FILE = "words.json"
+WORDS_FILE = "vocabulary.json"
 MOST_WORDS = 50_000
 MOST_CAPTIONS = 100_000
 """Maximum number of captions to collect words from; takes some ten seconds."""

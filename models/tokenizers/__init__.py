@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megadit.models.storage.components import part_folder, part_type
+from megadit.models.storage.components import component_folder, component_type
 from megadit.models.tokenizers.autoencoder import Autoencoder
 from megadit.models.tokenizers.base import VideoTokenizer
 from megadit.models.tokenizers.haar import HaarTokenizer
@@ -35,5 +35,5 @@ def load_tokenizer(directory: str | os.PathLike) -> VideoTokenizer:
     """
     if any(map(holds_tokenizer, (Path(directory), Path(directory) / "vae"))):
         return published_tokenizer(directory)
-    folder = part_folder(directory, "tokenizer")
-    return _LOADERS[part_type(folder, "tokenizer", _LOADERS)](folder)
+    folder = component_folder(directory, "tokenizer")
+    return _LOADERS[component_type(folder, "tokenizer", _LOADERS)](folder)

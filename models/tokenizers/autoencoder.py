@@ -118,7 +118,7 @@ class Autoencoder:
     def save(self, directory: str | os.PathLike) -> None:
         settings: dict[str, Any] = {"sigma_data": self.sigma_data, "dtype": self.dtype, "tiles": asdict(self.tiles)}
         config = {"type": self.kind.name, **settings, "network": dict(self.network.config)}
-        parts.write_part(directory, config, self.network.tensors())
+        parts.write_component(directory, config, self.network.tensors())
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "Autoencoder":
@@ -127,7 +127,7 @@ class Autoencoder:
         Raises:
             UserError: if files are missing or broken.
         """
-        kind = KINDS[parts.part_type(directory, "tokenizer", KINDS)]
+        kind = KINDS[parts.component_type(directory, "tokenizer", KINDS)]
         settings = parts.read_settings(directory, ["sigma_data", "dtype", "tiles", "network"])
         where = f"the tensors of {os.path.join(directory, parts.TENSOR_FILE)}"
         network = Network.build(kind.class_name, settings.pop("network"), parts.read_tensors(directory), where)

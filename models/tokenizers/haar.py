@@ -182,10 +182,10 @@ class HaarTokenizer:
             UserError: if there are no videos, or if these have no components: all of one colour.
         """
         sizes = {"temporal_compression": temporal_compression, "spatial_compression": spatial_compression}
-        return cls.fit_beside(videos, channels, (), whitening, **sizes)[0]
+        return cls.fit_at_most(videos, channels, (), whitening, **sizes)[0]
 
     @classmethod
-    def fit_beside(
+    def fit_at_most(
         cls, videos: Iterable[Tensor], channels: int, others: Iterable[int], whitening: float = 0.5, **sizes: int
     ) -> tuple["HaarTokenizer", dict[int, float]]:
         """Like `fit` (videos: float BCTHW), with at most as many channels as the videos have components; also return
@@ -202,7 +202,7 @@ class HaarTokenizer:
     # ------------------------------------------------------------------------------------------------- on disk
 
     def save(self, directory: str | os.PathLike) -> None:
-        parts.write_part(directory, self._config(), self._tensors())
+        parts.write_component(directory, self._config(), self._tensors())
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "HaarTokenizer":

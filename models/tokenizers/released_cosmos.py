@@ -54,8 +54,8 @@ def read_released(path: Path, compression: str = "") -> tuple[str, dict[str, Any
     """
     files = [path] if path.suffix == ".jit" else [path / "autoencoder.jit"]
     if not files[0].is_file():
-        halves = [path / "encoder.jit", path / "decoder.jit"]
-        files = halves if all(half.is_file() for half in halves) else files
+        passes = [path / "encoder.jit", path / "decoder.jit"]
+        files = passes if all(half.is_file() for half in passes) else files
     sources = [read_archive(file) for file in files]
     shapes = {name: tensor.shape for source in sources for name, tensor in source.stored.items()}
     if "encoder.conv_in.weight" in shapes:  # of images: convolutions without a part of their own for time
@@ -66,8 +66,8 @@ def read_released(path: Path, compression: str = "") -> tuple[str, dict[str, Any
     config = _settings({name: tuple(tensor.shape) for name, tensor in tensors.items()}, path)
     config |= _compression(tensors.keys(), config, compression or _named_compression(path), path)
     config |= _statistics(path if path.is_dir() else path.parent)
-    wanted = _wanted(config)
-    kept = {n: tensor.float() for n, tensor in tensors.items() if n in wanted or not _RESAMPLER.search(n)}
+    names_of = _names_of(config)
+    kept = {n: tensor.float() for n, tensor in tensors.items() if n in names_of or not _RESAMPLER.search(n)}
     return "AutoencoderKLCosmos", config, kept
 
 
@@ -123,21 +123,23 @@ def _levels(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> list[int]:
     return [found[level] for level in sorted(found)]
 
 
-def _compression(names: Iterable[str], config: dict[str, Any], told: str, path: Path) -> dict[str, int]:
+def _compression(names: Iterable[str], config: dict[str, Any], description: str, path: Path) -> dict[str, int]:
     """Find the compression whose network has all its tensors here and leaves the fewest over; `told` overrides it."""
     names = set(names)
     fits = []
     for temporal in (4, 8, 16):
         for spatial in (8, 16):
             ratios = {"temporal_compression_ratio": temporal, "spatial_compression_ratio": spatial}
-            surplus = names - (wanted := _wanted(config | ratios))
-            if wanted <= names and all(map(_RESAMPLER.search, surplus)):
+            surplus = names - (names_of := _names_of(config | ratios))
+            if names_of <= names and all(map(_RESAMPLER.search, surplus)):
                 fits.append((len(surplus), f"{temporal}x{spatial}x{spatial}", ratios))
     by_name = {name: ratios for _, name, ratios in fits}
-    if told:
-        if told not in by_name:
-            raise UserError(f"{path} does not fit a compression of {told}; it fits {', '.join(by_name) or 'none'}")
-        return by_name[told]
+    if description:
+        if description not in by_name:
+            raise UserError(
+                f"{path} does not fit a compression of {description}; it fits {', '.join(by_name) or 'none'}"
+            )
+        return by_name[description]
     fewest = min((surplus for surplus, *_ in fits), default=None)
     best = [(name, ratios) for surplus, name, ratios in fits if surplus == fewest]
     if len(best) != 1:
@@ -153,7 +155,7 @@ def _named_compression(path: Path) -> str:
     return match[1] if match else ""
 
 
-def _wanted(config: Mapping[str, Any]) -> set[str]:
+def _names_of(config: Mapping[str, Any]) -> set[str]:
     from megadit.models.tokenizers.network import empty_module
 
     return set(empty_module("AutoencoderKLCosmos", config).state_dict())

@@ -48,25 +48,25 @@ class Tiles:
 def encode_in_tiles(encode: Transform, video_BCTHW: Tensor, tiles: Tiles, temporal: int, spatial: int) -> Tensor:
     """Latents BCTHW: encode(video) piece by piece; `temporal` and `spatial` are the compression factors."""
     num_latents = 1 + (video_BCTHW.shape[2] - 1) // temporal
-    pieces = []
-    for first, last, skip in _pieces(num_latents, tiles):
+    chunks = []
+    for first, last, skip in _tiles(num_latents, tiles):
         # the frame that closes the first latent stands for all before it
-        piece = video_BCTHW[:, :, temporal * first : temporal * (last - 1) + 1]
-        pieces.append(_in_space(encode, piece, tiles, 1 / spatial, spatial)[:, :, skip:])
-    return torch.cat(pieces, dim=2)
+        chunk = video_BCTHW[:, :, temporal * first : temporal * (last - 1) + 1]
+        chunks.append(_in_space(encode, chunk, tiles, 1 / spatial, spatial)[:, :, skip:])
+    return torch.cat(chunks, dim=2)
 
 
 def decode_in_tiles(decode: Transform, latents_BCTHW: Tensor, tiles: Tiles, temporal: int, spatial: int) -> Tensor:
     """Video BCTHW: decode(latents) piece by piece."""
-    pieces = []
-    for first, last, skip in _pieces(latents_BCTHW.shape[2], tiles):
-        piece = _in_space(decode, latents_BCTHW[:, :, first:last], tiles, spatial, 1)
+    chunks = []
+    for first, last, skip in _tiles(latents_BCTHW.shape[2], tiles):
+        chunk = _in_space(decode, latents_BCTHW[:, :, first:last], tiles, spatial, 1)
         # of the skipped latents the first gives one frame, the others `temporal` each
-        pieces.append(piece[:, :, 1 + (skip - 1) * temporal if skip else 0 :])
-    return torch.cat(pieces, dim=2)
+        chunks.append(chunk[:, :, 1 + (skip - 1) * temporal if skip else 0 :])
+    return torch.cat(chunks, dim=2)
 
 
-def _pieces(num_latents: int, tiles: Tiles) -> Iterator[tuple[int, int, int]]:
+def _tiles(num_latents: int, tiles: Tiles) -> Iterator[tuple[int, int, int]]:
     """(first, last, skip): latents first..last-1 are computed together, and the first `skip` thrown away."""
     yield 0, min(tiles.frames, num_latents), 0
     done = tiles.frames

@@ -104,8 +104,8 @@ def _by_name(paths: Iterable[str]) -> Iterator[None]:
     except UserError as error:
         places = [split_expert(path)[1] for path in paths]
         names = {path: Path(path).name.removesuffix(SUFFIX) for path in places}
-        told = str(error)
+        message = str(error)
         for path, name in names.items():
-            told = told.replace(path, name)
+            message = message.replace(path, name)
         asked = ", ".join(map(repr, names.values()))
-        raise UserError(f"the adapter {asked} cannot be used: {told}") from None
+        raise UserError(f"the adapter {asked} cannot be used: {message}") from None

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megadit.infer.conditioning.items import Media, Target, check_given, strength_of, structure_of
+from megadit.infer.conditioning.items import Media, Target, check_conditioning, strength_of, structure_of
 from megadit.infer.conditioning.named import decoded
 from megadit.infer.hooks.guardrail import Guardrail
 from megadit.infer.hooks.guardrail import HeldBackError as Refused
-from megadit.infer.hooks.scorer import Judge
+from megadit.infer.hooks.scorer import Scorer
 from megadit.infer.media.animations import encode_image
 from megadit.infer.media.reader import within_total
 from megadit.infer.media.signing import Marker
@@ -66,7 +66,7 @@ class OpenRequest:
     span: Span = NOTHING
     """Span of the request in its trace."""
     has_ended: bool = False
-    given: Media = ()
+    conditioning: Media = ()
     """Conditioning media of its videos, once read."""
     adapters: Scales = field(default_factory=dict)
     """Adapters of its videos, once read."""
@@ -120,7 +120,7 @@ class Engine:
         decode: Callable[[bytes], np.ndarray] | None = None,
         adapters: Path | None = None,
         guardrail: Guardrail | None = None,
-        judge: Judge | None = None,
+        scorer: Scorer | None = None,
         mark: Marker | None = None,
     ) -> None:
         """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good); `decode` gives the
@@ -128,7 +128,7 @@ class Engine:
         requests name (`named_adapters.py`); `guardrail` is a content filter, which here ends the requests alone that
         it refuses (the pipeline's own would end a batch); `judge` scores the videos of requests that ask for it;
         `mark` signs what is sent."""
-        self.judge = judge
+        self.scorer = scorer
         self.mark = mark
         self.guardrail = guardrail
         self.adapters = adapters
@@ -146,9 +146,9 @@ class Engine:
             try:
                 with open_request.span.child("check") as span:
                     settings, open_request.shares = self._checked(open_request.request, span)
-                    open_request.given = self.read(open_request.request, settings)
+                    open_request.conditioning = self.read(open_request.request, settings)
                     open_request.adapters = self.read_adapters(open_request.request)
-                groups[settings, strength_of(open_request.given)].append(open_request)
+                groups[settings, strength_of(open_request.conditioning)].append(open_request)
             except Exception as error:
                 _fail(open_request, error)
         for (settings, _), group in groups.items():
@@ -199,7 +199,7 @@ class Engine:
         if self.guardrail is not None:
             self.guardrail.admit([request.text, *filter(None, [settings.second_prompt])])
         latent_size(settings, self.pipeline.config, self.pipeline.tokenizer)
-        request.check_given(self.pipeline.takes, self.info.limits)
+        request.check_conditioning(self.pipeline.conditionings, self.info.limits)
         self.info.check_evaluate(request)
         texts = [request.text, settings.negative_prompt, settings.second_prompt]
         with span.child("encode text"):  # kept, and not encoded again when the video is made
@@ -214,8 +214,8 @@ class Engine:
             UserError: for files that cannot be read, are too much, or do not fit the video.
         """
         decode = within_total(self.decode, self.info.limits)
-        media = decoded(request.given(), settings.num_frames, decode)
-        check_given(media, self.pipeline.takes, self._target(settings))
+        media = decoded(request.sent(), settings.num_frames, decode)
+        check_conditioning(media, self.pipeline.conditionings, self._target(settings))
         return media
 
     def read_adapters(self, request: VideoRequest) -> Scales:
@@ -250,7 +250,7 @@ class Engine:
         target = self._target(settings)
         groups: dict[Hashable, list[OpenRequest]] = defaultdict(list)
         for open_request in open_requests:
-            groups[structure_of(open_request.given, target)].append(open_request)
+            groups[structure_of(open_request.conditioning, target)].append(open_request)
         return [open_request for group in groups.values() for open_request in group]
 
     def _run(self, rows: list[_Row], settings: SamplingSettings, clock: _Clock) -> None:
@@ -263,7 +263,7 @@ class Engine:
             for span in denoising:
                 span.event("step", {"megadit.step": step.step, "megadit.sigma": step.sigma})
             _end_unwanted(rows, clock)
-            _tell(rows, step, clock, may_preview=self.guardrail is None or self.guardrail.check_video is None)
+            _send_progress(rows, step, clock, may_preview=self.guardrail is None or self.guardrail.check_video is None)
             return any(not rows[place].owner.has_ended for place in step.videos)
 
         @contextmanager
@@ -280,7 +280,7 @@ class Engine:
             settings,
             seeds=[row.seed for row in rows],
             batch_size=self.batch_size,
-            given=[row.owner.given for row in rows],
+            conditioning=[row.owner.conditioning for row in rows],
             adapters=[row.owner.adapters for row in rows],
             on_step=on_step,
             around=around,
@@ -302,9 +302,9 @@ class Engine:
             except Refused as error:
                 _fail(row.owner, error)
                 return
-        if request.evaluate and self.judge is not None:
+        if request.evaluate and self.scorer is not None:
             with row.owner.span.child("judge"):
-                scores = self.judge.scores(video.video, request.text)
+                scores = self.scorer.scores(video.video, request.text)
         result = _result(row, video, seconds=clock.seconds(), batch_size=batch_size, mark=self.mark)
         row.owner.send(replace(result, scores=scores))
 
@@ -320,7 +320,7 @@ def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
     if runtime == "torch":
         return None
     rows = open_exported(bundle, check_runtime(runtime)).network("denoiser").axes["batch"].max
-    return rows if bundle.config.guidance_range is not None else max(1, rows // 2)
+    return rows if bundle.config.guidance_embedding_range is not None else max(1, rows // 2)
 
 
 def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
@@ -331,7 +331,7 @@ def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
             open_request.finish(DeadlineExceededError(f"{DEADLINE_MARK}: not done within {open_request.seconds:g} s"))
 
 
-def _tell(rows: list[_Row], step: Step, clock: _Clock, *, may_preview: bool) -> None:
+def _send_progress(rows: list[_Row], step: Step, clock: _Clock, *, may_preview: bool) -> None:
     """Sends a step's progress, to those who asked for one with a preview of the first of their videos.
 
     Of videos that a filter looks at first there are none.

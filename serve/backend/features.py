@@ -24,7 +24,7 @@ from megadit.serve.contract import Limits
 
 Read = Callable[[bytes], Any]
 Compute = Callable[[Sequence[Any]], torch.Tensor]
-Judge = Matcher | Classifier
+FeatureNetwork = Matcher | Classifier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,8 @@ class FeatureModel:
     input: Literal["image", "text"]
     """The bytes of a file (or a data URL of them), or a text in UTF-8."""
     output: str
-    network: type[Judge]
-    compute: Callable[[Judge], Compute]
+    network: type[FeatureNetwork]
+    compute: Callable[[FeatureNetwork], Compute]
     width: Callable[[DiTConfig], int | None]
     """Numbers in a row; None where the network was trained to give none."""
     labels: Callable[[Bundle], Sequence[str]] = lambda bundle: ()

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
-from megadit.infer.hooks.scorer import Judge
+from megadit.infer.hooks.scorer import Scorer
 from megadit.infer.media.reader import MediaReader
 from megadit.infer.media.signing import SigningOptions, load_marker
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.runtimes.chosen_dtype import tell_dtype
-from megadit.infer.runtimes.distributed import Placement
+from megadit.infer.runtimes.chosen_dtype import print_dtype
+from megadit.infer.runtimes.distributed import DevicePlacement
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.setting import settings_of
 from megadit.models.shared.errors import UserError
@@ -49,8 +49,8 @@ class TritonPythonModel:
         pipeline = TextToVideo.from_pretrained(
             bundle,
             device=device,
-            ranks=_placement(parameters, device),
-            dtype=tell_dtype(parameters["dtype"], bundle, device, runtime),
+            ranks=_device_placement(parameters, device),
+            dtype=print_dtype(parameters["dtype"], bundle, device, runtime),
             runtime=runtime,
             adapter_bytes=int(parameters["adapter_bytes"]),
             guardrail_dir=parameters["guardrail_dir"],
@@ -67,7 +67,7 @@ class TritonPythonModel:
             decode=self._media.read,
             adapters=Path(parameters["adapters"]) if info.adapters else None,
             guardrail=guardrail,
-            judge=Judge.load(parameters["judge_dir"]) if info.has_judge else None,
+            scorer=Scorer.load(parameters["scorer_dir"]) if info.has_scorer else None,
             mark=load_marker(SigningOptions(**{name: parameters[name] for name in settings_of(SigningOptions)})),
         )
 
@@ -86,7 +86,7 @@ class TritonPythonModel:
         self._tracing.close()
 
 
-def _placement(parameters: dict[str, str], device: str) -> Placement | None:
+def _device_placement(parameters: dict[str, str], device: str) -> DevicePlacement | None:
     """Placement of the ranks of the instance whose first one is on `device`; None where it makes videos by itself."""
     num_ranks = int(parameters["ranks"])
     if num_ranks == 1:
@@ -94,7 +94,7 @@ def _placement(parameters: dict[str, str], device: str) -> Placement | None:
     devices = [device if device == "cpu" else f"cuda:{gpu}" for gpu in parameters["device"].split(",")]
     devices = devices * num_ranks if device == "cpu" else devices[devices.index(device) :][:num_ranks]
     sizes = {"tensor": int(parameters["tp_size"]), "context": int(parameters["cp_size"])}
-    return Placement(devices=tuple(devices), **sizes)
+    return DevicePlacement(devices=tuple(devices), **sizes)
 
 
 class _Answer:

@@ -23,7 +23,7 @@ def tensor(name: str, value, kind: str, number_type) -> InferInput:
 def main(
     url: str = "localhost:8001", prompt: str = "a red seven moving left", image: str = "", adapter: str = ""
 ) -> None:
-    answers = queue.Queue()
+    responses = queue.Queue()
     inputs = [
         tensor("prompt", prompt.encode(), "BYTES", np.object_),
         tensor("seed", 7, "INT64", np.int64),
@@ -36,10 +36,10 @@ def main(
     if adapter:  # NAME:SCALE; a list, here of one
         inputs.append(tensor("adapters", adapter.encode(), "BYTES", np.object_))
     with InferenceServerClient(url) as client:
-        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.start_stream(lambda result, error: responses.put((result, error)))
         client.async_stream_infer("text_to_video", inputs, enable_empty_final_response=True)
         while True:
-            result, error = answers.get()
+            result, error = responses.get()
             if error is not None:
                 raise error
             response = result.get_response()

@@ -37,7 +37,7 @@ from megadit.serve.gateway.errors import ApiError, unavailable
 from megadit.serve.gateway.store.keys import Key
 
 _LONGEST_NAME = 100
-_HALF_WRITTEN = ".upload."
+_UNFINISHED = ".upload."
 _SECONDS_OF_YOUTH = 600.0
 _SECONDS_TO_CHECK = 120.0
 _CHECK = "megadit.infer.commands.check_adapter"
@@ -114,15 +114,15 @@ class Adapters:
         file.seek(0, 2)
         size = file.tell()
         file.seek(0)
-        self._check_room(key, name, size)
+        self._check_quota(key, name, size)
         stored = f"{name}.{key.id}.{secrets.token_hex(8)}"
-        temporary = folder / f"{_HALF_WRITTEN}{stored}{SUFFIX}"
+        temporary = folder / f"{_UNFINISHED}{stored}{SUFFIX}"
         try:
             with open(temporary, "xb", opener=_for_its_owner) as copy:
                 shutil.copyfileobj(file, copy)
             self._check_file(temporary, info)
             with self._alone():
-                self._check_room(key, name, size)
+                self._check_quota(key, name, size)
                 temporary.rename(folder / f"{stored}{SUFFIX}")
         except OSError as error:
             raise unavailable("storage_unavailable", f"the adapter cannot be kept: {error.strerror}") from None
@@ -149,7 +149,7 @@ class Adapters:
         for each in self._found():
             if each.key_id is not None and is_revoked(each.key_id):
                 (self._folder / f"{each.stored}{SUFFIX}").unlink(missing_ok=True)
-        for path in self._folder.glob(f"{_HALF_WRITTEN}*"):
+        for path in self._folder.glob(f"{_UNFINISHED}*"):
             if time.time() - path.stat().st_mtime > _SECONDS_OF_YOUTH:
                 path.unlink(missing_ok=True)
 
@@ -175,7 +175,7 @@ class Adapters:
             raise ApiError(400, "unsupported", "this gateway keeps no adapters: it was started without --adapters")
         return self._folder
 
-    def _check_room(self, key: Key, name: str, size: int) -> None:
+    def _check_quota(self, key: Key, name: str, size: int) -> None:
         own = [each for each in self._found() if each.key_id == key.id]
         if any(each.name == name for each in own):
             raise ApiError(409, "adapter_exists", f"this key has an adapter {name!r}; delete it first", param="name")

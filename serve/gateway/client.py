@@ -94,7 +94,7 @@ class GatewayClient:
             raise UnavailableError(f"{self.url} has not seen a server yet")
         return ServiceInfo.from_json(json.dumps(service))
 
-    def beside(self, model: str) -> "GatewayClient":
+    def with_model(self, model: str) -> "GatewayClient":
         """A client of another model of the same gateway, with the same key."""
         other = copy.copy(self)
         other.model = model
@@ -141,7 +141,7 @@ class GatewayClient:
             raise InvalidRequestError(f"num_videos={request.num_videos}: a gateway makes one video for each request")
         names = ("prompt", "seed", "preview_every", "evaluate", *SERVED)
         body = {name: value for name in names if (value := getattr(request, name)) is not None}
-        body |= {name: _in_json(name, value) for name, value in request.given().items() if value is not None}
+        body |= {name: _in_json(name, value) for name, value in request.sent().items() if value is not None}
         if scales := request.adapter_scales():
             body["adapters"] = [{"name": name, "scale": scale} for name, scale in scales.items()]
         sizes = (body.pop("width", None), body.pop("height", None))
@@ -172,7 +172,7 @@ class GatewayClient:
 
     def _follow(self, video_id: str, cancelled: threading.Event) -> Iterator[Event]:
         began, last_step, preview = time.monotonic(), 0, b""
-        for kind, data in self._told(video_id, cancelled):
+        for kind, data in self._events_of(video_id, cancelled):
             if kind == "video.preview":
                 preview = base64.b64decode(data["data"])
                 continue
@@ -197,7 +197,7 @@ class GatewayClient:
             scores=video["scores"],
         )
 
-    def _told(self, video_id: str, cancelled: threading.Event) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _events_of(self, video_id: str, cancelled: threading.Event) -> Iterator[tuple[str, dict[str, Any]]]:
         """(kind, data) of a video's events until it has ended, from as many streams as that takes.
 
         After each stream the video itself is asked for: where no stream comes through, that tells how far it is.

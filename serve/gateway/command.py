@@ -20,7 +20,7 @@ from megadit.serve.gateway.http.connections import BACKLOG, Connection, Door, mo
 from megadit.serve.gateway.logs import log, log_as_json
 from megadit.serve.gateway.metrics import serve_metrics
 from megadit.serve.gateway.service import Gateway, GatewaySettings
-from megadit.serve.gateway.store.database import Database, is_there, told_in_a_line
+from megadit.serve.gateway.store.database import Database, is_there, one_line_errors
 from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
 
 _SECONDS_UNTIL_GONE = 120.0
@@ -74,7 +74,7 @@ def _run(argv: list[str]) -> int:
     slots = options.gateway.slots * len(options.gateway.servers)
     door = Door(most_connections(options.max_connections, slots=slots))
     listening = _listen(options.host, options.port)
-    with told_in_a_line(options.gateway.store):
+    with one_line_errors(options.gateway.store):
         gateway = Gateway(options.gateway, port=options.port)
         log_as_json()
         if options.metrics_port:
@@ -99,13 +99,13 @@ def serve(gateway: Gateway, listening: socket.socket, door: Door, *, drain_secon
     )
     server = uvicorn.Server(config)
     web = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="web", daemon=True)
-    told = threading.Event()
+    notified = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _interrupt() if told.is_set() else told.set())
+        signal.signal(number, lambda *_: _interrupt() if notified.is_set() else notified.set())
     signal.signal(signal.SIGUSR1, lambda *_: gateway.runner.pause())
     signal.signal(signal.SIGUSR2, lambda *_: gateway.runner.resume())
     web.start()
-    while not told.wait(0.5):
+    while not notified.wait(0.5):
         if not web.is_alive():
             log("the web server ended by itself")
             return 1
@@ -160,7 +160,7 @@ def _run_keys(argv: list[str]) -> None:
     is_new = not is_there(place)
     if is_new and options.action != "add":
         raise UserError(f"there is no store at {Path(place).absolute()}; {_STORE}")
-    with told_in_a_line(place):
+    with one_line_errors(place):
         _change_keys(options, KeyRing(Database(place)), is_new=is_new)
 
 

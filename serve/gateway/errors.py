@@ -52,7 +52,7 @@ def install(app: FastAPI) -> None:
     """Give every error the one shape, and log those of the gateway's own."""
 
     @app.exception_handler(ApiError)
-    def told(request: Request, error: ApiError) -> JSONResponse:
+    def error_response(request: Request, error: ApiError) -> JSONResponse:
         return answer(error)
 
     @app.exception_handler(RequestValidationError)

@@ -99,7 +99,7 @@ async def values_of(form: FormData) -> dict[str, Any]:
     return values
 
 
-def reference_as(data: bytes, given: Mapping[str, Any], takes: tuple[str, ...]) -> str:
+def reference_as(data: bytes, settings: Mapping[str, Any], conditionings: tuple[str, ...]) -> str:
     """Return the field that `input_reference` stands for: the first frame if it is an image, else by the other fields.
 
     Raises:
@@ -107,13 +107,13 @@ def reference_as(data: bytes, given: Mapping[str, Any], takes: tuple[str, ...]) 
     """
     if data.startswith(IMAGE_HEADS):
         name = "image"
-    elif given.get("mask") or given.get("instruction"):
+    elif settings.get("mask") or settings.get("instruction"):
         name = "video"
-    elif given.get("strength"):
+    elif settings.get("strength"):
         name = "input_video"
     else:
-        name = "video" if "edit" in takes and not given.get("keep_frames") else "continue_video"
-    if given.get(name):
+        name = "video" if "edit" in conditionings and not settings.get("keep_frames") else "continue_video"
+    if settings.get(name):
         raise UserError(f"{REFERENCE} is the same as {name} here; give one of them")
     return name
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megadit.serve.supervise import Ailment, OwnedProcess, answers, reachable
+from megadit.serve.supervise import Ailment, OwnedProcess, reachable, responds
 
 _START_SECONDS = 300
 
@@ -24,7 +24,7 @@ def gateway_process(
     command = [sys.executable, "-m", "megadit.models.shared.cli.verbs", "serve", "gateway", *arguments]
 
     def is_alive() -> bool:
-        return answers(f"{url}/health/live")
+        return responds(f"{url}/health/live")
 
     return OwnedProcess(
         command=[*command, f"--host={host}", f"--port={port}"],

@@ -188,8 +188,8 @@ class Gateway:
             return False
         if self._asked is None or self._asked.done():  # a store that has not answered yet is asked nothing else
             self._asked = self._asker.submit(self._ask_store)
-        answers, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=_SECONDS_FOR_READINESS)
-        return any(answer.exception() is None for answer in answers)
+        done, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=_SECONDS_FOR_READINESS)
+        return any(answer.exception() is None for answer in done)
 
     def _ask_store(self) -> None:
         self.store.has_queued()
@@ -203,7 +203,7 @@ class Gateway:
             for file in map(split_keyframe, value) if name == "keyframe" else [(0, value)]:
                 read(file[1])
 
-    def has_room(self) -> bool:
+    def has_space(self) -> bool:
         """Whether the disks of the store and of the results have room for more."""
         url = store_url(self.settings.store)
         folder = Path(url.removeprefix("sqlite:///")).parent if url.startswith("sqlite") else None
@@ -215,9 +215,9 @@ class Gateway:
         for job in self.store.expired():
             self.results.remove(job.result_name)
             self.store.forget_result(job)
-        for job in self.store.ended_with_given():
-            self.results.remove(job.given_name)
-            self.store.forget_given(job)
+        for job in self.store.ended_with_conditioning():
+            self.results.remove(job.conditioning_name)
+            self.store.forget_conditioning(job)
 
     def _is_revoked(self, key_id: str) -> bool:
         key = self.keys.find(key_id)

@@ -12,7 +12,7 @@ from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.jobs.webhooks import send
 from megadit.serve.gateway.service import GatewaySettings
-from megadit.serve.gateway.store.database import Database, is_there, told_in_a_line
+from megadit.serve.gateway.store.database import Database, is_there, one_line_errors
 from megadit.serve.gateway.store.keys import KeyRing
 from megadit.serve.gateway.store.store import JobStore
 
@@ -37,7 +37,7 @@ def _run(argv: list[str]) -> int:
     place = options.gateway.store
     if not is_there(place):
         raise UserError(f"there is no store at {Path(place).absolute()}; give the gateway's --store")
-    with told_in_a_line(place):
+    with one_line_errors(place):
         database = Database(place)
         return (_list if options.action == "list" else _resend)(
             options, JobStore(database, owner=""), KeyRing(database)
@@ -67,6 +67,6 @@ def _resend(options: WebhookOptions, store: JobStore, keys: KeyRing) -> int:
         key = keys.find(job.key_id)
         results.append("key revoked" if key is None or key.is_revoked else send(key, job, may_be_private=private))
         if results[-1].startswith("2"):
-            store.note_told(job, "delivered")
+            store.note_called(job, "delivered")
         print(f"{job.id}  {results[-1]}")
     return int(not all(result.startswith("2") for result in results))

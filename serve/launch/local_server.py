@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import check_room, host_memory
+from megadit.models.shared.memory import check_memory_fits, host_memory
 from megadit.models.shared.ports import check_free, free_ports
 from megadit.models.storage.manifest import is_bundle
 from megadit.serve.launch.triton_binary import TritonBinary, find_triton
 from megadit.serve.repository.model_config import parameter_in
-from megadit.serve.supervise import SECONDS_TO_ANSWER, Ailment, OwnedProcess, answers, reachable
+from megadit.serve.supervise import SECONDS_TO_ANSWER, Ailment, OwnedProcess, reachable, responds
 
 PORT_FLAGS = {
     "http": "--http_port",
@@ -100,7 +100,9 @@ def check_memory(path: str | os.PathLike, models: tuple[str, ...]) -> None:
     which they go to, nothing is counted."""
     if not NVIDIA.exists():
         needed = sum(map(_weight_bytes, _configs(Path(path), models)))
-        check_room(needed, host_memory(), f"what {path} serves", "choose one with --model, or serve fewer --instances")
+        check_memory_fits(
+            needed, host_memory(), f"what {path} serves", "choose one with --model, or serve fewer --instances"
+        )
 
 
 def _configs(repository: Path, models: tuple[str, ...]) -> list[Path]:
@@ -215,7 +217,7 @@ class LocalServer:
             *self._model_arguments(),
             f"--http-restricted-api={_RESTRICTED}:{secret}",
             f"--grpc-restricted-protocol={_RESTRICTED}:{secret}",
-            *triton.where_known(f"--grpc-max-response-pool-size={_RESPONSES_IN_MEMORY}"),
+            *triton.with_its_path(f"--grpc-max-response-pool-size={_RESPONSES_IN_MEMORY}"),
             "--disable-auto-complete-config",
             *self._addresses(),
             f"--metrics-address={self.host}",
@@ -279,7 +281,7 @@ class LocalServer:
     def _says(self, state: str) -> bool:
         """Whether it says that it is `live`, or `ready`, and soon."""
         if self._folder is None:
-            return answers(f"http://{self.http_url}/v2/health/{state}")
+            return responds(f"http://{self.http_url}/v2/health/{state}")
         from tritonclient.grpc import InferenceServerClient
         from tritonclient.utils import InferenceServerException
 
@@ -304,10 +306,14 @@ class LocalServer:
         lines = self._log.read_text(errors="replace").splitlines()
         # a model that fails is the cause, what the server says when it ends is the consequence
         for sign in ("Poll failed", "failed to load '", "error: "):
-            told = [line for line in lines if sign in line]
-            if told:
+            complaints = [line for line in lines if sign in line]
+            if complaints:
                 break
-        message = told[0].partition("\\n\\nAt:")[0].partition("] ")[2] or told[0] if told else "it said nothing useful"
+        message = (
+            complaints[0].partition("\\n\\nAt:")[0].partition("] ")[2] or complaints[0]
+            if complaints
+            else "it said nothing useful"
+        )
         return f"{message.strip()[:500]} (all of it: {self._log})"
 
 

@@ -22,7 +22,7 @@ from megadit.serve.launch.local_server import (
     control_secret,
 )
 from megadit.serve.repository.model_config import PATHS, parameter_in
-from megadit.serve.supervise import keep_running, tell_on_stderr
+from megadit.serve.supervise import keep_running, print_on_stderr
 
 IMAGE = "megadit-serve"
 """The image that serve/Dockerfile builds: the vendor's container with megadit in it."""
@@ -79,7 +79,7 @@ def _run(argv: list[str]) -> int:
     server = LocalServer(options.repository, host=options.host, ports=ports, models=models, control_secret=secret)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return keep_running(server.process, tell=tell_on_stderr)
+        return keep_running(server.process, report=print_on_stderr)
     except KeyboardInterrupt:
         return 0  # being told to stop is how a server ends
 

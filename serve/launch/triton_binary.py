@@ -33,10 +33,10 @@ class TritonBinary:
     arguments: tuple[str, ...] = ()
     environment: dict[str, str]
 
-    def where_known(self, argument: str) -> list[str]:
+    def with_its_path(self, argument: str) -> list[str]:
         """The argument, if this release of Triton has its option."""
-        told = subprocess.run([str(self.path), "--help"], env=self.environment, capture_output=True, text=True)
-        return [argument] if argument.partition("=")[0] in told.stdout + told.stderr else []
+        usage = subprocess.run([str(self.path), "--help"], env=self.environment, capture_output=True, text=True)
+        return [argument] if argument.partition("=")[0] in usage.stdout + usage.stderr else []
 
 
 def find_triton() -> TritonBinary:
@@ -122,8 +122,8 @@ def _make_environment(directory: Path) -> None:
 
 def _package_folders() -> list[str]:
     """Folders where this process finds packages: PYTHONPATH first, then its environment; standard library left out."""
-    given = [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    return list(dict.fromkeys([*given, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
+    paths = [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    return list(dict.fromkeys([*paths, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
 
 
 def cache_folder() -> Path:

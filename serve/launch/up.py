@@ -33,7 +33,7 @@ from megadit.serve.launch.local_server import (
     control_secret,
 )
 from megadit.serve.launch.triton_binary import cache_folder
-from megadit.serve.supervise import OwnedProcess, answers, keep_running, reachable, tell_on_stderr
+from megadit.serve.supervise import OwnedProcess, keep_running, print_on_stderr, reachable, responds
 
 _SECONDS_TO_ANSWER = 15
 """Time that a gateway may take to end beyond its drain."""
@@ -127,11 +127,11 @@ def _run(argv: list[str]) -> int:
 
 def _wait_for_orphans(ports: set[int]) -> None:
     """Waits while servers of a `serve up` that was killed hold these ports: they are told to end, and take a while."""
-    deadline, is_told = time.monotonic() + _SECONDS_FOR_ORPHANS, False
+    deadline, has_guidance_embedding = time.monotonic() + _SECONDS_FOR_ORPHANS, False
     while _orphans(ports) and time.monotonic() < deadline:
-        if not is_told:
-            is_told = True
-            tell_on_stderr("servers of an earlier `serve up` still end; waiting for them")
+        if not has_guidance_embedding:
+            has_guidance_embedding = True
+            print_on_stderr("servers of an earlier `serve up` still end; waiting for them")
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
@@ -161,7 +161,7 @@ def _log_of(port: int) -> Path | None:
         return None
     cache_folder().mkdir(parents=True, exist_ok=True)
     log = cache_folder() / f"triton-{port}.log"
-    tell_on_stderr(f"tritonserver is loading the models; what it says: {log}")
+    print_on_stderr(f"tritonserver is loading the models; what it says: {log}")
     return log
 
 
@@ -172,8 +172,8 @@ def _renew(triton: OwnedProcess, gateway: OwnedProcess, idle: str, stopping: thr
     that cannot start.
     """
     _wait_for(triton, stopping)
-    tell_on_stderr("tritonserver is to start anew: the gateway begins no job, and waits for those that run")
-    while not (answers(idle) or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
+    print_on_stderr("tritonserver is to start anew: the gateway begins no job, and waits for those that run")
+    while not (responds(idle) or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
         if gateway.is_ready():  # a gateway that has just been started knows of nothing
             gateway.signal(signal.SIGUSR1)
     if not stopping.is_set():
@@ -194,7 +194,7 @@ def supervise(servers: list[OwnedProcess], renew: Callable[[threading.Event], No
 
     def keep(server: OwnedProcess) -> None:
         try:
-            keep_running(server, tell=tell_on_stderr, stopping=stopping)
+            keep_running(server, report=print_on_stderr, stopping=stopping)
         except Exception as error:  # rather no service, which is seen, than one that nobody keeps
             failed.append(error)
             stopping.set()
@@ -230,7 +230,7 @@ def noted(port: int) -> Iterator[Callable[[], None]]:
             file = stack.enter_context(_note(port))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            tell_on_stderr(f"`serve up --drain` will not find this service: {error.strerror} ({cache_folder()})")
+            print_on_stderr(f"`serve up --drain` will not find this service: {error.strerror} ({cache_folder()})")
             yield lambda: None
             return
         count = 0
@@ -262,7 +262,7 @@ def ask_to_renew(port: int) -> int:
             raise UserError(f"the `serve up` at port {port} is not in this container, or not yours") from None
         while _read_note(file, port) == before:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-    tell_on_stderr(f"the `serve up` at port {port} has loaded its repository anew")
+    print_on_stderr(f"the `serve up` at port {port} has loaded its repository anew")
     return 0
 
 

@@ -12,24 +12,35 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.page.studio import Studio
 
 _CONTINUE, _CHANGE, _PAINT = "Continue it", "Change it as the prompt says", "Make the painted part anew"
-_WAYS = {_CONTINUE: "prefix", _CHANGE: "edit", _PAINT: "inpaint"}
+_VARIANTS = {_CONTINUE: "prefix", _CHANGE: "edit", _PAINT: "inpaint"}
 """Label of what may be done with a video -> the conditioning that a network must have been trained with."""
 
 
-class GivenInputs:
+class ConditioningInputs:
     """Places to drop files at; those that the service's network takes are shown."""
 
     def __init__(self, studio: Studio) -> None:
-        self._studio, takes = studio, studio.info.takes
-        ways = [way for way, use in _WAYS.items() if use in takes]
-        shows = {"first_frame": "first_frame" in takes, "last_frame": "last_frame" in takes, "video": bool(ways)}
-        with gr.Accordion("Start from images or a video", open=False, visible=any(shows.values()), elem_id="given"):
+        self._studio, conditionings = studio, studio.info.conditionings
+        variants = [variant for variant, kind in _VARIANTS.items() if kind in conditionings]
+        shows = {
+            "first_frame": "first_frame" in conditionings,
+            "last_frame": "last_frame" in conditionings,
+            "video": bool(variants),
+        }
+        with gr.Accordion(
+            "Start from images or a video", open=False, visible=any(shows.values()), elem_id="conditioning"
+        ):
             with gr.Row():
                 self.image = self._image("First frame", "image", visible=shows["first_frame"])
                 self.last_image = self._image("Last frame", "last_image", visible=shows["last_frame"])
             self.video = gr.Video(label="A video", elem_id="video", visible=shows["video"], height=180)
-            self.way = gr.Radio(ways, value=ways[0] if ways else None, label="What to do with it", elem_id="way",
-                                visible=len(ways) > 0)  # fmt: skip
+            self.variant = gr.Radio(
+                variants,
+                value=variants[0] if variants else None,
+                label="What to do with it",
+                elem_id="variant",
+                visible=len(variants) > 0,
+            )
             self.mask = gr.ImageEditor(
                 label="Paint what is made anew",
                 elem_id="mask",
@@ -41,7 +52,9 @@ class GivenInputs:
                 transforms=[],
                 height=320,
             )
-        gr.on([self.video.change, self.way.change], self._show_mask, [self.video, self.way], self.mask, **_QUIET)
+        gr.on(
+            [self.video.change, self.variant.change], self._show_mask, [self.video, self.variant], self.mask, **_QUIET
+        )
 
     @staticmethod
     def _image(label: str, name: str, *, visible: bool) -> gr.Image:
@@ -50,25 +63,25 @@ class GivenInputs:
 
     @property
     def components(self) -> list[Any]:
-        return [self.image, self.last_image, self.video, self.way, self.mask]
+        return [self.image, self.last_image, self.video, self.variant, self.mask]
 
     def of(
-        self, prompt: str, image: str | None, last: str | None, video: str | None, way: str | None, mask: Any
+        self, prompt: str, image: str | None, last: str | None, video: str | None, variant: str | None, mask: Any
     ) -> dict:
         """The fields of a request, its prompt among them."""
         fields: dict[str, Any] = {"prompt": prompt}
         files = {"image": image, "last_image": last}
-        if video and way == _CONTINUE:
+        if video and variant == _CONTINUE:
             files["continue_video"] = video
         elif video:
             files["video"] = video
-            painted = _painted(mask) if way == _PAINT else None
-            fields |= {"prompt": "", "instruction": prompt} if way == _CHANGE else {"mask": painted}
+            painted = _painted(mask) if variant == _PAINT else None
+            fields |= {"prompt": "", "instruction": prompt} if variant == _CHANGE else {"mask": painted}
         return fields | {name: Path(path).read_bytes() for name, path in files.items() if path}
 
-    def _show_mask(self, video: str | None, way: str | None) -> Any:
+    def _show_mask(self, video: str | None, variant: str | None) -> Any:
         """The editor, with the first frame of the video to paint on."""
-        if not video or way != _PAINT:
+        if not video or variant != _PAINT:
             return gr.ImageEditor(visible=False)
         try:
             frame = self._studio.media.read(Path(video).read_bytes())[0]

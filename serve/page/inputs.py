@@ -15,28 +15,30 @@ class Sizes:
         self._studio = studio
         self.presets = view.presets(studio.info)
         defaults = studio.info.defaults
-        labels = self.labels(studio.first_way, defaults["num_steps"], defaults["guidance"])
+        labels = self.labels(studio.first_variant, defaults["num_steps"], defaults["guidance"])
         self.radio = gr.Radio(labels, value=0, label="Size", elem_id=elem_id, min_width=100)
 
-    def labels(self, way: str, steps: float, guidance: float) -> list[tuple[str, int]]:
+    def labels(self, variant: str, steps: float, guidance: float) -> list[tuple[str, int]]:
         """(label, place) of each preset made this way, at this number of steps and scale of guidance."""
-        seconds = [self._seconds(each, way, int(steps), float(guidance)) for each in self.presets]
+        seconds = [self._seconds(each, variant, int(steps), float(guidance)) for each in self.presets]
         return [(each.label(seconds[place]), place) for place, each in enumerate(self.presets)]
 
-    def follow(self, way: gr.Radio, *sliders: gr.Slider) -> None:
+    def follow(self, variant: gr.Radio, *sliders: gr.Slider) -> None:
         """Update the times whenever one of (steps, guidance) was moved."""
         events = [slider.release for slider in sliders]
-        gr.on(events, self.told, [way, *sliders], self.radio, show_progress="hidden")
+        gr.on(events, self.labelled, [variant, *sliders], self.radio, show_progress="hidden")
 
-    def told(self, way: str, steps: float, guidance: float) -> gr.Radio:
-        return gr.Radio(choices=self.labels(way, steps, guidance))
+    def labelled(self, variant: str, steps: float, guidance: float) -> gr.Radio:
+        return gr.Radio(choices=self.labels(variant, steps, guidance))
 
     def of(self, place: int) -> dict[str, int]:
         return self.presets[place].size
 
-    def _seconds(self, preset: view.Preset, way: str, steps: int, guidance: float) -> float:
-        request = self._studio.request(prompt="", seed=0, way=way, num_steps=steps, guidance=guidance, **preset.size)
-        return self._studio.estimate(request, way)
+    def _seconds(self, preset: view.Preset, variant: str, steps: int, guidance: float) -> float:
+        request = self._studio.request(
+            prompt="", seed=0, variant=variant, num_steps=steps, guidance=guidance, **preset.size
+        )
+        return self._studio.estimate(request, variant)
 
 
 class Sampling:
@@ -44,54 +46,65 @@ class Sampling:
     bounds."""
 
     def __init__(
-        self, studio: Studio, sizes: Sizes, *, elem_id: str, way: str | None = None, has_guidance: bool = True
+        self, studio: Studio, sizes: Sizes, *, elem_id: str, variant: str | None = None, has_guidance: bool = True
     ) -> None:
         """Without guidance it begins at the lowest scale."""
         self._studio, self._sizes = studio, sizes
-        way = way or studio.first_way
-        defaults = studio.ways[way].defaults
-        self.way = gr.Radio(
-            list(studio.ways), value=way, label="Calls", elem_id=elem_id, visible=studio.has_ways, min_width=100
+        variant = variant or studio.first_variant
+        defaults = studio.variants[variant].defaults
+        self.variant = gr.Radio(
+            list(studio.variants),
+            value=variant,
+            label="Calls",
+            elem_id=elem_id,
+            visible=studio.has_variants,
+            min_width=100,
         )
         self.steps = gr.Slider(1, self._most_steps(), value=defaults["num_steps"], step=1, label="Steps")
-        low, high = studio.ways[way].scales
+        low, high = studio.variants[variant].scales
         guidance = defaults["guidance"] if has_guidance else low
         self.guidance = gr.Slider(low, high, value=guidance, step=0.5, label="Guidance")
         self.sampler = gr.Dropdown(list(studio.info.samplers), value=defaults["sampler"], label="Sampler")
         self.sliders = [
             gr.Slider(about.low, about.high, value=value, label=name.replace("_", " ").capitalize())
-            for (name, about), value in zip(view.SLIDERS.items(), self._slid(way).values(), strict=True)
+            for (name, about), value in zip(view.SLIDERS.items(), self._slid(variant).values(), strict=True)
         ]
-        sizes.follow(self.way, self.steps, self.guidance)
-        self.way.change(self._chosen, self.way, [*self.components[1:], sizes.radio], show_progress="hidden")
+        sizes.follow(self.variant, self.steps, self.guidance)
+        self.variant.change(self._chosen, self.variant, [*self.components[1:], sizes.radio], show_progress="hidden")
 
     @property
     def components(self) -> list[Any]:
-        return [self.way, self.steps, self.guidance, self.sampler, *self.sliders]
+        return [self.variant, self.steps, self.guidance, self.sampler, *self.sliders]
 
-    def of(self, way: str, steps: float, guidance: float, sampler: str, *moved: float) -> dict[str, Any]:
+    def of(self, variant: str, steps: float, guidance: float, sampler: str, *moved: float) -> dict[str, Any]:
         """The settings to ask for. Sliders at their defaults are left out: another sampler may need other defaults."""
-        usual = self._slid(way)
+        usual = self._slid(variant)
         settings = dict(zip(usual, map(float, moved), strict=True))
         settings = {name: value for name, value in settings.items() if value != usual[name]}
-        return {"way": way, "num_steps": int(steps), "guidance": float(guidance), "sampler": sampler, **settings}
+        return {
+            "variant": variant,
+            "num_steps": int(steps),
+            "guidance": float(guidance),
+            "sampler": sampler,
+            **settings,
+        }
 
-    def _chosen(self, way: str) -> list[Any]:
+    def _chosen(self, variant: str) -> list[Any]:
         """Updates of all components but the first when a visitor chooses a way."""
-        chosen = self._studio.ways[way]
+        chosen = self._studio.variants[variant]
         steps, guidance, sampler = (chosen.defaults[name] for name in ("num_steps", "guidance", "sampler"))
         low, high = chosen.scales
         scale = gr.Slider(minimum=low, maximum=high, value=guidance)
-        return [steps, scale, sampler, *self._slid(way).values(), self._sizes.told(way, steps, guidance)]
+        return [steps, scale, sampler, *self._slid(variant).values(), self._sizes.labelled(variant, steps, guidance)]
 
-    def _slid(self, way: str) -> dict[str, float]:
+    def _slid(self, variant: str) -> dict[str, float]:
         """Values of a way's sliders."""
-        defaults = self._studio.ways[way].defaults
+        defaults = self._studio.variants[variant].defaults
         return {name: float(defaults.get(name, about.default)) for name, about in view.SLIDERS.items()}
 
     def _most_steps(self) -> int:
         largest = max(each.num_frames * each.height * each.width for each in self._sizes.presets)
-        steps = max(each.defaults["num_steps"] for each in self._studio.ways.values())
+        steps = max(each.defaults["num_steps"] for each in self._studio.variants.values())
         return max(1, min(10 * steps, self._studio.info.limits.max_work // largest))
 
 

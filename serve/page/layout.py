@@ -13,10 +13,10 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
 from megadit.serve.events import CancelledError, InvalidRequestError, ServiceError, StepDone
 from megadit.serve.page import view
-from megadit.serve.page.conditioning import GivenInputs
+from megadit.serve.page.conditioning import ConditioningInputs
 from megadit.serve.page.inputs import Adapters, Sampling, Seed, Sizes
 from megadit.serve.page.studio import Studio, Take
-from megadit.serve.page.uploads import SECONDS_BETWEEN_SWEEPS, SECONDS_KEPT, UploadRoom
+from megadit.serve.page.uploads import LIFETIME_SECONDS, SECONDS_BETWEEN_SWEEPS, UploadQuota
 
 
 def show(studio: Studio, *, host: str, port: int) -> None:
@@ -31,7 +31,7 @@ def show(studio: Studio, *, host: str, port: int) -> None:
 
 def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> str:
     """Starts serving in threads of its own; returns the page's address."""
-    room = Middleware(UploadRoom, folder=studio.uploads, largest=studio.info.limits.max_media_bytes)
+    quota = Middleware(UploadQuota, folder=studio.uploads, largest=studio.info.limits.max_media_bytes)
     font = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]  # nothing to fetch from elsewhere
     _, url, _ = page.launch(
         server_name=host,
@@ -39,7 +39,7 @@ def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> s
         prevent_thread_lock=True,
         allowed_paths=[str(studio.folder)],
         max_file_size=studio.info.limits.max_media_bytes,
-        app_kwargs={"middleware": [room]},
+        app_kwargs={"middleware": [quota]},
         theme=gr.themes.Soft(primary_hue="indigo", font=font, font_mono=["ui-monospace", "monospace"]),
         css=view.CSS,
         footer_links=[],
@@ -52,7 +52,7 @@ def build_page(studio: Studio) -> gr.Blocks:
     """The page: one video, and two side by side."""
     made = "an image" if view.makes_images(studio.info) else "a video"
     os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)  # each part of a page asks for it when it is made
-    kept = (SECONDS_BETWEEN_SWEEPS, SECONDS_KEPT)
+    kept = (SECONDS_BETWEEN_SWEEPS, LIFETIME_SECONDS)
     with gr.Blocks(title="megadit", analytics_enabled=False, delete_cache=kept) as page:
         gr.Markdown(f"# megadit\nA few words in, {made} out.", elem_id="headline")
         with gr.Tab(f"Make {made}"):
@@ -72,7 +72,7 @@ class _VideoTab:
 
     def __init__(self, studio: Studio) -> None:
         self.studio = studio
-        self.takes, self.current = gr.State([]), gr.State(None)
+        self.conditionings, self.current = gr.State([]), gr.State(None)
         with gr.Row(equal_height=False):
             with gr.Column(scale=5, min_width=300, elem_id="inputs"):
                 self._lay_out_inputs()
@@ -99,7 +99,7 @@ class _VideoTab:
         self.examples = gr.Dataset(
             components=[self.prompt], samples=samples, label="Examples", elem_id="examples", visible=bool(samples)
         )
-        self.given = GivenInputs(self.studio)
+        self.conditioning = ConditioningInputs(self.studio)
         with gr.Row():
             self.make = gr.Button("Make it", variant="primary", elem_id="make", min_width=100)
             self.cancel = gr.Button("Cancel", elem_id="cancel", interactive=False, min_width=100)
@@ -125,17 +125,17 @@ class _VideoTab:
 
     def _wire(self) -> None:
         shown = [self.stage, self.facts, self.make, self.cancel, self.again, self.download, self.gallery]
-        shown += [self.seed.number, self.takes, self.current]
-        inputs = [self.takes, self.prompt, self.negative, self.sizes.radio]
+        shown += [self.seed.number, self.conditionings, self.current]
+        inputs = [self.conditionings, self.prompt, self.negative, self.sizes.radio]
         inputs += [*self.sampling.components, *self.adapters.components, *self.seed.components]
-        inputs += self.given.components
+        inputs += self.conditioning.components
         quiet = {"show_progress": "hidden"}
         gr.on([self.make.click, self.prompt.submit], self._start, inputs, shown, **quiet)
         self.examples.click(lambda sample: sample[0], self.examples, self.prompt, **quiet).then(
             self._start, inputs, shown, **quiet
         )
-        self.again.click(self._repeat, [self.current, self.takes], shown, **quiet)
-        self.gallery.select(self._choose, self.takes, [*shown, self.prompt], **quiet)
+        self.again.click(self._repeat, [self.current, self.conditionings], shown, **quiet)
+        self.gallery.select(self._choose, self.conditionings, [*shown, self.prompt], **quiet)
         self.cancel.click(_canceller(self.studio), None, None, **quiet)
 
     def _start(
@@ -147,9 +147,9 @@ class _VideoTab:
             return
         count = len(self.sampling.components)
         sampling, values = values[:count], values[count:]
-        adapters, seed, given = values[:2], values[2:4], values[4:]
+        adapters, seed, conditioning = values[:2], values[2:4], values[4:]
         try:
-            fields = self.given.of(prompt, *given)
+            fields = self.conditioning.of(prompt, *conditioning)
         except UserError as error:
             gr.Warning(str(error))
             yield {self.cancel: gr.Button(interactive=False)}
@@ -165,18 +165,18 @@ class _VideoTab:
         yield from self._run(session, request, kept, sampling[0])
 
     def _repeat(self, session: gr.Request, take: Take, kept: list[Take]) -> Iterator[dict]:
-        yield from self._run(session, take.again(), kept, take.way, note="made again")
+        yield from self._run(session, take.again(), kept, take.variant, note="made again")
 
     def _choose(self, event: gr.SelectData, kept: list[Take]) -> dict:
         take = kept[event.index]
         return self._finished(take) | {self.prompt: take.request.text}
 
     def _run(
-        self, session: gr.Request, request: VideoRequest, kept: list[Take], way: str, note: str = ""
+        self, session: gr.Request, request: VideoRequest, kept: list[Take], variant: str, note: str = ""
     ) -> Iterator[dict]:
         yield {
             self.stage: view.waiting_stage(_size(request)),
-            self.facts: view.facts(request, note=note, way=self.studio.told(way)),
+            self.facts: view.facts(request, note=note, variant=self.studio.told(variant)),
             self.make: gr.Button(interactive=False),
             self.again: gr.Button(interactive=False),
             self.download: gr.DownloadButton(interactive=False),
@@ -185,13 +185,13 @@ class _VideoTab:
         }
         ended = {self.make: gr.Button(interactive=True), self.cancel: gr.Button(interactive=False)}
         try:
-            for event in self.studio.run(session.session_hash, request, way):
+            for event in self.studio.run(session.session_hash, request, variant):
                 if isinstance(event, StepDone):
                     yield {self.stage: view.progress_stage(_size(request), event)}
                     continue
-                take = self.studio.keep(request, event, way)
+                take = self.studio.keep(request, event, variant)
                 kept = [take, *kept]
-                ended |= self._finished(take, note) | {self.takes: kept, self.gallery: _pictures(kept)}
+                ended |= self._finished(take, note) | {self.conditionings: kept, self.gallery: _pictures(kept)}
         except (ServiceError, UserError) as error:
             ended |= {self.stage: _failed_stage(request, error)}
         yield ended
@@ -199,7 +199,9 @@ class _VideoTab:
     def _finished(self, take: Take, note: str = "") -> dict:
         return {
             self.stage: _finished_stage(take),
-            self.facts: view.facts(take.again(), take.seconds, note, take.scores, way=self.studio.told(take.way)),
+            self.facts: view.facts(
+                take.again(), take.seconds, note, take.scores, variant=self.studio.told(take.variant)
+            ),
             self.again: gr.Button(interactive=True),
             self.download: gr.DownloadButton(value=str(take.path), interactive=True),
             self.seed.number: take.request.seed,
@@ -224,8 +226,8 @@ class _CompareTab:
             self.cancel = gr.Button("Cancel", elem_id="cancel2", min_width=100)
         self.samplings, self.stages, self.facts = [], [], []
         with gr.Row(equal_height=False):
-            _, *others = studio.ways
-            other = {"way": others[0]} if others else {"has_guidance": False}
+            _, *others = studio.variants
+            other = {"variant": others[0]} if others else {"has_guidance": False}
             sides = [("left", {}), ("right", other)] if others else [("left", other), ("right", {})]
             for side, start in sides:
                 with gr.Column(min_width=300):
@@ -245,24 +247,26 @@ class _CompareTab:
         common = {"prompt": prompt, **self.sizes.of(size)}
         first = self.studio.request(seed=self.seed.of(*seed), **common, **left.of(*sampling[:count]))
         second = self.studio.request(seed=first.seed, **common, **right.of(*sampling[count:]))
-        requests, ways = [first, second], [sampling[0], sampling[count]]
+        requests, variants = [first, second], [sampling[0], sampling[count]]
         yield {
             **{stage: view.waiting_stage(_size(first)) for stage in self.stages},
             **{
-                facts: view.facts(each, way=self.studio.told(way))
-                for facts, each, way in zip(self.facts, requests, ways, strict=True)
+                facts: view.facts(each, variant=self.studio.told(variant))
+                for facts, each, variant in zip(self.facts, requests, variants, strict=True)
             },
             self.seed.number: first.seed,
             self.make: gr.Button(interactive=False),
         }
-        for side, event in self.studio.run_side_by_side(session.session_hash, requests, ways):
+        for side, event in self.studio.run_side_by_side(session.session_hash, requests, variants):
             if isinstance(event, (ServiceError, UserError)):
                 yield {self.stages[side]: _failed_stage(first, event)}
             elif isinstance(event, StepDone):
                 yield {self.stages[side]: view.progress_stage(_size(first), event)}
             else:
-                take = self.studio.keep(requests[side], event, ways[side])
-                facts = view.facts(take.request, take.seconds, scores=take.scores, way=self.studio.told(take.way))
+                take = self.studio.keep(requests[side], event, variants[side])
+                facts = view.facts(
+                    take.request, take.seconds, scores=take.scores, variant=self.studio.told(take.variant)
+                )
                 yield {self.stages[side]: _finished_stage(take), self.facts[side]: facts}
         yield {self.make: gr.Button(interactive=True)}
 
@@ -285,12 +289,12 @@ def _finished_stage(take: Take) -> str:
 def _failed_stage(request: VideoRequest, error: ServiceError | UserError) -> str:
     """Tell a visitor how to go on; addresses and other details go to the log of whoever runs the page."""
     if isinstance(error, CancelledError):
-        return view.told_stage(_size(request), "Cancelled", "Nothing more is computed for it.")
+        return view.message_stage(_size(request), "Cancelled", "Nothing more is computed for it.")
     if isinstance(error, InvalidRequestError):
-        return view.told_stage(_size(request), "That did not work", str(error), is_error=True)
+        return view.message_stage(_size(request), "That did not work", str(error), is_error=True)
     print(f"error: {error}", file=sys.stderr, flush=True)
     text = "The service cannot make it at the moment. Try again in a while."
-    return view.told_stage(_size(request), "That did not work", text, is_error=True)
+    return view.message_stage(_size(request), "That did not work", text, is_error=True)
 
 
 def _pictures(takes: list[Take]) -> gr.Gallery:

@@ -20,7 +20,7 @@ from megadit.serve.contract import VideoRequest
 from megadit.serve.events import Event, ServiceError, StepDone, VideoResult
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.gateway.media import pack, unpack
-from megadit.serve.page.variants import BEST, ways_of
+from megadit.serve.page.variants import BEST, variants_of
 
 Client = VideoClient | GatewayClient
 _SECONDS_BETWEEN_UPDATES = 0.1
@@ -39,27 +39,27 @@ class Take:
     """Scores by a judge, if the service has one."""
     picture: Path
     """A small animation of it, for the gallery."""
-    way: str = BEST
+    variant: str = BEST
     """Name of the `Way` it was made."""
-    given: Path | None = None
+    conditioning: Path | None = None
     """The files of the request, which `request` is without: a page keeps paths."""
 
     def again(self) -> VideoRequest:
         """The request with its files."""
-        return replace(self.request, **unpack(self.given.read_bytes())) if self.given else self.request
+        return replace(self.request, **unpack(self.conditioning.read_bytes())) if self.conditioning else self.request
 
 
 class Studio:
     """Work of the page, without the page: runs and cancels requests, keeps files, estimates times."""
 
-    def __init__(self, client: Client, *, max_kept: int = 500) -> None:
+    def __init__(self, client: Client, *, max_cached: int = 500) -> None:
         self.client = client
         self.info = client.info()
-        self.ways = ways_of(client)
+        self.variants = variants_of(client)
         self.media = MediaReader(self.info.limits)
         self._folder = tempfile.TemporaryDirectory(prefix="megadit_videos_")
-        self._kept: deque[Path] = deque()
-        self._max_kept = max_kept
+        self._takes_kept: deque[Path] = deque()
+        self._max_cached = max_cached
         self._running: dict[str, list[Generation]] = {}
         self._lock = threading.Lock()
         self._seconds_per_work = self._measure()
@@ -73,9 +73,9 @@ class Studio:
         """Folder of visitors' files and the copies of videos that are shown: gone with the page."""
         return self.folder / "gradio"
 
-    def told(self, way: str) -> str:
+    def told(self, variant: str) -> str:
         """Return the name of a way for labels; "" where there is no choice."""
-        return way if self.has_ways else ""
+        return variant if self.has_variants else ""
 
     def adapters(self) -> list[str]:
         """Names of those that a request may give now; of two networks for both, or for one."""
@@ -83,30 +83,30 @@ class Studio:
         return [f"{form}{name}" for name in self.client.adapters() for form in about.forms] if about else []
 
     @property
-    def first_way(self) -> str:
-        return next(iter(self.ways))
+    def first_variant(self) -> str:
+        return next(iter(self.variants))
 
     @property
-    def has_ways(self) -> bool:
+    def has_variants(self) -> bool:
         """Whether the page shows ways: several, or a student's calls."""
-        return [*self.ways] != [BEST]
+        return [*self.variants] != [BEST]
 
-    def request(self, *, seed: int | None, way: str | None = None, **settings) -> VideoRequest:
+    def request(self, *, seed: int | None, variant: str | None = None, **settings) -> VideoRequest:
         """A request that leaves nothing out; `seed` None is a new one, `way` None the first. A negative prompt that is
         the service's default is that of the way: a guidance-distilled student takes none."""
         if settings.get("negative_prompt") == self.info.defaults["negative_prompt"]:
             settings = settings | {"negative_prompt": None}
         seed = random.randrange(2**31) if seed is None else seed
-        asked = VideoRequest(seed=seed, evaluate=self.info.has_judge, **settings)
-        return self.ways[way or self.first_way].request(asked)
+        asked = VideoRequest(seed=seed, evaluate=self.info.has_scorer, **settings)
+        return self.variants[variant or self.first_variant].request(asked)
 
-    def estimate(self, request: VideoRequest, way: str | None = None) -> float:
+    def estimate(self, request: VideoRequest, variant: str | None = None) -> float:
         """Seconds that a request is going to take, from those before it; `way` as in `request`."""
-        return self._seconds_per_work * self.ways[way or self.first_way].work(request)
+        return self._seconds_per_work * self.variants[variant or self.first_variant].work(request)
 
-    def run(self, session: str, request: VideoRequest, way: str | None = None) -> Iterator[Event]:
+    def run(self, session: str, request: VideoRequest, variant: str | None = None) -> Iterator[Event]:
         """Events of a request, until it ends or `cancel` is called for its session; `way` as in `request`."""
-        steps, chosen = request.num_steps or 1, self.ways[way or self.first_way]
+        steps, chosen = request.num_steps or 1, self.variants[variant or self.first_variant]
         generation = chosen.client.stream(replace(request, preview_every=max(1, steps // 20)))
         with self._lock:
             self._running.setdefault(session, []).append(generation)
@@ -121,14 +121,14 @@ class Studio:
                 self._running[session].remove(generation)
 
     def run_side_by_side(
-        self, session: str, requests: list[VideoRequest], ways: Sequence[str | None] = (None, None)
+        self, session: str, requests: list[VideoRequest], variants: Sequence[str | None] = (None, None)
     ) -> Iterator[tuple[int, Event | ServiceError | UserError]]:
         """(which, event) of several requests at once; one that fails gives its error."""
         events: queue.Queue = queue.Queue()
 
         def forward(index: int, request: VideoRequest) -> None:
             try:
-                for event in self.run(session, request, ways[index]):
+                for event in self.run(session, request, variants[index]):
                     events.put((index, event))
             except (ServiceError, UserError) as error:
                 events.put((index, error))
@@ -152,20 +152,20 @@ class Studio:
             for generation in self._running.get(session, []):
                 generation.cancel()
 
-    def keep(self, request: VideoRequest, result: VideoResult, way: str | None = None) -> Take:
+    def keep(self, request: VideoRequest, result: VideoResult, variant: str | None = None) -> Take:
         """Writes a video where the page can serve it; the oldest go when there are too many.
 
         Who knows a path may read it: no visitor can guess another's.
         """
         folder = self.folder / secrets.token_urlsafe(16)
         folder.mkdir()
-        media, given = request.media(), folder / "given.zip"
+        media, conditioning = request.media(), folder / "given.zip"
         if media:
-            given.write_bytes(pack(media))
+            conditioning.write_bytes(pack(media))
         take = Take(
             request=request.without_media(),
-            given=given if media else None,
-            way=way or self.first_way,
+            conditioning=conditioning if media else None,
+            variant=variant or self.first_variant,
             media_type=result.media_type,
             seconds=result.seconds,
             scores=result.scores,
@@ -176,26 +176,26 @@ class Studio:
         frames, fps = read_video(take.path)
         enlarged = frames.repeat(factor := max(1, 128 // frames.shape[1]), axis=1).repeat(factor, axis=2)
         write_video(take.picture, enlarged, fps or 1)
-        self._kept.append(folder)
-        if len(self._kept) > self._max_kept:
-            shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+        self._takes_kept.append(folder)
+        if len(self._takes_kept) > self._max_cached:
+            shutil.rmtree(self._takes_kept.popleft(), ignore_errors=True)
         return take
 
     def _measure(self) -> float:
         """Seconds for each pixel and step, from one short request."""
         request = self.request(prompt="a video", seed=0, num_steps=2)
         (result,) = self.client.generate(request)
-        return result.seconds / self.ways[self.first_way].work(request)
+        return result.seconds / self.variants[self.first_variant].work(request)
 
 
 def _paced(events: Iterable[Event]) -> Iterator[Event]:
     """The events, with progress no more often than eyes can follow, each with the latest preview."""
-    preview, last_told = b"", 0.0
+    preview, last_reported = b"", 0.0
     for event in events:
         if isinstance(event, StepDone):
             preview = event.preview or preview
-            if time.monotonic() - last_told < _SECONDS_BETWEEN_UPDATES:
+            if time.monotonic() - last_reported < _SECONDS_BETWEEN_UPDATES:
                 continue
-            last_told = time.monotonic()
+            last_reported = time.monotonic()
             event = replace(event, preview=preview)
         yield event

@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megadit.serve.forms import IN_A_LINE, IN_PARTS, kind_of_form
+from megadit.serve.forms import IN_A_LINE, MULTIPART, kind_of_form
 
-SECONDS_KEPT = 3600
+LIFETIME_SECONDS = 3600
 """Time that an uploaded file stays."""
 SECONDS_BETWEEN_SWEEPS = 300
 _OF_A_VISITOR, _OF_ALL = 8, 32
@@ -31,7 +31,7 @@ class _TooMuchError(Exception):
     pass
 
 
-class UploadRoom:
+class UploadQuota:
     """Middleware that counts what visitors send, by their addresses."""
 
     def __init__(self, app: ASGIApp, *, folder: Path, largest: int) -> None:
@@ -50,7 +50,7 @@ class UploadRoom:
             return
         kind, is_utf8 = kind_of_form(Headers(scope=scope).get("content-type"))
         is_upload = scope["path"].rstrip("/").endswith("/upload")
-        if kind == IN_A_LINE or (kind == IN_PARTS and not (is_upload and is_utf8)):
+        if kind == IN_A_LINE or (kind == MULTIPART and not (is_upload and is_utf8)):
             await PlainTextResponse("send files as multipart/form-data in UTF-8, all else as JSON", 415)(
                 scope, receive, send
             )
@@ -77,8 +77,8 @@ class UploadRoom:
             await self._app(scope, receiving, sending)
         except _TooMuchError:
             if not has_begun:
-                told = "this page keeps no more files now: send smaller ones, or try again in an hour"
-                await PlainTextResponse(told, 413)(scope, receive, send)
+                text = "this page keeps no more files now: send smaller ones, or try again in an hour"
+                await PlainTextResponse(text, 413)(scope, receive, send)
 
     def _count(self, visitor: str, size: int) -> bool:
         """Whether there is room for so many bytes more of a visitor, which then count."""
@@ -90,7 +90,7 @@ class UploadRoom:
 
     def _sweep(self) -> None:
         """Forgets what gradio has removed by now, and removes what it does not know of: files that were cut off."""
-        oldest = SECONDS_KEPT + SECONDS_BETWEEN_SWEEPS
+        oldest = LIFETIME_SECONDS + SECONDS_BETWEEN_SWEEPS
         while self._sent and time.monotonic() - self._sent[0][0] > oldest:
             _, visitor, size = self._sent.popleft()
             self._num_bytes.subtract({visitor: size, _ALL: size})

@@ -18,7 +18,7 @@ MOST_GUIDANCE = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Variant:
     """A model of the service, or an adapter of it, with the settings that it is made for."""
 
     name: str
@@ -30,11 +30,11 @@ class Way:
     @property
     def scales(self) -> tuple[float, ...]:
         """The lowest and the highest scale of guidance that a visitor may choose."""
-        return self.info.guidance_range or (1.0, max(MOST_GUIDANCE, 2 * self.defaults["guidance"]))
+        return self.info.guidance_embedding_range or (1.0, max(MOST_GUIDANCE, 2 * self.defaults["guidance"]))
 
     def work(self, request: VideoRequest) -> int:
         """Pixels times network calls: guidance takes two a step, unless the network is guidance-distilled."""
-        calls = request.num_steps * (1 if self.info.is_told or request.guidance == 1 else 2)
+        calls = request.num_steps * (1 if self.info.has_guidance_embedding or request.guidance == 1 else 2)
         return request.num_frames * request.height * request.width * calls
 
     def request(self, request: VideoRequest) -> VideoRequest:
@@ -44,35 +44,39 @@ class Way:
         return self.info.filled(request)
 
 
-def ways_of(client: VideoClient | GatewayClient) -> dict[str, Way]:
+def variants_of(client: VideoClient | GatewayClient) -> dict[str, Variant]:
     """The ways of a service by their names, its own first; without those students that a gateway does not pass on.
 
     Raises:
         ServiceError: if the service does not answer.
     """
     info = client.info()
-    found = [_way(client, info)]
-    for other in map(client.beside, info.students):
+    found = [_variant(client, info)]
+    for other in map(client.with_model, info.students):
         with suppress(ServiceError):
-            found.append(_way(other, other.info()))
+            found.append(_variant(other, other.info()))
     for adapter, asked in (info.adapters.defaults if info.adapters is not None else {}).items():
-        found.append(_way(client, info, info.defaults | asked, adapter))
-    several = {name for name, count in Counter(way.name for way in found).items() if count > 1}
-    return {way.name: way for way in (_told_apart(way, several) for way in found)}
+        found.append(_variant(client, info, info.defaults | asked, adapter))
+    several = {name for name, count in Counter(variant.name for variant in found).items() if count > 1}
+    return {variant.name: variant for variant in (_distinguished(variant, several) for variant in found)}
 
 
-def _way(
+def _variant(
     client: VideoClient | GatewayClient,
     info: ServiceInfo,
     defaults: Mapping[str, Any] | None = None,
     adapter: str | None = None,
-) -> Way:
+) -> Variant:
     defaults = info.defaults if defaults is None else defaults
-    calls = calls_of(defaults, is_told=info.is_told)
+    calls = calls_of(defaults, has_guidance_embedding=info.has_guidance_embedding)
     name = BEST if calls is None else calls_in_words(calls)
-    return Way(name=name, client=client, info=info, defaults=defaults, adapter=adapter)
+    return Variant(name=name, client=client, info=info, defaults=defaults, adapter=adapter)
 
 
-def _told_apart(way: Way, several: set[str]) -> Way:
+def _distinguished(variant: Variant, several: set[str]) -> Variant:
     """The name of an adapter's way says which, where its calls do not."""
-    return replace(way, name=f"{way.name}, {way.adapter}") if way.adapter and way.name in several else way
+    return (
+        replace(variant, name=f"{variant.name}, {variant.adapter}")
+        if variant.adapter and variant.name in several
+        else variant
+    )

@@ -75,10 +75,10 @@ class Preset:
         return {"num_frames": self.num_frames, "height": self.height, "width": self.width}
 
     def label(self, seconds: float) -> str:
-        return f"{self.name} \N{MIDDLE DOT} {told_size(self)}, {about(seconds)}"
+        return f"{self.name} \N{MIDDLE DOT} {size_text(self)}, {about(seconds)}"
 
 
-def told_size(size: Preset | VideoRequest) -> str:
+def size_text(size: Preset | VideoRequest) -> str:
     """`832×480, 81 frames`; of an image `832×480`."""
     frames = "" if size.num_frames == 1 else f", {size.num_frames} frames"
     return f"{size.width}\N{MULTIPLICATION SIGN}{size.height}{frames}"
@@ -127,14 +127,14 @@ def how_to_begin(info: ServiceInfo) -> str:
 
 def empty_stage(info: ServiceInfo, preset: Preset) -> str:
     what = "image" if makes_images(info) else "video"
-    return told_stage(preset, f"Your {what} appears here", how_to_begin(info))
+    return message_stage(preset, f"Your {what} appears here", how_to_begin(info))
 
 
 def waiting_stage(preset: Preset) -> str:
-    return told_stage(preset, "Waiting for a place in the queue\N{HORIZONTAL ELLIPSIS}")
+    return message_stage(preset, "Waiting for a place in the queue\N{HORIZONTAL ELLIPSIS}")
 
 
-def told_stage(preset: Preset, title: str, text: str = "", *, is_error: bool = False) -> str:
+def message_stage(preset: Preset, title: str, text: str = "", *, is_error: bool = False) -> str:
     """A message in the video's place."""
     kind = "hint error" if is_error else "hint"
     return _stage(preset, f'<div class="{kind}"><b>{escape(title)}</b><br>{escape(text)}</div>')
@@ -148,19 +148,19 @@ def progress_stage(preset: Preset, progress: StepDone) -> str:
         blur = f"filter: blur({10 * (1 - share) ** 2:.1f}px)"
         source = f"data:image/jpeg;base64,{base64.b64encode(progress.preview).decode()}"
         image = f'<img src="{source}" alt="preview" style="{blur}">'
-    told = (
+    attributes = (
         '<div class="told"><div class="row">'
         f"<span>Step {progress.step} of {progress.num_steps}</span><span>{duration(progress.seconds_left)} left</span>"
         f'</div><div class="bar"><div style="width: {100 * share:.0f}%"></div></div></div>'
     )
-    return _stage(preset, image + told)
+    return _stage(preset, image + attributes)
 
 
 def finished_stage(preset: Preset, url: str, media_type: str) -> str:
     """The video, playing in a loop, with the browser's own controls, which a keyboard reaches; or the image."""
     if media_type.startswith("video/"):
-        told = 'autoplay loop muted playsinline controls tabindex="0" aria-label="the video"'
-        return _stage(preset, f'<video src="{escape(url)}" {told} onkeydown="{_KEYS}"></video>')
+        attributes = 'autoplay loop muted playsinline controls tabindex="0" aria-label="the video"'
+        return _stage(preset, f'<video src="{escape(url)}" {attributes} onkeydown="{_KEYS}"></video>')
     return _stage(preset, f'<img class="final" src="{escape(url)}" alt="the image">')
 
 
@@ -169,16 +169,16 @@ def facts(
     seconds: float | None = None,
     note: str = "",
     scores: Mapping[str, float] | None = None,
-    way: str = "",
+    variant: str = "",
 ) -> str:
     """A prompt, its way and settings, and a judge's scores, as small labels."""
     shown: Sequence[str] = [
-        *([way] if way else []),
+        *([variant] if variant else []),
         f"seed {request.seed}",
         f"{request.num_steps} steps",
         f"guidance {request.guidance:g}",
         str(request.sampler),
-        told_size(request),
+        size_text(request),
         *(f"{name.replace('_', ' ')} {value:g}" for name in SLIDERS if (value := getattr(request, name))),
         *(f"with a given {name.replace('_', ' ')}" for name in request.media()),
         *(f"adapter {text}" for text in request.adapters or () if text),

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from megadit.infer.hooks.guardrail import find_guardrail
-from megadit.infer.hooks.scorer import find_judge
+from megadit.infer.hooks.scorer import find_scorer
 from megadit.infer.media.signing import SigningOptions, load_marker
-from megadit.infer.pipeline.adapters import KEPT_BYTES, NO_ROOM
+from megadit.infer.pipeline.adapters import CACHE_BYTES, NO_ADAPTER_INPUTS
 from megadit.infer.pipeline.checkpoints import open_any_bundle, open_bundle
 from megadit.infer.runtimes.chosen_dtype import AUTO
-from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, open_exported, taken
+from megadit.infer.runtimes.load import TORCH, adapter_inputs, check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.sampling.resolve import DefaultOptions, with_changed_defaults
 from megadit.models.bundle import USED_BY, Bundle, check_transformer, update_manifest
@@ -33,7 +33,7 @@ from megadit.models.diffusion.settings import SAMPLERS, STOCHASTIC, SamplingSett
 from megadit.models.lora.named import OF_A_KEY, adapters_in, find_adapter
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
-from megadit.models.shared.cli.setting import given_class, group, setting, settings_of
+from megadit.models.shared.cli.setting import group, partial_dataclass, setting, settings_of
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.models.storage.weights import config_to_dict
@@ -58,10 +58,10 @@ def build_repository(
     with_networks: bool = False,
     limits: dict[str, int] | None = None,
     adapters: str | os.PathLike | None = None,
-    adapter_bytes: int = KEPT_BYTES,
+    adapter_bytes: int = CACHE_BYTES,
     defaults: Sequence[str] = (),
     guardrail_dir: str | os.PathLike | None = None,
-    judge_dir: str | os.PathLike | None = None,
+    scorer_dir: str | os.PathLike | None = None,
     signing: SigningOptions | None = None,
     students: Sequence[str | os.PathLike] = (),
 ) -> Path:
@@ -72,7 +72,7 @@ def build_repository(
     `with_networks` adds each exported network as a model of Triton's own backends. `adapters` is the folder of those
     that requests may name, which is read while requests are served and not copied; `adapter_bytes` of them stay in
     memory; `defaults` are changes of the bundle's, such as num_steps=20; `guardrail_dir` is the folder of a content
-    filter (`infer/hooks/guardrail.py`), and `judge_dir` that of a scorer (`infer/hooks/scorer.py`) for requests that
+    filter (`infer/hooks/guardrail.py`), and `scorer_dir` that of a scorer (`infer/hooks/scorer.py`) for requests that
     ask to be evaluated, which are run where they are, in Triton; `signing` names what videos are signed with, of
     which the repository holds the paths alone. `students` are bundles that `megadit distill` made of this one, each a
     model of its own, named by its calls.
@@ -105,8 +105,8 @@ def build_repository(
     found = signing.found()  # of the environment, too: a container has another
     others |= {name: str(found.get(name, "")) for name in asdict(signing)}
     others["guardrail_dir"] = "" if guardrail_dir is None else str(find_guardrail(guardrail_dir).parent)
-    others["judge_dir"] = "" if judge_dir is None else str(find_judge(judge_dir).parent)
-    models = {name: replace(info, has_judge=judge_dir is not None) for name, info in models.items()}
+    others["scorer_dir"] = "" if scorer_dir is None else str(find_scorer(scorer_dir).parent)
+    models = {name: replace(info, has_scorer=scorer_dir is not None) for name, info in models.items()}
     with atomic_directory(path) as temporary:
         sources = {name: student.path for name, student in learnt.items()}
         for name, info in models.items():
@@ -132,8 +132,8 @@ def _students(paths: Sequence[str | os.PathLike], runtime: str) -> dict[str, Bun
     found: dict[str, Bundle] = {}
     for path in paths:
         student = open_bundle(path)
-        is_told = student.config.guidance_range is not None
-        if (calls := calls_of(student.defaults.to_dict(), is_told=is_told)) is None:
+        has_guidance_embedding = student.config.guidance_embedding_range is not None
+        if (calls := calls_of(student.defaults.to_dict(), has_guidance_embedding=has_guidance_embedding)) is None:
             raise UserError(f"--student {path} is no student: its defaults have guidance, or no sigmas of their own")
         if (name := f"{MODEL}_{calls_in_words(calls).replace(' ', '_')}") in found:
             raise UserError(f"--student {path} takes as many calls as {found[name].path}: serve one of them")
@@ -150,8 +150,8 @@ def _adapter_folder(path: str | os.PathLike, bundle: Bundle, runtime: str, sched
             f"--adapters with --ranks={scheduling.ranks} needs the torch runtime: leave out --ranks or "
             f"--runtime={runtime}"
         )
-    if runtime != TORCH and adapter_slots(bundle, runtime) is None:
-        raise UserError(f"--adapters: {bundle.path} was {NO_ROOM}")
+    if runtime != TORCH and adapter_inputs(bundle, runtime) is None:
+        raise UserError(f"--adapters: {bundle.path} was {NO_ADAPTER_INPUTS}")
     if not folder.is_dir():
         raise UserError(f"{path} is no folder; adapters are the folders and .safetensors files in one")
     return folder
@@ -167,13 +167,13 @@ def service_info(
     """Build the description of a bundle's service that its clients get."""
     pixels = defaults.num_frames * defaults.height * defaults.width
     multiple = bundle.load_tokenizer().spatial_compression * bundle.config.patch_spatial
-    room = {
+    shared_memory = {
         "max_frames": 1 if defaults.num_frames == 1 else defaults.num_frames * _SIZE_BEYOND_DEFAULT,
         "max_pixels": pixels * _SIZE_BEYOND_DEFAULT,
         "max_work": pixels * _SIZE_BEYOND_DEFAULT * defaults.num_steps * _STEPS_BEYOND_DEFAULT,
         "max_media_pixels": max(MediaLimits().max_media_pixels, pixels * _SIZE_BEYOND_DEFAULT),
     }
-    limits = Limits(**room | (limits or {}))
+    limits = Limits(**shared_memory | (limits or {}))
     return ServiceInfo(
         defaults=defaults.to_dict(),
         limits=limits,
@@ -181,8 +181,8 @@ def service_info(
         size_multiple=multiple,
         examples=bundle.prompts,
         eta_samplers=(*STOCHASTIC, *(alias for name in STOCHASTIC for alias in SAMPLERS[name].aliases)),
-        takes=taken(bundle, runtime),
-        guidance_range=bundle.config.guidance_range or (),
+        conditionings=taken(bundle, runtime),
+        guidance_embedding_range=bundle.config.guidance_embedding_range or (),
         adapters=None if adapters is None else _adapter_info(bundle, adapters, runtime, limits.max_adapter_rank),
     )
 
@@ -190,7 +190,7 @@ def service_info(
 def _adapter_info(bundle: Bundle, folder: Path, runtime: str, max_rank: int) -> AdapterInfo:
     names = tuple(name for name in adapters_in(folder) if not OF_A_KEY.fullmatch(name))
     asked = {name: _defaults_of(folder, name) for name in names}
-    slots = None if runtime == TORCH else adapter_slots(bundle, runtime)
+    slots = None if runtime == TORCH else adapter_inputs(bundle, runtime)
     return AdapterInfo(
         names=names,
         base=" ".join(bundle_fingerprint(bundle, network) for network in bundle.networks),
@@ -209,7 +209,7 @@ def _defaults_of(folder: Path, name: str) -> dict[str, Any]:
         return {}
 
 
-GivenLimits = given_class("GivenLimits", Limits)
+PartialLimits = partial_dataclass("PartialLimits", Limits)
 _OF_FEATURES = ("networks", "runtime", *settings_of(Scheduling), *LIMITS)
 """Options that apply to embedding and classification models, too."""
 
@@ -229,7 +229,7 @@ class RepositoryOptions:
         None, "folder of adapters that requests may name; read at run time, not copied", metavar="DIR"
     )
     adapter_bytes: int = setting(
-        KEPT_BYTES,
+        CACHE_BYTES,
         "bytes of adapters that stay in memory while nobody asks for them (default: 2 GiB)",
         low=0,
         metavar="N",
@@ -243,23 +243,25 @@ class RepositoryOptions:
         repeated=True,
         metavar="BUNDLE",
     )
-    judge_dir: Path | None = setting(
+    scorer_dir: Path | None = setting(
         None,
-        "folder of a scorer (judge.py) for videos whose requests ask for scores; run there, not copied",
+        "folder of a scorer (scorer.py) for videos whose requests ask for scores; run there, not copied",
         metavar="DIR",
     )
     runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
     defaults: DefaultOptions = group(DefaultOptions)
     scheduling: Scheduling = group(Scheduling, "queue and devices")
     signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in videos and images")
-    limits: GivenLimits = group(GivenLimits, "limits of a request (defaults: a multiple of the bundle's default video)")
+    limits: PartialLimits = group(
+        PartialLimits, "limits of a request (defaults: a multiple of the bundle's default video)"
+    )
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("images", "dtype", "runtime", "device", "default", "adapters", "student"),
     "queue and devices": tuple(name for name in settings_of(Scheduling) if name != "device"),
     "limits of a request (defaults: a multiple of the bundle's default video)": tuple(settings_of(Limits)),
-    "safety": ("guardrail_dir", "judge_dir", "c2pa_certificate", "c2pa_key"),
+    "safety": ("guardrail_dir", "scorer_dir", "c2pa_certificate", "c2pa_key"),
     "other": ("networks", "adapter_bytes"),
 }
 EXAMPLES = (
@@ -299,12 +301,12 @@ def _of_videos(options: RepositoryOptions) -> Path:
         runtime=options.runtime,
         with_images=options.images,
         with_networks=options.networks,
-        limits=_given_limits(options),
+        limits=_set_limits(options),
         adapters=options.adapters,
         adapter_bytes=options.adapter_bytes,
         defaults=options.defaults.default,
         guardrail_dir=options.guardrail_dir,
-        judge_dir=options.judge_dir,
+        scorer_dir=options.scorer_dir,
         signing=options.signing,
         students=options.student,
     )
@@ -312,9 +314,9 @@ def _of_videos(options: RepositoryOptions) -> Path:
 
 def _of_features(bundle: Bundle, options: RepositoryOptions) -> Path:
     """Build the repository of a CLIP model or a classifier; raises UserError for an option of videos alone."""
-    given = _by_name(options)
+    asked = _by_name(options)
     plain = _by_name(RepositoryOptions(checkpoint=options.checkpoint, repository=options.repository))
-    if wrong := [name for name in given if given[name] != plain[name] and name not in _OF_FEATURES]:
+    if wrong := [name for name in asked if asked[name] != plain[name] and name not in _OF_FEATURES]:
         raise UserError(f"--{wrong[0]} is for models of videos, and {bundle.path} {USED_BY[bundle.kind]}: leave it out")
     return build_feature_repository(
         bundle,
@@ -322,7 +324,7 @@ def _of_features(bundle: Bundle, options: RepositoryOptions) -> Path:
         scheduling=options.scheduling,
         runtime=options.runtime,
         with_networks=options.networks,
-        limits=_given_limits(options),
+        limits=_set_limits(options),
     )
 
 
@@ -333,5 +335,5 @@ def _by_name(options: RepositoryOptions) -> dict[str, Any]:
     return {name: value for each in values for name, value in groups.get(each, {each: values[each]}).items()}
 
 
-def _given_limits(options: RepositoryOptions) -> dict[str, int]:
+def _set_limits(options: RepositoryOptions) -> dict[str, int]:
     return {name: value for name, value in asdict(options.limits).items() if value is not None}

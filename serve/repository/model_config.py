@@ -11,7 +11,7 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.contract import INPUTS, ServiceInfo
 from megadit.serve.events import DATA, EVENT
 
-PATHS = ("adapters", "guardrail_dir", "judge_dir", "c2pa_certificate", "c2pa_key")
+PATHS = ("adapters", "guardrail_dir", "scorer_dir", "c2pa_certificate", "c2pa_key")
 """Parameters that name files and folders outside of the repository, read at run time."""
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 

@@ -28,7 +28,7 @@ class Options:
     requests: int = setting(64, "at once, beside one after the other (default: {default})", low=1)
 
 
-class Answers(BaseHTTPRequestHandler):
+class AnnotationCache(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -62,7 +62,7 @@ def fetch(url: str, folder: Path, files: int, requests: int) -> float:
 
 def _run(argv: list[str]) -> None:
     options = read_options(Options, argv, prog="downloads.py", description=__doc__.partition("\n")[0])
-    with Server(("127.0.0.1", 0), Answers) as server, tempfile.TemporaryDirectory() as root:
+    with Server(("127.0.0.1", 0), AnnotationCache) as server, tempfile.TemporaryDirectory() as root:
         server.seconds = options.seconds
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url, folders = f"http://127.0.0.1:{server.server_port}", [Path(root) / "many", Path(root) / "one"]

@@ -1,9 +1,9 @@
-"""Loss and gradient of a pack of given and wanted beside those of the same pack with nothing given, as a ratio.
+"""Loss and gradient of a pack with conditioning beside those of the same pack without, as a ratio.
 
     python tests/benchmarks/given_step.py [--rounds 9] [--threads 1] [--json FILE]
 
-The uses and their shares are those of the recipe `digits_given`. Both packs have the same samples, so that each token
-attends to as many others.
+The modes and their shares are those of the recipe `digits_conditioned`. Both packs have the same samples, so that each
+token attends to as many others.
 """
 
 import sys
@@ -35,7 +35,7 @@ LIMIT = 1.02
 
 
 def _run_of(model: dict, data: dict, folder: str) -> RunConfig:
-    run = load_recipe("digits_given")
+    run = load_recipe("digits_conditioned")
     return replace(
         run,
         model=replace(run.model, **model),
@@ -46,7 +46,7 @@ def _run_of(model: dict, data: dict, folder: str) -> RunConfig:
 
 def without(batch: PackedBatch) -> PackedBatch:
     """The same samples, of which nothing is given."""
-    segments = tuple(replace(segment, given=()) for segment in batch.layout.segments)
+    segments = tuple(replace(segment, clean=()) for segment in batch.layout.segments)
     return replace(batch, layout=PackLayout(segments))
 
 
@@ -70,7 +70,7 @@ def _run(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             run = _run_of(*sizes, folder)
             batch, dit = next(TrainBatches(run, start_processes(run))).arrived(), randomised(DiT(run.model))
-            name += f", {1 - batch.layout.num_wanted / batch.layout.num_tokens:.0%} of them given"
+            name += f", {1 - batch.layout.num_targets / batch.layout.num_tokens:.0%} of them given"
             sides = partial(_step, dit, batch), partial(_step, dit, without(batch))
             found.append(compare(name, *sides, options.rounds, limit=LIMIT))
             process_groups.release()

@@ -91,11 +91,13 @@ def _ask(client: VideoClient, request: VideoRequest) -> float:
 
 def _compare(name: str, request: VideoRequest, generator: Pool, clients: dict[str, VideoClient], rounds: int) -> None:
     """Prints the least seconds that each way takes; they alternate, and other work on the machine only adds to them."""
-    ways: dict[str, Callable[[], float]] = {"generate": lambda: generator.apply(_generate, [request])}
-    ways |= {way: lambda client=client: _ask(client, request) for way, client in clients.items()}
-    seconds = [{way: measure() for way, measure in ways.items()} for _ in range(rounds + 1)]
-    least = {way: 1000 * min(each[way] for each in seconds[1:]) for way in ways}  # the first round warms up
-    extra = [f"{least[way] - least['generate']:+.0f} ms" for way in clients]
+    variants: dict[str, Callable[[], float]] = {"generate": lambda: generator.apply(_generate, [request])}
+    variants |= {variant: lambda client=client: _ask(client, request) for variant, client in clients.items()}
+    seconds = [{variant: measure() for variant, measure in variants.items()} for _ in range(rounds + 1)]
+    least = {
+        variant: 1000 * min(each[variant] for each in seconds[1:]) for variant in variants
+    }  # the first round warms up
+    extra = [f"{least[variant] - least['generate']:+.0f} ms" for variant in clients]
     print(f"| {name} | {least['generate']:.0f} ms | {' | '.join(extra)} |", flush=True)
 
 

@@ -54,7 +54,7 @@ DIT = Setting(
         crossattn_emb_size=2,
         position_embedding="sincos",
         qk_layernorm=False,
-        preconditioner="vp",
+        parameterization="vp",
         num_classes=1000,
     ),
     latents=(1, 64, 64),

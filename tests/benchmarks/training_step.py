@@ -211,7 +211,7 @@ def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
         torch.optim.AdamW([*others, *uncertainty.parameters()], lr=settings.lr, betas=(0.9, 0.99), fused=True),
     ]
     parameters = [*named.values(), *uncertainty.parameters()]
-    averages = [[parameter.detach().clone() for parameter in parameters] for _ in config.ema.sigma_rels]
+    ema_weights = [[parameter.detach().clone() for parameter in parameters] for _ in config.ema.sigma_rels]
 
     def step() -> None:
         batch = next(batches)
@@ -222,7 +222,7 @@ def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for average in averages:
+        for average in ema_weights:
             torch._foreach_lerp_(average, [parameter.detach() for parameter in parameters], 0.01)
 
     return step

@@ -18,12 +18,12 @@ from megadit.infer.commands.check_adapter import problem_of
 from megadit.infer.generate import command as generate
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import ExportedDenoiser
-from megadit.infer.runtimes.load import adapter_slots, open_exported
+from megadit.infer.runtimes.load import adapter_inputs, open_exported
 from megadit.infer.runtimes.onnx import tensorrt_options
 from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.convert.adapters.files import bundle_fingerprint
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.shared.errors import UserError
 from tests.bundles import CONFIG, write_tiny_bundle
 from tests.infer.conftest import make_adapter
@@ -106,7 +106,7 @@ def test_the_gate_compares_with_adapters_loaded_in_torch(slotted):
     report = slotted.manifest["export"]["onnx"]["report"]["denoiser"]
     names = {"adapters, two in a slot", "adapters, one beside none"}
     assert names <= report["cases"].keys() and report["worst"] <= 1e-4
-    spec, slots = open_exported(slotted, "onnx").network("denoiser"), adapter_slots(slotted, "onnx")
+    spec, slots = open_exported(slotted, "onnx").network("denoiser"), adapter_inputs(slotted, "onnx")
     network = build_network("denoiser", slotted, slotted.load_tokenizer(), torch.float32, slots)
     cases = {case.name: case for case in reference_cases(network, spec, slotted, slots)}
     path = slotted.path / "onnx/denoiser.onnx"
@@ -130,7 +130,7 @@ def test_what_inputs_cannot_hold_is_refused_before_any_work(pipelines, adapters,
         "elsewhere": "text_embedder, which was exported without inputs for adapters",
     }
     base = {"network": slotted.config.to_dict(), "base": bundle_fingerprint(slotted)}
-    slots = adapter_slots(slotted, "onnx").to_dict()
+    slots = adapter_inputs(slotted, "onnx").to_dict()
     for name, reason in refused.items():
         with pytest.raises(UserError, match=reason):
             made(pipelines["onnx"], {adapters[name]: 1.0})
@@ -175,8 +175,8 @@ def test_an_export_without_such_inputs_takes_none(exported, adapters, capsys):
 
 
 def test_a_network_of_many_blocks_has_few_inputs():
-    many = AdapterSlots(config=replace(CONFIG, num_layers=28), rank=16)
-    assert len(many.inputs) == len(AdapterSlots(config=CONFIG, rank=16).inputs) == 20
+    many = AdapterInputs(config=replace(CONFIG, num_layers=28), rank=16)
+    assert len(many.inputs) == len(AdapterInputs(config=CONFIG, rank=16).inputs) == 20
     assert many.inputs["blocks.self_attention.q.down"] == (28, 16, CONFIG.hidden_size)
     assert many.inputs["blocks.mlp.fc1.up"] == (28, 4 * CONFIG.hidden_size, 16)
 
@@ -184,7 +184,7 @@ def test_a_network_of_many_blocks_has_few_inputs():
 def test_profiles_have_the_slots_of_a_batch(tiny_bundle):
     tokenizer = tiny_bundle.load_tokenizer()
     profiles = contract.default_profiles(tiny_bundle, tokenizer, tiny_bundle.load_text_encoder())
-    slots = AdapterSlots(config=CONFIG, rank=4, targets=("blocks.*.mlp.fc2",))
+    slots = AdapterInputs(config=CONFIG, rank=4, targets=("blocks.*.mlp.fc2",))
     spec = contract.specs(profiles, CONFIG, tokenizer, slots=slots)["denoiser"]
     options = tensorrt_options(spec)
     assert options["trt_profile_min_shapes"].endswith("blocks.mlp.fc2.down:1x2x4x128,blocks.mlp.fc2.up:1x2x32x4")
@@ -192,23 +192,25 @@ def test_profiles_have_the_slots_of_a_batch(tiny_bundle):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "takes"), [("bf16", ()), ("int8", ()), ("fp32", ("first_frame",))])
-def test_precisions_and_given_parts(tmp_path, precision, takes):
+@pytest.mark.parametrize(("precision", "conditionings"), [("bf16", ()), ("int8", ()), ("fp32", ("first_frame",))])
+def test_precisions_and_given_parts(tmp_path, precision, conditionings):
     """The export compares, and refuses what differs; with parts given, conditions come twice, and so do their slots."""
-    config = replace(CONFIG, num_layers=1, given_sigma=0.02) if takes else replace(CONFIG, num_layers=1)
-    training = {"given": dict.fromkeys(takes, 0.5)} if takes else None
+    config = replace(CONFIG, num_layers=1, conditioning_sigma=0.02) if conditionings else replace(CONFIG, num_layers=1)
+    training = {"conditioning": dict.fromkeys(conditionings, 0.5)} if conditionings else None
     bundle = write_tiny_bundle(tmp_path / "bundle", config, training=training)
     tokenizer, settings = bundle.load_tokenizer(), replace(SETTINGS, precision=precision)
     sizes = contract.default_profiles(bundle, tokenizer, bundle.load_text_encoder())
     profiles = contract.parse_profiles(["text=1,4,9", "batch=1,1,2"], sizes)
-    slots = settings.adapter_slots(config)
-    spec = contract.specs(profiles, config, tokenizer, takes=bundle.takes, slots=slots)["denoiser"]
+    slots = settings.adapter_inputs(config)
+    spec = contract.specs(profiles, config, tokenizer, conditionings=bundle.conditionings, slots=slots)["denoiser"]
     report = export_network("denoiser", bundle, tokenizer, spec, tmp_path / "denoiser.onnx", settings)
-    assert {"all sides max", "adapters, two in a slot", *(f"given {use}" for use in takes)} <= report["cases"].keys()
+    assert {"all sides max", "adapters, two in a slot", *(f"given {kind}" for kind in conditionings)} <= report[
+        "cases"
+    ].keys()
 
 
 def test_packing_folds_scaling_and_pads():
-    slots = AdapterSlots(config=CONFIG, rank=3, targets=("blocks.*.mlp.fc2",))
+    slots = AdapterInputs(config=CONFIG, rank=3, targets=("blocks.*.mlp.fc2",))
     about = AdapterConfig(rank=2, alpha=8.0, targets=slots.targets)
     state = {"blocks.1.mlp.fc2.down": torch.randn(2, 128), "blocks.1.mlp.fc2.up": torch.randn(32, 2)}
     packed = slots.packed(state, about)

@@ -63,7 +63,7 @@ def test_denoiser_is_torchs_at_other_sizes(exported, size, lengths):
 
 
 def test_a_student_is_called_as_its_bundle_says(exported):
-    student = with_changed_defaults(exported, ["sampler=restart", "sigmas=20,2,0.4", "guidance=1"])
+    student = with_changed_defaults(exported, ["sampler=consistency", "sigmas=20,2,0.4", "guidance=1"])
     videos = {}
     for runtime in ("torch", "onnx"):
         called = []

@@ -42,7 +42,7 @@ PREDICT2 = DiTConfig(
     **SMALL,
     hidden_size=48,
     family="cosmos",
-    preconditioner="flow",
+    parameterization="flow",
     sigma_data=1.0,
     adaln_lora_dim=6,
     rope_scale=(1.0, 4.0, 4.0),
@@ -71,13 +71,13 @@ FAMILIES = {
         position_embedding="sincos",
         qk_layernorm=False,
         num_classes=600,
-        preconditioner="vp",
+        parameterization="vp",
         learned_variance=True,
     ),
     "moviegen": MOVIEGEN,
     "moviegen of nemo": dataclasses.replace(MOVIEGEN, compat="nemo", hidden_size=260),
     "st_dit": DiTConfig(**SMALL, hidden_size=48, family="st_dit", adaln_lora_dim=6),
-    "wan": DiTConfig(**SMALL, hidden_size=48, family="wan", preconditioner="flow"),
+    "wan": DiTConfig(**SMALL, hidden_size=48, family="wan", parameterization="flow"),
     "tokens": DiTConfig(**SMALL, hidden_size=48, experts=ExpertConfig(num_experts=4, shared_ffn_hidden_size=16)),
     "experts": DiTConfig(**SMALL, hidden_size=48, experts=ExpertConfig(num_experts=4, routing="expert_choice")),
     "patches in time": DiTConfig(**SMALL, hidden_size=48, patch_temporal=2, position_embedding="sincos"),
@@ -95,7 +95,7 @@ def test_families(family, tmp_path):
     profiles = contract.parse_profiles([text, "batch=1,1,2"], contract.default_profiles(bundle, tokenizer, encoder))
     spec, path = contract.specs(profiles, config, tokenizer)["denoiser"], tmp_path / "denoiser.onnx"
     check_report(export_network("denoiser", bundle, tokenizer, spec, path, ExportSettings()), spec)
-    if config.preconditioner != "vp":
+    if config.parameterization != "vp":
         check_operators(path)
     assert least_psnr(bundle, OnnxNetwork(path, spec, device=torch.device("cpu"))) >= 50
 

@@ -9,11 +9,11 @@ import torch
 from megadit.export import signatures as contract
 from megadit.export import verify
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.export.conditioning_cases import given_inputs, random_medium
+from megadit.export.conditioning_cases import conditioning_inputs, random_medium
 from megadit.export.networks import build_network
 from megadit.export.quantize import calibrate
 from megadit.export.references import inputs_at, reference_cases
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.generate import command as generate
 from megadit.infer.media.animations import encode_image
 from megadit.infer.media.video_io import read_video
@@ -23,7 +23,7 @@ from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
 from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders.image_encoder import ImageEncoder
-from megadit.train.data.packs.conditioning import USES
+from megadit.train.data.packs.conditioning import KINDS
 from tests.bundles import CONFIG, DEFAULTS, write_tiny_bundle
 from tests.models.convert.test_given_weights import image_parts
 
@@ -35,8 +35,8 @@ SETTINGS = {"num_frames": 9, "seeds": [1, 2]}
 def able(tmp_path_factory) -> Bundle:
     """A bundle as if it had been trained for every use, exported."""
     folder = tmp_path_factory.mktemp("able")
-    training = {"given": dict.fromkeys(USES, 0.1)}
-    bundle = write_tiny_bundle(folder / "bundle", replace(CONFIG, given_sigma=0.02), training=training)
+    training = {"conditioning": dict.fromkeys(KINDS, 0.1)}
+    bundle = write_tiny_bundle(folder / "bundle", replace(CONFIG, conditioning_sigma=0.02), training=training)
     export_bundle(bundle.path, folder / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
     return Bundle.open(folder / "exported")
 
@@ -46,11 +46,11 @@ def pipelines(able) -> dict[str, TextToVideo]:
     return {runtime: TextToVideo.from_pretrained(able, device="cpu", runtime=runtime) for runtime in ("torch", "onnx")}
 
 
-def medium(use: str) -> GivenVideo:
-    return random_medium(use, replace(DEFAULTS, num_frames=SETTINGS["num_frames"]), seed=7)
+def medium(kind: str) -> ConditioningItem:
+    return random_medium(kind, replace(DEFAULTS, num_frames=SETTINGS["num_frames"]), seed=7)
 
 
-CASES = {use: ((medium(use),), {}) for use in USES} | {
+CASES = {kind: ((medium(kind),), {}) for kind in KINDS} | {
     "both ends": ((medium("first_frame"), medium("last_frame")), {}),
     "two scales": ((medium("edit"),), {"image_guidance": 1.5}),
     "two scales of a frame": ((medium("first_frame"),), {"image_guidance": 3.0, "negative_prompt": "a dog"}),
@@ -65,30 +65,30 @@ def difference(one: np.ndarray, other: np.ndarray) -> int:
 @pytest.mark.parametrize("patch_temporal", [1, 3], ids=["every frame", "patches in time"])
 def test_inputs_say_what_torch_is_told(tmp_path, patch_temporal):
     """The network behind the graph, fed with tensors, beside torch's way, which knows the places."""
-    config = replace(CONFIG, given_sigma=0.02, patch_temporal=patch_temporal)
-    training, defaults = {"given": dict.fromkeys(USES, 0.1)}, replace(DEFAULTS, num_frames=21)
+    config = replace(CONFIG, conditioning_sigma=0.02, patch_temporal=patch_temporal)
+    training, defaults = {"conditioning": dict.fromkeys(KINDS, 0.1)}, replace(DEFAULTS, num_frames=21)
     bundle = write_tiny_bundle(tmp_path / "bundle", config, defaults=defaults, training=training)
     tokenizer, encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     profiles = contract.default_profiles(bundle, tokenizer, encoder)
-    spec = contract.specs(profiles, config, tokenizer, takes=bundle.takes)["denoiser"]
+    spec = contract.specs(profiles, config, tokenizer, conditionings=bundle.conditionings)["denoiser"]
     network = build_network("denoiser", bundle, tokenizer, torch.float32)
     usual, found = inputs_at(spec, 2.0, bundle), {}
-    for use in USES:
-        if patch_temporal > 1 and use in ("last_frame", "keyframes"):
+    for kind in KINDS:
+        if patch_temporal > 1 and kind in ("last_frame", "keyframes"):
             continue  # one frame is no token there
-        inputs, conditioning = given_inputs((random_medium(use, bundle.defaults, seed=4),), bundle, usual)
+        inputs, conditioning = conditioning_inputs((random_medium(kind, bundle.defaults, seed=4),), bundle, usual)
         with torch.no_grad():
-            found[use] = network(*inputs.values())
+            found[kind] = network(*inputs.values())
             expected = network.denoiser(inputs["x"], inputs["sigma"], conditioning)
-        torch.testing.assert_close(found[use], expected, atol=1e-5, rtol=1e-5, msg=use)
-        assert inputs["is_given"].any() and not inputs["is_given"].all(), use
+        torch.testing.assert_close(found[kind], expected, atol=1e-5, rtol=1e-5, msg=kind)
+        assert inputs["is_clean"].any() and not inputs["is_clean"].all(), kind
     edited = found.pop("edit")[:, :, :6]
     assert all((edited - video[:, :, :6]).abs().max() > 0.01 for video in found.values())
 
 
 FIRST, LAST = (
-    GivenVideo(use=use, frames=np.random.default_rng(seed).integers(0, 256, (1, 32, 48, 3), dtype=np.uint8))
-    for seed, use in enumerate(("first_frame", "last_frame"))
+    ConditioningItem(kind=kind, frames=np.random.default_rng(seed).integers(0, 256, (1, 32, 48, 3), dtype=np.uint8))
+    for seed, kind in enumerate(("first_frame", "last_frame"))
 )
 BESIDE = {
     "wan2.2": ({}, (FIRST,)),
@@ -101,13 +101,20 @@ BESIDE = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_networks_that_read_images_beside_their_latents(tmp_path, name):
     changes, given = BESIDE[name]
-    config = replace(CONFIG, num_layers=1, family="wan", preconditioner="flow", given_form="channels", given_sigma=0.0)
+    config = replace(
+        CONFIG,
+        num_layers=1,
+        family="wan",
+        parameterization="flow",
+        conditioning_mode="channels",
+        conditioning_sigma=0.0,
+    )
     for part in image_parts():
         part.save_pretrained(tmp_path / "clip")
     clip = ImageEncoder(model=str(tmp_path / "clip")) if changes else None
-    uses = [medium.use for medium in given]
+    uses = [medium.kind for medium in given]
     bundle = write_tiny_bundle(
-        tmp_path / "bundle", replace(config, **changes), training={"given": uses}, image_encoder=clip
+        tmp_path / "bundle", replace(config, **changes), training={"conditioning": uses}, image_encoder=clip
     )
     export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
     exported = Bundle.open(tmp_path / "exported")
@@ -121,14 +128,14 @@ def test_networks_that_read_images_beside_their_latents(tmp_path, name):
         TextToVideo.from_pretrained(exported, device="cpu", runtime=name) for name in ("onnx", "torch")
     )
     asked = {"seeds": [1, 2], "num_frames": 9}
-    made, expected = (pipeline(["a cat", "dogs"], given=given, **asked) for pipeline in (by_onnx, by_torch))
+    made, expected = (pipeline(["a cat", "dogs"], conditioning=given, **asked) for pipeline in (by_onnx, by_torch))
     assert max(difference(ours.video, theirs.video) for ours, theirs in zip(made, expected, strict=True)) <= 1
     others = tuple(replace(medium, frames=255 - medium.frames) for medium in given)
-    (other, _) = by_onnx(["a cat", "dogs"], given=others, **asked)
+    (other, _) = by_onnx(["a cat", "dogs"], conditioning=others, **asked)
     assert difference(other.video, made[0].video) > 1, "negative control: what is given must matter"
     for missing in range(len(given)):
         with pytest.raises(UserError, match="needs a first frame"):
-            by_onnx(["a cat"], given=given[:missing])
+            by_onnx(["a cat"], conditioning=given[:missing])
 
 
 @pytest.mark.slow
@@ -136,17 +143,19 @@ def test_networks_that_read_images_beside_their_latents(tmp_path, name):
 def test_networks_that_are_told_by_marks(tmp_path, form):
     """Cosmos' forms, whose marks are a channel of the tokens, at every noise level."""
     family = {"family": "cosmos", "adaln_lora_dim": 4, "padding_mask_channel": True}
-    config = replace(CONFIG, num_layers=1, preconditioner="flow", given_form=form, given_sigma=1e-3, **family)
+    config = replace(
+        CONFIG, num_layers=1, parameterization="flow", conditioning_mode=form, conditioning_sigma=1e-3, **family
+    )
     uses = ("first_frame", "prefix")
-    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": dict.fromkeys(uses, 0.5)})
+    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"conditioning": dict.fromkeys(uses, 0.5)})
     export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
     exported = Bundle.open(tmp_path / "exported")
     report = exported.manifest["export"]["onnx"]["report"]["denoiser"]
-    assert report["worst"] <= 1e-4 and {f"given {use}" for use in uses} <= report["cases"].keys()
+    assert report["worst"] <= 1e-4 and {f"given {kind}" for kind in uses} <= report["cases"].keys()
     assert len([name for name in report["cases"] if name.startswith("sigma")]) == 7
     ours, theirs = (
         TextToVideo.from_pretrained(exported, device="cpu", runtime=runtime)(
-            ["a cat"], seeds=1, num_frames=9, given=medium("prefix")
+            ["a cat"], seeds=1, num_frames=9, conditioning=medium("prefix")
         )
         for runtime in ("onnx", "torch")
     )
@@ -159,7 +168,7 @@ def test_every_use_is_torchs(pipelines):
     made = {}
     for name, (media, settings) in CASES.items():
         ours, theirs = (
-            [video.video for video in pipeline(["a cat", "dogs"], given=media, **SETTINGS, **settings)]
+            [video.video for video in pipeline(["a cat", "dogs"], conditioning=media, **SETTINGS, **settings)]
             for pipeline in (pipelines["onnx"], pipelines["torch"])
         )
         assert max(map(difference, ours, theirs)) <= 1, name
@@ -171,8 +180,8 @@ def test_every_use_is_torchs(pipelines):
 @pytest.mark.slow
 def test_the_gate_compares_every_use(able):
     report = able.manifest["export"]["onnx"]["report"]["denoiser"]
-    assert report["worst"] <= 1e-4 and {f"given {use}" for use in USES} <= report["cases"].keys()
-    assert taken(able, "onnx") == taken(able, "torch") == tuple(USES)
+    assert report["worst"] <= 1e-4 and {f"given {kind}" for kind in KINDS} <= report["cases"].keys()
+    assert taken(able, "onnx") == taken(able, "torch") == tuple(KINDS)
 
 
 @pytest.mark.slow
@@ -180,23 +189,23 @@ def test_a_graph_with_another_noise_level_of_given_tokens_is_refused(able):
     """The graph is compared with a network that differs in nothing else."""
     spec, path = open_exported(able, "onnx").network("denoiser"), able.path / "onnx/denoiser.onnx"
     network = build_network("denoiser", able, able.load_tokenizer(), torch.float32)
-    network.denoiser.dit.config = replace(able.config, given_sigma=0.5)
+    network.denoiser.dit.config = replace(able.config, conditioning_sigma=0.5)
     cases = {case.name: case for case in reference_cases(network, spec, able)}
 
     def compare(name: str) -> None:
         verify.verify_network(path, spec, [cases[name]], able.config, "fp32", {}, lambda: network)
 
     compare("sigma 5.0")
-    for use in USES:
-        with pytest.raises(ValueError, match=f"with given {use} its F.* differs"):
-            compare(f"given {use}")
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=f"with given {kind} its F.* differs"):
+            compare(f"given {kind}")
 
 
 @pytest.mark.slow
 def test_more_than_was_exported_for_is_refused(pipelines):
     keyframes = tuple(replace(medium("keyframes"), frame=1) for _ in range(40))
     with pytest.raises(ValueError, match="time is 43 in x, but was exported for 1 to 16"):
-        pipelines["onnx"](["a cat"], given=keyframes, num_frames=9)
+        pipelines["onnx"](["a cat"], conditioning=keyframes, num_frames=9)
 
 
 @pytest.mark.slow

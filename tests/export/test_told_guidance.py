@@ -7,19 +7,19 @@ import torch
 
 from megadit.export import signatures as contract
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.export.conditioning_cases import given_inputs, given_together
+from megadit.export.conditioning_cases import combined_conditioning, conditioning_inputs
 from megadit.export.networks import build_network
 from megadit.export.references import inputs_at
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
 from tests.bundles import CONFIG, write_tiny_bundle
 
-TOLD = replace(CONFIG, num_layers=1, guidance_range=(1.0, 6.0))
+TOLD = replace(CONFIG, num_layers=1, guidance_embedding_range=(1.0, 6.0))
 PROMPTS = ["a cat", "two dogs"]
 BATCHES = ExportSettings(profiles=("text=1,4,9", "batch=1,2,2"))
 KINDS = {
     "with room for adapters": (TOLD, (), replace(BATCHES, adapter_rank=2)),
-    "with what is given": (replace(TOLD, given_sigma=0.02), ("first_frame",), BATCHES),
+    "with what is given": (replace(TOLD, conditioning_sigma=0.02), ("first_frame",), BATCHES),
 }
 
 
@@ -27,7 +27,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_scale_is_an_input_of_the_graph(tmp_path, kind):
     config, uses, settings = KINDS[kind]
-    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": dict.fromkeys(uses, 0.5)})
+    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"conditioning": dict.fromkeys(uses, 0.5)})
     export_bundle(bundle.path, tmp_path / "exported", settings)
     exported = Bundle.open(tmp_path / "exported")
     report = exported.manifest["export"]["onnx"]["report"]
@@ -48,17 +48,17 @@ def test_its_scale_is_an_input_of_the_graph(tmp_path, kind):
 @pytest.mark.parametrize("form", ["tokens", "channels"])
 def test_graphs_that_are_given_something_read_it_too(tmp_path, form):
     """The network behind the graph, fed with tensors, beside torch's way."""
-    family = {} if form == "tokens" else {"family": "wan", "preconditioner": "flow", "given_form": "channels"}
-    config = replace(TOLD, **family, given_sigma=0.02 if form == "tokens" else 0.0)
-    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": {"first_frame": 0.5}})
+    family = {} if form == "tokens" else {"family": "wan", "parameterization": "flow", "conditioning_mode": "channels"}
+    config = replace(TOLD, **family, conditioning_sigma=0.02 if form == "tokens" else 0.0)
+    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"conditioning": {"first_frame": 0.5}})
     tokenizer, encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     profiles = contract.default_profiles(bundle, tokenizer, encoder)
-    spec = contract.specs(profiles, config, tokenizer, takes=bundle.takes)["denoiser"]
+    spec = contract.specs(profiles, config, tokenizer, conditionings=bundle.conditionings)["denoiser"]
     assert spec.axes["batch"].max == profiles.batch[2], "one call has no second half"
     network = build_network("denoiser", bundle, tokenizer, torch.float32)
     usual = inputs_at(spec, 2.0, bundle) | {"guidance": torch.tensor([3.0])}
-    (media,) = given_together(bundle).values()
-    inputs, conditioning = given_inputs(media, bundle, usual)
+    (media,) = combined_conditioning(bundle).values()
+    inputs, conditioning = conditioning_inputs(media, bundle, usual)
     assert list(inputs) == [tensor.name for tensor in spec.inputs] and conditioning.guidance_B.tolist() == [3]
     with torch.no_grad():
         found, expected = network(*inputs.values()), network.denoiser(inputs["x"], inputs["sigma"], conditioning)

@@ -22,7 +22,7 @@ from megadit.export.to_tensorrt import EngineSettings, Libraries
 from megadit.infer.generate import command as generate
 from megadit.infer.media.video_io import read_video
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.runtimes.load import adapter_slots, open_exported
+from megadit.infer.runtimes.load import adapter_inputs, open_exported
 from megadit.models.bundle import Bundle
 from megadit.models.commands.convert import main
 from megadit.models.shared.errors import UserError
@@ -173,7 +173,7 @@ def test_the_gate_compares_with_adapters_beside_torchs_linears(slotted):
     assert report["worst"] <= 1e-5
     path, spec = slotted.path / "onnx/denoiser.onnx", open_exported(slotted, "onnx").network("denoiser")
     check_operators(path, "10.1")
-    slots = adapter_slots(slotted, "onnx")
+    slots = adapter_inputs(slotted, "onnx")
     network = build_network("denoiser", slotted, slotted.load_tokenizer(), torch.float32, slots)
     (case,) = (
         case for case in reference_cases(network, spec, slotted, slots) if case.name == "adapters, two in a slot"

@@ -114,7 +114,7 @@ _LORA = {
 }
 _MANIFEST = {
     "format_version": 1,
-    "parts": {},
+    "components": {},
     "fingerprints": {},
     "defaults": {},
     "files": {"a": {"bytes": 1, "sha256": "0"}},

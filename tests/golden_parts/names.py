@@ -56,7 +56,7 @@ def make_conditioning(text_BLE, text_length_B, fps_B) -> Any:
 def make_pack(segments: list[tuple[tuple[int, int, int], int]], *, capacity: int, text_capacity: int) -> Any:
     """The layout of (grid, text length) pairs."""
     segment = find("models.packing.segments:Segment", "models.segments:Segment")
-    layout = find("models.packing.segments:SegmentLayout", "models.segments:SegmentLayout")
+    layout = find("models.packing.layout:PackLayout", "models.layout:PackLayout")
     return layout.pack([segment(*pair) for pair in segments], capacity=capacity, text_capacity=text_capacity)
 
 

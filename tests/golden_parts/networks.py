@@ -35,7 +35,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "position_embedding": "sincos",
         "qk_layernorm": False,
         "num_classes": 600,
-        "preconditioner": "vp",
+        "parameterization": "vp",
     },
     "moviegen": MOVIEGEN,
     "moviegen_of_nemo": MOVIEGEN | {"compat": "nemo", "hidden_size": 260},
@@ -56,8 +56,8 @@ def record(work: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, 
         config = make_config(**COMMON | NETWORKS[name])
         for dtype_name, dtype in DTYPES.items():
             dit = random_network(config).to(dtype)
-            for way, run in (("dense", run_dense), ("packed", run_packed)):
-                yield from described(f"{name}/{dtype_name}/{way}", dit, *run(dit))
+            for variant, run in (("dense", run_dense), ("packed", run_packed)):
+                yield from described(f"{name}/{dtype_name}/{variant}", dit, *run(dit))
         yield f"{name}/graph", digest(traced(random_network(config)).encode())
 
 

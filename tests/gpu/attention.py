@@ -67,7 +67,7 @@ def measure(
             return torch.autograd.grad(forward(), (q, k, v), grad)
 
     whole, ahead = seconds(both), seconds(forward)
-    pairs = sum(n * (layout.text_slots[i] if cross else n) for i, n in enumerate(layout.lengths))
+    pairs = sum(n * (layout.text_places[i] if cross else n) for i, n in enumerate(layout.lengths))
     flops = 4 * pairs * HEADS * WIDTH
     same = all(torch.equal(a, b) for a, b in zip(both(), both(), strict=True))
     exact = attend_by_length_group(*(x.detach().float() for x in (q, k, v)), layout, cross)
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     cases += [(f"1 sample, {words} words", [TOKENS], words, True) for words in (16, size(512, 32))]
     for name, lengths, words, cross in cases:
         segments = [Segment((1, 1, n), words // len(lengths)) for n in lengths]
-        slots = sum(segment.text_slots for segment in segments)
+        slots = sum(segment.text_places for segment in segments)
         layout = PackLayout.pack(segments, capacity=TOKENS, text_capacity=slots)
         assert layout.on(DEVICE).bounds.device.type == DEVICE.type  # sent before anything is timed
         for kernel, how in KERNELS.items():

@@ -10,14 +10,14 @@ from megadit.infer.runtimes.cuda_graphs import RecordedDenoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling.samplers import SAMPLERS
 from megadit.models.configs.config import DiTConfig
-from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.ops import fusion
 from megadit.train.optim.state import OwnedSlice
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "in_channels": 4, "crossattn_emb_size": 16}
 FAMILIES = {
-    "megadit": {"given_sigma": 0.02},
+    "megadit": {"conditioning_sigma": 0.02},
     "cosmos": {"adaln_lora_dim": 8},
     "moviegen": {"position_embedding": "learned", "learned_positions": (8, 16, 16)},
 }
@@ -42,7 +42,7 @@ def sample(denoise, batch: int, frames: int, *, gives: bool = False) -> torch.Te
         is_given = torch.zeros(frames, 8, 8, dtype=torch.bool)
         is_given[0] = True
         latents = torch.randn(batch, 4, frames, 8, 8, generator=generator)
-        text = replace(text, given=Given(latents, is_given).to(DEVICE))
+        text = replace(text, clean=CleanLatents(latents, is_given).to(DEVICE))
     return SAMPLERS["heun"](lambda x, s: denoise(x, s, text), x, torch.tensor([8.0, 1.0, 0.1, 0.0]).double())
 
 

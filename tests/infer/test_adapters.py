@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megadit.infer.generate.command import main
 from megadit.infer.inspect.info import describe
-from megadit.infer.pipeline import adapters as shelf
+from megadit.infer.pipeline import adapters as adapter_cache
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.infer.sampling.resolve import resolve_settings
@@ -119,7 +119,10 @@ def like(bundle_dir, out, *, image_encoder=None, **changes):
 
 def test_merged_keeps_what_reads_images(bundle_dir, tmp_path):
     write_json(tmp_path / "clip" / "config.json", {"model_type": "clip_vision_model", "hidden_size": 8})
-    clip, wan = ImageEncoder(model=str(tmp_path / "clip")), {"family": "wan", "preconditioner": "flow", "image_size": 8}
+    clip, wan = (
+        ImageEncoder(model=str(tmp_path / "clip")),
+        {"family": "wan", "parameterization": "flow", "image_size": 8},
+    )
     base = like(bundle_dir, tmp_path / "base", image_encoder=clip, **wan)
     adapter = make_adapter(tmp_path / "adapter", base, 1, patterns=("blocks.*",))
     merge_bundle(Bundle.open(base), {adapter: 1.0}, tmp_path / "merged")
@@ -128,7 +131,10 @@ def test_merged_keeps_what_reads_images(bundle_dir, tmp_path):
 
 def test_what_an_adapter_is_made_for_stands_where_nothing_else_is_asked(bundle_dir, one, tmp_path, capsys):
     """A student's: by generate, from Python, in a merged bundle; a scale of 0 is the base, and --repeat repeats."""
-    base, asked = Bundle.open(bundle_dir), {"sampler": "restart", "sigmas": [9.0, 0.5], "num_steps": 2, "guidance": 1.0}
+    base, asked = (
+        Bundle.open(bundle_dir),
+        {"sampler": "consistency", "sigmas": [9.0, 0.5], "num_steps": 2, "guidance": 1.0},
+    )
     student = write_student(tmp_path / "student", one, asked)
     settings = resolve_settings(base.defaults, **asked)
     assert read_adapter(student).defaults == asked and settings.sigmas == (9.0, 0.5)
@@ -228,9 +234,9 @@ def test_an_adapter_of_one_of_two_networks_says_which(pair_dir, one, tmp_path):
     write_adapter(tmp_path / "low", low)
     other = replace(low, base="0" * 16)
     write_adapter(tmp_path / "other", other)
-    assert shelf.read_adapter_of(f"low={tmp_path / 'low'}", pair).base == low.base
+    assert adapter_cache.read_adapter_of(f"low={tmp_path / 'low'}", pair).base == low.base
     with pytest.raises(UserError, match="was trained with other weights"):
-        shelf.read_adapter_of(f"high={tmp_path / 'other'}", pair)
+        adapter_cache.read_adapter_of(f"high={tmp_path / 'other'}", pair)
 
 
 def test_merged_is_the_same_function(bundle_dir, one, two, tmp_path):
@@ -252,15 +258,15 @@ def test_a_hundred_come_and_go(bundle_dir, tmp_path):
         with pipeline._adapters.held([path]) as names:
             assert names[path] in adapter_names(dit)
             alive.update(module for name, module in dit.named_modules() if name.endswith(f".adapters.{names[path]}"))
-        if number >= shelf.KEPT:
+        if number >= adapter_cache.MAX_ADAPTERS:
             counts.add(sum(parameter.numel() for parameter in dit.parameters()))
-    assert len(counts) == 1 and len(adapter_names(dit)) == shelf.KEPT
+    assert len(counts) == 1 and len(adapter_names(dit)) == adapter_cache.MAX_ADAPTERS
     gc.collect()
-    assert len(alive) == 2 * shelf.KEPT, "two linears have each"
+    assert len(alive) == 2 * adapter_cache.MAX_ADAPTERS, "two linears have each"
 
 
 def test_one_that_is_used_is_not_dropped(bundle_dir, one, two, monkeypatch):
-    monkeypatch.setattr(shelf, "KEPT", 0)
+    monkeypatch.setattr(adapter_cache, "KEPT", 0)
     pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     dit = pipeline.denoiser._denoiser.dit
     first = pipeline.stream(PROMPTS, adapters={one: 1.0}, seeds=SEEDS, batch_size=1)
@@ -284,7 +290,7 @@ def test_one_is_dropped_after_another_could_not_be(bundle_dir, one, two, monkeyp
 
     remove_adapter = AdaptableDenoiser.remove_adapter
     monkeypatch.setattr(AdaptableDenoiser, "remove_adapter", remove)
-    monkeypatch.setattr(shelf, "KEPT", 0)
+    monkeypatch.setattr(adapter_cache, "KEPT", 0)
     with pytest.raises(RuntimeError, match="it stays"), pipeline._adapters.held([two]):
         pass
     with pipeline._adapters.held([]):
@@ -319,7 +325,7 @@ def test_generate(pipeline, bundle_dir, one, two, tmp_path, capsys):
     expected = latents(pipeline, PROMPTS[:1], [3], adapters={one: 0.8, two: 1.0}, adapter_interval=(0.1, 30.0))[0]
     assert torch.equal(saved(out), expected)
     record = json.loads(record_path(out).read_text())
-    assert [(use["path"], use["scale"]) for use in record["adapters"]] == [(one, 0.8), (two, 1.0)]
+    assert [(kind["path"], kind["scale"]) for kind in record["adapters"]] == [(one, 0.8), (two, 1.0)]
     assert main(["--repeat", str(out), "--video_save_path", str(tmp_path / "b.safetensors"), "--device", "cpu"]) == 0
     assert torch.equal(saved(tmp_path / "b.safetensors"), expected)
 
@@ -327,12 +333,12 @@ def test_generate(pipeline, bundle_dir, one, two, tmp_path, capsys):
 def test_an_adapter_is_read_once_for_all_its_records(one, tmp_path, monkeypatch):
     copied, read = tmp_path / "copy", []
     shutil.copytree(one, copied)
-    monkeypatch.setattr(shelf, "sha256_of", lambda file: read.append(file) or sha256_of(file))
-    before, again = (shelf.adapter_uses({str(copied): scale})[0] for scale in (1.0, 0.5))
+    monkeypatch.setattr(adapter_cache, "sha256_of", lambda file: read.append(file) or sha256_of(file))
+    before, again = (adapter_cache.scaled_adapters({str(copied): scale})[0] for scale in (1.0, 0.5))
     assert len(read) == 1 and before.sha256 == again.sha256
     with read[0].open("ab") as file:
         file.write(b" ")
-    assert shelf.adapter_uses({str(copied): 1.0})[0].sha256 != before.sha256
+    assert adapter_cache.scaled_adapters({str(copied): 1.0})[0].sha256 != before.sha256
 
 
 def test_what_was_saved_from_python_is_made_again_with_its_adapters(pipeline, one, tmp_path):

@@ -110,7 +110,7 @@ def test_a_plan_of_a_version_with_fewer_settings_is_found(pipeline):
 @pytest.fixture
 def calibrated(bundle_dir, tmp_path, monkeypatch, capsys):
     """A bundle with a plan for eight steps, and what the command said."""
-    monkeypatch.setattr(calibrate_cache, "NUM_RANKED", 2)
+    monkeypatch.setattr(calibrate_cache, "NUM_DISTRIBUTED", 2)
     shutil.copytree(bundle_dir, tmp_path / "bundle")
     arguments = ["--checkpoint_path", str(tmp_path / "bundle"), "--num_steps", "8", "--cache_budget", "0.2"]
     prompts = ["--prompt", "a", "b", "c", "d", "--seeds", "1", "2", "3", "4"]
@@ -177,16 +177,18 @@ def room(tmp_path_factory):
 def asked(able_dir, room, tmp_path, monkeypatch):
     """asked(use, numbers): a copy of the able bundle, and what a command is told of so many videos."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(calibrate_cache, "NUM_RANKED", 1)
+    monkeypatch.setattr(calibrate_cache, "NUM_DISTRIBUTED", 1)
     monkeypatch.setattr(calibrate_cache, "NUM_ROUNDS", 1)
 
-    def line(use, number):
-        files = {name: str(room / file.format(number=number)) for name, file in GIVEN[use].items() if type(file) is str}
-        return {"prompt": f"a {number}", "seed": number} | GIVEN[use] | files
+    def line(kind, number):
+        files = {
+            name: str(room / file.format(number=number)) for name, file in GIVEN[kind].items() if type(file) is str
+        }
+        return {"prompt": f"a {number}", "seed": number} | GIVEN[kind] | files
 
-    def asked(use, numbers):
-        file = tmp_path / f"{use}_{len(numbers)}.jsonl"
-        file.write_text("\n".join(json.dumps(line(use, number)) for number in numbers))
+    def asked(kind, numbers):
+        file = tmp_path / f"{kind}_{len(numbers)}.jsonl"
+        file.write_text("\n".join(json.dumps(line(kind, number)) for number in numbers))
         options = ["--prompt_file", str(file), "--num_steps", "8", "--num_frames", "9", "--cache_budget", "0.2"]
         return ["--checkpoint_path", str(bundle), "--device", "cpu", *options]
 
@@ -194,26 +196,26 @@ def asked(able_dir, room, tmp_path, monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("use", GIVEN)
-def test_a_plan_for_given_parts_keeps_its_budget(asked, capsys, use):
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_plan_for_given_parts_keeps_its_budget(asked, capsys, kind):
     """On pictures that it was not calibrated with; and it is for these places alone."""
-    assert calibrate_cache.main(asked(use, range(16))) == 0
+    assert calibrate_cache.main(asked(kind, range(16))) == 0
     told = capsys.readouterr().out
     (stored,) = Bundle.open("bundle", verify=True).manifest["cache"]
     assert 0 < len(stored["skipped"]) < 8 and 0 < stored["largest_error"] <= 0.85 * 0.2
 
     def latents(*more):
-        words = [*asked(use, [16, 17, 18]), "--format", "safetensors", "--video_save_path", "out", *more]
+        words = [*asked(kind, [16, 17, 18]), "--format", "safetensors", "--video_save_path", "out", *more]
         assert generate(words) == 0, capsys.readouterr().err
         return torch.stack([load_file(path)["latents_CTHW"] for path in sorted(Path("out").glob("*.safetensors"))])
 
     errors = relative_errors(latents(), latents("--cache_budget", "0"))
     assert (errors > 0).all() and (errors <= 0.2).all()
     capsys.readouterr()
-    assert calibrate_cache.check(asked(use, [16, 17, 18])) == 0
+    assert calibrate_cache.check(asked(kind, [16, 17, 18])) == 0
     checked = capsys.readouterr().out
     assert checked.startswith(told.split(",")[0] + "; 3 of 3 videos") and f"largest {errors.max():.4f}" in checked
-    other, common = next(each for each in GIVEN if each != use), asked(use, [16])
+    other, common = next(each for each in GIVEN if each != kind), asked(kind, [16])
     for words in (asked(other, [16, 17, 18]), [*common[:4], *common[6:], "--prompt", "a"]):
         assert generate(words) == 2 and "was not calibrated for these settings" in capsys.readouterr().err
 

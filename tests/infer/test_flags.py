@@ -17,7 +17,7 @@ from megadit.infer.commands import calibrate_cache
 from megadit.infer.generate import command as generate
 from megadit.infer.generate.options import GenerateOptions
 from megadit.infer.media.video_io import write_video
-from megadit.models.diffusion.settings import SERVED, GivenSettings
+from megadit.models.diffusion.settings import SERVED, PartialSettings
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.cli.setting import other_names, settings_of
 
@@ -148,7 +148,7 @@ EFFECTS = {second: BY_OWN_NAMES[name] for second, name in SECOND_NAMES.items()} 
 
 
 def test_every_option_has_an_entry():
-    known = [*settings_of(GenerateOptions).values(), *settings_of(GivenSettings).values()]
+    known = [*settings_of(GenerateOptions).values(), *settings_of(PartialSettings).values()]
     assert EFFECTS.keys() == {name for option in known for name in option.names or (f"--{option.name}",)}
 
 

@@ -14,7 +14,7 @@ from megadit.models.shared.errors import UserError
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
-FLOW = SimpleNamespace(preconditioner="flow")
+FLOW = SimpleNamespace(parameterization="flow")
 STEPS, SHIFTS = (1, 2, 3, 4, 9, 27, 30), (1.0, 3.0, 8.0)
 WEIGHTS = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)) / 2
 
@@ -98,7 +98,7 @@ def test_levels_decrease_to_zero(schedule):
 
 def test_a_network_that_is_no_flow_is_told_its_noise():
     settings = settings_of("wan", 4, 1.0)
-    assert with_whole_steps(denoise, settings, SimpleNamespace(preconditioner="edm")) is denoise
+    assert with_whole_steps(denoise, settings, SimpleNamespace(parameterization="edm")) is denoise
     assert with_whole_steps(denoise, settings_of("flow", 4, 1.0), FLOW) is denoise
     told = []
     asked = with_whole_steps(lambda x, sigma_B: told.append(sigma_B.item()) or x, settings, FLOW)

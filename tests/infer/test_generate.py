@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.generate import command as generate
 from megadit.infer.generate.command import main
 from megadit.infer.generate.outputs import output_paths
@@ -377,8 +377,8 @@ def test_video_to_video(run, tmp_path, pipeline):
     )
     arguments = ["--prompt", "a", "--input_video", "grey.gif", "--strength", "0.4", "--num_steps", "5"]
     assert run(*arguments, "--video_save_path", "a.safetensors")[0] == 0
-    given = GivenVideo(frames=read_video("grey.gif")[0], strength=0.4)
-    (same,) = pipeline(["a"], num_steps=5, given=given)
+    given = ConditioningItem(frames=read_video("grey.gif")[0], strength=0.4)
+    (same,) = pipeline(["a"], num_steps=5, conditioning=given)
     assert torch.equal(load_file("a.safetensors")["latents_CTHW"], same.latents_CTHW)
     assert json.loads((tmp_path / "a.safetensors.json").read_text())["num_denoiser_calls"] == 2
 

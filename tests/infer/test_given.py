@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.conditioning.encode import Known
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.encode import EncodedConditioning
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.samplers import SAMPLERS
 from megadit.models.shared.errors import UserError
@@ -26,7 +26,9 @@ def test_strength_decides_how_much_is_made_again(pipeline):
     calls = {}
 
     def video(strength):
-        (result,) = pipeline(["a red seven"], num_steps=10, given=GivenVideo(frames=given, strength=strength))
+        (result,) = pipeline(
+            ["a red seven"], num_steps=10, conditioning=ConditioningItem(frames=given, strength=strength)
+        )
         calls[strength] = result.num_denoiser_calls
         return result.video
 
@@ -37,8 +39,8 @@ def test_strength_decides_how_much_is_made_again(pipeline):
 
 
 def test_video_to_video_takes_other_sizes_and_cuts_the_tail(pipeline):
-    given = GivenVideo(frames=clip(frames=9, height=32, width=48), strength=0.1)
-    (result,) = pipeline(["a"], num_steps=10, given=given, num_frames=7)
+    given = ConditioningItem(frames=clip(frames=9, height=32, width=48), strength=0.1)
+    (result,) = pipeline(["a"], num_steps=10, conditioning=given, num_frames=7)
     assert result.video.shape == (7, 16, 24, 3)
     assert distance(result.video[:, ::4, ::4], clip(9, 32, 48)[:7, ::8, ::8]) < 40
 
@@ -51,7 +53,7 @@ def test_continuation_keeps_the_given_frames(pipeline, sampler):
         seeds=[1, 2],
         sampler=sampler,
         num_frames=13,
-        given=GivenVideo(frames=given, keep_frames=6),
+        conditioning=ConditioningItem(frames=given, keep_frames=6),
     )
     for result in results:
         assert result.video.shape[0] == 13
@@ -63,18 +65,21 @@ def test_continuation_keeps_the_given_frames(pipeline, sampler):
 
 def test_continuation_of_an_image(pipeline):
     image = clip(frames=1, seed=4)
-    (result,) = pipeline(["a"], given=GivenVideo(frames=image, keep_frames=1))
+    (result,) = pipeline(["a"], conditioning=ConditioningItem(frames=image, keep_frames=1))
     assert np.abs(result.video[0].astype(int) - image[0]).max() <= 1
     # What is kept decides what follows: the network saw it.
-    (other,) = pipeline(["a"], given=GivenVideo(frames=clip(1, seed=5), keep_frames=1))
+    (other,) = pipeline(["a"], conditioning=ConditioningItem(frames=clip(1, seed=5), keep_frames=1))
     assert distance(result.video[1:], other.video[1:]) > 0.1
 
 
 def test_kept_latents_stay_on_the_line_that_training_noise_draws():
-    is_kept = torch.zeros(4, 2, 2, dtype=torch.bool)
-    is_kept[:1] = True
-    known = torch.full((1, 2, 4, 2, 2), 0.7) * is_kept
-    start, noise = Known(known, is_kept), torch.randn(3, 2, 4, 2, 2, generator=torch.Generator().manual_seed(0))
+    is_read = torch.zeros(4, 2, 2, dtype=torch.bool)
+    is_read[:1] = True
+    known = torch.full((1, 2, 4, 2, 2), 0.7) * is_read
+    start, noise = (
+        EncodedConditioning(known, is_read),
+        torch.randn(3, 2, 4, 2, 2, generator=torch.Generator().manual_seed(0)),
+    )
     seen = []
 
     def denoise(x, sigma_B):
@@ -104,7 +109,7 @@ def test_kept_latents_stay_on_the_line_that_training_noise_draws():
 )
 def test_mistakes(pipeline, given, settings, message):
     with pytest.raises(UserError, match=message):
-        pipeline(["a"], given=GivenVideo(**({"frames": clip()} | given)), **settings)
+        pipeline(["a"], conditioning=ConditioningItem(**({"frames": clip()} | given)), **settings)
 
 
 # ------------------------------------------------------------------------------ networks that were trained for it
@@ -112,67 +117,67 @@ def test_mistakes(pipeline, given, settings, message):
 
 def video(pipeline, *given, prompts=("a red seven",), seeds=0, **settings):
     settings = {"num_frames": 13} | settings
-    return [result.video for result in pipeline(list(prompts), seeds=seeds, given=given or None, **settings)]
+    return [result.video for result in pipeline(list(prompts), seeds=seeds, conditioning=given or None, **settings)]
 
 
 SOURCE = clip(frames=13, seed=7)
 MASK = np.zeros((1, 16, 24), dtype=bool)
 MASK[:, :, 8:] = True
 USED = {
-    "first_frame": (GivenVideo(frames=SOURCE[:1], use="first_frame"), np.s_[:1]),
-    "prefix": (GivenVideo(frames=SOURCE[:5], use="prefix"), np.s_[:5]),
-    "suffix": (GivenVideo(frames=SOURCE[-8:], use="suffix"), np.s_[-8:]),
-    "inpaint": (GivenVideo(frames=SOURCE, use="inpaint", mask=MASK), np.s_[:, :, :8]),
-    "last_frame": (GivenVideo(frames=SOURCE[-1:], use="last_frame"), None),
-    "keyframe": (GivenVideo(frames=SOURCE[6:7], use="keyframe", frame=6), None),
-    "edit": (GivenVideo(frames=SOURCE, use="edit"), None),
+    "first_frame": (ConditioningItem(frames=SOURCE[:1], kind="first_frame"), np.s_[:1]),
+    "prefix": (ConditioningItem(frames=SOURCE[:5], kind="prefix"), np.s_[:5]),
+    "suffix": (ConditioningItem(frames=SOURCE[-8:], kind="suffix"), np.s_[-8:]),
+    "inpaint": (ConditioningItem(frames=SOURCE, kind="inpaint", mask=MASK), np.s_[:, :, :8]),
+    "last_frame": (ConditioningItem(frames=SOURCE[-1:], kind="last_frame"), None),
+    "keyframe": (ConditioningItem(frames=SOURCE[6:7], kind="keyframe", frame=6), None),
+    "edit": (ConditioningItem(frames=SOURCE, kind="edit"), None),
 }
 """Use -> what is given, and where it stays in the video; None: it is only seen."""
 
 
-@pytest.mark.parametrize("use", USED)
-def test_what_is_given_is_seen_and_stays_where_it_is(able, use):
-    given, place = USED[use]
+@pytest.mark.parametrize("kind", USED)
+def test_what_is_given_is_seen_and_stays_where_it_is(able, kind):
+    given, place = USED[kind]
     (free,), (made,) = video(able), video(able, given)
     assert made.shape == free.shape == (13, 16, 24, 3)
     if place is not None:
         assert np.abs(made[place].astype(int) - SOURCE[place]).max() <= 1, "the tokenizer is lossless"
-    changes = {"frames": 255 - given.frames, "use": use, "frame": given.frame, "mask": given.mask}
-    (other,) = video(able, GivenVideo(**changes))
+    changes = {"frames": 255 - given.frames, "kind": kind, "frame": given.frame, "mask": given.mask}
+    (other,) = video(able, ConditioningItem(**changes))
     rest = np.ones(made.shape, dtype=bool)
     if place is not None:
         rest[place] = False
     assert distance(made[rest], free[rest]) > 0.1 and distance(made[rest], other[rest]) > 0.1, "it decides the rest"
 
 
-@pytest.mark.parametrize("use", ["first_frame", "prefix", "suffix", "inpaint"])
-def test_a_network_that_was_not_trained_is_held_to_it(pipeline, able, use):
+@pytest.mark.parametrize("kind", ["first_frame", "prefix", "suffix", "inpaint"])
+def test_a_network_that_was_not_trained_is_held_to_it(pipeline, able, kind):
     """The same weights: what is known is put back while sampling, which gives another video than seeing it clean."""
-    given, place = USED[use]
+    given, place = USED[kind]
     (held,), (seen,) = video(pipeline, given), video(able, given)
     assert np.abs(held[place].astype(int) - SOURCE[place]).max() <= 1
     assert distance(held, seen) > 0.1
 
 
-@pytest.mark.parametrize("use", ["last_frame", "keyframe", "edit"])
-def test_what_only_training_teaches_is_refused_without(pipeline, use):
-    with pytest.raises(UserError, match=rf"has no {use}s? conditioning \(supported: none"):
-        video(pipeline, USED[use][0])
+@pytest.mark.parametrize("kind", ["last_frame", "keyframe", "edit"])
+def test_what_only_training_teaches_is_refused_without(pipeline, kind):
+    with pytest.raises(UserError, match=rf"has no {kind}s? conditioning \(supported: none"):
+        video(pipeline, USED[kind][0])
 
 
 def test_each_video_may_be_given_something_else(able):
     """Batches hold those of which the same places are given; each is as if made alone."""
     media = [USED["first_frame"][0], (USED["first_frame"][0], USED["last_frame"][0]), None, USED["edit"][0]]
-    media.append(GivenVideo(frames=255 - SOURCE[:1], use="first_frame"))
+    media.append(ConditioningItem(frames=255 - SOURCE[:1], kind="first_frame"))
     prompts, seeds = [f"a {number}" for number in range(5)], [3, 1, 4, 1, 5]
-    together = able(prompts, seeds=seeds, given=media, num_frames=13)
+    together = able(prompts, seeds=seeds, conditioning=media, num_frames=13)
     for prompt, seed, given, result in zip(prompts, seeds, media, together, strict=True):
-        (alone,) = able([prompt], seeds=seed, given=given, num_frames=13)
+        (alone,) = able([prompt], seeds=seed, conditioning=given, num_frames=13)
         torch.testing.assert_close(alone.latents_CTHW, result.latents_CTHW, rtol=1e-4, atol=1e-4)
     with pytest.raises(UserError, match="2 conditioning inputs for 3 prompts"):
-        able(["a", "b", "c"], given=[None, None])
+        able(["a", "b", "c"], conditioning=[None, None])
     with pytest.raises(UserError, match="the same strength"):
-        able(["a", "b"], given=[GivenVideo(frames=SOURCE, strength=0.5), None], num_frames=13)
+        able(["a", "b"], conditioning=[ConditioningItem(frames=SOURCE, strength=0.5), None], num_frames=13)
 
 
 def test_two_scales_lead_by_text_and_by_what_is_given(able):
@@ -185,38 +190,38 @@ def test_two_scales_lead_by_text_and_by_what_is_given(able):
         def __call__(self, x, sigma_B, conditioning):
             answer = able.denoiser(x, sigma_B, conditioning)
             for row, length in zip(answer, conditioning.text_length_B.tolist(), strict=True):
-                asked[conditioning.given is not None, length > 0] = row
+                asked[conditioning.clean is not None, length > 0] = row
             return answer
 
     noting = TextToVideo(
         denoiser=Noting(), tokenizer=able.tokenizer, text_encoder=able.text_encoder, config=able.config,
-        defaults=able.defaults, takes=able.takes,
+        defaults=able.defaults, conditionings=able.conditionings,
     )  # fmt: skip
     settings = {"num_steps": 1, "sampler": "euler", "eta": 0.0, "num_frames": 13}
     given = USED["edit"][0]
-    (result,) = noting(["a red seven"], given=given, guidance=3.0, image_guidance=1.7, **settings)
+    (result,) = noting(["a red seven"], conditioning=given, guidance=3.0, image_guidance=1.7, **settings)
     none, clip_alone, both = asked[False, False], asked[True, False], asked[True, True]
     expected = none + 1.7 * (clip_alone - none) + 3.0 * (both - clip_alone)
     torch.testing.assert_close(result.latents_CTHW, expected, rtol=1e-4, atol=1e-4)
-    (plain,) = able(["a red seven"], given=given, guidance=3.0, **settings)
+    (plain,) = able(["a red seven"], conditioning=given, guidance=3.0, **settings)
     torch.testing.assert_close(plain.latents_CTHW, clip_alone + 3.0 * (both - clip_alone), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"use": "frist_frame"}, "did you mean 'first_frame'"),
-        ({"use": "keyframe"}, "frame goes with use=keyframe"),
-        ({"use": "keyframe", "frame": 13}, "the video has the frames 0 to 12"),
-        ({"use": "inpaint"}, "mask goes with use=inpaint"),
-        ({"use": "inpaint", "mask": np.zeros((1, 16, 24), bool)}, "is black everywhere"),
-        ({"use": "inpaint", "mask": np.ones((4, 16, 24), bool)}, "the mask has 4 frames, the video 13"),
-        ({"use": "inpaint", "mask": np.ones((16, 24))}, "a mask must be bool"),
-        ({"use": "suffix", "keep_frames": 3}, "at least 4 frames"),
-        ({"use": "prefix", "keep_frames": 13}, "leaves nothing to make"),
-        ({"use": "edit", "frames": SOURCE[:5]}, "has 5 frames, 13 are needed"),
+        ({"kind": "frist_frame"}, "did you mean 'first_frame'"),
+        ({"kind": "keyframe"}, "frame goes with kind=keyframe"),
+        ({"kind": "keyframe", "frame": 13}, "the video has the frames 0 to 12"),
+        ({"kind": "inpaint"}, "mask goes with kind=inpaint"),
+        ({"kind": "inpaint", "mask": np.zeros((1, 16, 24), bool)}, "is black everywhere"),
+        ({"kind": "inpaint", "mask": np.ones((4, 16, 24), bool)}, "the mask has 4 frames, the video 13"),
+        ({"kind": "inpaint", "mask": np.ones((16, 24))}, "a mask must be bool"),
+        ({"kind": "suffix", "keep_frames": 3}, "at least 4 frames"),
+        ({"kind": "prefix", "keep_frames": 13}, "leaves nothing to make"),
+        ({"kind": "edit", "frames": SOURCE[:5]}, "has 5 frames, 13 are needed"),
     ],
 )
 def test_more_mistakes(able, given, message):
     with pytest.raises(UserError, match=message):
-        video(able, GivenVideo(**{"frames": SOURCE} | given))
+        video(able, ConditioningItem(**{"frames": SOURCE} | given))

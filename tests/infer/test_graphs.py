@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes import cuda_graphs as graphs
 from megadit.infer.runtimes.cuda_graphs import RecordedDenoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.networks import conditioning as conditioning_module
-from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 from tests.bundles import CONFIG
@@ -75,21 +75,21 @@ def test_whole_videos_are_the_same(pipeline, bundle_dir):
 
 def test_what_is_given_is_not_lost(able, able_dir):
     frames = np.zeros((1, able.defaults.height, able.defaults.width, 3), dtype=np.uint8)
-    given = GivenVideo(frames=frames, use="first_frame")
+    given = ConditioningItem(frames=frames, kind="first_frame")
     ours = TextToVideo.from_pretrained(able_dir, device="cpu")
     ours.denoiser = RecordedDenoiser(ours.denoiser, CPU, record_on_cpu)
-    (found,), (reference,) = (each(["a red seven"], given=given) for each in (ours, able))
+    (found,), (reference,) = (each(["a red seven"], conditioning=given) for each in (ours, able))
     assert abs(found.video.astype(int) - reference.video).max() <= 1
     (free,) = ours(["a red seven"])
     assert abs(found.video.astype(int) - free.video).max() > 1
 
 
-def given_of(seed: int, *places: int, extra: int = 0) -> Given:
+def given_of(seed: int, *places: int, extra: int = 0) -> CleanLatents:
     """Latent frames that are given, and some that are only given."""
     generator = torch.Generator().manual_seed(seed)
     is_given = torch.zeros(2 + extra, 4, 6, dtype=torch.bool)
     is_given[[*places, *range(2, 2 + extra)]] = True
-    return Given(torch.randn(2, 48, 2 + extra, 4, 6, generator=generator), is_given, (0.5,) * extra)
+    return CleanLatents(torch.randn(2, 48, 2 + extra, 4, 6, generator=generator), is_given, (0.5,) * extra)
 
 
 def test_what_is_given_is_recorded_once_for_its_places(able, monkeypatch):
@@ -102,7 +102,7 @@ def test_what_is_given_is_recorded_once_for_its_places(able, monkeypatch):
     recorded, kept = RecordedDenoiser(able.denoiser, CPU, record), []
     for seed, places, extra in ((1, (0,), 0), (2, (0,), 0), (3, (1,), 0), (4, (0,), 1), (5, (0,), 0)):
         x, sigma, conditioning = inputs(seed)
-        case = x, sigma, replace(conditioning, given=given_of(seed, *places, extra=extra))
+        case = x, sigma, replace(conditioning, clean=given_of(seed, *places, extra=extra))
         kept.append((recorded(*case), able.denoiser(*case), able.denoiser(x, sigma, conditioning)))
     for found, expected, without in kept:
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
@@ -122,14 +122,14 @@ def test_nothing_is_asked_or_sent_while_it_is_recorded(places, monkeypatch):
         found.append(traffic)
         return output, lambda: None
 
-    denoiser = TorchDenoiser(DiT(replace(CONFIG, given_sigma=0.02)), device=device)
+    denoiser = TorchDenoiser(DiT(replace(CONFIG, conditioning_sigma=0.02)), device=device)
     x, sigma, conditioning = inputs(1)
     given = None if places is None else given_of(1, *places, extra=1)
     if given is not None:
         here, given = given, given.to(device)
-        monkeypatch.setitem(conditioning_module._ON_HOST, given.is_given_THW, here.is_given_THW)  # what it had answered
+        monkeypatch.setitem(conditioning_module._ON_HOST, given.is_clean_THW, here.is_clean_THW)  # what it had answered
     recorded = RecordedDenoiser(denoiser, device, record)
-    recorded(x.to(device), sigma, replace(conditioning.to(device), given=given))
+    recorded(x.to(device), sigma, replace(conditioning.to(device), clean=given))
     [traffic] = found
     assert not traffic.sent and not traffic.asked, (traffic.sent, traffic.asked)
 

@@ -44,9 +44,9 @@ def test_a_licence_that_asks_for_a_filter_is_told(bundle_dir, tmp_path, capsys):
     assert "WARNING" not in capsys.readouterr().err
     bundle = shutil.copytree(bundle_dir, tmp_path / "bundle")
     manifest = read_json(bundle / "megadit.json")
-    write_json(bundle / "megadit.json", {**manifest, "licence": {"name": "open", "asks_for_guardrail": True}})
+    write_json(bundle / "megadit.json", {**manifest, "license": {"name": "open", "asks_for_guardrail": True}})
     TextToVideo.from_pretrained(bundle, device="cpu")
-    assert "WARNING: the licence of these weights (open) asks for a content filter" in capsys.readouterr().err
+    assert "WARNING: the license of these weights (open) asks for a content filter" in capsys.readouterr().err
     TextToVideo.from_pretrained(
         bundle, device="cpu", guardrail_dir=write(tmp_path / "guard", PROGRAM.format(hold=False))
     )

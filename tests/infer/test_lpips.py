@@ -85,7 +85,7 @@ def test_other_files_are_refused(folder, tmp_path):
 
 
 def test_a_cache_is_calibrated_by_how_the_frames_look(folder, bundle_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate_cache, "NUM_RANKED", 1)
+    monkeypatch.setattr(calibrate_cache, "NUM_DISTRIBUTED", 1)
     monkeypatch.setattr(calibrate_cache, "NUM_ROUNDS", 1)
     shutil.copytree(bundle_dir, tmp_path / "bundle")
     settings = ["--checkpoint_path", str(tmp_path / "bundle"), "--num_steps", "4", "--cache_budget", "0.3"]

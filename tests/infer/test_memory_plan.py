@@ -17,7 +17,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.diffusion.settings import SamplingSettings
-from megadit.models.lora.inputs import AdapterSlots
+from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.memory import GIB
@@ -26,7 +26,7 @@ BF16 = Choices(dtype=torch.bfloat16)
 SIZES = {"num_layers": 2, "hidden_size": 192, "num_attention_heads": 4, "crossattn_emb_size": 32}
 CONFIGS = {
     "dit": DiTConfig(**SIZES),
-    "wan": DiTConfig(**SIZES, family="wan", preconditioner="flow"),
+    "wan": DiTConfig(**SIZES, family="wan", parameterization="flow"),
     "cosmos": DiTConfig(**SIZES, family="cosmos", adaln_lora_dim=16, rope_scale=(2.0, 1.0, 1.0)),
 }
 
@@ -96,7 +96,7 @@ def test_activations_are_planned(name):
 )
 def test_room_for_adapters_is_planned(changes, sets):
     """As the inputs of a graph take it: for both halves of guidance, full and empty ones of an interval."""
-    slots = AdapterSlots(config=CONFIGS["dit"], rank=4)
+    slots = AdapterInputs(config=CONFIGS["dit"], rank=4)
     asked = bundle_of(CONFIGS["dit"]), replace(settings(9, 64, 64), **changes), stand_in(CONFIGS["dit"]), None
     choices = Choices(dtype=torch.float32, batch_size=1)
     with_slots, without = (plan_memory(*asked, replace(choices, slots=each)).sampling for each in (slots, None))

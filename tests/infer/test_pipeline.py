@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.conditioning.encode import Known
+from megadit.infer.conditioning.encode import EncodedConditioning
 from megadit.infer.pipeline import checkpoints, text_features
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.one_batch import solve
@@ -200,9 +200,9 @@ def test_the_text_encoder_sees_each_text_once_and_may_leave(bundle_dir):
 def test_a_video_begins_with_its_noise_times_the_scale(pipeline, scale):
     """What a sampler adds on its way is not scaled, nor noise where something given is kept."""
     seen, shape, key_B = [], (4, 1, 2, 2), torch.tensor([seed_key(7)])
-    settings = resolve_settings(pipeline.defaults, sampler="restart", sigmas=[80.0, 3.0], noise_scale=scale)
-    is_kept = torch.arange(4).view(shape[1:]) == 2
-    known = Known(torch.ones(1, *shape), is_kept)
+    settings = resolve_settings(pipeline.defaults, sampler="consistency", sigmas=[80.0, 3.0], noise_scale=scale)
+    is_read = torch.arange(4).view(shape[1:]) == 2
+    known = EncodedConditioning(torch.ones(1, *shape), is_read)
 
     def nothing(x, sigma_B):
         seen.append(x)
@@ -212,7 +212,7 @@ def test_a_video_begins_with_its_noise_times_the_scale(pipeline, scale):
         solve(nothing, settings, torch.tensor([80.0, 3.0, 0.0]), key_B, shape, given)
     noise, renewed = (latent_noise(key_B, shape, stream=stream) for stream in (Stream.NOISE, Stream.STEP))
     first = 80 * scale * noise
-    kept = 1 + torch.where(is_kept, 80 * noise, first)
+    kept = 1 + torch.where(is_read, 80 * noise, first)
     for found, expected in zip(seen, (first, 3 * renewed, kept, 3 * renewed), strict=True):
         torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-6, atol=1e-6)
 

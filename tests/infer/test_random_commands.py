@@ -14,7 +14,7 @@ from megadit.infer.generate.command import main
 from megadit.infer.generate.options import GenerateOptions
 from megadit.infer.media.video_io import read_video
 from megadit.models.bundle import Bundle
-from megadit.models.diffusion.settings import GivenSettings
+from megadit.models.diffusion.settings import PartialSettings
 from megadit.models.shared.cli.setting import settings_of
 
 from .conftest import make_adapter
@@ -126,7 +126,7 @@ OPTIONS = {
 
 def test_every_option_is_drawn():
     # the first two are part of every command; compiling a network takes too long to do it hundreds of times
-    known = settings_of(GenerateOptions).keys() | settings_of(GivenSettings).keys()
+    known = settings_of(GenerateOptions).keys() | settings_of(PartialSettings).keys()
     assert known - OPTIONS.keys() == {"checkpoint_path", "device", "compile"}
 
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes import distributed as ranked_module
-from megadit.infer.runtimes.distributed import LostRankError, Placement, RankedDenoiser
+from megadit.infer.runtimes.distributed import DevicePlacement, DistributedDenoiser, LostRankError
 from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.convert.adapters.files import read_adapter_of
-from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.shared.errors import UserError
 from tests.bundles import write_pair_bundle
 
@@ -31,7 +31,7 @@ PROMPTS = ["a red seven", "a blue two", "a green three"]
 
 @pytest.fixture(scope="module")
 def ranked(bundle_dir):
-    return TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=Placement(devices=("cpu", "cpu")))
+    return TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=DevicePlacement(devices=("cpu", "cpu")))
 
 
 def difference(made, expected) -> int:
@@ -80,7 +80,7 @@ def test_a_lost_rank_is_started_again_with_its_adapters(ranked, bundle_dir, tmp_
 def test_ranks_of_two_networks_have_adapters_of_each(bundle_dir, tmp_path):
     write_pair_bundle(bundle_dir, tmp_path / "pair")
     one, two = (make_adapter(tmp_path / f"{seed}", tmp_path / "pair", seed, base=False) for seed in (1, 2))
-    options = {"device": "cpu"}, {"device": "cpu", "ranks": Placement(devices=("cpu", "cpu"))}
+    options = {"device": "cpu"}, {"device": "cpu", "ranks": DevicePlacement(devices=("cpu", "cpu"))}
     alone, ranked = (TextToVideo.from_pretrained(tmp_path / "pair", **more) for more in options)
     base = alone(PROMPTS[:1])
     for scales in ({f"high={one}": 0.5, f"low={two}": 1.0}, {one: 0.5}):
@@ -120,7 +120,7 @@ def test_an_adapter_is_forgotten_though_ranks_cannot_be_asked(ranked, bundle_dir
     ranked.denoiser.load_adapter("one", *adapter.to_state())
     os.kill(max(children()), signal.SIGKILL)
     with monkeypatch.context() as without, pytest.raises(LostRankError, match="no room for them"):
-        without.setattr(RankedDenoiser, "_started", refuse)
+        without.setattr(DistributedDenoiser, "_started", refuse)
         ranked.denoiser.remove_adapter("one")
     ranked.denoiser.load_adapter("one", *adapter.to_state())
     ranked.denoiser.remove_adapter("one")
@@ -145,7 +145,7 @@ def test_a_rank_that_stands_still_is_lost_and_one_that_was_slow_is_not(ranked, p
 
 def test_a_rank_that_stands_still_takes_no_large_message_for_ever(bundle_dir, pipeline, monkeypatch, capfd):
     monkeypatch.setattr("megadit.infer.runtimes.distributed.PATIENCE", 1.0)
-    ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=Placement(devices=("cpu", "cpu")))
+    ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=DevicePlacement(devices=("cpu", "cpu")))
     stopped = max(children())
     os.kill(stopped, signal.SIGSTOP)
     large = {"num_frames": 17, "height": 64, "width": 96, "num_steps": 1}
@@ -157,7 +157,7 @@ def test_a_rank_that_stands_still_in_its_answer_is_lost(bundle_dir, pipeline, mo
     """An answer larger than what a socket holds: a part of it has come."""
     monkeypatch.setattr("megadit.infer.runtimes.distributed.PATIENCE", 4.0)
     others = children().keys()
-    ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=Placement(devices=("cpu",)))
+    ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=DevicePlacement(devices=("cpu",)))
     large = {"num_frames": 17, "height": 64, "width": 96, "num_steps": 1}
     expected, (rank,), wait = pipeline(PROMPTS[:1], **large), children().keys() - others, ranked_module.wait
 
@@ -175,7 +175,7 @@ def test_a_rank_that_stands_still_in_its_answer_is_lost(bundle_dir, pipeline, mo
 
 
 def test_rows_of_conditions_put_together_are_the_whole():
-    given = Given(torch.randn(3, 4, 2, 2, 2), torch.ones(2, 2, 2, dtype=torch.bool), (5.0,))
+    given = CleanLatents(torch.randn(3, 4, 2, 2, 2), torch.ones(2, 2, 2, dtype=torch.bool), (5.0,))
     scales = {"one": torch.tensor([1.0, 0.0, 2.0])}
     text = torch.randn(3, 2, 4), torch.tensor([2, 1, 0]), torch.tensor([8.0, 0.0, 4.0])
     whole = Conditioning(*text, scales, given, torch.randn(3, 2, 4))
@@ -186,13 +186,17 @@ def test_rows_of_conditions_put_together_are_the_whole():
     for name in ("text_BLE", "text_length_B", "fps_B", "image_BIE"):
         assert torch.equal(getattr(again, name), getattr(whole, name)), name
     assert torch.equal(again.adapter_scale_B["one"], scales["one"])
-    assert torch.equal(again.given.latents_BCTHW, given.latents_BCTHW) and again.given.extra_times == (5.0,)
+    assert torch.equal(again.clean.latents_BCTHW, given.latents_BCTHW) and again.clean.extra_times == (5.0,)
 
 
 def test_given_videos_reach_the_ranks(able_dir, able):
-    ranked = TextToVideo.from_pretrained(able_dir, device="cpu", ranks=Placement(devices=("cpu", "cpu")))
+    ranked = TextToVideo.from_pretrained(able_dir, device="cpu", ranks=DevicePlacement(devices=("cpu", "cpu")))
     frames = np.random.default_rng(0).integers(0, 256, (1, 16, 24, 3), dtype=np.uint8)
-    asked = {"seeds": [1, 2, 3], "given": GivenVideo(frames=frames, use="first_frame"), "image_guidance": 1.5}
+    asked = {
+        "seeds": [1, 2, 3],
+        "conditioning": ConditioningItem(frames=frames, kind="first_frame"),
+        "image_guidance": 1.5,
+    }
     assert difference(ranked(PROMPTS, **asked), able(PROMPTS, **asked)) <= 1
     assert difference(ranked(PROMPTS, **asked), able(PROMPTS, seeds=[1, 2, 3])) > 10, "the control"
 
@@ -220,14 +224,16 @@ if __name__ == "__main__":
 
 def test_ranks_that_cannot_be_laid_out_so_are_refused(bundle_dir):
     with pytest.raises(UserError, match="3 ranks cannot be divided into shares of 2 x 1"):
-        Placement(devices=("cpu",) * 3, tensor=2)
+        DevicePlacement(devices=("cpu",) * 3, tensor=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"context": 2}, {"tensor": 2}], ids=["cp", "tp"])
 def test_ranks_that_share_matrices_or_tokens(bundle_dir, pipeline, sizes, tmp_path):
     pytest.importorskip("megatron.core")
-    ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=Placement(devices=("cpu", "cpu"), **sizes))
+    ranked = TextToVideo.from_pretrained(
+        bundle_dir, device="cpu", ranks=DevicePlacement(devices=("cpu", "cpu"), **sizes)
+    )
     expected = pipeline(PROMPTS, seeds=[1, 2, 3])
     assert difference(ranked(PROMPTS, seeds=[1, 2, 3]), expected) <= 1
     lost = max(children())

@@ -53,7 +53,7 @@ def check_same(folder: Path, alone: dict[str, np.ndarray]) -> None:
 
 
 def test_jobs_are_dealt_out_and_come_back_in_order():
-    dealt = [Ranks(replica=replica, num_replicas=3, writes=True, halves=None).mine(range(7)) for replica in range(3)]
+    dealt = [Ranks(replica=replica, num_replicas=3, writes=True, passes=None).mine(range(7)) for replica in range(3)]
     assert dealt == [[0, 3, 6], [1, 4], [2, 5]]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.generate.command import main
 from megadit.infer.generate.outputs import read_record
 from megadit.infer.media.video_io import read_comment, read_video, write_video
@@ -48,8 +48,8 @@ def test_what_was_saved_from_python_is_made_again(pipeline, videos, tmp_path, ca
     assert main(["--repeat", str(path), "--video_save_path", str(tmp_path / "again.mp4")]) == 0
     assert np.array_equal(read_video(tmp_path / "again.mp4")[0], read_video(path)[0])
     assert read_record(str(tmp_path / "again.mp4")) == read_record(str(path))
-    first = GivenVideo(frames=videos[0].video[:1], use="first_frame")
-    (given,) = pipeline(["a two"], given=first)
+    first = ConditioningItem(frames=videos[0].video[:1], kind="first_frame")
+    (given,) = pipeline(["a two"], conditioning=first)
     repeat = ["--repeat", str(given.save(tmp_path / "given.mp4")), "--video_save_path", str(tmp_path / "more.mp4")]
     assert main(repeat) == 2
     assert "its first_frame came from Python and is in no file; give it with the options" in capsys.readouterr().err

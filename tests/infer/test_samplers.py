@@ -24,7 +24,7 @@ from megadit.models.shared.errors import UserError
 
 (MU,), (S,) = GAUSSIAN.means, GAUSSIAN.deviations
 ORDERS = {"euler": 1, "heun": 2, "dpm2": 2, "dpmpp_2m": 2, "dpmpp_3m": 3, "res_2ab": 2, "unipc": 3, "unipc_bh2": 3}
-ORDERS["restart"] = 1
+ORDERS["consistency"] = 1
 
 
 def ideal_denoiser(x, sigma_B):
@@ -234,10 +234,10 @@ def test_restarts_keep_the_distribution_of_what_was_distilled():
         sigma = sigma_B[:, None].double()
         return MU + (x - MU) * S / (S**2 + sigma**2).sqrt()
 
-    sample = SAMPLERS["restart"](to_the_end, x, sigmas, Randomness(noise=noise))
+    sample = SAMPLERS["consistency"](to_the_end, x, sigmas, Randomness(noise=noise))
     assert sample.mean().item() == pytest.approx(MU, abs=0.01) and sample.std().item() == pytest.approx(S, abs=0.01)
     assert used == [0, 1, 2], "none on the way to 0"
-    assert SAMPLERS["restart"](ideal_denoiser, x, sigmas, Randomness(noise=noise)).std().item() < 0.9 * S
+    assert SAMPLERS["consistency"](ideal_denoiser, x, sigmas, Randomness(noise=noise)).std().item() < 0.9 * S
 
 
 def test_no_churn_and_no_eta_are_the_ode():

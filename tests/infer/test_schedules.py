@@ -7,8 +7,8 @@ import torch
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.infer.sampling.schedules import (
     SCHEDULES,
+    explicit_sigmas,
     flow_sigmas,
-    given_sigmas,
     karras_sigmas,
     linear_sigmas,
     log_linear_sigmas,
@@ -87,10 +87,10 @@ def test_log_linear_and_linear_are_what_karras_is_between():
 
 
 def test_given_levels():
-    assert given_sigmas([3, 1.5]).tolist() == given_sigmas([3, 1.5, 0]).tolist() == [3, 1.5, 0]
+    assert explicit_sigmas([3, 1.5]).tolist() == explicit_sigmas([3, 1.5, 0]).tolist() == [3, 1.5, 0]
     for wrong in ([], [0], [1, 2], [1, 1], [3, -1], [math.inf, 1], [2, math.nan], [3, 0, 1]):
         with pytest.raises(UserError, match="sigmas="):
-            given_sigmas(wrong)
+            explicit_sigmas(wrong)
 
 
 def test_levels_of_settings():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megadit.infer.commands import tune_sampler
-from megadit.infer.commands.tune_sampler import num_evaluations, ways_to_sample
+from megadit.infer.commands.tune_sampler import candidates_of, num_function_evaluations
 from megadit.infer.generate.command import main as generate
 from megadit.infer.generate.memory_plan import Choices, plan_memory
 from megadit.infer.pipeline.pipeline import TextToVideo
@@ -20,7 +20,7 @@ PROMPTS = ["a red seven", "a blue two"]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    config = replace(CONFIG, guidance_range=(1.0, 5.0))
+    config = replace(CONFIG, guidance_embedding_range=(1.0, 5.0))
     return write_tiny_bundle(tmp_path_factory.mktemp("told") / "bundle", config)
 
 
@@ -77,15 +77,17 @@ def test_the_command_refuses_it_before_anything_is_loaded(told, tmp_path, capsys
 
 def test_memory_and_evaluations_count_one_answer(told):
     settings, plain = told.defaults, replace(told, config=CONFIG)
-    evaluations = [num_evaluations(settings, each.config) for each in (told, plain)]
-    assert settings.guidance == 2 and evaluations == [settings.num_steps, 2 * settings.num_steps]
+    function_evaluations = [num_function_evaluations(settings, each.config) for each in (told, plain)]
+    assert settings.guidance == 2 and function_evaluations == [settings.num_steps, 2 * settings.num_steps]
     choices = Choices(dtype=torch.float32, num_videos=1)
     tokenizer, encoder = told.load_tokenizer(), told.load_text_encoder()
-    of_told, of_plain = (plan_memory(each, settings, tokenizer, encoder, choices).sampling for each in (told, plain))
-    assert of_told < of_plain
-    ways = list(ways_to_sample(told, (3,)))
-    assert {way.settings.guidance for way in ways} == {1.0, 1.5, 2.0, 3.0}
-    assert all(len(way.settings.sigmas) == 3 for way in ways)
+    with_guidance_embedding, of_plain = (
+        plan_memory(each, settings, tokenizer, encoder, choices).sampling for each in (told, plain)
+    )
+    assert with_guidance_embedding < of_plain
+    variants = list(candidates_of(told, (3,)))
+    assert {variant.settings.guidance for variant in variants} == {1.0, 1.5, 2.0, 3.0}
+    assert all(len(variant.settings.sigmas) == 3 for variant in variants)
 
 
 def test_scales_that_a_network_was_not_told_are_not_tried(told, tmp_path, capsys):

@@ -6,10 +6,10 @@ import numpy
 import pytest
 import torch
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.step_cache import CachePlan, plan_key
-from megadit.infer.runtimes.experts import PairDenoiser
+from megadit.infer.runtimes.experts import ExpertDenoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling import samplers
 from megadit.infer.sampling.resolve import resolve_settings
@@ -28,25 +28,28 @@ CALLS = {
     "two networks": {"guidance": 3.0, "low_guidance": 2.0},
     "cache": {"guidance": 3.0, "cache_budget": 0.1},
     "churn": {"guidance": 3.0, "churn": 3.0, "sampler": "heun"},
-    "given": {"guidance": 3.0, "given": GivenVideo(frames=numpy.zeros((1, 16, 24, 3), numpy.uint8), use="first_frame")},
+    "conditioning": {
+        "guidance": 3.0,
+        "conditioning": ConditioningItem(frames=numpy.zeros((1, 16, 24, 3), numpy.uint8), kind="first_frame"),
+    },
 }
 
 
 def pipeline(**settings):
-    config = replace(CONFIG, given_sigma=0.02)
+    config = replace(CONFIG, conditioning_sigma=0.02)
     denoisers = [TorchDenoiser(DiT(config), device=META) for _ in range(2)]
     plans = []
     if settings.get("cache_budget"):
         key = plan_key(resolve_settings(DEFAULTS, **settings))
         plans = [CachePlan(budget=0.1, skipped=(1,), num_calls=3, largest_error=0.1, num_videos=1, settings=key)]
     return TextToVideo(
-        denoiser=PairDenoiser(*denoisers, boundary=2.0) if "low_guidance" in settings else denoisers[0],
+        denoiser=ExpertDenoiser(*denoisers, boundary=2.0) if "low_guidance" in settings else denoisers[0],
         tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=config.sigma_data),
         text_encoder=HashedWordEncoder(dim=config.crossattn_emb_size),
         config=config,
         defaults=DEFAULTS,
         device=META,
-        takes=("first_frame",),
+        conditionings=("first_frame",),
         cache_plans=plans,
     )
 
@@ -68,8 +71,8 @@ def test_a_batch_is_waited_for_once_and_a_video_as_it_comes(name, is_watched):
     levels = []
     on_step = (lambda step: levels.append(step.sigma)) if is_watched else None
     traffic = traffic_of(pipeline(**CALLS[name]), on_step, **CALLS[name])
-    of_given = 2 if name == "given" else 0  # which places are given, to the network and to stay
-    assert traffic.asked.total() == BATCHES + 2 * len(PROMPTS) + of_given, traffic.asked
+    of_clean = 2 if name == "conditioning" else 0  # which places are given, to the network and to stay
+    assert traffic.asked.total() == BATCHES + 2 * len(PROMPTS) + of_clean, traffic.asked
     assert sum(n for line, n in traffic.asked.items() if "isfinite" in line) == BATCHES
     assert len(set(levels)) > 1 if is_watched else not levels
 
@@ -79,7 +82,7 @@ def test_few_copies_go_there_for_a_batch_and_none_for_a_step(name):
     """The keys of the noise, and each condition, which guidances of two networks make for each."""
     traffic = traffic_of(pipeline(**CALLS[name]), **CALLS[name])
     conditions = 4 if name == "two networks" else 2
-    assert traffic.sent.total() <= BATCHES * (1 + conditions) + (name == "given"), traffic.sent
+    assert traffic.sent.total() <= BATCHES * (1 + conditions) + (name == "conditioning"), traffic.sent
 
 
 def test_a_level_that_is_asked_of_the_device_is_seen(monkeypatch):

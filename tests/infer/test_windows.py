@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.generate.command import main
 from megadit.infer.media.video_io import encode_mp4, read_video, stream_mp4
 from megadit.infer.pipeline.windows import num_windows, stream_windows
@@ -33,8 +33,8 @@ def test_each_window_goes_on_from_the_last(able):
     assert first.shape == second.shape == (15, 16, 24, 3)
     assert [len(frames) for frames, _ in parts] == [5, 4, 4, 2]
     # the same by hand: the second window from the first one's last frame, with the second prompt
-    given = GivenVideo(frames=first[4:5], use="prefix", keep_frames=1)
-    (again,) = able(["b"], seeds=1, given=given)
+    given = ConditioningItem(frames=first[4:5], kind="prefix", keep_frames=1)
+    (again,) = able(["b"], seeds=1, conditioning=given)
     assert np.abs(again.video[1:].astype(int) - first[5:9]).max() <= 1
     (alone,) = zip(*stream_windows(able, [["c"]], total_frames=15, seeds=[50]), strict=True)
     assert np.abs(np.concatenate(alone).astype(int) - second).max() <= 1, "its company changes nothing"
@@ -42,11 +42,11 @@ def test_each_window_goes_on_from_the_last(able):
 
 def test_a_network_of_first_frames_sees_those_of_later_windows(able, monkeypatch):
     """As Wan's of images, which take no longer beginnings."""
-    monkeypatch.setattr(able, "takes", ("first_frame",))
+    monkeypatch.setattr(able, "conditionings", ("first_frame",))
     (first,), (second,) = stream_windows(able, [["a"]], total_frames=9, seeds=[0])
-    for use, is_seen in (("first_frame", True), ("prefix", False)):
-        (again,) = able(["a"], seeds=1, given=GivenVideo(frames=first[4:], use=use))
-        assert (np.abs(again.video[1:].astype(int) - second).max() <= 1) == is_seen, use
+    for kind, is_seen in (("first_frame", True), ("prefix", False)):
+        (again,) = able(["a"], seeds=1, conditioning=ConditioningItem(frames=first[4:], kind=kind))
+        assert (np.abs(again.video[1:].astype(int) - second).max() <= 1) == is_seen, kind
 
 
 def test_the_first_window_can_stay_beside_all(able):
@@ -58,9 +58,9 @@ def test_the_first_window_can_stay_beside_all(able):
     assert np.array_equal(parts[0], alone[0]) and not np.array_equal(parts[1], alone[1])
     long = np.concatenate(parts)
     for window in (1, 2):
-        last = GivenVideo(frames=long[4 * window : 4 * window + 1], use="prefix", keep_frames=1)
-        given = (last, GivenVideo(frames=long[:5], use="edit"))
-        (again,) = able(["a"], seeds=3 + window, given=given)
+        last = ConditioningItem(frames=long[4 * window : 4 * window + 1], kind="prefix", keep_frames=1)
+        given = (last, ConditioningItem(frames=long[:5], kind="edit"))
+        (again,) = able(["a"], seeds=3 + window, conditioning=given)
         assert np.abs(again.video[1:].astype(int) - long[4 * window + 1 : 4 * window + 5]).max() <= 1
 
 

@@ -7,8 +7,8 @@ import torch
 
 from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.lora.adapters import adapter_state, load_adapter, remove, set_scale
-from megadit.models.lora.inputs import AdapterSlots, SlottedLinears
-from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
 
@@ -25,7 +25,7 @@ def adapters_of(dit):
         train_a_little(dit, name, seed)
         states[name] = {key: value.clone() for key, value in adapter_state(dit, name).items()}
         remove(dit, name)
-    return states, AdapterSlots(config=dit.config, rank=6, targets=("*",))
+    return states, AdapterInputs(config=dit.config, rank=6, targets=("*",))
 
 
 def filled(slots, states):
@@ -62,15 +62,15 @@ def test_slots_are_adapters(name, dtype):
 def test_conditions_that_come_twice_get_the_adapters_of_their_samples():
     """A noise level of its own for what is given: twice as many rows as samples."""
     plain = network()
-    dit = DiT(replace(plain.config, given_sigma=0.02))
+    dit = DiT(replace(plain.config, conditioning_sigma=0.02))
     dit.load_state_dict(plain.state_dict())
     denoiser, generator = EDMDenoiser(dit.eval()), torch.Generator().manual_seed(3)
     x_BCTHW = torch.randn(2, 2, 2, 8, 8, generator=generator)
-    is_given_THW = torch.zeros(2, 8, 8, dtype=torch.bool)
-    is_given_THW[0] = True
-    given = Given(torch.randn(2, 2, 2, 8, 8, generator=generator), is_given_THW)
+    is_clean_THW = torch.zeros(2, 8, 8, dtype=torch.bool)
+    is_clean_THW[0] = True
+    given = CleanLatents(torch.randn(2, 2, 2, 8, 8, generator=generator), is_clean_THW)
     text_BLE = torch.rand(2, 3, dit.config.crossattn_emb_size, generator=generator)
-    conditioning = Conditioning(text_BLE, torch.tensor([3, 0]), torch.tensor([8.0, 8.0]), given=given)
+    conditioning = Conditioning(text_BLE, torch.tensor([3, 0]), torch.tensor([8.0, 8.0]), clean=given)
     states, slots = adapters_of(dit)
     with SlottedLinears(dit, slots).filled(tuple(filled(slots, states).values())):
         found = denoiser(x_BCTHW, torch.tensor([1.0, 2.0]), conditioning)

@@ -262,7 +262,7 @@ def test_dropout_is_drawn_for_a_step_and_is_for_training_alone():
 
     def masks(step):
         draw_dropout(dit, 0.25, seed=3, step=step)
-        found = [module.kept_I for module in dit.modules() if isinstance(module, low_rank.LowRank)]
+        found = [module.is_active_I for module in dit.modules() if isinstance(module, low_rank.LowRank)]
         assert {value.item() for mask in found for value in mask} == {0.0, torch.tensor(4 / 3).item()}
         return torch.cat(found)
 

@@ -53,14 +53,20 @@ BREACHES = (
         {"family": "wan", "adaln_lora_dim": 8},
         "model.family=wan has one modulation for all blocks: leave model.adaln_lora",
     ),
-    ({"given_form": "marked"}, "model.given_form=marked needs model.given_sigma"),
-    ({"given_sigma": 0.0}, "model.given_sigma=0.0 must be greater than 0, or 0 with model.preconditioner=flow"),
+    ({"conditioning_mode": "marked"}, "model.conditioning_mode=marked needs model.conditioning_sigma"),
+    (
+        {"conditioning_sigma": 0.0},
+        "model.conditioning_sigma=0.0 must be above 0, or 0 with model.parameterization=flow",
+    ),
     ({"image_size": 8}, "model.image_size is for model.family=wan, not for megadit"),
     ({"family": "wan", "image_positions": 8}, "model.image_positions needs model.image_size"),
-    ({"guidance_range": (6.0, 2.0)}, "model.guidance_range=[6.0, 2.0] must be two scales from 1, the lower first"),
     (
-        {**CLIP_GRID, "guidance_range": (1.0, 2.0)},
-        "model.guidance_range=[1.0, 2.0] is for networks that denoise, not model.family=clip",
+        {"guidance_embedding_range": (6.0, 2.0)},
+        "model.guidance_embedding_range=[6.0, 2.0] must be two scales from 1, the lower first",
+    ),
+    (
+        {**CLIP_GRID, "guidance_embedding_range": (1.0, 2.0)},
+        "model.guidance_embedding_range=[1.0, 2.0] is for networks that denoise, not model.family=clip",
     ),
     ({"position_embedding": "learned"}, "needs model.learned_positions, the largest grid"),
     (

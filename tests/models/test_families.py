@@ -28,7 +28,7 @@ COSMOS = DiTConfig(
 NEMO = DiTConfig(**COMMON | {"hidden_size": 260}, family="nemo", position_embedding="sincos", layernorm_epsilon=1e-5)
 DFM = dataclasses.replace(NEMO, family="dfm", adaln_lora_dim=6)
 CLASSES = DiTConfig(
-    **COMMON, family="dit", position_embedding="sincos", qk_layernorm=False, num_classes=600, preconditioner="vp"
+    **COMMON, family="dit", position_embedding="sincos", qk_layernorm=False, num_classes=600, parameterization="vp"
 )
 MOVIEGEN = DiTConfig(
     **COMMON,
@@ -51,7 +51,7 @@ FAMILIES = {
     "moviegen": MOVIEGEN,
     "moviegen of nemo": MOVIEGEN_OF_NEMO,
     "st_dit": DiTConfig(**COMMON, family="st_dit", adaln_lora_dim=6, learned_positions=(4, 5, 4)),
-    "wan": DiTConfig(**COMMON, family="wan", preconditioner="flow"),
+    "wan": DiTConfig(**COMMON, family="wan", parameterization="flow"),
     "tokens": TOKENS,
     "experts": CHOICE,
 }

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.diffusion.parameterization import denoise_packed
-from megadit.models.networks.conditioning import Conditioning, Given, partly_given
+from megadit.models.networks.conditioning import CleanLatents, Conditioning, with_conditioning
 from megadit.models.networks.dense_packs import pack_dense, pad_segments, unpack_dense
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.initialize import initialize_
@@ -26,12 +26,12 @@ CONFIG = DiTConfig(
     in_channels=4,
     patch_spatial=2,
     crossattn_emb_size=8,
-    given_sigma=0.02,
+    conditioning_sigma=0.02,
 )
 FIRST, ENDS, BOX = ((0, 4),), ((0, 4), (8, 12)), ((0, 2), (3, 6), (7, 12))
 MIXED = PackLayout.pack(
-    [Segment((3, 2, 2), 2, given=given) for given in (FIRST, FIRST, (), ENDS, BOX)]
-    + [Segment((5, 2, 2), 3, given=((12, 20),), times=(0, 1, 2, 2, 0.5))],
+    [Segment((3, 2, 2), 2, clean=given) for given in (FIRST, FIRST, (), ENDS, BOX)]
+    + [Segment((5, 2, 2), 3, clean=((12, 20),), times=(0, 1, 2, 2, 0.5))],
     capacity=96,
     text_capacity=24,
 )
@@ -47,28 +47,28 @@ def network(config=CONFIG) -> DiT:
     return model
 
 
-def conditions(count: int, given: Given | None = None) -> Conditioning:
+def conditions(count: int, given: CleanLatents | None = None) -> Conditioning:
     generator = torch.Generator().manual_seed(2)
     text = torch.randn(count, 3, CONFIG.crossattn_emb_size, generator=generator)
-    return Conditioning(text, torch.tensor([3, 1, 0, 2][:count]), torch.full((count,), 8.0), given=given)
+    return Conditioning(text, torch.tensor([3, 1, 0, 2][:count]), torch.full((count,), 8.0), clean=given)
 
 
-def given_latents(count: int, extra: int = 1) -> Given:
+def given_latents(count: int, extra: int = 1) -> CleanLatents:
     generator = torch.Generator().manual_seed(3)
     latents = torch.randn(count, 4, 3 + extra, 4, 4, generator=generator)
     is_given = torch.zeros(3 + extra, 4, 4, dtype=torch.bool)
     is_given[0] = is_given[3:] = True
     is_given[1, :2] = True
-    return Given(latents, is_given, (1.5,) * extra)
+    return CleanLatents(latents, is_given, (1.5,) * extra)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rows_follow_the_tokens_however_they_are_cut(size):
     G = MIXED.num_segments
-    given_segments = [index for index, segment in enumerate(MIXED.segments) if segment.given]
+    given_segments = [index for index, segment in enumerate(MIXED.segments) if segment.clean]
     expected = torch.cat([torch.full((segment.num_tokens,), index) for index, segment in enumerate(MIXED.segments)])
     for row, index in enumerate(given_segments):
-        for first, stop in MIXED.segments[index].given:
+        for first, stop in MIXED.segments[index].clean:
             expected[MIXED.starts[index] + first : MIXED.starts[index] + stop] = G + row
     assert MIXED.segment_of_row == (*range(G), *given_segments)
     assert torch.equal(MIXED.on(CPU).row_of_token_S, expected)
@@ -77,12 +77,12 @@ def test_rows_follow_the_tokens_however_they_are_cut(size):
     shards = [MIXED.shard(TokenMesh(context=size, rank=rank)) for rank in range(size)]
     for shard in shards:
         assert torch.equal(shard.rows.of_token(CPU), expected[shard.on(CPU).index_S])
-    assert sum(shard.num_wanted for shard in shards) == MIXED.num_wanted == int((expected < G)[:80].sum())
+    assert sum(shard.num_targets for shard in shards) == MIXED.num_targets == int((expected < G)[:80].sum())
 
 
 def test_alike_neighbours_are_grouped():
     """Two groups for any number of neighbours of which the same is given: kernels are as few as without."""
-    layout = PackLayout.pack([Segment((3, 2, 2), 1, given=FIRST)] * 7, capacity=84, text_capacity=7)
+    layout = PackLayout.pack([Segment((3, 2, 2), 1, clean=FIRST)] * 7, capacity=84, text_capacity=7)
     assert [(group.first, group.count, group.length, group.gap) for group in layout.rows.groups] == [
         (7, 7, 4, 8),
         (0, 7, 8, 4),
@@ -94,7 +94,7 @@ def test_tokens_are_given_where_all_of_their_latents_are():
     is_given = torch.zeros(2, 4, 4, dtype=torch.bool)
     is_given[0, :3] = True
     is_given[1, 2:, 2:] = True
-    assert partly_given(CONFIG, is_given).given == ((0, 2), (7, 8))
+    assert with_conditioning(CONFIG, is_given).clean == ((0, 2), (7, 8))
 
 
 @torch.no_grad()
@@ -109,17 +109,17 @@ def test_a_batch_equals_its_pack(config, extra):
     sigma_G = pad_segments(sigma, pack.layout, value=1.0)
     tokens = denoise_packed(dit, pack.tokens_S1P, sigma_G, pack.text_L1E, pack.fps_G, pack.layout)
     packed = unpack_dense(tokens, pack.layout, x, config)
-    wanted = ~given.is_given_THW[:3]
+    wanted = ~given.is_clean_THW[:3]
     torch.testing.assert_close(packed[:, :, wanted], dense[:, :, wanted], rtol=2e-5, atol=2e-5)
 
 
 MARKED = replace(CONFIG, family="cosmos", adaln_lora_dim=4, padding_mask_channel=True)
-FLOW = replace(CONFIG, family="wan", preconditioner="flow", given_sigma=0.0)
+FLOW = replace(CONFIG, family="wan", parameterization="flow", conditioning_sigma=0.0)
 FORMS = {
-    "augmented": replace(MARKED, given_form="augmented"),
-    "marked": replace(MARKED, given_form="marked"),
+    "augmented": replace(MARKED, conditioning_mode="augmented"),
+    "marked": replace(MARKED, conditioning_mode="marked"),
     "clean": FLOW,
-    "channels": replace(FLOW, given_form="channels"),
+    "channels": replace(FLOW, conditioning_mode="channels"),
 }
 """Of published networks."""
 
@@ -134,15 +134,15 @@ def test_a_batch_of_a_published_form_equals_its_pack(config):
     pack = pack_dense(x, conditioning, config, multiple=8)
     layout, sigma_G = pack.layout, pad_segments(sigma, pack.layout, value=1.0)
     asked = (dit, pack.tokens_S1P, sigma_G, pack.text_L1E, pack.fps_G, layout)
-    packed = unpack_dense(denoise_packed(*asked, beside_S1Q=pack.beside_S1Q), layout, x, config)
-    predicted = ~given.is_given_THW if config.given.is_among else torch.ones_like(given.is_given_THW)
+    packed = unpack_dense(denoise_packed(*asked, attached_S1Q=pack.attached_S1Q), layout, x, config)
+    predicted = ~given.is_clean_THW if config.conditioning.is_among else torch.ones_like(given.is_clean_THW)
     torch.testing.assert_close(packed[:, :, predicted], dense[:, :, predicted], rtol=2e-5, atol=2e-5)
     # the control: nothing given, and another form of the same tensors
     nothing = EDMDenoiser(dit)(x, sigma, conditions(3))
     assert (nothing - dense)[:, :, predicted].abs().max() > 1e-3
     forms = {"augmented": "marked", "marked": "augmented"}
-    if config.given_form in forms:
-        other = network(replace(config, given_form=forms[config.given_form]))
+    if config.conditioning_mode in forms:
+        other = network(replace(config, conditioning_mode=forms[config.conditioning_mode]))
         other.load_state_dict(dit.state_dict())
         assert (EDMDenoiser(other)(x, sigma, conditioning) - dense)[:, :, predicted].abs().max() > 1e-4
 
@@ -167,7 +167,7 @@ def test_a_pack_that_was_seen_sends_the_device_nothing():
 
 def batch_of(config, given=()) -> PackedBatch:
     """Two samples, of the first of which this much is given, and padding."""
-    layout = PackLayout.pack([Segment((3, 2, 2), 2, given=given), Segment((3, 2, 2), 1)], capacity=32, text_capacity=8)
+    layout = PackLayout.pack([Segment((3, 2, 2), 2, clean=given), Segment((3, 2, 2), 1)], capacity=32, text_capacity=8)
     generator = torch.Generator().manual_seed(5)
     return PackedBatch(
         tokens_S1P=torch.randn(32, 1, config.patch_dim, generator=generator),
@@ -190,15 +190,15 @@ def learned(dit: DiT, batch: PackedBatch) -> tuple[torch.Tensor, list[torch.Tens
     return sums.objective, [parameter.grad for parameter in dit.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("name", [name for name, config in FORMS.items() if config.given.is_among])
+@pytest.mark.parametrize("name", [name for name, config in FORMS.items() if config.conditioning.is_among])
 def test_a_published_form_learns(name):
     """One step on a pack of which parts are given: a finite loss, and gradients of all that tells of them."""
     config = FORMS[name]
     dit = network(config)
     objective, grads = learned(dit, batch_of(config, FIRST))
     assert objective.isfinite() and all(grad.isfinite().all() for grad in grads)
-    marks = dit.x_embedder.weight.grad[:, config.patch_dim : config.patch_dim + config.given_dim]
-    assert not config.given_dim or marks.norm() > 0
+    marks = dit.x_embedder.weight.grad[:, config.patch_dim : config.patch_dim + config.conditioning_dim]
+    assert not config.conditioning_dim or marks.norm() > 0
 
 
 @torch.no_grad()
@@ -206,7 +206,7 @@ def test_the_network_sees_what_is_given_clean_and_nothing_else_of_it():
     dit, given = network(), given_latents(2)
     denoise = EDMDenoiser(dit)
     x, sigma = torch.randn(2, 4, 3, 4, 4), torch.tensor([0.5, 5.0])
-    wanted = ~given.is_given_THW[:3]
+    wanted = ~given.is_clean_THW[:3]
 
     def answer(given=given, x=x, **changes):
         return denoise(x, sigma, conditions(2, replace(given, **changes)))[:, :, wanted]
@@ -222,7 +222,7 @@ def test_the_network_sees_what_is_given_clean_and_nothing_else_of_it():
     unread[:, :, 2] = torch.nan
     assert torch.equal(answer(latents_BCTHW=unread), usual)
     assert not torch.allclose(answer(extra_times=(0.5,)), usual), "when a frame is, is seen"
-    label = replace(CONFIG, given_sigma=0.5)
+    label = replace(CONFIG, conditioning_sigma=0.5)
     other = network(label)
     other.load_state_dict(dit.state_dict())
     relabelled = EDMDenoiser(other)(x, sigma, conditions(2, given))[:, :, wanted]
@@ -231,7 +231,7 @@ def test_the_network_sees_what_is_given_clean_and_nothing_else_of_it():
 
 def test_nothing_given_changes_nothing():
     """To the last bit, of a batch and of a pack, and of what is learned from a pack."""
-    plain, able = network(replace(CONFIG, given_sigma=None)), network()
+    plain, able = network(replace(CONFIG, conditioning_sigma=None)), network()
     x, sigma = torch.randn(2, 4, 3, 4, 4), torch.tensor([0.5, 5.0])
     with torch.no_grad():
         assert torch.equal(EDMDenoiser(plain)(x, sigma, conditions(2)), EDMDenoiser(able)(x, sigma, conditions(2)))

@@ -168,7 +168,7 @@ def test_more_components_reconstruct_better_than_fewer_and_than_the_mean(record_
 def test_other_numbers_of_channels_give_what_was_foreseen(frames, sizes):
     """Of images, of clips and of both: without encoding anything again."""
     videos = [moving_squares(16, frames=count, seed=count) for count in frames]
-    _, foreseen = HaarTokenizer.fit_beside(videos, 6, [4, 8, 12, 90], **sizes)
+    _, foreseen = HaarTokenizer.fit_at_most(videos, 6, [4, 8, 12, 90], **sizes)
     assert [4, 8, 12] == [count for count in foreseen if count < 90], "moving squares have at least twelve components"
     for count in (4, 8, 12):
         fitted = HaarTokenizer.fit(videos, count, **sizes)
@@ -177,15 +177,15 @@ def test_other_numbers_of_channels_give_what_was_foreseen(frames, sizes):
 
 def test_channels_that_there_are_no_components_for_are_not_foreseen():
     grey = torch.linspace(-1, 1, 8).reshape(8, 1, 1, 1, 1).expand(8, 3, 5, 8, 8)
-    _, foreseen = HaarTokenizer.fit_beside([grey], 1, [1, 2], **SMALL)
+    _, foreseen = HaarTokenizer.fit_at_most([grey], 1, [1, 2], **SMALL)
     assert list(foreseen) == [1]
 
 
 def test_fitting_is_deterministic_up_to_the_order_of_batches():
     videos = moving_squares(32)
     whole = HaarTokenizer.fit([videos], channels=8, **SMALL)
-    halves = HaarTokenizer.fit([videos[16:], videos[:16]], channels=8, **SMALL)
-    torch.testing.assert_close(whole.pca.basis_RC, halves.pca.basis_RC, rtol=0, atol=1e-5)
+    passes = HaarTokenizer.fit([videos[16:], videos[:16]], channels=8, **SMALL)
+    torch.testing.assert_close(whole.pca.basis_RC, passes.pca.basis_RC, rtol=0, atol=1e-5)
     largest = whole.pca.basis_RC.gather(0, whole.pca.basis_RC.abs().argmax(dim=0, keepdim=True))
     assert (largest > 0).all()
 

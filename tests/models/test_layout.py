@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megadit.models.cache import Kept
+from megadit.models.cache import TensorCache
 from megadit.models.networks.blocks import BlockInputs
 from megadit.models.packing.dense_layout import DenseLayout
 from megadit.models.packing.layout import CPU, PackLayout
-from megadit.models.packing.segments import LengthGroup, Piece, Segment, TokenMesh, text_of_group
+from megadit.models.packing.segments import LengthGroup, Segment, TokenMesh, TokenSpan, text_of_group
 from megadit.models.shared.errors import UserError
 
 CLIP, IMAGE = Segment((3, 2, 2), 4), Segment((1, 2, 3), 0)
@@ -28,7 +28,7 @@ def test_a_pack_is_filled_by_one_padding_segment():
     layout = pack(CLIP, IMAGE)
     assert layout.lengths == (12, 6, 22)
     assert layout.starts == (0, 12, 18)
-    assert layout.text_slots == (4, 1, 11), "a sample without text takes one slot for the null token"
+    assert layout.text_places == (4, 1, 11), "a sample without text takes one slot for the null token"
     assert (layout.capacity, layout.text_capacity, layout.num_tokens) == (40, 16, 18)
     assert layout.segments[-1].is_padding
     assert layout.on("cpu").is_sample_S.tolist() == [True] * 18 + [False] * 22
@@ -66,7 +66,7 @@ def test_packs_join_into_one_micro_batch():
 
 def test_the_text_of_a_group_is_rectangular():
     layout = pack(Segment((1, 2, 2), 3), Segment((1, 2, 2), 0), Segment((1, 2, 2), 2))
-    slots, is_valid = text_of_group(layout.groups[0], layout.text_starts, layout.text_slots)
+    slots, is_valid = text_of_group(layout.groups[0], layout.text_starts, layout.text_places)
     assert slots[is_valid].tolist() == [0, 1, 2, 3, 4, 5]
     assert is_valid.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
     texts = layout.on("cpu").texts
@@ -84,7 +84,7 @@ def random_layout(seed: int) -> PackLayout:
     segments = [Segment(chance.choice(grids), chance.randint(0, 3)) for _ in range(chance.randint(1, 9))]
     tokens = sum(segment.num_tokens for segment in segments)
     spare = -tokens % 48 + 48 * chance.randint(0, 1)
-    slots = sum(segment.text_slots for segment in segments)
+    slots = sum(segment.text_places for segment in segments)
     return PackLayout.pack(segments, capacity=tokens + spare, text_capacity=slots + chance.randint(0, 4))
 
 
@@ -144,7 +144,7 @@ def members(group: LengthGroup) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_text_tensors_say_of_every_slot_what_counting_says(seed):
     layout = random_layout(seed)
-    slots = [(index, slot) for index, count in enumerate(layout.text_slots) for slot in range(count)]
+    slots = [(index, slot) for index, count in enumerate(layout.text_places) for slot in range(count)]
     is_null = [layout.segments[i].text_length == 0 and not layout.segments[i].is_padding for i, _ in slots]
     tensors = layout.on("cpu")
     assert tensors.null_text_L.tolist() == is_null
@@ -152,7 +152,7 @@ def test_text_tensors_say_of_every_slot_what_counting_says(seed):
         if not segment.is_padding:
             assert slots[tensors.first_text_G[index]] == (index, 0)
             assert tensors.has_no_text_G[index] == (segment.text_length == 0)
-    assert tensors.text_bounds.diff().tolist() == list(layout.text_slots)
+    assert tensors.text_bounds.diff().tolist() == list(layout.text_places)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -166,7 +166,7 @@ def test_shards_are_equal_and_make_up_the_whole(size):
     for shard in shards:
         sizes = zip(shard.lengths, layout.lengths, strict=True)
         assert all(whole // size <= mine <= -(-whole // size) for mine, whole in sizes), "each segment is cut evenly"
-        assert shard.text_slots == layout.text_slots
+        assert shard.text_places == layout.text_places
 
 
 def test_groups_of_a_shard_leave_no_segment_out_in_between():
@@ -180,7 +180,7 @@ def test_groups_of_a_shard_leave_no_segment_out_in_between():
 
 def test_rows_are_those_of_the_pieces():
     """Two pieces of one segment have a row each; attention still sees one segment."""
-    layout = PackLayout((CLIP, IMAGE), TokenMesh(slices=2, rank=1), (Piece(0, 4), Piece(1, 8), Piece(2, 6)))
+    layout = PackLayout((CLIP, IMAGE), TokenMesh(slices=2, rank=1), (TokenSpan(0, 4), TokenSpan(1, 8), TokenSpan(2, 6)))
     assert layout.rows.of_token(CPU).tolist() == [1] * 3 + [2] * 6
     assert [group.length for group in layout.groups] == [12, 6]
 
@@ -197,7 +197,7 @@ def triple(layout, value):
 
 
 def dense(room: int | None = None) -> DenseLayout:
-    kept = None if room is None else Kept(room)
+    kept = None if room is None else TensorCache(room)
     return DenseLayout((1, 2, 2), torch.ones(1, 3, dtype=torch.bool), torch.device("cpu"), kept=kept)
 
 

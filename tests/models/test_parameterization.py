@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megadit.models.configs.config import DiTConfig, Preconditioner
+from megadit.models.configs.config import DiTConfig, Parameterization
 from megadit.models.diffusion.ddpm import ddpm_sigmas
 from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.diffusion.parameterization import EDM, VP, Flow, VPVelocity, parameterization_of
@@ -68,14 +68,15 @@ def test_vp_scalings_invert_the_schedule():
 
 
 def test_the_loss_weight_makes_errors_of_the_network_weigh_one():
-    for preconditioner in get_args(Preconditioner):
-        found = parameterization_of(DiTConfig(preconditioner=preconditioner))
+    for parameterization in get_args(Parameterization):
+        found = parameterization_of(DiTConfig(parameterization=parameterization))
         torch.testing.assert_close(found.loss_weight(SIGMAS), found.scalings(SIGMAS).c_out ** -2)
 
 
 def test_every_preconditioner_of_the_config_has_its_parameterization():
     found = {
-        name: parameterization_of(DiTConfig(preconditioner=name, sigma_data=0.7)) for name in get_args(Preconditioner)
+        name: parameterization_of(DiTConfig(parameterization=name, sigma_data=0.7))
+        for name in get_args(Parameterization)
     }
     assert found == {"edm": EDM(0.7), "vp": VP(), "flow": Flow()}
 

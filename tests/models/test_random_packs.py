@@ -36,12 +36,12 @@ FAMILIES = {
             "num_classes": 9,
             "position_embedding": "sincos",
             "qk_layernorm": False,
-            "preconditioner": "vp",
+            "parameterization": "vp",
         },
         "cosmos": {"adaln_lora_dim": 6},
         "moviegen": {"position_embedding": "learned", "learned_positions": (2, 1, 64), "qk_layernorm": False},
         "st_dit": {},
-        "wan": {"preconditioner": "flow"},
+        "wan": {"parameterization": "flow"},
     }.items()
 }
 NETWORK_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
@@ -58,14 +58,14 @@ def random_pack(seed: int) -> PackLayout:
     grids = [(1, 1, length) if length % 2 else (2, 1, length // 2) for length in lengths]
     segments = [Segment(grid, chance.randint(0, 3)) for grid in grids]
     spare = chance.choice((0, 5, 40))
-    text = sum(segment.text_slots for segment in segments)
+    text = sum(segment.text_places for segment in segments)
     return PackLayout.pack(segments, capacity=sum(lengths) + spare, text_capacity=text)
 
 
 def random_packs(count: int) -> list[PackLayout]:
     """With a sample of several tokens and frames, and one of several words: else some gradients are zero."""
     packs = (random_pack(seed) for seed in itertools.count())
-    return list(itertools.islice((one for one in packs if max(one.lengths) >= 30 and max(one.text_slots) > 1), count))
+    return list(itertools.islice((one for one in packs if max(one.lengths) >= 30 and max(one.text_places) > 1), count))
 
 
 def gradients(out, inputs):
@@ -136,7 +136,7 @@ def packed_and_single(config, layout, dtype):
     single = []
     for g, (segment, x) in enumerate(zip(samples, latents, strict=True)):
         start = layout.text_starts[g]
-        features = text[start : start + segment.text_slots].transpose(0, 1).double()
+        features = text[start : start + segment.text_places].transpose(0, 1).double()
         conditioning = Conditioning(features, torch.tensor([segment.text_length]), fps_G[g : g + 1])
         single.append(patchify(exact(x.double(), c_noise_G[g : g + 1], conditioning), config))
     return (packed, *gradients(packed, list(ours.parameters()))), (

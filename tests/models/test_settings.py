@@ -17,7 +17,7 @@ from megadit.models.diffusion.settings import (
     SAMPLERS,
     SCHEDULES,
     SERVED,
-    GivenSettings,
+    PartialSettings,
     SamplingSettings,
     check_asked,
     resolve,
@@ -35,7 +35,7 @@ def test_the_names_are_those_of_the_functions():
 
 def test_every_setting_says_what_it_means():
     known = settings_of(SamplingSettings)
-    assert list(known) == [field.name for field in fields(SamplingSettings)] == list(settings_of(GivenSettings))
+    assert list(known) == [field.name for field in fields(SamplingSettings)] == list(settings_of(PartialSettings))
     assert all(about.help for about in known.values())
     assert all(about.count is None and about.type in (str, int, float) for about in SERVED.values()), "single values"
 

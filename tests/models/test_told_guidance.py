@@ -8,7 +8,7 @@ import torch
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.diffusion.parameterization import denoise_packed
-from megadit.models.networks.conditioning import Conditioning, Given, partly_given
+from megadit.models.networks.conditioning import CleanLatents, Conditioning, with_conditioning
 from megadit.models.networks.dense_packs import pack_dense, unpack_dense
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.initialize import initialize_
@@ -16,7 +16,7 @@ from megadit.models.networks.initialize import initialize_
 SMALL = dict(num_layers=1, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
 NETWORKS = {
     "megadit": DiTConfig(**SMALL),
-    "with what is given": DiTConfig(**SMALL, given_sigma=0.02),
+    "with what is given": DiTConfig(**SMALL, conditioning_sigma=0.02),
     "cosmos": DiTConfig(**SMALL, family="cosmos", adaln_lora_dim=4),
     "wan": DiTConfig(**SMALL, family="wan"),
     "nemo": DiTConfig(**SMALL | {"hidden_size": 256}, family="nemo", position_embedding="sincos"),
@@ -31,7 +31,7 @@ def asked(dit, scales, given=None):
     text_BLE = torch.randn(2, 3, dit.config.crossattn_emb_size, generator=generator)
     guidance_B = None if scales is None else torch.tensor(scales)
     conditioning = Conditioning(
-        text_BLE, torch.tensor([3, 0]), torch.tensor([8.0, 0.0]), given=given, guidance_B=guidance_B
+        text_BLE, torch.tensor([3, 0]), torch.tensor([8.0, 0.0]), clean=given, guidance_B=guidance_B
     )
     return x_BCTHW, torch.tensor([2.0, 0.5]), conditioning
 
@@ -47,7 +47,7 @@ def random_dit(config):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_it_starts_as_the_network_that_is_told_nothing(name):
     plain = random_dit(NETWORKS[name])
-    told = initialize_(DiT(replace(NETWORKS[name], guidance_range=(1.0, 6.0))), seed=0)
+    told = initialize_(DiT(replace(NETWORKS[name], guidance_embedding_range=(1.0, 6.0))), seed=0)
     told.load_state_dict(plain.state_dict(), strict=False)
     expected = EDMDenoiser(plain)(*asked(plain, None))
     for scales in ([1.0, 1.0], [1.0, 6.0]):
@@ -59,13 +59,13 @@ def test_it_starts_as_the_network_that_is_told_nothing(name):
 
 @pytest.mark.parametrize("name", ["megadit", "with what is given"])
 def test_a_pack_is_told_what_its_samples_are(name):
-    dit = random_dit(replace(NETWORKS[name], guidance_range=(1.0, 6.0)))
+    dit = random_dit(replace(NETWORKS[name], guidance_embedding_range=(1.0, 6.0)))
     given = None
-    if dit.config.given_sigma is not None:
+    if dit.config.conditioning_sigma is not None:
         is_given = torch.zeros(SIZE, dtype=torch.bool)
         is_given[0] = True
-        assert partly_given(dit.config, is_given).given
-        given = Given(torch.ones(2, dit.config.in_channels, *SIZE), is_given)
+        assert with_conditioning(dit.config, is_given).clean
+        given = CleanLatents(torch.ones(2, dit.config.in_channels, *SIZE), is_given)
     x_BCTHW, sigma_B, conditioning = asked(dit, [2.0, 5.0], given)
     pack = pack_dense(x_BCTHW, conditioning, dit.config, 16)
     sigma_G = torch.cat([sigma_B, torch.ones(pack.layout.num_segments - 2)])
@@ -77,6 +77,6 @@ def test_a_pack_is_told_what_its_samples_are(name):
 
 
 def test_who_says_no_scale_is_a_mistake_of_ours():
-    dit = random_dit(replace(NETWORKS["megadit"], guidance_range=(1.0, 6.0)))
+    dit = random_dit(replace(NETWORKS["megadit"], guidance_embedding_range=(1.0, 6.0)))
     with pytest.raises(AssertionError, match="is told a scale of guidance"):
         EDMDenoiser(dit)(*asked(dit, None))

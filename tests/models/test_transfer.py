@@ -174,8 +174,8 @@ def test_an_update_sends_one_tensor_for_each_group():
 
 NETWORKS = {
     "edm": {},
-    "vp": {"preconditioner": "vp"},
-    "flow": {"preconditioner": "flow"},
+    "vp": {"parameterization": "vp"},
+    "flow": {"parameterization": "flow"},
     **{family: {"family": family, **changes} for family, changes in FAMILY_CHANGES.items()},
     "st_dit": {"family": "st_dit"},
 }

@@ -107,13 +107,13 @@ def kept_running():
     def keep(server):
         is_ready, stopping = threading.Event(), threading.Event()
 
-        def tell(message: str) -> None:
+        def report(message: str) -> None:
             print(message)
             if "is ready" in message:
                 is_ready.set()
 
         thread = threading.Thread(
-            target=keep_running, args=[server.process], kwargs={"tell": tell, "stopping": stopping}
+            target=keep_running, args=[server.process], kwargs={"tell": report, "stopping": stopping}
         )
         thread.start()
         try:

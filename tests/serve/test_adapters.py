@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from megadit.infer.commands.check_adapter import problem_of
 from megadit.infer.media.video_io import encode_mp4
-from megadit.infer.pipeline import adapters as shelf
+from megadit.infer.pipeline import adapters as adapter_cache
 from megadit.infer.pipeline import batches
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
@@ -93,7 +93,7 @@ def test_a_batch_of_adapters_is_each_alone(engine, frames, bundle_dir, adapter_d
 
 def test_a_student_beside_its_teacher_is_called_as_it_says(engine, frames, bundle_dir, adapter_dir, tmp_path):
     """Whether a client leaves out what it does not ask for, or not; what it asks for stands."""
-    asked = {"sampler": "restart", "sigmas": [20.0, 2.0], "num_steps": 2, "guidance": 1.0, "eta": 0.0}
+    asked = {"sampler": "consistency", "sigmas": [20.0, 2.0], "num_steps": 2, "guidance": 1.0, "eta": 0.0}
     write_adapter(tmp_path / "learnt", replace(read_adapter(adapter_dir / "one"), defaults=asked))
     bundle = Bundle.open(bundle_dir)
     engine.info = service_info(bundle, bundle.defaults, None, adapters=tmp_path)
@@ -254,17 +254,17 @@ def test_nothing_of_an_adapter_stays(engine, frames):
 
 def test_adapters_are_read_once_and_the_oldest_dropped(engine, monkeypatch):
     read = []
-    real = shelf.read_adapter_of
-    monkeypatch.setattr(shelf, "read_adapter_of", lambda path, bundle: read.append(path) or real(path, bundle))
+    real = adapter_cache.read_adapter_of
+    monkeypatch.setattr(adapter_cache, "read_adapter_of", lambda path, bundle: read.append(path) or real(path, bundle))
     dit = engine.pipeline.denoiser._denoiser.dit
     for _ in range(2):
         run(engine, *map(asker, CASES))
     assert len(read) == len(adapter_names(dit)) == 3
-    engine.pipeline._adapters._kept_bytes = 0
+    engine.pipeline._adapters._cached_bytes = 0
     run(engine, asker("one"))
     assert len(read) == 4 and not adapter_names(dit), "beyond the bytes all go that nobody uses"
-    engine.pipeline._adapters._kept_bytes = 10**9
-    monkeypatch.setattr(shelf, "KEPT", 2)
+    engine.pipeline._adapters._cached_bytes = 10**9
+    monkeypatch.setattr(adapter_cache, "KEPT", 2)
     for name in ("one", "two", "three", "two", "three"):
         run(engine, asker(name))
     assert len(read) == 7 and len(adapter_names(dit)) == 2, "beyond their number the oldest"

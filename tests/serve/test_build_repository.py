@@ -77,7 +77,7 @@ def test_students_are_models_of_their_own(bundle_dir, tmp_path, capsys):
 
     def student(name, **settings):
         shutil.copytree(bundle_dir, tmp_path / name)
-        asked = {"sampler": "restart", "guidance": 1.0} | settings
+        asked = {"sampler": "consistency", "guidance": 1.0} | settings
         update_manifest(tmp_path / name, defaults=replace(Bundle.open(bundle_dir).defaults, **asked).to_dict())
         return str(tmp_path / name)
 
@@ -102,15 +102,17 @@ def test_students_are_models_of_their_own(bundle_dir, tmp_path, capsys):
 
 def test_a_student_that_is_told_the_scale_is_one_at_any_scale(bundle_dir, tmp_path):
     """And clients know which scales it knows."""
-    few = replace(Bundle.open(bundle_dir).defaults, sampler="restart", num_steps=2, sigmas=(20.0, 2.0), guidance=4.0)
-    write_tiny_bundle(tmp_path / "told", replace(CONFIG, guidance_range=(1.5, 6.0)), defaults=few)
+    few = replace(
+        Bundle.open(bundle_dir).defaults, sampler="consistency", num_steps=2, sigmas=(20.0, 2.0), guidance=4.0
+    )
+    write_tiny_bundle(tmp_path / "told", replace(CONFIG, guidance_embedding_range=(1.5, 6.0)), defaults=few)
     out = build_repository(bundle_dir, tmp_path / "models", students=[tmp_path / "told"])
     infos = {}
     for path in out.glob("*/config.pbtxt"):
         service = parse(path.read_text()).parameters["service"].string_value
         infos[path.parent.name] = ServiceInfo.from_json(service)
     told = infos["text_to_video_2_calls"]
-    assert told.guidance_range == (1.5, 6.0) and infos["text_to_video"].guidance_range == ()
+    assert told.guidance_embedding_range == (1.5, 6.0) and infos["text_to_video"].guidance_embedding_range == ()
     for name, info in infos.items():
         info.check_guidance(info.filled(VideoRequest(prompt="a")))
         asked = info.filled(VideoRequest(prompt="a", guidance=7.0))
@@ -301,7 +303,7 @@ def test_an_export_bounds_the_batch(exported):
     assert most_videos_at_once(Bundle.open(exported), "onnx") == 4, "guidance takes two places for each video"
     assert most_videos_at_once(Bundle.open(exported), "torch") is None
     told = Bundle.open(exported)
-    told = replace(told, config=replace(told.config, guidance_range=(1.0, 6.0)))
+    told = replace(told, config=replace(told.config, guidance_embedding_range=(1.0, 6.0)))
     assert most_videos_at_once(told, "onnx") == 8, "a network that is told the scale gives each video one answer"
 
 

@@ -67,7 +67,7 @@ def run(engine, *askers):
 
 
 def test_a_student_is_called_as_its_bundle_says(pipeline, bundle_dir):
-    student = with_changed_defaults(Bundle.open(bundle_dir), ["sampler=restart", "sigmas=20,2,0.4", "guidance=1"])
+    student = with_changed_defaults(Bundle.open(bundle_dir), ["sampler=consistency", "sigmas=20,2,0.4", "guidance=1"])
     info = service_info(student, student.defaults, None)
     plain = VideoRequest(prompt="a red seven", seed=5)
     askers = [Asker(plain), Asker(info.filled(plain)), Asker(info.filled(replace(plain, num_steps=2)))]

@@ -114,9 +114,9 @@ def _in_one_batch(client: VideoClient, names):
     asked = [replace(REQUEST, adapters=CASES[name]) for name in names]
     for _ in range(5):
         is_busy = threading.Event()
-        tell = partial(_set, is_busy)
+        report = partial(_set, is_busy)
         with ThreadPoolExecutor(4) as threads:
-            first = threads.submit(client.generate, replace(REQUEST, num_steps=2000), on_progress=tell, timeout=300)
+            first = threads.submit(client.generate, replace(REQUEST, num_steps=2000), on_progress=report, timeout=300)
             assert is_busy.wait(300)
             made = list(threads.map(lambda request: client.generate(request, timeout=300)[0], asked))
             first.result()

@@ -127,7 +127,7 @@ def test_a_repository_says_what_its_models_take_and_give(clip, tmp_path):
 
 
 OF_VIDEOS = [
-    *(["--images"], ["--dtype", "bfloat16"], ["--adapters", "."], ["--guardrail_dir", "."], ["--judge_dir", "."]),
+    *(["--images"], ["--dtype", "bfloat16"], ["--adapters", "."], ["--guardrail_dir", "."], ["--scorer_dir", "."]),
     *(["--adapter_bytes", "1"], ["--default", "num_steps=2"], ["--max_videos", "2"], ["--ranks", "2"]),
     *(["--c2pa_key", "key"], ["--runtime", "onnx"], ["--networks"]),
 ]

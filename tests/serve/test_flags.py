@@ -62,7 +62,7 @@ REPOSITORY = (
     *(("--max_adapters", "3"), ("--max_adapter_bytes", "2"), ("--max_adapter_rank", "4")),
     *(("--adapters", "."), ("--adapter_bytes", "1")),
     ("--guardrail_dir", "guard"),
-    ("--judge_dir", "judge"),
+    ("--scorer_dir", "judge"),
 )
 
 
@@ -71,7 +71,7 @@ def test_every_option_changes_the_repository(bundle_dir, tmp_path, monkeypatch):
     (tmp_path / "guard").mkdir()
     (tmp_path / "guard" / "guardrail.py").touch()
     (tmp_path / "judge").mkdir()
-    (tmp_path / "judge" / "judge.py").touch()
+    (tmp_path / "judge" / "scorer.py").touch()
 
     def seen(*more):
         out = tmp_path / "repository"
@@ -254,7 +254,7 @@ def test_a_service_that_goes_away_is_asked_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ask, "_PAUSE", 0.01)
     facts = {"index": 0, "prompt": "a", "seed": 1, "settings": {"fps": 8.0}, "seconds": 1.0, "batch_size": 1}
-    answers = iter([UnavailableError("it is gone")] * 3 + [VideoResult(data=b"v", media_type="video/mp4", **facts)])
+    responds = iter([UnavailableError("it is gone")] * 3 + [VideoResult(data=b"v", media_type="video/mp4", **facts)])
 
     class Client:
         def __init__(self, *arguments, **settings):
@@ -262,7 +262,7 @@ def test_a_service_that_goes_away_is_asked_again(tmp_path, monkeypatch, capsys):
 
         def stream(self, request, **settings):
             def events(cancelled):
-                if isinstance(answer := next(answers), Exception):
+                if isinstance(answer := next(responds), Exception):
                     raise answer
                 yield answer
 
@@ -271,7 +271,7 @@ def test_a_service_that_goes_away_is_asked_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ask, "VideoClient", Client)
     assert verbs.main(["serve", "ask", "a"]) == 0
     assert capsys.readouterr().err == "it is gone; asking again for 300 s\n"
-    answers = iter([UnavailableError("it is gone")] * 2)
+    responds = iter([UnavailableError("it is gone")] * 2)
     assert verbs.main(["serve", "ask", "a", "--patience", "0"]) == 1
     assert verbs.main(["serve", "ask", "a", "--timeout", "0.001"]) == 1
 

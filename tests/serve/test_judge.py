@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.infer.hooks.scorer import Judge
+from megadit.infer.hooks.scorer import Scorer
 from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.serve.backend.engine import Engine
@@ -17,7 +17,7 @@ from .test_engine import Asker, run
 
 ASKED = VideoRequest(prompt="a red seven moving left", seed=1, evaluate=True)
 PROGRAM = """
-def judge(video, prompt):
+def score(video, prompt):
     if "throw" in prompt:
         raise KeyError("secret")
     if "exit" in prompt:
@@ -31,15 +31,15 @@ def judge(video, prompt):
 
 def judge_in(folder: Path, program: str) -> Path:
     folder.mkdir()
-    (folder / "judge.py").write_text(program)
+    (folder / "scorer.py").write_text(program)
     return folder
 
 
 @pytest.fixture
 def judged(pipeline, bundle_dir, tmp_path):
     bundle = Bundle.open(bundle_dir)
-    info = replace(service_info(bundle, bundle.defaults, None), has_judge=True)
-    return Engine(pipeline, info, judge=Judge.load(judge_in(tmp_path / "judge", PROGRAM)))
+    info = replace(service_info(bundle, bundle.defaults, None), has_scorer=True)
+    return Engine(pipeline, info, scorer=Scorer.load(judge_in(tmp_path / "judge", PROGRAM)))
 
 
 def test_scores_are_given_to_who_asks_and_a_judge_that_fails_costs_no_video(judged, pipeline):
@@ -66,14 +66,14 @@ def test_a_service_without_a_judge_refuses(pipeline, bundle_dir):
 
 
 @pytest.mark.parametrize(
-    ("program", "message"), [("x = 1", "defines no function judge"), ("1 / 0", "judge.py fails: ZeroDivisionError")]
+    ("program", "message"), [("x = 1", "defines no function judge"), ("1 / 0", "scorer.py fails: ZeroDivisionError")]
 )
 def test_programs_that_are_no_judge(program, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        Judge.load(judge_in(tmp_path / "judge", program))
+        Scorer.load(judge_in(tmp_path / "judge", program))
 
 
 def test_a_folder_without_a_judge_is_told_before_anything_is_written(bundle_dir, tmp_path):
-    with pytest.raises(UserError, match="there is no judge.py"):
-        build_repository(bundle_dir, tmp_path / "models", judge_dir=tmp_path)
+    with pytest.raises(UserError, match="there is no scorer.py"):
+        build_repository(bundle_dir, tmp_path / "models", scorer_dir=tmp_path)
     assert not (tmp_path / "models").exists()

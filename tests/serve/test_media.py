@@ -6,22 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.media.reader import MediaReader
 from megadit.infer.media.untrusted import decode
 from megadit.infer.media.video_io import read_video
 from megadit.models.bundle import Bundle
-from megadit.models.diffusion.conditioning_settings import GIVEN, MEDIA, GivenOptions, MediaLimits
+from megadit.models.diffusion.conditioning_settings import CONDITIONING, MEDIA, ConditioningOptions, MediaLimits
 from megadit.models.shared.cli import verbs
 from megadit.models.shared.cli.setting import settings_of
 from megadit.models.shared.errors import UserError
-from megadit.serve.ask import given_values
+from megadit.serve.ask import conditioning_values
 from megadit.serve.backend.engine import Engine
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import INPUTS, VideoRequest
 from megadit.serve.events import InvalidRequestError
 from megadit.serve.repository.build import service_info
-from megadit.train.data.packs.conditioning import USES
+from megadit.train.data.packs.conditioning import KINDS
 
 from .media import GIF, HALF, HOSTILE, MASK, MP4, OTHER_PNG, PNG
 from .test_engine import Asker, run
@@ -35,27 +35,30 @@ def engine(able, able_dir):
 
 FRAME, LAST, NINE = decode(PNG, MediaLimits()), decode(OTHER_PNG, MediaLimits()), decode(MP4, MediaLimits())
 RIGHT_HALF = HALF[None, ..., 0] > 0
-FIRST_FRAME = GivenVideo(frames=FRAME, use="first_frame")
-LAST_FRAME = GivenVideo(frames=LAST, use="last_frame")
+FIRST_FRAME = ConditioningItem(frames=FRAME, kind="first_frame")
+LAST_FRAME = ConditioningItem(frames=LAST, kind="last_frame")
 CASES = {
     "text": ({}, ()),
     "first frame": ({"image": PNG}, (FIRST_FRAME,)),
     "both ends": ({"image": PNG, "last_image": OTHER_PNG}, (FIRST_FRAME, LAST_FRAME)),
     "keyframes": (
         {"keyframe": (b"0:" + PNG, b"4:" + OTHER_PNG)},
-        (GivenVideo(frames=FRAME, use="keyframe", frame=0), GivenVideo(frames=LAST, use="keyframe", frame=4)),
+        (
+            ConditioningItem(frames=FRAME, kind="keyframe", frame=0),
+            ConditioningItem(frames=LAST, kind="keyframe", frame=4),
+        ),
     ),
-    "continuation": ({"continue_video": MP4, "keep_frames": 5}, (GivenVideo(frames=NINE, keep_frames=5),)),
-    "end": ({"lead_to_video": MP4}, (GivenVideo(frames=NINE, use="suffix", keep_frames=4),)),
-    "mask": ({"video": MP4, "mask": MASK}, (GivenVideo(frames=NINE, use="inpaint", mask=RIGHT_HALF),)),
-    "edit": ({"video": MP4, "prompt": "", "instruction": "a red seven"}, (GivenVideo(frames=NINE, use="edit"),)),
+    "continuation": ({"continue_video": MP4, "keep_frames": 5}, (ConditioningItem(frames=NINE, keep_frames=5),)),
+    "end": ({"lead_to_video": MP4}, (ConditioningItem(frames=NINE, kind="suffix", keep_frames=4),)),
+    "mask": ({"video": MP4, "mask": MASK}, (ConditioningItem(frames=NINE, kind="inpaint", mask=RIGHT_HALF),)),
+    "edit": ({"video": MP4, "prompt": "", "instruction": "a red seven"}, (ConditioningItem(frames=NINE, kind="edit"),)),
     "two scales": (
         {"video": MP4, "prompt": "", "instruction": "a red seven", "image_guidance": 1.5},
-        (GivenVideo(frames=NINE, use="edit"),),
+        (ConditioningItem(frames=NINE, kind="edit"),),
     ),
     "made anew": (
         {"input_video": GIF, "strength": 0.5},
-        (GivenVideo(frames=decode(GIF, MediaLimits()), strength=0.5),),
+        (ConditioningItem(frames=decode(GIF, MediaLimits()), strength=0.5),),
     ),
 }
 """What a request gives, and what `generate` is given for the same video."""
@@ -65,7 +68,7 @@ def expected_of(able, name: str) -> np.ndarray:
     """uint8 THWC of `generate`, with frames that nothing was encoded of."""
     fields, given = CASES[name]
     settings = {"num_frames": 9} | {key: value for key, value in fields.items() if key == "image_guidance"}
-    return able(["a red seven"], seeds=5, given=given or None, **settings)[0].video
+    return able(["a red seven"], seeds=5, conditioning=given or None, **settings)[0].video
 
 
 def request_of(name: str) -> VideoRequest:
@@ -74,7 +77,10 @@ def request_of(name: str) -> VideoRequest:
 
 def test_every_given_option_is_an_input_and_an_option_of_ask():
     assert [each.name for each in INPUTS if each.is_media] == list(MEDIA)
-    assert GIVEN.keys() <= {each.name for each in INPUTS} and GIVEN.keys() == settings_of(GivenOptions).keys()
+    assert (
+        CONDITIONING.keys() <= {each.name for each in INPUTS}
+        and CONDITIONING.keys() == settings_of(ConditioningOptions).keys()
+    )
 
 
 def test_requests_of_every_kind_in_one_batch_are_those_of_generate(engine, able, monkeypatch):
@@ -130,7 +136,7 @@ def test_media_at_fault_fail_alone(engine):
 def test_a_network_that_takes_nothing_is_held_to_frames_as_generate_does(pipeline, bundle_dir):
     bundle = Bundle.open(bundle_dir)
     engine = Engine(pipeline, service_info(bundle, bundle.defaults, None))
-    assert engine.info.takes == ()
+    assert engine.info.conditionings == ()
     held, refused = Asker(request_of("first frame")), Asker(request_of("both ends"))
     run(engine, held, refused)
     assert held.endings == [None] and "was not trained for last_frame (supported: none)" in str(refused.endings[0])
@@ -212,10 +218,10 @@ def test_a_decoder_that_dies_or_hangs_costs_its_file_alone(monkeypatch):
 
 def test_options_of_ask_become_the_files_themselves(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
-    options = GivenOptions(image=str(tmp_path / "a.png"), keyframe=(f"3:{tmp_path / 'a.png'}",), keep_frames=2)
-    assert given_values(options) == {"image": PNG, "keyframe": (b"3:" + PNG,), "keep_frames": 2}
+    options = ConditioningOptions(image=str(tmp_path / "a.png"), keyframe=(f"3:{tmp_path / 'a.png'}",), keep_frames=2)
+    assert conditioning_values(options) == {"image": PNG, "keyframe": (b"3:" + PNG,), "keep_frames": 2}
     with pytest.raises(UserError, match="--image=nowhere.png cannot be read"):
-        given_values(GivenOptions(image="nowhere.png"))
+        conditioning_values(ConditioningOptions(image="nowhere.png"))
 
 
 # ------------------------------------------------------------------------------------------------ a real tritonserver
@@ -241,7 +247,7 @@ def test_served_videos_are_those_of_generate(able_server, able, able_dir, tmp_pa
         for data in HOSTILE.values():
             with pytest.raises(InvalidRequestError):
                 client.generate(replace(request_of("text"), image=data))
-        assert client.info().takes == tuple(USES)
+        assert client.info().conditionings == tuple(KINDS)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.png").write_bytes(PNG)
     common = ["--image", "a.png", "--keyframe", "4:a.png", "--num_frames", "9", "--seed", "5"]

@@ -17,7 +17,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.ports import free_ports
 from megadit.serve.launch import up
 from megadit.serve.launch.up import _renew, ask_to_renew, noted, supervise
-from megadit.serve.supervise import Child, OwnedProcess, answers, keep_running
+from megadit.serve.supervise import Child, OwnedProcess, keep_running, responds
 
 
 class FakeServer:
@@ -56,7 +56,7 @@ class Pauses:
 def test_the_pause_before_a_restart_doubles():
     pauses, told = Pauses(8), []
     server = FakeServer(-9, UserError("port taken"), 0, OSError("no room"), *[1] * 6)
-    assert keep_running(server, tell=told.append, stopping=pauses) == 0
+    assert keep_running(server, report=told.append, stopping=pauses) == 0
     assert pauses.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
     assert "port taken" in "".join(told) and "no room" in "".join(told)
     assert len(server.codes) == 2
@@ -64,20 +64,20 @@ def test_the_pause_before_a_restart_doubles():
 
 def test_a_pause_is_short_again_after_a_time_of_service():
     pauses = Pauses(3)
-    assert keep_running(FakeServer(1, 1, 1), tell=lambda _: None, stopping=pauses, stable_seconds=-1) == 0
+    assert keep_running(FakeServer(1, 1, 1), report=lambda _: None, stopping=pauses, stable_seconds=-1) == 0
     assert pauses.seconds == [1, 1, 1]
 
 
 def test_a_server_that_is_told_to_stop_in_a_pause_does_not_start_again():
     stopping, server = threading.Event(), FakeServer(-9, 0)
-    tell = {"starting it again in 1 s": stopping.set}
-    keep_running(server, tell=lambda message: tell.get(message.rpartition("; ")[2], bool)(), stopping=stopping)
+    report = {"starting it again in 1 s": stopping.set}
+    keep_running(server, report=lambda message: report.get(message.rpartition("; ")[2], bool)(), stopping=stopping)
     assert server.codes == [0]
 
 
 def test_a_first_start_that_fails_is_told_at_once():
     with pytest.raises(UserError, match="port taken"):
-        keep_running(FakeServer(UserError("port taken")), tell=lambda _: None)
+        keep_running(FakeServer(UserError("port taken")), report=lambda _: None)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_what_speaks_no_http_does_not_answer():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=answer)
         thread.start()
-        assert not answers(f"http://127.0.0.1:{listening.getsockname()[1]}/health/live")
+        assert not responds(f"http://127.0.0.1:{listening.getsockname()[1]}/health/live")
         thread.join()
 
 

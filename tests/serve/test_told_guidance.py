@@ -21,7 +21,7 @@ PROMPT, SEED = "a red seven", 3
 
 @pytest.mark.slow
 def test_requests_say_the_scale(tritonserver, tmp_path):
-    bundle = write_tiny_bundle(tmp_path / "bundle", replace(CONFIG, num_layers=1, guidance_range=(1.0, 6.0)))
+    bundle = write_tiny_bundle(tmp_path / "bundle", replace(CONFIG, num_layers=1, guidance_embedding_range=(1.0, 6.0)))
     export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9",), video_steps=1))
     repository = build_repository(tmp_path / "exported", tmp_path / "models", runtime="onnx")
     expected = TextToVideo.from_pretrained(bundle, device="cpu")

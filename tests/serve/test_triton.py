@@ -146,10 +146,10 @@ def test_raw_tensors_of_wrong_type_shape_or_value_are_answered(server, name, arr
         tensors[0].set_data_from_numpy(np.array([[b"a"]] * array.shape[0], np.object_))
     tensors.append(tritonclient.InferInput(name, array.shape, kind))
     tensors[-1].set_data_from_numpy(array)
-    answers, answered = [], threading.Event()
+    responds, answered = [], threading.Event()
 
     def note(result, error):
-        answers.append(error)
+        responds.append(error)
         answered.set()
 
     with tritonclient.InferenceServerClient(server.grpc_url) as raw:
@@ -157,8 +157,8 @@ def test_raw_tensors_of_wrong_type_shape_or_value_are_answered(server, name, arr
         raw.async_stream_infer("text_to_video", tensors, enable_empty_final_response=True)
         assert answered.wait(20)
         raw.stop_stream(cancel_requests=True)
-    assert answers[0] is not None
-    assert "Deadline" not in str(answers[0])
+    assert responds[0] is not None
+    assert "Deadline" not in str(responds[0])
 
 
 @pytest.mark.parametrize(
@@ -247,13 +247,13 @@ def test_forty_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, g
     blocker = grpc_client.stream(LONG)
     next(iter(blocker))
     with ThreadPoolExecutor(len(REQUESTS)) as threads:
-        answers = [
+        responds = [
             threads.submit(client.generate, request, timeout=120)
             for client, request in zip(clients * 5, REQUESTS, strict=True)
         ]
         time.sleep(1)
         blocker.close()
-        results = [answer.result(timeout=120) for answer in answers]
+        results = [answer.result(timeout=120) for answer in responds]
     for request, videos in zip(REQUESTS, results, strict=True):
         assert [(video.prompt, video.seed) for video in videos] == [(request.prompt, request.seed)]
         is_image = request.num_frames == 1
@@ -279,11 +279,11 @@ def test_a_full_queue_answers_unavailable(grpc_client):
             except UnavailableError as error:
                 return error
 
-        answers = [threads.submit(ask, seed) for seed in range(60)]
-        wait(answers, timeout=60, return_when=FIRST_COMPLETED)
-        refused_while_busy = sum(answer.done() for answer in answers)
+        responds = [threads.submit(ask, seed) for seed in range(60)]
+        wait(responds, timeout=60, return_when=FIRST_COMPLETED)
+        refused_while_busy = sum(answer.done() for answer in responds)
         blocker.close()
-        results = [answer.result(timeout=120) for answer in answers]
+        results = [answer.result(timeout=120) for answer in responds]
     refused = [result for result in results if isinstance(result, UnavailableError)]
     assert 1 <= refused_while_busy <= len(refused) <= 12
     assert "queue" in str(refused[0])

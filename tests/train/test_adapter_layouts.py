@@ -23,8 +23,10 @@ DROPPED = {"adapter": {"rank": 3, "targets": ["blocks.*"], "dropout": 0.3}, **TW
 DEEP = {"model": {"num_layers": 4}}
 EXPERTS = {"model": {"experts": {"num_experts": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 20}}}
 GROUPED = {"model": MOVIEGEN}
-PREDICT2 = {"model": {"family": "cosmos", "preconditioner": "flow", "adaln_lora_dim": 4, "padding_mask_channel": True}}
-WAN = {"model": {"family": "wan", "preconditioner": "flow"}}
+PREDICT2 = {
+    "model": {"family": "cosmos", "parameterization": "flow", "adaln_lora_dim": 4, "padding_mask_channel": True}
+}
+WAN = {"model": {"family": "wan", "parameterization": "flow"}}
 IN_INT8 = {"train": {"base_precision": "int8"}}
 LONG, SHORT = {"steps": 20}, {"steps": 3}
 

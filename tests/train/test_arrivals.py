@@ -9,7 +9,7 @@ import pytest
 from .test_whole_step import cases_of
 
 JOB = Path(__file__).parent / "jobs" / "arrivals.py"
-NAMES = ("plain", "given", "vit", "distilled, matching")
+NAMES = ("plain", "conditioning", "vit", "distilled, matching")
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from megadit.infer.media.video_io import write_video
-from megadit.train.monitoring import trackers as boards
+from megadit.train.monitoring import trackers as trackers
 from megadit.train.monitoring.metrics import Metrics
-from megadit.train.monitoring.trackers import open_boards
+from megadit.train.monitoring.trackers import open_trackers
 from megadit.train.recipes import load_recipe
 
 FRAMES = np.random.default_rng(0).integers(0, 255, (3, 16, 24, 3), dtype=np.uint8)
@@ -45,7 +45,7 @@ def events(folder):
 
 
 def test_tensorboard_shows_scalars_and_moving_videos(tmp_path, videos):
-    (board,) = open_boards(run_config(tmp_path, tensorboard=True), start=0)
+    (board,) = open_trackers(run_config(tmp_path, tensorboard=True), start=0)
     board.scalars(1, {"loss": 0.5, "validation/none/mean": 2.0})
     board.videos(1, videos)
     board.close()
@@ -60,7 +60,7 @@ def test_tensorboard_shows_scalars_and_moving_videos(tmp_path, videos):
 
 def test_tensorboard_forgets_what_a_killed_run_told_beyond_its_checkpoint(tmp_path):
     for start, steps in ((0, (1, 2, 3)), (1, (2, 3))):
-        (board,) = open_boards(run_config(tmp_path, tensorboard=True), start=start)
+        (board,) = open_trackers(run_config(tmp_path, tensorboard=True), start=start)
         for step in steps:
             board.scalars(step, {"loss": float(start)})
         board.close()
@@ -73,7 +73,7 @@ def test_weights_and_biases_offline(tmp_path, videos, monkeypatch, capfd):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     config = run_config(tmp_path, wandb_exp_name="my_experiment", wandb_project="DiT", wandb_entity="us")
     for step in (1, 2):  # the second as after a resume
-        (board,) = open_boards(config, start=step - 1)
+        (board,) = open_trackers(config, start=step - 1)
         board.scalars(step, {"loss": 0.25})
         board.videos(step, videos)
         board.close()
@@ -145,13 +145,13 @@ def test_weights_and_biases_in_another_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = run_config(tmp_path / "run", wandb_exp_name="x", wandb_save_dir=str(tmp_path / "there"))
     (tmp_path / "run").mkdir()
-    open_boards(config, start=0)[0].close()
+    open_trackers(config, start=0)[0].close()
     assert list((tmp_path / "there" / "wandb").glob("offline-run-*"))
 
 
 def test_a_missing_package_is_said_and_nothing_else_happens(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(boards.importlib.util, "find_spec", lambda name: None)
-    assert open_boards(run_config(tmp_path, tensorboard=True, wandb_exp_name="x"), start=0) == []
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    assert open_trackers(run_config(tmp_path, tensorboard=True, wandb_exp_name="x"), start=0) == []
     told = capsys.readouterr().err
     assert "logger.tensorboard is off: tensorboard is not installed" in told
     assert "logger.wandb_exp_name is off: wandb is not installed (pip install 'megadit[wandb]')" in told
@@ -198,8 +198,8 @@ def wandb_server(monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(boards, "SECONDS_TO_ANSWER", 5.0)
-    monkeypatch.setattr(boards, "SECONDS_TO_FINISH", 3.0)
+    monkeypatch.setattr(trackers, "SECONDS_TO_ANSWER", 5.0)
+    monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 3.0)
     yield server
     handler.is_over.set()
     server.shutdown()
@@ -218,7 +218,7 @@ def test_a_server_in_trouble_ends_no_run(moment, trouble, tmp_path, wandb_server
 
     if moment == "start":
         begin()
-    (board,) = open_boards(run_config(tmp_path, wandb_exp_name="x", wandb_project="p"), start=0)
+    (board,) = open_trackers(run_config(tmp_path, wandb_exp_name="x", wandb_project="p"), start=0)
     board.scalars(1, {"loss": 1.0})
     if moment == "middle":
         begin()
@@ -243,7 +243,7 @@ def test_tensorboard_without_a_folder_ends_no_run(moment, tmp_path, capsys, vide
     folder = tmp_path / "tensorboard"
     if moment == "start":
         folder.write_text("a file")
-    (board,) = open_boards(run_config(tmp_path, tensorboard=True), start=0)
+    (board,) = open_trackers(run_config(tmp_path, tensorboard=True), start=0)
     if moment == "middle":
         remove(folder)
         folder.write_text("a file")
@@ -264,7 +264,7 @@ def test_a_board_that_fails_fails_once(tmp_path, monkeypatch, capsys):
         def scalars(self, step, values):
             raise KeyError("whatever")
 
-    monkeypatch.setattr(boards, "Curves", lambda folder: Failing())
+    monkeypatch.setattr(trackers, "Curves", lambda folder: Failing())
     config = run_config(tmp_path, curves=True)
     with Metrics(config, start=0, length=0, enabled=True) as metrics:
         for step in (1, 2):

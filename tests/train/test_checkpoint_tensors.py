@@ -40,9 +40,9 @@ def tensors(device):
     )
     slices = tuple(OwnedSlice(name, p, 0, p.numel(), p.detach(), p, optimizer) for name, p in parameters.items())
     ownership = SimpleNamespace(slices=slices, group_of=lambda parameter: SimpleNamespace(rank=lambda: 0))
-    averages = SimpleNamespace(sigma_rels=(0.1,), restore=lambda sigma_rel, parameter, whole: None)
+    ema_weights = SimpleNamespace(sigma_rels=(0.1,), restore=lambda sigma_rel, parameter, whole: None)
     groups = SimpleNamespace(device=device, axes={}, tensor=SimpleNamespace(rank=lambda: 0))
-    return TrainedTensors(tuple(parameters.items()), ownership, averages, groups), optimizer
+    return TrainedTensors(tuple(parameters.items()), ownership, ema_weights, groups), optimizer
 
 
 def test_it_is_read_on_the_host_and_by_parts(read, monkeypatch, tmp_path):

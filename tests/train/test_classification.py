@@ -21,7 +21,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders import ClassLabels
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.checkpoints.init_from import given_network
+from megadit.train.checkpoints.init_from import initial_weights
 from megadit.train.checkpoints.to_bundle import main as to_bundle
 from megadit.train.data.packs.mixup import draw_mixture
 from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
@@ -123,7 +123,7 @@ def test_it_goes_on_at_another_size_and_with_other_classes(tmp_path):
     )
     checkpoint = replace(RUN.checkpoint, init_from=str(tmp_path / "bundle"))
     model = replace(MODEL, learned_positions=(1, 12, 12), num_classes=5)
-    given = given_network(replace(RUN, model=model, checkpoint=checkpoint))
+    given = initial_weights(replace(RUN, model=model, checkpoint=checkpoint))
     after = build_network(model)
     after.load_state_dict({name: given.read(name) for name in after.state_dict()})
     old, new = before.state_dict(), after.state_dict()
@@ -132,7 +132,7 @@ def test_it_goes_on_at_another_size_and_with_other_classes(tmp_path):
     expected = resized_positions(old["x_embedder.positions"], (1, 8, 8), (1, 12, 12))
     assert torch.equal(new["x_embedder.positions"], expected) and not new["head.linear.weight"].any()
     with pytest.raises(UserError, match=r"has model\.num_layers=2 \(not 3\)"):
-        given_network(replace(RUN, model=replace(model, num_layers=3), checkpoint=checkpoint))
+        initial_weights(replace(RUN, model=replace(model, num_layers=3), checkpoint=checkpoint))
 
 
 @pytest.mark.slow

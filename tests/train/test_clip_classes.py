@@ -24,7 +24,7 @@ from megadit.models.shared.files import read_json
 from megadit.serve.backend.features import Features
 from megadit.serve.contract import Limits
 from megadit.train.data.prepare import command as prepare
-from megadit.train.demos.digits import compare_classifiers as compare_judges
+from megadit.train.demos.digits import compare_classifiers as compare_classifiers
 from megadit.train.demos.digits import data as digits
 from tests.bundles import random_state, write_classifier_bundle, write_clip_classifier_bundle, write_tiny_bundle
 
@@ -73,8 +73,8 @@ def white_clips(count, split, generator):
     directions = list(digits.DIRECTIONS)
     way_B = torch.randint(4, (count,), generator=generator)
     attributes = [
-        digits.Attributes(digit=number % 10, colour="white", direction=directions[way], speed="fast")
-        for number, way in enumerate(way_B.tolist())
+        digits.Attributes(digit=number % 10, colour="white", direction=directions[variant], speed="fast")
+        for number, variant in enumerate(way_B.tolist())
     ]
     return digits.draw_clips(attributes, split, generator), way_B
 
@@ -175,7 +175,7 @@ def test_a_served_model_takes_an_mp4(bundle, folder):
 @pytest.mark.timeout(600)
 def test_moving_digits_that_it_never_saw(tmp_path, capsys):
     """A tenth of the recipe: the way of held-out clips is named, backwards the other way, and of a still
-    clip it is a guess; the demo's judge stands beside it."""
+    clip it is a guess; the demo's classifier stands beside it."""
     assert prepare.main(["digit_clips", str(tmp_path / "data"), "--num_images", "2500"]) == 0
     run = tmp_path / "run"
     command = [sys.executable, "-m", "megadit.train", "--recipe", "vit_digits_clips"]
@@ -185,7 +185,7 @@ def test_moving_digits_that_it_never_saw(tmp_path, capsys):
     generator = torch.Generator().manual_seed(0)
     video_BCTHW, way_B = white_clips(200, "heldout", generator)
     video_BTHWC = ((video_BCTHW + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1)
-    wanted = [list(OPPOSITE)[way] for way in way_B.tolist()]
+    wanted = [list(OPPOSITE)[variant] for variant in way_B.tolist()]
 
     def share(video_BTHWC, wanted):
         found = classifier([Clip(video.numpy(), 8.0, "") for video in video_BTHWC]).argmax(1).tolist()
@@ -193,8 +193,8 @@ def test_moving_digits_that_it_never_saw(tmp_path, capsys):
         return sum(map(str.__eq__, said, wanted)) / len(wanted)
 
     assert share(video_BTHWC, wanted) >= 0.9
-    assert share(video_BTHWC.flip(1), [OPPOSITE[way] for way in wanted]) >= 0.9
+    assert share(video_BTHWC.flip(1), [OPPOSITE[variant] for variant in wanted]) >= 0.9
     assert share(video_BTHWC[:, 4:5].expand_as(video_BTHWC), wanted) < 0.5
-    assert compare_judges.main([str(run), "--num_steps", "5", "--num_clips", "400"]) == 0
+    assert compare_classifiers.main([str(run), "--num_steps", "5", "--num_clips", "400"]) == 0
     said = capsys.readouterr().out
     assert said.count("ms a clip") == 4 and "vit, 528 clips as drawn: digit " in said

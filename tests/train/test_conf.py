@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import megadit.train
-from megadit.train.config.load import known_keys, resolve_config, to_plain_values
+from megadit.train.config.load import config_keys, resolve_config, to_plain_values
 from megadit.train.recipes import RECIPES, load_recipe
 
 FILES = sorted((Path(megadit.train.__file__).parent / "conf").glob("*.yaml"))
@@ -22,4 +22,4 @@ def test_a_file_changes_nothing_but_places(path):
             values = None if values is None else values[part]
         return values
 
-    assert {key for key in known_keys() if value(ours, key) != value(theirs, key)} <= PLACES
+    assert {key for key in config_keys() if value(ours, key) != value(theirs, key)} <= PLACES

@@ -12,8 +12,8 @@ import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.train.monitoring import curves
-from megadit.train.monitoring import trackers as boards
-from megadit.train.monitoring.trackers import open_boards
+from megadit.train.monitoring import trackers as trackers
+from megadit.train.monitoring.trackers import open_trackers
 from megadit.train.recipes import load_recipe
 
 
@@ -54,12 +54,12 @@ def test_curves_of_whatever_was_recorded(tmp_path):
 
 
 def test_a_run_draws_its_curves_beside_its_steps(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(boards, "SECONDS_BETWEEN_CURVES", 1e9)
+    monkeypatch.setattr(trackers, "SECONDS_BETWEEN_CURVES", 1e9)
     lines = [json.dumps({"step": step, "loss": 1 / step, "lr": 1e-3}) for step in range(1, 9)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     run = load_recipe("digits_tiny")
     logger = replace(run.logger, tensorboard=False, curves=True)
-    (guarded,) = open_boards(replace(run, train=replace(run.train, output_dir=str(tmp_path)), logger=logger), start=0)
+    (guarded,) = open_trackers(replace(run, train=replace(run.train, output_dir=str(tmp_path)), logger=logger), start=0)
     board = guarded._board
     board.scalars(1, {"loss": 1.0})
     assert board._process is None, "neither time nor validation asks for one"

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 
 JOB = Path(__file__).parent / "jobs" / "device_update.py"
-HALVES = {"optimizer": {"moments": "bf16"}}
+PASSES = {"optimizer": {"moments": "bf16"}}
 MUON = {"optimizer": {"optimizer": "muon"}}
 TP = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
 DISTRIBUTED = {"precision": "bf16", "parallel": {"data_parallel": "distributed_optimizer"}}
 FSDP = {"parallel": {"data_parallel": "fsdp"}}
 EXPERTS = {"model": {"experts": {"num_experts": 2}}, "parallel": {"expert_model_parallel_size": 2}}
 FOLDED = {
-    "two copies": HALVES,
-    "two copies, bf16": HALVES | {"precision": "bf16"},
-    "distributed optimizer, bf16": HALVES | DISTRIBUTED,
-    "two halves of each matrix": HALVES | TP,
-    "two stages": HALVES | {"parallel": {"pipeline_model_parallel_size": 2}},
-    "experts": HALVES | EXPERTS,
-    "fully sharded": HALVES | FSDP,
+    "two copies": PASSES,
+    "two copies, bf16": PASSES | {"precision": "bf16"},
+    "distributed optimizer, bf16": PASSES | DISTRIBUTED,
+    "two halves of each matrix": PASSES | TP,
+    "two stages": PASSES | {"parallel": {"pipeline_model_parallel_size": 2}},
+    "experts": PASSES | EXPERTS,
+    "fully sharded": PASSES | FSDP,
     "not clipped": {"optimizer": {"moments": "bf16", "clip_grad": 0.0}},
 }
 """AdamW with moments in halves, which multiplies the gradients itself."""
@@ -77,6 +77,6 @@ def test_the_host_asks_for_nothing(found):
 
 def test_a_wrong_norm_is_seen(run_ranks, tmp_path):
     """The control: clipping by it, weights end elsewhere."""
-    [output] = run_ranks(1, JOB, tmp_path, json.dumps({"one": HALVES}), "1.1")
+    [output] = run_ranks(1, JOB, tmp_path, json.dumps({"one": PASSES}), "1.1")
     told = json.loads(output.splitlines()[-1])["one"]
     assert told["norms"][1][0] == pytest.approx(1.1 * told["norms"][0][0], rel=1e-4)

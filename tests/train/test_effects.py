@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.train.config.load import known_keys
+from megadit.train.config.load import config_keys
 
 pytestmark = pytest.mark.timeout(2400)
 JOB = Path(__file__).parent / "jobs" / "effects.py"
@@ -108,10 +108,12 @@ EFFECTS = {
     "model.qk_layernorm": told("false"),
     "model.layernorm_epsilon": told("0.1"),
     "model.sigma_data": told("0.7"),
-    "model.preconditioner": told("vp"),
-    "model.given_sigma": told("0.2", "data.given=[first_frame:0.9]", "model.given_sigma=0.02"),
-    "model.given_form": told("augmented", "data.given=[first_frame:0.9]", "model.given_sigma=0.02"),
-    "model.guidance_range": told("[1.0,9.0]", *STUDENT),
+    "model.parameterization": told("vp"),
+    "model.conditioning_sigma": told("0.2", "data.conditioning=[first_frame:0.9]", "model.conditioning_sigma=0.02"),
+    "model.conditioning_mode": told(
+        "augmented", "data.conditioning=[first_frame:0.9]", "model.conditioning_sigma=0.02"
+    ),
+    "model.guidance_embedding_range": told("[1.0,9.0]", *STUDENT),
     "model.image_size": ends("is for model.family=wan", "8"),
     "model.image_positions": ends("needs model.image_size", "8"),
     "model.family": told("nemo", "model.hidden_size=256", "model.position_embedding=sincos"),
@@ -152,8 +154,10 @@ EFFECTS = {
     "data.prior_weight": told("0.5", *PRIOR),
     "data.mixup": told("0.5", *CLASSIFIER),
     "data.prior_text_dropout": told("0.9", *PRIOR),
-    "data.given": told("[first_frame:0.9]", "model.given_sigma=0.02"),
-    "data.given_dropout": told("[0.9,0.0,0.0]", "data.given=[first_frame:0.9]", "model.given_sigma=0.02"),
+    "data.conditioning": told("[first_frame:0.9]", "model.conditioning_sigma=0.02"),
+    "data.conditioning_dropout": told(
+        "[0.9,0.0,0.0]", "data.conditioning=[first_frame:0.9]", "model.conditioning_sigma=0.02"
+    ),
     "data.mock_latent_shapes": told("[[2,3,4]]"),
     "data.use_train_split_for_val": told("true", *VALIDATED),
     "data.encode": ends("which holds latents", "on_the_fly", *REAL),
@@ -298,7 +302,7 @@ TENSORS = ("names", "weights")
 
 
 def test_every_field_has_an_entry():
-    assert set(EFFECTS) == set(known_keys())
+    assert set(EFFECTS) == set(config_keys())
 
 
 def before(given):

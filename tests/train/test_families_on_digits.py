@@ -24,7 +24,7 @@ from megadit.train.checkpoints.to_bundle import main as make_bundle
 from megadit.train.data.prepare.drawn import prepare_drawn
 from megadit.train.data.writer import DatasetWriter
 from megadit.train.demos.digits import data as digits
-from megadit.train.demos.digits.classifier import DigitReader, judge
+from megadit.train.demos.digits.classifier import DigitReader, classify
 from megadit.train.demos.digits.samples import DIGITS
 
 JOB = Path(__file__).parent / "jobs" / "families.py"
@@ -43,7 +43,7 @@ FAMILIES = {
         *("model.qk_layernorm=false", *LEARNED),
     ),
     "st_dit": ("model.family=st_dit", "model.adaln_lora_dim=24"),
-    "wan": ("model.family=wan", "model.preconditioner=flow"),
+    "wan": ("model.family=wan", "model.parameterization=flow"),
     "token choice": (*EXPERTS, "optimizer.lr=4e-3", "model.experts.shared_ffn_hidden_size=96"),
     "expert choice": (*EXPERTS, "optimizer.lr=4e-3", "model.experts.routing=expert_choice"),
     "classes": (
@@ -159,7 +159,7 @@ def prompts_of(family):
 def shares_right(videos, shown):
     """Of colours and directions; which digit is seen is left to whoever looks."""
     video_BCTHW = torch.stack([torch.from_numpy(video) for video in videos]).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
-    seen = judge(DigitReader().eval(), video_BCTHW)
+    seen = classify(DigitReader().eval(), video_BCTHW)
     colour_B1 = torch.tensor([[list(digits.COLOURS).index(one.colour)] for one in shown])
     shares = {"colour": (seen.colour_BT == colour_B1).float().mean().item()}
     if shown[0].direction:

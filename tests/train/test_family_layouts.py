@@ -34,7 +34,7 @@ CLASSES = {
 NEMO = {"family": "nemo", "position_embedding": "sincos", "hidden_size": 256}
 DFM = {"family": "dfm", "hidden_size": 256, "adaln_lora_dim": 4}
 MOVIEGEN_NEMO = MOVIEGEN | {"compat": "nemo", "hidden_size": 256}
-WAN = {"family": "wan", "preconditioner": "flow"}
+WAN = {"family": "wan", "parameterization": "flow"}
 ST_DIT = {"family": "st_dit", "adaln_lora_dim": 4}
 FAMILIES = {
     "cosmos": COSMOS,

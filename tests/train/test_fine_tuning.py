@@ -51,9 +51,9 @@ def test_training_starts_from_a_bundle_on_two_ranks(bundle, run_ranks, tmp_path)
 
 def test_a_network_goes_on_under_another_objective_and_its_first_loss_is_told(bundle, run_ranks, tmp_path):
     arguments = (*MOCK, *MODEL_OVERRIDES, f"checkpoint.init_from={bundle}", f"train.output_dir={tmp_path}")
-    (told,) = run_ranks(1, *arguments, "model.preconditioner=flow")
+    (told,) = run_ranks(1, *arguments, "model.parameterization=flow")
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"]
-    assert f"with model.preconditioner=edm and go on with flow: the first loss is {first:.4g}" in told
+    assert f"with model.parameterization=edm and go on with flow: the first loss is {first:.4g}" in told
 
 
 def test_another_network_is_refused(bundle, run_ranks, tmp_path):

@@ -11,13 +11,13 @@ JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
 pytestmark = pytest.mark.slow
 
-GIVEN = {"given": ["first_frame:0.3", "last_frame:0.2", "prefix:0.1", "inpaint:0.3", "edit:1.0"]}
+GIVEN = {"conditioning": ["first_frame:0.3", "last_frame:0.2", "prefix:0.1", "inpaint:0.3", "edit:1.0"]}
 EXPERTS = {"model": {"experts": {"num_experts": 4, "ffn_hidden_size": 24}}}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CP = {"context_parallel_size": 2}
-AUGMENTED = {"model": {"given_form": "augmented"}}
-MARKED = {"family": "cosmos", "adaln_lora_dim": 4, "padding_mask_channel": True, "given_form": "marked"}
-FLOW = {"preconditioner": "flow"}
+AUGMENTED = {"model": {"conditioning_mode": "augmented"}}
+MARKED = {"family": "cosmos", "adaln_lora_dim": 4, "padding_mask_channel": True, "conditioning_mode": "marked"}
+FLOW = {"parameterization": "flow"}
 ONE_RANK = {
     "plain": GIVEN,
     "experts": GIVEN | EXPERTS,

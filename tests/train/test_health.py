@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from megadit.train.config.schema import HealthConfig
-from megadit.train.monitoring.anomalies import READING_WINDOW, WARM_UP_STEPS, Judge, ReadingTime
+from megadit.train.monitoring.anomalies import READING_WINDOW, WARM_UP_STEPS, AnomalyDetector, ReadingTime
 
 LOUD = "sample-loud"
 
 
 def test_a_spike_is_measured_against_the_usual_loss():
     recent = []
-    judge = Judge(HealthConfig(on_spike="skip", spike_factor=2, spike_window=10), recent)
+    judge = AnomalyDetector(HealthConfig(on_spike="skip", spike_factor=2, spike_window=10), recent)
     assert judge.loss(1, 100.0) is None, "nothing is usual yet"
     for step in range(2, 12):
         assert judge.loss(step, 1.0 + step / 100) is None
@@ -23,14 +23,14 @@ def test_a_spike_is_measured_against_the_usual_loss():
     assert anomaly.remedy == "skip" and "the loss of step 12 is 3, 2.8 times the usual" in anomaly.what
     assert 3.0 not in recent, "a spike is not usual"
     assert judge.loss(13, 1.9) is None
-    again = Judge(HealthConfig(on_spike="skip", spike_factor=2, spike_window=10), list(recent))
+    again = AnomalyDetector(HealthConfig(on_spike="skip", spike_factor=2, spike_window=10), list(recent))
     assert again.loss(14, 3.0) is not None, "after a resume too"
 
 
 def test_only_what_is_asked_for_is_looked_at():
-    judge = Judge(HealthConfig(), [])
+    judge = AnomalyDetector(HealthConfig(), [])
     assert all(judge.loss(step, loss) is None for step, loss in enumerate([1.0] * 200 + [1e6]))
-    assert not judge.looks_before_update and Judge(HealthConfig(on_not_finite="skip"), []).looks_before_update
+    assert not judge.looks_before_update and AnomalyDetector(HealthConfig(on_not_finite="skip"), []).looks_before_update
     for bad in (float("nan"), float("inf")):
         assert judge.loss(3, bad).remedy == "stop" and judge.gradient(3, bad).remedy == "stop"
     assert judge.gradient(3, 1e6) is None

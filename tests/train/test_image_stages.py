@@ -97,11 +97,11 @@ def test_latents_of_an_autoencoder_and_texts_of_clip(tmp_path, write_clip, run_r
     asked = ["--checkpoint_path", str(bundle), "--prompt", "a red seven", "--video_save_path", str(picture)]
     assert generate([*asked, *steps]) == 0
     assert read_video(picture)[0].shape == (1, 64, 64, 3)
-    save_file(DigitReader().state_dict(), tmp_path / "judge.safetensors", metadata={KIND: "digits"})
+    save_file(DigitReader().state_dict(), tmp_path / "classifier.safetensors", metadata={KIND: "digits"})
     seen = ["--real", str(pictures), "--frames", "1", "--size", "32", "32", "--metrics", "kid"]
     curve = [
         "--extractors",
-        str(tmp_path / "judge.safetensors"),
+        str(tmp_path / "classifier.safetensors"),
         "--guidances",
         "1",
         "4",
@@ -111,5 +111,5 @@ def test_latents_of_an_autoencoder_and_texts_of_clip(tmp_path, write_clip, run_r
         str(tmp_path / "curve"),
     ]
     assert evaluate([str(bundle), *seen, *curve, *steps]) == 0
-    figures = json.loads((tmp_path / "curve" / "report.json").read_text())["figures"]
-    assert len(figures) == 2 and {figure["metric"] for figure in figures} == {"kid"}
+    contact_sheets = json.loads((tmp_path / "curve" / "report.json").read_text())["figures"]
+    assert len(contact_sheets) == 2 and {figure["metric"] for figure in contact_sheets} == {"kid"}

@@ -15,7 +15,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.models.storage.weights import network_shapes
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.checkpoints.init_from import given_network, read_teacher
+from megadit.train.checkpoints.init_from import initial_weights, read_teacher
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import to_yaml
 from megadit.train.recipes import load_recipe
@@ -47,23 +47,23 @@ def run_from(source, **model):
 @pytest.mark.parametrize("name", [".", "checkpoints/iter_0000007"])
 def test_a_run_or_one_of_its_checkpoints(other_run, name):
     root, weights = other_run
-    read = given_network(run_from(root / name)).read
+    read = initial_weights(run_from(root / name)).read
     assert all(torch.equal(read(key), weight) for key, weight in weights.items())
 
 
 def test_another_network_is_refused_with_both_values(other_run):
     with pytest.raises(UserError, match=r"has model\.num_layers=2 \(not 3\)"):
-        given_network(run_from(other_run[0], num_layers=3))
+        initial_weights(run_from(other_run[0], num_layers=3))
 
 
 def test_another_objective_is_the_same_network(other_run):
-    assert given_network(run_from(other_run[0], preconditioner="flow")).config.preconditioner == "edm"
+    assert initial_weights(run_from(other_run[0], parameterization="flow")).config.parameterization == "edm"
 
 
 def test_a_network_goes_on_with_positions_for_another_size_and_an_adapter_does_not(other_run):
     """The adapter would be used beside its base, whose positions are those of before."""
     dense = run_from(other_run[0], rope_interpolation=(1.0, 2.0, 2.0), rope_scale=(1.0, 2.0, 2.0))
-    assert given_network(dense).config.rope_interpolation == (1.0, 1.0, 1.0)
+    assert initial_weights(dense).config.rope_interpolation == (1.0, 1.0, 1.0)
     adapted = replace(
         dense,
         train=replace(dense.train, adapter=AdapterConfig(rank=2)),
@@ -73,12 +73,12 @@ def test_a_network_goes_on_with_positions_for_another_size_and_an_adapter_does_n
     with pytest.raises(
         UserError, match=r"has model\.rope_scale=\(1\.0, 1\.0, 1\.0\) \(not \(1\.0, 2\.0, 2\.0\)\), model\.rope_i"
     ):
-        given_network(adapted)
+        initial_weights(adapted)
 
 
 def test_what_is_neither(tmp_path):
     with pytest.raises(UserError, match="holds no complete checkpoint"):
-        given_network(run_from(tmp_path))
+        initial_weights(run_from(tmp_path))
 
 
 def test_a_damaged_checkpoint_is_refused(other_run, tmp_path):
@@ -86,12 +86,12 @@ def test_a_damaged_checkpoint_is_refused(other_run, tmp_path):
     file = next((tmp_path / "copy").rglob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(DamagedCheckpointError, match="is not what was written"):
-        given_network(run_from(tmp_path / "copy"))
+        initial_weights(run_from(tmp_path / "copy"))
 
 
 def test_a_teacher_that_was_given_nothing_is_no_teacher_of_what_is_given(other_run):
     """Its network has no noise level for that: its answers would be no numbers."""
-    run = run_from(None, given_sigma=0.02)
+    run = run_from(None, conditioning_sigma=0.02)
     distill = DistillConfig(teacher=str(other_run[0]), objective="guidance")
     student = replace(
         run,
@@ -99,14 +99,14 @@ def test_a_teacher_that_was_given_nothing_is_no_teacher_of_what_is_given(other_r
         checkpoint=replace(run.checkpoint, init_from=None),
         diffusion=replace(run.diffusion, learned_uncertainty=False),
     )
-    assert read_teacher(student).config.given_sigma is None
-    with pytest.raises(UserError, match="was not trained with conditioning: leave out data.given"):
-        read_teacher(replace(student, data=replace(student.data, given=("first_frame:0.5",))))
+    assert read_teacher(student).config.conditioning_sigma is None
+    with pytest.raises(UserError, match="was not trained with conditioning: leave out data.conditioning"):
+        read_teacher(replace(student, data=replace(student.data, conditioning=("first_frame:0.5",))))
 
 
 def told(source, *scales, adapter=None, **model):
     """A run whose network is told these scales, and starts from `source`, which is its teacher too."""
-    run = run_from(source, guidance_range=scales or None, **model)
+    run = run_from(source, guidance_embedding_range=scales or None, **model)
     distill = DistillConfig(teacher=str(source), objective="guidance")
     return replace(
         run,
@@ -118,25 +118,25 @@ def told(source, *scales, adapter=None, **model):
 
 def test_a_network_goes_on_to_be_told_guidance_and_never_back(other_run, tmp_path):
     plain, run = other_run[0], told(other_run[0], 1.0, 6.0)
-    given = given_network(run)
+    given = initial_weights(run)
     shapes = network_shapes(run.model)
     state = {name: given.read(name) for name in shapes}
     of_guidance = {name for name in shapes if name.startswith("guidance_embedder.")}
     assert len(of_guidance) == 4 and not state["guidance_embedder.linear_2.weight"].any()
     assert state["guidance_embedder.linear_1.weight"].std() > 0.01
-    assert read_teacher(run).config.guidance_range is None
-    with pytest.raises(UserError, match=r"has model\.guidance_range=None \(not \(1\.0, 6\.0\)\)"):
-        given_network(told(plain, 1.0, 6.0, adapter=AdapterConfig(rank=2)))
+    assert read_teacher(run).config.guidance_embedding_range is None
+    with pytest.raises(UserError, match=r"has model\.guidance_embedding_range=None \(not \(1\.0, 6\.0\)\)"):
+        initial_weights(told(plain, 1.0, 6.0, adapter=AdapterConfig(rank=2)))
 
     channels, model = {"in_channels": 12}, replace(run.model, in_channels=12)
     tokenizer = HaarTokenizer(temporal_compression=1, spatial_compression=2, sigma_data=model.sigma_data)
     path = write_tiny_bundle(tmp_path / "told", model, tokenizer).path
-    assert given_network(told(path, 1.0, 4.0, **channels)).config.guidance_range == (1.0, 6.0)
-    assert read_teacher(told(path, 2.0, 6.0, **channels)).config.guidance_range == (1.0, 6.0)
-    with pytest.raises(UserError, match=r"model\.guidance_range=\[1,8\] exceeds 1 to 6, .* teacher "):
+    assert initial_weights(told(path, 1.0, 4.0, **channels)).config.guidance_embedding_range == (1.0, 6.0)
+    assert read_teacher(told(path, 2.0, 6.0, **channels)).config.guidance_embedding_range == (1.0, 6.0)
+    with pytest.raises(UserError, match=r"model\.guidance_embedding_range=\[1,8\] exceeds 1 to 6, .* teacher "):
         read_teacher(told(path, 1.0, 8.0, **channels))
-    with pytest.raises(UserError, match=r"has model\.guidance_range=\(1\.0, 6\.0\) \(not None\)"):
-        given_network(told(path, **channels))
+    with pytest.raises(UserError, match=r"has model\.guidance_embedding_range=\(1\.0, 6\.0\) \(not None\)"):
+        initial_weights(told(path, **channels))
 
 
 def test_a_teacher_of_other_positions_is_none(other_run):

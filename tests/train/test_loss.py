@@ -148,7 +148,7 @@ def test_noise_preconditioning_and_loss_are_float32_whatever_the_network_is():
 @torch.no_grad()
 def test_the_flow_loss_is_that_of_the_velocity(dit):
     """|F - (n - x0)|^2 with F read from x_t = (1 - t) x0 + t n at t (arXiv 2403.03206, eq. 13 and 14), written out."""
-    flow = DiT(replace(MODEL, preconditioner="flow"))
+    flow = DiT(replace(MODEL, parameterization="flow"))
     flow.load_state_dict(dit.state_dict())
     batch, sigma_G = pack(samples()), torch.tensor([0.02, 1.0, 30.0, 1.0])
     noise = token_noise(batch)

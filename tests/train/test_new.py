@@ -12,7 +12,7 @@ import yaml
 from megadit.infer.media.video_io import read_video, write_video
 from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
-from megadit.train.data.ingest.clips.probe import Seen, look
+from megadit.train.data.ingest.clips.probe import Seen, summarize
 from megadit.train.new import command as new
 from megadit.train.new.command import main
 from megadit.train.new.proposal import CPU, GPU, choose_length, choose_sizes
@@ -225,13 +225,13 @@ def test_clips_are_as_long_as_most_videos():
 def test_pictures_that_move_are_videos(tmp_path):
     (tmp_path / "still.png").write_bytes(b"")
     write_video(tmp_path / "a.gif", clip(0, frames=9, height=64, width=64), 10)
-    found = look(str(tmp_path))
+    found = summarize(str(tmp_path))
     assert (found.kind, found.count, found.seen[0].frames) == ("video", 1, 9)
 
 
 def test_videos_of_many_frames_a_second_are_looked_at_for_long_enough(tmp_path):
     for number in range(2):
         write_video(tmp_path / f"{number}.mp4", clip(number, frames=300, height=32, width=32), 120)
-    found = look(str(tmp_path))
+    found = summarize(str(tmp_path))
     assert [(one.fps, one.frames) for one in found.seen] == [(120, 300)] * 2
     assert choose_length(found.seen, CPU) == (17, 6.8) and choose_length(found.seen, GPU) == (33, 13.2)

@@ -82,13 +82,13 @@ def runs(newest, run_ranks, tmp_path_factory):
         told = run_ranks(2, JOB, out, timeout=560, environment=environments[version])
         assert all(f"Megatron-core {version}" in one for one in told)
 
-    run(OLDEST, halves(OLDEST))
-    run(NEWEST, halves(NEWEST), wholes(OLDEST, NEWEST))
+    run(OLDEST, passes(OLDEST))
+    run(NEWEST, passes(NEWEST), wholes(OLDEST, NEWEST))
     run(OLDEST, wholes(OLDEST, OLDEST), wholes(NEWEST, OLDEST))
     return out
 
 
-def halves(version):
+def passes(version):
     return [{"folder": f"{version}/{name}", "iters": HALF, "case": FEW | case} for name, case in CASES.items()]
 
 

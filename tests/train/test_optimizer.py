@@ -10,7 +10,7 @@ from torch import nn
 
 from megadit.train.optim import muon
 from megadit.train.optim.muon import Muon, orthogonalize
-from megadit.train.optim.optimizer import build_scheduler, fuse_updates, takes_muon
+from megadit.train.optim.optimizer import build_scheduler, fuse_updates, uses_muon
 from megadit.train.optim.state import OwnedSlice
 from megadit.train.recipes import load_recipe
 
@@ -100,10 +100,10 @@ def test_muon_multiplies_what_the_processor_does(monkeypatch):
 
 def test_muon_takes_the_matrices_of_the_blocks():
     matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
-    assert takes_muon("module.dit.blocks.3.mlp.fc1.weight", matrix)
-    assert not takes_muon("module.dit.blocks.3.self_attention.q_layernorm.weight", vector)
-    assert not takes_muon("module.dit.x_embedder.weight", matrix)
-    assert not takes_muon("module.uncertainty.linear.weight", matrix)
+    assert uses_muon("module.dit.blocks.3.mlp.fc1.weight", matrix)
+    assert not uses_muon("module.dit.blocks.3.self_attention.q_layernorm.weight", vector)
+    assert not uses_muon("module.dit.x_embedder.weight", matrix)
+    assert not uses_muon("module.uncertainty.linear.weight", matrix)
 
 
 def owned_by_adamw(parameter, **options):

@@ -82,7 +82,10 @@ def test_the_bundle_knows_its_training_words_and_those_before(trained, tiny_data
     ):
         after = replace(config, checkpoint=replace(config.checkpoint, init_from=str(begun)))
         assert training_words(after, str(blend), info, encoder) == expected
-    model, data = replace(config.model, given_sigma=0.02), replace(config.data, given=("first_frame:0.3",))
+    model, data = (
+        replace(config.model, conditioning_sigma=0.02),
+        replace(config.data, conditioning=("first_frame:0.3",)),
+    )
     given = replace(config, model=model, data=data)
     assert training_words(given, str(blend), info, encoder) == (None, None)
     assert training_words(config, str(blend), info, object()) == (None, None)  # one with words of its own
@@ -172,7 +175,7 @@ def test_an_adapter_needs_its_base(adapted, tmp_path):
     with pytest.raises(UserError, match="has trained an adapter, .* give the bundle that it began with"):
         open_bundle(run)
     pipeline = TextToVideo.from_pretrained(base, device="cpu")
-    plain, changed = (pipeline(["a"], adapters=use)[0] for use in ({}, {str(run / "bundle"): 1.0}))
+    plain, changed = (pipeline(["a"], adapters=kind)[0] for kind in ({}, {str(run / "bundle"): 1.0}))
     assert not torch.equal(plain.latents_CTHW, changed.latents_CTHW)
     assert main([str(base), str(tmp_path / "merged"), "--merge", str(run / "bundle")]) == 0
     merged = TextToVideo.from_pretrained(tmp_path / "merged", device="cpu")(["a"])[0]

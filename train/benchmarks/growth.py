@@ -42,7 +42,7 @@ class Axis:
     values: tuple[int, ...]
     overrides: Callable[[int], list[str]]
     unit: str
-    reading: Callable[[int, dict[str, Any]], float] = lambda value, figures: value
+    reading: Callable[[int, dict[str, Any]], float] = lambda value, measurements: value
     """The place on the axis, from the value and what was measured."""
     num_ranks: Callable[[int], int] = lambda value: 1
 
@@ -77,7 +77,7 @@ AXES = {
         values=(64, 128, 256, 512, 1024),
         overrides=_parameters,
         unit="parameters",
-        reading=lambda value, figures: figures["parameters"],
+        reading=lambda value, measurements: measurements["parameters"],
     ),
     "ranks": Axis(values=(1, 2, 4), overrides=_ranks, unit="data-parallel ranks, a pack each", num_ranks=lambda n: n),
 }
@@ -131,12 +131,12 @@ def measure_point(axis: Axis, value: int, file: Path, steps: int) -> Point:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{' '.join(command)}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
-    figures = read_json(file)["figures"]
+    measurements = read_json(file)["figures"]
     return Point(
-        place=axis.reading(value, figures),
-        seconds=figures["processor_seconds"],
-        operations=figures["tflops"] * 1e12 * figures["seconds"],
-        memory=(figures["peak_memory_gb"] - figures["empty_memory_gb"]) * 1e9,
+        place=axis.reading(value, measurements),
+        seconds=measurements["processor_seconds"],
+        operations=measurements["tflops"] * 1e12 * measurements["seconds"],
+        memory=(measurements["peak_memory_gb"] - measurements["empty_memory_gb"]) * 1e9,
         planned_memory=_planned_memory(overrides, ranks),
     )
 
@@ -167,7 +167,7 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, rows = plt.subplots(2, len(curves), figsize=(4 * len(curves), 6), squeeze=False, layout="constrained")
+    measurement, rows = plt.subplots(2, len(curves), figsize=(4 * len(curves), 6), squeeze=False, layout="constrained")
     for column, (name, points) in enumerate(curves.items()):
         places, found = [point.place for point in points], exponents(points)
         for plot, (measured, demanded), label in zip(rows[:, column], CURVES, ("s of a processor", "GB"), strict=True):
@@ -181,8 +181,8 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
             plot.set(xlabel=AXES[name].unit, ylabel=label)
             plot.legend(fontsize=7)
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=100)
-    plt.close(figure)
+        measurement.savefig(temporary, dpi=100)
+    plt.close(measurement)
 
 
 def table_of(curves: dict[str, list[Point]]) -> Table:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megadit.infer.benchmarks.profile import shares, watch
 from megadit.models.machine import datasheet_flops, matmul_flops, peak_memory, reset_peak_memory, synchronize
 from megadit.models.megatron.groups import Groups
-from megadit.train.benchmarks.step_costs import StepFigures
+from megadit.train.benchmarks.step_costs import StepCosts
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches
 from megadit.train.data.packs.packed_batch import PackedBatch
@@ -54,7 +54,7 @@ def measure_steps(
     steps: int,
     trace: str | None = None,
     advance: Callable[[], None] = lambda: None,
-) -> StepFigures:
+) -> StepCosts:
     """Times `steps` optimizer steps after `warmup` others, and watches one more closely. Every rank calls this.
 
     Args:
@@ -80,7 +80,7 @@ def measure_steps(
     upstream = _sum_over_copies(watched.upstream_flops, groups) / steps
     parts, operations = _watch_step(training, watched, warmup + steps + 1, trace if groups.is_first else None)
     advance()
-    return _figures(config, groups, timings, upstream, (memory, empty), parts, operations)
+    return _measurements(config, groups, timings, upstream, (memory, empty), parts, operations)
 
 
 def _timed_step(training: Training, batches: _Watched, step: int) -> Timing:
@@ -113,7 +113,7 @@ def _watch_step(
     return shares(parts), operations
 
 
-def _figures(
+def _measurements(
     config: RunConfig,
     groups: Groups,
     timings: list[Timing],
@@ -121,14 +121,14 @@ def _figures(
     memory: tuple[int, int],
     parts: dict[str, float],
     operations: dict[str, float],
-) -> StepFigures:
+) -> StepCosts:
     seconds = [timing.seconds for timing in timings]
     median = statistics.median(seconds)
     results = [timing.result for timing in timings]
     tokens = statistics.mean(result.tokens for result in results)
     device, dtype = groups.device, precision(config)
     datasheet = datasheet_flops(device, dtype)
-    return StepFigures(
+    return StepCosts(
         parameters=count_parameters(config.model).total,
         tokens_per_step=tokens,
         samples_per_step=statistics.mean(result.samples for result in results),

@@ -89,8 +89,8 @@ def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
         raise UserError(f"{file} does not say with which settings it was measured; delete it")
     for name, there, here in differences(record["config"] | {"steps": record["steps"]}, asked):
         raise UserError(f"{file} has figures of a run with {name}={there}, not {here}; delete it, or ask for the same")
-    figures = record["figures"]
-    return Row(ranks=ranks, samples_per_second=figures["samples_per_step"] / figures["seconds"])
+    measurements = record["figures"]
+    return Row(ranks=ranks, samples_per_second=measurements["samples_per_step"] / measurements["seconds"])
 
 
 def overrides_of(options: ScalingOptions, ranks: int) -> list[str]:
@@ -141,7 +141,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     measured = [row for row in rows if row.samples_per_second is not None]
-    figure, plot = plt.subplots(figsize=(6, 4), layout="constrained")
+    measurement, plot = plt.subplots(figsize=(6, 4), layout="constrained")
     places = [row.ranks for row in rows]
     if measured:
         plot.loglog(places, [ideal(rows, ranks) for ranks in places], "k--", label="ideal")
@@ -154,8 +154,8 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     plot.set(xlabel="ranks", ylabel="samples/s", title=title, xticks=places, xticklabels=places)
     plot.legend()
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=path.suffix[1:])
-    plt.close(figure)
+        measurement.savefig(temporary, format=path.suffix[1:])
+    plt.close(measurement)
 
 
 def _run(argv: list[str]) -> None:

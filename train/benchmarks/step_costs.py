@@ -8,7 +8,7 @@ from megadit.train.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepFigures:
+class StepCosts:
     """Cost of an optimizer step; rates are per device."""
 
     parameters: int
@@ -51,8 +51,8 @@ class StepFigures:
         return None if self.datasheet_tflops is None else self.tflops / self.datasheet_tflops
 
 
-def table_of(config: RunConfig, figures: StepFigures) -> Table:
-    one, data = figures, config.data
+def table_of(config: RunConfig, measurements: StepCosts) -> Table:
+    one, data = measurements, config.data
     samples = "mock samples" if data.mock else data.path
     packs = f"{data.global_batch_size} packs of {data.seq_length:,} tokens"
     table = Table("figure", "value", title=f"{config.recipe}: {packs}, {config.train.precision}, {samples}")
@@ -76,9 +76,9 @@ def table_of(config: RunConfig, figures: StepFigures) -> Table:
     return table
 
 
-def shares_of(figures: StepFigures) -> Table:
+def shares_of(measurements: StepCosts) -> Table:
     table = Table("part of a step", "share", title="one step more, watched")
-    for shares in (figures.parts, figures.operations):
+    for shares in (measurements.parts, measurements.operations):
         for name, share in shares.items():
             table.add_row(name, f"{share:.1%}")
         table.add_section()

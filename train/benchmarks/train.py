@@ -20,11 +20,11 @@ from megadit.models.megatron.launch import launch, rank_arguments
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.errors import told_once
+from megadit.models.shared.errors import report_once
 from megadit.models.shared.files import write_json
 from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.models.shared.progress import Progress
-from megadit.train.benchmarks.step_costs import StepFigures, shares_of, table_of
+from megadit.train.benchmarks.step_costs import StepCosts, shares_of, table_of
 from megadit.train.config.load import resolve_config, to_plain_values
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str], *, debug: bool) -> int:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    with told_once():
+    with report_once():
         options = _parse(argv)
         for_ranks = rank_arguments(argv, debug=debug) if options.nproc else []
         _force(options.ops)
@@ -72,9 +72,9 @@ def _run(argv: list[str], *, debug: bool) -> int:
         cpu_shim.install()  # before anything imports Megatron
     with tempfile.TemporaryDirectory() as folder:
         run = replace(config, train=replace(config.train, output_dir=folder))
-        figures, about = _measure(run, options)
+        measurements, about = _measure(run, options)
     if rank == 0:
-        _tell(config, figures, about, options)
+        _print_costs(config, measurements, about, options)
     return 0
 
 
@@ -85,7 +85,7 @@ def _force(variants: Sequence[str]) -> None:
         force_variants(variants)
 
 
-def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepFigures, dict[str, Any]]:
+def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepCosts, dict[str, Any]]:
     from megadit.models.machine import describe
     from megadit.models.megatron import groups as process_groups
     from megadit.train.benchmarks.measure import measure_steps
@@ -96,10 +96,10 @@ def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepFig
         if not options.even_if_too_large:
             check_memory(config, groups)
         with Progress(options.warmup + options.steps + 1, "measuring", enabled=groups.is_first) as bar:
-            figures = measure_steps(
+            measurements = measure_steps(
                 config, groups, warmup=options.warmup, steps=options.steps, trace=options.trace, advance=bar.advance
             )
-        return figures, describe(groups.device) | {"ranks": groups.world_size}
+        return measurements, describe(groups.device) | {"ranks": groups.world_size}
     finally:
         process_groups.destroy()
 
@@ -113,18 +113,26 @@ def run_of(recipe: str | None, config_file: str | None, overrides: Sequence[str]
     return config
 
 
-def _tell(config: RunConfig, figures: StepFigures, about: dict[str, Any], options: BenchmarkTrainOptions) -> None:
+def _print_costs(
+    config: RunConfig, measurements: StepCosts, about: dict[str, Any], options: BenchmarkTrainOptions
+) -> None:
     from megadit.models.machine import describe_in_words
     from megadit.models.ops.registry import describe_variants, variants_run
 
     console = Console()
-    console.print(table_of(config, figures))
-    console.print(shares_of(figures))
+    console.print(table_of(config, measurements))
+    console.print(shares_of(measurements))
     console.print(f"ops: {describe_variants(variants_run())}", soft_wrap=True, highlight=False)
     console.print(describe_in_words(about), soft_wrap=True)
     if options.json:
         run = {"config": to_plain_values(config), "steps": options.steps}
-        record = {"recipe": config.recipe, **run, "machine": about, "figures": asdict(figures), "ops": variants_run()}
+        record = {
+            "recipe": config.recipe,
+            **run,
+            "machine": about,
+            "figures": asdict(measurements),
+            "ops": variants_run(),
+        }
         write_json(options.json, record)
         print(options.json)
 

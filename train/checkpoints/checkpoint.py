@@ -42,7 +42,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.memory import memory_in_words
 from megadit.train.checkpoints.atomic_folders import UNFINISHED, delete, publish, reason_of, unfinished_name
-from megadit.train.checkpoints.fixed_settings import check_kept, kept_settings
+from megadit.train.checkpoints.fixed_settings import check_fixed, fixed_settings
 from megadit.train.checkpoints.mirror import SecondCopy, outdated
 from megadit.train.checkpoints.tensors import TrainedTensors
 from megadit.train.checkpoints.writer import BackgroundWrite
@@ -50,7 +50,7 @@ from megadit.train.config.load import to_yaml
 from megadit.train.config.schema import RunConfig
 
 Fence = Callable[[], None]
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LOADERS = "loaders"
 
 
@@ -128,7 +128,7 @@ class CheckpointStore:
         self._teacher = teacher
         self._copy = None
         self._pending: tuple[Path, BackgroundWrite] | None = None
-        self._spared: str | None = None
+        self._saved: str | None = None
         """A checkpoint that stays however old it is."""
         if groups.is_first:
             self._copy = SecondCopy.at(config.checkpoint.copy_to)
@@ -168,7 +168,7 @@ class CheckpointStore:
         """
         self.finish()
         path = self.root / checkpoint_name(state.iteration)
-        self._spared = checkpoint_name(state.lowest["step"]) if state.lowest else None
+        self._saved = checkpoint_name(state.lowest["step"]) if state.lowest else None
         unfinished = unfinished_name(path)
         with self._all_or_nothing(unfinished):
             self._pending = path, self._start(unfinished, state, tensors, loader_state)
@@ -212,9 +212,9 @@ class CheckpointStore:
             print(f"checkpoint: {path}", flush=True)
             if self._copy is not None:
                 self._copy.finish()  # the one before is still being read
-            _delete_old(path, self._config.checkpoint.keep_last, self._spared)
+            _delete_old(path, self._config.checkpoint.keep_last, self._saved)
             if self._copy is not None:
-                self._copy.start(path, keep_last=self._config.checkpoint.keep_last, spared=self._spared)
+                self._copy.start(path, keep_last=self._config.checkpoint.keep_last, preserved=self._saved)
         dist.barrier()
 
     def close(self) -> None:
@@ -338,7 +338,7 @@ class CheckpointStore:
         raise UserError(
             f"{unfinished.name.removesuffix(UNFINISHED)} could not be written to {self.root} "
             f"({next(filter(None, problems))}); {f'{kept[0].name} is kept' if kept else 'there is none yet'}. "
-            f"Make room ({_room_in_words(self.root, kept)}) and run the same command to continue"
+            f"Make room ({_space_left(self.root, kept)}) and run the same command to continue"
         )
 
     # ------------------------------------------------------------------------------------------------ describing
@@ -349,18 +349,18 @@ class CheckpointStore:
             "run": dataclasses.asdict(state),
             "ema_sigma_rels": list(self._config.ema.sigma_rels),
             "data_parallel_size": self._groups.readers.size(),
-            "settings": kept_settings(self._config),
+            "settings": fixed_settings(self._config),
             "base": self._base,
             "teacher": self._teacher,
         }
 
     def _check(self, path: Path, description: dict[str, Any]) -> None:
-        if description["format_version"] > FORMAT_VERSION:
+        if description["format_version"] != FORMAT_VERSION:
             raise UserError(
-                f"{path} has format {description['format_version']}; this version of megadit reads up to "
-                f"{FORMAT_VERSION}: update megadit"
+                f"{path} has format {description['format_version']}, this version of megadit reads {FORMAT_VERSION}: "
+                "continue with the version that wrote it"
             )
-        check_kept(self._config, path, description["settings"])
+        check_fixed(self._config, path, description["settings"])
         if (base := description.get("base")) != self._base:
             raise UserError(
                 f"{path} has an adapter of a base with the fingerprint {base}, not {self._base} of "
@@ -384,13 +384,13 @@ def _loader_file(data_rank: int) -> str:
     return f"{data_rank:05d}.json"
 
 
-def _delete_old(written: Path, keep_last: int, spared: str | None = None) -> None:
+def _delete_old(written: Path, keep_last: int, preserved: str | None = None) -> None:
     for old in outdated(find_checkpoints(written.parent), written, keep_last):
-        if old.name != spared:
+        if old.name != preserved:
             delete(old)
 
 
-def _room_in_words(root: Path, kept: Sequence[Path]) -> str:
+def _space_left(root: Path, kept: Sequence[Path]) -> str:
     """How much the disk has left, and how much a checkpoint takes."""
     left = f"{memory_in_words(shutil.disk_usage(root).free)} are left"
     sizes = [sum(file.stat().st_size for file in each.rglob("*") if file.is_file()) for each in kept]

@@ -9,7 +9,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.config.load import to_plain_values
 from megadit.train.config.schema import RunConfig
 
-KEPT_SETTINGS = (
+FIXED_SETTINGS = (
     *("model", "optimizer.optimizer", "diffusion.learned_uncertainty", "ema.sigma_rels"),  # which tensors there are
     *("train.adapter", "train.distill"),  # which of them are trained, and to which end
     *("train.seed", "data.mock"),  # which noise a sample gets, and which samples there are
@@ -17,10 +17,10 @@ KEPT_SETTINGS = (
 """Settings that a resumed run cannot change; the reader adds those that decide the order of samples."""
 
 
-def kept_settings(config: RunConfig) -> dict[str, Any]:
-    """The values of `KEPT_SETTINGS` by their dotted names; those of a whole section one by one."""
+def fixed_settings(config: RunConfig) -> dict[str, Any]:
+    """The values of `FIXED_SETTINGS` by their dotted names; those of a whole section one by one."""
     values, kept = to_plain_values(config), {}
-    for name in KEPT_SETTINGS:
+    for name in FIXED_SETTINGS:
         section, _, field_name = name.partition(".")
         if field_name:
             kept[name] = values[section][field_name]
@@ -29,9 +29,9 @@ def kept_settings(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(kept))  # as they are read back
 
 
-def check_kept(config: RunConfig, path: Path, settings: dict[str, Any]) -> None:
+def check_fixed(config: RunConfig, path: Path, settings: dict[str, Any]) -> None:
     """Raises UserError if the checkpoint at `path`, written under `settings`, cannot be continued under `config`."""
-    now = kept_settings(config)
+    now = fixed_settings(config)
     for name, before in settings.items():
         if _differ(before, now.get(name)):
             raise UserError(
@@ -49,12 +49,12 @@ def check_continues(config: RunConfig) -> None:
         except UserError:  # damaged: the run names it, and takes the one before it
             continue
         if isinstance(settings, dict):
-            check_kept(config, path, settings)
+            check_fixed(config, path, settings)
             return
 
 
 def _differ(before: Any, now: Any) -> bool:
-    """Whether a value of `kept_settings` is another one; what a section has today and had not then is none."""
+    """Whether a value of `fixed_settings` is another one; what a section has today and had not then is none."""
     if isinstance(before, dict) and isinstance(now, dict):
         return any(now.get(name) != value for name, value in before.items())
     return before != now

@@ -31,18 +31,18 @@ UNTRAINED = (
     "instead: megadit train --recipe image_xl_256"
 )
 """Remedy for weights of another kind of network."""
-MAY_CHANGE = ("given_sigma", "preconditioner")
+MAY_CHANGE = ("conditioning_sigma", "parameterization")
 """Settings of a network that no tensor depends on: it can go on with others."""
 MAY_CHANGE_OF_POSITIONS = ("rope_scale", "rope_interpolation")
 """Further settings that no tensor depends on, for another size; but an adapter needs those of its base."""
-MAY_COME = ("guidance_range",)
+MAY_COME = ("guidance_embedding_range",)
 """Settings that a network may gain or change, but not lose; an adapter's base may not gain them either."""
 MAY_CHANGE_OF_CLASSIFIER = ("learned_positions", "num_classes")
 """Settings that may change in a classifier: its positions are resized, and a new head learns other classes."""
 
 
 @dataclass(frozen=True, eq=False)
-class GivenNetwork:
+class InitialWeights:
     """A network that a run begins with, or learns from."""
 
     config: DiTConfig
@@ -64,29 +64,29 @@ class GivenNetwork:
         return fingerprint(names, lambda name: adapter[name] if name in adapter else self.read(name))
 
 
-def given_network(config: RunConfig) -> GivenNetwork | None:
+def initial_weights(config: RunConfig) -> InitialWeights | None:
     """The network whose tensors training starts from: that of `checkpoint.init_from`, or a student's teacher, with that
     one's adapter; None where it starts from nothing.
 
     Raises:
-        UserError: as `read_given`, and for an adapter that cannot be the start of the run's.
+        UserError: as `read_initial_weights`, and for an adapter that cannot be the start of the run's.
     """
     source = config.starting_weights
-    return None if source is None else _with_teachers_adapter(config, read_given(config, source))
+    return None if source is None else _with_teachers_adapter(config, read_initial_weights(config, source))
 
 
-def read_teacher(config: RunConfig) -> GivenNetwork:
+def read_teacher(config: RunConfig) -> InitialWeights:
     """The network that a student learns from, with its adapter, where it has one.
 
     Raises:
-        UserError: as `given_network`, and where samples are to be given parts that it never saw any of, or the student
+        UserError: as `initial_weights`, and where it was not trained with the samples' conditioning, or the student
             is to be told scales of guidance that it does not know.
     """
     source = config.train.distill.teacher
-    teacher = read_given(config, source)
-    if config.data.given and teacher.config.given_sigma is None:
-        raise UserError(f"the teacher {source} was not trained with conditioning: leave out data.given")
-    check_scales(config.model.guidance_range, teacher.config.guidance_range, source)
+    teacher = read_initial_weights(config, source)
+    if config.data.conditioning and teacher.config.conditioning_sigma is None:
+        raise UserError(f"the teacher {source} was not trained with conditioning: leave out data.conditioning")
+    check_scales(config.model.guidance_embedding_range, teacher.config.guidance_embedding_range, source)
     return _with_teachers_adapter(config, teacher)
 
 
@@ -97,12 +97,12 @@ def check_scales(asked: tuple[float, float] | None, known: tuple[float, float] |
     (low, high), (least, most) = asked, known
     if low < least or high > most:
         raise UserError(
-            f"model.guidance_range=[{low:g},{high:g}] exceeds {least:g} to {most:g}, the range of the "
+            f"model.guidance_embedding_range=[{low:g},{high:g}] exceeds {least:g} to {most:g}, the range of the "
             f"guidance-distilled teacher {teacher}"
         )
 
 
-def _with_teachers_adapter(config: RunConfig, given: GivenNetwork) -> GivenNetwork:
+def _with_teachers_adapter(config: RunConfig, initial: InitialWeights) -> InitialWeights:
     """Add the adapter of a student's teacher to the weights, from which the adapters of student and critic start.
 
     Raises:
@@ -110,9 +110,9 @@ def _with_teachers_adapter(config: RunConfig, given: GivenNetwork) -> GivenNetwo
     """
     asked, source = config.train.adapter, config.train.distill and config.train.distill.teacher_adapter
     if source is None:
-        return given
-    adapter = read_adapter(source, given.config)
-    if adapter.base not in (None, found := given.fingerprint_of_base):
+        return initial
+    adapter = read_adapter(source, initial.config)
+    if adapter.base not in (None, found := initial.fingerprint_of_base):
         raise UserError(
             f"the adapter {source} was trained with other weights ({adapter.base}) than these ({found}); give its base"
         )
@@ -125,10 +125,10 @@ def _with_teachers_adapter(config: RunConfig, given: GivenNetwork) -> GivenNetwo
             f"{its.scaling:g} of {len(adapter.changes)} linears, from which that of the run begins: give train.adapter "
             "the same kind, rank, alpha and targets"
         )
-    return replace(given, adapter=state)
+    return replace(initial, adapter=state)
 
 
-def read_given(config: RunConfig, source: str) -> GivenNetwork:
+def read_initial_weights(config: RunConfig, source: str) -> InitialWeights:
     """The network of a bundle, checkpoint or folder of a run, for a run with the same.
 
     Raises:
@@ -138,7 +138,7 @@ def read_given(config: RunConfig, source: str) -> GivenNetwork:
         checkpoint = find_checkpoint(Path(source))
         model = load_config(checkpoint / CONFIG).model
         _check_same_network(config, model, source)
-        return GivenNetwork(
+        return InitialWeights(
             model, _adapted(read_network(checkpoint).__getitem__, model, config.model, config.train.seed)
         )
     bundle = Bundle.open(source)
@@ -146,13 +146,13 @@ def read_given(config: RunConfig, source: str) -> GivenNetwork:
     check_transformer(bundle, UNTRAINED)
     _check_same_network(config, bundle.config, source)
     read = open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read
-    return GivenNetwork(bundle.config, _adapted(read, bundle.config, config.model, config.train.seed))
+    return InitialWeights(bundle.config, _adapted(read, bundle.config, config.model, config.train.seed))
 
 
 def _adapted(read: Weights, theirs: DiTConfig, ours: DiTConfig, seed: int) -> Weights:
     """Adapt a network's tensors to another that starts from them: guidance-distilled from one that is not; a classifier
     of another size or with other classes."""
-    if ours.denoises and (ours.guidance_range is None or theirs.guidance_range is not None):
+    if ours.denoises and (ours.guidance_embedding_range is None or theirs.guidance_embedding_range is not None):
         return read
 
     def value(name: str) -> Tensor:
@@ -178,5 +178,5 @@ def _check_same_network(config: RunConfig, model: DiTConfig, source: str) -> Non
         *MAY_CHANGE_OF_CLASSIFIER * (not config.model.denoises),
     )
     if differing := [name for name in ours if ours[name] != theirs[name] and name not in may_change]:
-        told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
-        raise UserError(f"the network of {source} has {told}; give the run the same")
+        differences = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
+        raise UserError(f"the network of {source} has {differences}; give the run the same")

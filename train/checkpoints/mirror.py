@@ -69,10 +69,10 @@ class SecondCopy:
         complete = self._files.glob(str(self._root / "iter_*" / SUMS))
         return sorted((PurePosixPath(path).parent.name for path in complete), key=lambda name: (len(name), name))
 
-    def start(self, path: Path, *, keep_last: int, spared: str | None = None) -> None:
+    def start(self, path: Path, *, keep_last: int, preserved: str | None = None) -> None:
         """Copies a checkpoint in the background, then deletes the copies that are `outdated`, but for `spared`."""
         self.finish()
-        self._running = path.name, self._thread.submit(self._copy, path, keep_last, spared)
+        self._running = path.name, self._thread.submit(self._copy, path, keep_last, preserved)
 
     def finish(self) -> None:
         """Waits for the copy in progress; one that failed is told, and no more: the checkpoint itself is there."""
@@ -100,14 +100,14 @@ class SecondCopy:
             raise UserError(f"checkpoint.copy_to={self.url}: {name} cannot be fetched: {error}") from error
         return unfinished.rename(root / name)
 
-    def _copy(self, path: Path, keep_last: int, spared: str | None) -> None:
+    def _copy(self, path: Path, keep_last: int, preserved: str | None) -> None:
         target = self._root / path.name
         self._remove(target)
         for name in [*file_names(path), SUMS]:
             self._files.makedirs(str((target / name).parent), exist_ok=True)
             self._files.put_file(str(path / name), str(target / name))
         for old in outdated(self.names(), path.name, keep_last):
-            if old != spared:
+            if old != preserved:
                 self._remove(self._root / old)
 
     def _remove(self, directory: PurePosixPath) -> None:

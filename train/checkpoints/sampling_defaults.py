@@ -20,8 +20,8 @@ def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingSettings:
         latent_frames = config.data.max_frames - 1
         most_frames = 1 + latent_frames * load_tokenizer(info.tokenizer_folder).temporal_compression
         usual["num_frames"] = min(usual["num_frames"], most_frames)
-    given = {name: value for name, value in asdict(config.validation.sampling).items() if value is not None}
-    settings = usual | given
+    chosen = {name: value for name, value in asdict(config.validation.sampling).items() if value is not None}
+    settings = usual | chosen
     if settings["shift"] in AUTO_SHIFTS:
         settings["shift"] = fitting_shift(settings["shift"], settings, usual)
     return SamplingSettings(**settings)

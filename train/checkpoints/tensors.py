@@ -29,7 +29,7 @@ from megadit.models.megatron.checkpoint import ema_key, model_key, optimizer_key
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.shards import splits
 from megadit.train.checkpoints.writer import BackgroundWrite
-from megadit.train.optim.ema import WeightAverages
+from megadit.train.optim.ema import EmaWeights
 from megadit.train.optim.state import OwnedSlice, Ownership, assemble, assign, is_copy
 
 READ_AT_ONCE = 2**31
@@ -37,8 +37,8 @@ READ_AT_ONCE = 2**31
 Keys = Mapping[str, Mapping[str, str]]
 """Parameter -> what of it -> the key in a checkpoint."""
 FORM = CheckpointingConfig("torch_dist", 1)
-_WRITER_TAKES = signature(TorchDistSaveShardedStrategy.async_save).parameters
-OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in _WRITER_TAKES else {}
+_WRITER_PARAMETERS = signature(TorchDistSaveShardedStrategy.async_save).parameters
+OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in _WRITER_PARAMETERS else {}
 """Megatron's own writer: from 0.17 on its default, nvidia-resiliency-ext, writes in other processes."""
 
 
@@ -50,7 +50,7 @@ class TrainedTensors:
     """This rank's parameters under their canonical names; those that pipeline stages share are on each of these stages.
     """
     ownership: Ownership
-    averages: WeightAverages
+    ema_weights: EmaWeights
     groups: Groups
     prefix: str = ""
     """Prefix of all keys in a checkpoint."""
@@ -66,7 +66,7 @@ class TrainedTensors:
 
     def _shards(self) -> dict[str, ShardedTensor]:
         shards = {}
-        for turn, (key, parameter, parts) in enumerate(self._parts()):
+        for turn, (key, parameter, parts) in enumerate(self._owned_slices()):
             group = self.ownership.group_of(parameter)
             whole = assemble(parameter.shape, parts, group, destination=turn % group.size())
             if whole is not None:
@@ -85,7 +85,7 @@ class TrainedTensors:
             slices[owned.name].append(owned)
         for name, parameter in self.parameters:
             parameters[name].append(parameter)  # several, where parts of the network have copies
-        sigma_rels = self.averages.sigma_rels
+        sigma_rels = self.ema_weights.sigma_rels
         keys = {
             name: {"weight": model_key(name)} | {sigma_rel: ema_key(sigma_rel, name) for sigma_rel in sigma_rels}
             for name in parameters
@@ -94,7 +94,7 @@ class TrainedTensors:
             for parameter in parameters[name]:
                 assign(parameter, found["weight"])  # also those whose masters other ranks own
                 for sigma_rel in sigma_rels:
-                    self.averages.restore(sigma_rel, parameter, found[sigma_rel])
+                    self.ema_weights.restore(sigma_rel, parameter, found[sigma_rel])
             for owned in slices.get(name, ()):
                 owned.master.view(-1).copy_(owned.cut(found["weight"]))
         kept = {name: {state: optimizer_key(state, name) for state in of[0].state_names} for name, of in slices.items()}
@@ -104,7 +104,7 @@ class TrainedTensors:
         for other, steps in self.others:
             other.load(directory, step=step * steps)
 
-    def _parts(self) -> Iterator[tuple[str, nn.Parameter, list[tuple[int, Tensor]]]]:
+    def _owned_slices(self) -> Iterator[tuple[str, nn.Parameter, list[tuple[int, Tensor]]]]:
         """(key, parameter, this rank's parts of it) of every tensor, in the same order on every data-parallel rank."""
         ranges: dict[nn.Parameter, list[tuple[OwnedSlice, int, int]]] = {}
         for owned, start, stop in self.ownership.ranges():
@@ -113,11 +113,11 @@ class TrainedTensors:
             if is_copy(parameter):
                 continue
             mine = ranges.get(parameter, [])
-            yield model_key(name), parameter, [_part(o, o.master.detach().reshape(-1), i, j) for o, i, j in mine]
-            for sigma_rel in self.averages.sigma_rels:
-                yield ema_key(sigma_rel, name), parameter, self.averages.parts(sigma_rel, parameter)
+            yield model_key(name), parameter, [_slice_of(o, o.master.detach().reshape(-1), i, j) for o, i, j in mine]
+            for sigma_rel in self.ema_weights.sigma_rels:
+                yield ema_key(sigma_rel, name), parameter, self.ema_weights.parts(sigma_rel, parameter)
             for state in self.ownership.state_names[name]:
-                yield optimizer_key(state, name), parameter, [_part(o, o.state(state), i, j) for o, i, j in mine]
+                yield optimizer_key(state, name), parameter, [_slice_of(o, o.state(state), i, j) for o, i, j in mine]
 
     def _read(self, directory: Path, keys: Keys) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """(parameter, {what: whole tensor}), float32 on the CPU; every rank goes through all of its own."""
@@ -186,6 +186,6 @@ def _some_at_a_time(keys: Keys, parameters: Mapping[str, Tensor]) -> list[list[s
     return parts
 
 
-def _part(owned: OwnedSlice, values: Tensor, start: int, stop: int) -> tuple[int, Tensor]:
+def _slice_of(owned: OwnedSlice, values: Tensor, start: int, stop: int) -> tuple[int, Tensor]:
     """Elements start..stop of a parameter, from the flat values of an owned slice."""
     return start, values[start - owned.start : stop - owned.start]

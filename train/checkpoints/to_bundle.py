@@ -48,7 +48,7 @@ from megadit.models.tokenizers import load_tokenizer
 from megadit.train.checkpoints.sampling_defaults import sampling_defaults
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.packs.conditioning import parse_uses
+from megadit.train.data.packs.conditioning import parse_kinds
 from megadit.train.dataset.dataset_info import DatasetInfo, captions_of
 from megadit.train.dataset.places import is_url
 
@@ -237,9 +237,11 @@ def training_words(
     words, too."""
     begun = config.starting_weights
     before = set() if begun is None else read_words(Path(begun))
-    is_known = isinstance(text_encoder, HashedWordEncoder) and config.checkpoint.load is None and not config.data.given
+    is_unchanged = (
+        isinstance(text_encoder, HashedWordEncoder) and config.checkpoint.load is None and not config.data.conditioning
+    )
     is_few = info.num_samples["train"] <= MOST_CAPTIONS and not is_url(path)
-    if not is_known or not is_few or before is None:
+    if not is_unchanged or not is_few or before is None:
         return None, None
     captions = list(captions_of(path, "train"))
     longest = 0 if begun is None else open_bundle(begun).longest_caption or 0
@@ -265,8 +267,8 @@ def _base_model(config: RunConfig) -> str | None:
     return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else None
 
 
-def _dataset(config: RunConfig, given: str | Path | None) -> DatasetInfo:
-    path = given or config.data.path
+def _dataset(config: RunConfig, dataset: str | Path | None) -> DatasetInfo:
+    path = dataset or config.data.path
     if path is None:
         raise UserError(
             "this run was trained on mock data, which has no tokenizer and no text encoder; give --dataset FOLDER"
@@ -284,7 +286,7 @@ def _origin(config: RunConfig, checkpoint: Path, ema: float | None) -> dict[str,
         "consumed_samples": run["consumed_samples"],
         "consumed_tokens": run["consumed_tokens"],
         "validation": run["validation"],
-        **({"given": dict(parse_uses(config.data.given))} if config.data.given else {}),
+        **({"conditioning": dict(parse_kinds(config.data.conditioning))} if config.data.conditioning else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""The names that NeMo, DFM and earlier versions give to the values of a run, in YAML files and `a.b=c` overrides.
+"""The names that NeMo and DFM give to the values of a run, in YAML files and `a.b=c` overrides.
 
 A key of ours always means itself. Any other key is looked up here, whole or by its section; one that has no counterpart
 stays as it is, to be refused by name. Nothing is dropped in silence: what this package does in one way only
@@ -41,20 +41,12 @@ _EXPERTS = {
     "moe_expert_capacity_factor": "capacity_factor",
 }
 
-RENAMED = {
-    **{f"validation.{name}": f"validation.sampling.{name}" for name in ("sampler", "num_steps", "guidance", "eta")},
-    "health.max_troubles": "health.max_anomalies",
-    "train.init_from": "checkpoint.init_from",
-}
-"""Our key in earlier versions -> ours: in YAML files, commands and the configurations saved with checkpoints."""
-
 KEYS = {
-    **RENAMED,
     **{f"model.{theirs}": f"model.experts.{ours}" for theirs, ours in _EXPERTS.items()},
     **{f"model.config.{theirs}": f"model.experts.{ours}" for theirs, ours in _EXPERTS.items()},
     **{f"model.{name}": f"parallel.{name}" for name in (*_LAYOUT, *_RECOMPUTE)},
     **{f"model.config.{name}": f"parallel.{name}" for name in _RECOMPUTE},
-    "diffusion.objective": "model.preconditioner",
+    "diffusion.objective": "model.parameterization",
     "model.seq_length": "data.seq_length",
     "model.config.seq_length": "data.seq_length",
     "model.vae_cache_folder": "validation.tokenizer_folder",
@@ -77,13 +69,15 @@ KEYS = {
     "checkpoint.save": "train.output_dir",
     "logger.log_interval": "train.log_interval",
 }
-"""Their key -> ours, where the names differ; with ours of earlier versions."""
+"""Their key -> ours, where the names differ."""
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
     # theirs is cond + g (cond - uncond), ours uncond + g (cond - uncond)
     "model.val_generation_guidance": lambda guidance: guidance + 1 if isinstance(guidance, int | float) else guidance,
-    "optimizer.use_distributed_optimizer": lambda wanted: "distributed_optimizer" if wanted else "ddp",
-    "optim.config.use_distributed_optimizer": lambda wanted: "distributed_optimizer" if wanted else "ddp",
+    "optimizer.use_distributed_optimizer": lambda is_distributed: "distributed_optimizer" if is_distributed else "ddp",
+    "optim.config.use_distributed_optimizer": lambda is_distributed: (
+        "distributed_optimizer" if is_distributed else "ddp"
+    ),
 }
 
 FIXED: dict[str, tuple[Any, str]] = {

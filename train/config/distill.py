@@ -38,7 +38,7 @@ class DistillConfig:
     noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
     guidance: float = setting(1.0, low=1)
     """Scale of the teacher's classifier-free guidance; 1 is a single pass, as for a guidance-distilled teacher. For a
-    student with `model.guidance_range` a scale is drawn evenly from that instead."""
+    student with `model.guidance_embedding_range` a scale is drawn evenly from that instead."""
     sigmas: tuple[float, ...] = setting((), above=0)
     """Decreasing noise levels, without the final 0: those of the student's sampling steps, and of `consistency` those
     between which its teacher steps; empty for objectives at all levels."""
@@ -73,26 +73,26 @@ class DistillConfig:
         return self.objective == "distribution_matching"
 
     @property
-    def takes_tangent(self) -> bool:
+    def needs_tangent(self) -> bool:
         """The student is differentiated along the teacher's ODE."""
         return self.objective in BY_TANGENT
 
     @property
-    def learns_of_pairs(self) -> bool:
+    def is_regression(self) -> bool:
         """Whether it learns from pairs of noise and the teacher's video, in place of samples."""
         return self.objective == "regression"
 
     def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
         """Whether guidance takes two passes of the teacher: not if it is guidance-distilled. `teacher=None`:
         unknown."""
-        is_told = teacher is not None and teacher.guidance_range is not None
-        return not is_told and (self.guidance != 1 or student.guidance_range is not None)
+        has_guidance_embedding = teacher is not None and teacher.guidance_embedding_range is not None
+        return not has_guidance_embedding and (self.guidance != 1 or student.guidance_embedding_range is not None)
 
     def forwards(self, is_guided: bool) -> float:
         """Forward passes per step besides the student's own forward and backward, a mean over the random draws; with
         those of the critic's updates, whose backward counts as two. `is_guided`: the teacher takes two passes."""
         of_teacher = 2 if is_guided else 1
-        way = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
+        variant = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
         head = 1.5 if self.has_adversary else 0  # through half of the critic, and back
         return {
             "guidance": of_teacher,
@@ -100,5 +100,9 @@ class DistillConfig:
             "consistency": of_teacher + 1,
             **dict.fromkeys(BY_TANGENT, of_teacher + 2),
             "regression": 0,
-            "distribution_matching": way + of_teacher + 1 + head + self.critic_updates * (way + 1 + 3 + 2 * head),
+            "distribution_matching": variant
+            + of_teacher
+            + 1
+            + head
+            + self.critic_updates * (variant + 1 + 3 + 2 * head),
         }[self.objective]

@@ -96,20 +96,20 @@ class Run:
         return self.train.distill is not None
 
     @property
-    def adapted_parts(self) -> tuple[bool, ...]:
+    def adapted_chunks(self) -> tuple[bool, ...]:
         """Whether each part of the network has a linear that `train.adapter.targets` names."""
         from megadit.models.lora.adapters import chosen_targets
 
         paths = [target.linear.split(".") for target in chosen_targets(self.model, self.train.adapter.targets).values()]
-        size = self.model.num_layers // self.sizes.num_parts
+        size = self.model.num_layers // self.sizes.num_chunks
         of_blocks = {int(path[1]) // size for path in paths if path[0] == "blocks"}
         everywhere = any(path[0] not in ("x_embedder", "blocks", "final_layer") for path in paths)
-        return tuple(everywhere or part in of_blocks for part in range(self.sizes.num_parts))
+        return tuple(everywhere or part in of_blocks for part in range(self.sizes.num_chunks))
 
     # -------------------------------------------------------------------------------------------- data
 
     @property
-    def given_sampling(self) -> dict[str, Any]:
+    def set_sampling(self) -> dict[str, Any]:
         """The settings of `validation.sampling` that are not left to the data set."""
         return {name: value for name, value in asdict(self.validation.sampling).items() if value is not None}
 
@@ -149,10 +149,10 @@ class Run:
         return "on_the_fly" if self.dataset.store == "raw" else "precached"
 
     @property
-    def uses_of_frames(self) -> list[str]:
-        """Modes of `data.given` whose frames are encoded as images."""
-        uses = [text.partition(":")[0] for text in self.data.given]
-        return [use for use in uses if use in ("last_frame", "keyframes")]
+    def frame_conditionings(self) -> list[str]:
+        """Modes of `data.conditioning` whose frames are encoded as images."""
+        modes = [text.partition(":")[0] for text in self.data.conditioning]
+        return [use for use in modes if use in ("last_frame", "keyframes")]
 
     @property
     def is_blend(self) -> bool:

@@ -7,13 +7,13 @@ from megadit.train.config.distill import AT_ALL_LEVELS
 from megadit.train.config.facts import Run
 from megadit.train.config.rule_forms import (
     MOST_MODE,
+    check_kinds,
     check_student_sigmas,
     check_targets,
-    check_uses,
     long_mock_in_words,
     multiple_of,
+    of_embedding,
     of_int8_base,
-    of_judge,
 )
 
 LEARNING: tuple[Rule[Run], ...] = (
@@ -64,21 +64,21 @@ LEARNING: tuple[Rule[Run], ...] = (
         "two draws would give one noise level",
     ),
     # what is given
-    accepted_by(check_uses, when=lambda run: bool(run.data.given)),
+    accepted_by(check_kinds, when=lambda run: bool(run.data.conditioning)),
     Rule(
-        when=lambda run: bool(run.data.given),
-        needs=lambda run: run.model.given_sigma is not None,
-        remedy="data.given needs model.given_sigma, the noise level of conditioning tokens; digits did best at 0.02",
+        when=lambda run: bool(run.data.conditioning),
+        needs=lambda run: run.model.conditioning_sigma is not None,
+        remedy="data.conditioning needs model.conditioning_sigma, its noise level; digits did best at 0.02",
     ),
     Rule(
-        needs=lambda run: run.model.given.is_among and run.model.image_size is None,
-        remedy="{model.given_form=} {model.image_size=} cannot be trained here: no data set holds such conditioning, "
-        "latents as extra channels or features of an image; convert and sample it",
+        needs=lambda run: run.model.conditioning.is_among and run.model.image_size is None,
+        remedy="{model.conditioning_mode=} {model.image_size=} cannot be trained here: no data set holds such "
+        "conditioning, latents as extra channels or features of an image; convert and sample it",
     ),
     Rule(
-        needs=lambda run: min(run.data.given_dropout) >= 0 and sum(run.data.given_dropout) < 1,
-        remedy="{data.given_dropout=} must be three shares of samples, from 0 and less than 1 together: those without "
-        "conditioning, without text, and without both",
+        needs=lambda run: min(run.data.conditioning_dropout) >= 0 and sum(run.data.conditioning_dropout) < 1,
+        remedy="{data.conditioning_dropout=} must be three shares of samples, from 0 and less than 1 together: those "
+        "without conditioning, without text, and without both",
     ),
     # what denoises nothing
     Rule(
@@ -96,20 +96,20 @@ LEARNING: tuple[Rule[Run], ...] = (
         needs=lambda run: run.model.num_classes is not None,
         remedy="{model.family=} learns classes: give model.num_classes",
     ),
-    of_judge(
+    of_embedding(
         lambda run: run.data.text_dropout == 0,
         "{data.text_dropout=} drops labels or texts that {model.family} must learn; use data.text_dropout=0",
     ),
-    of_judge(
+    of_embedding(
         lambda run: run.sizes.context == 1,
         "{parallel.context_parallel_size=} would leave a sample's class token to one rank; use tensor, sequence or "
         "pipeline parallelism, or fsdp",
     ),
-    of_judge(
+    of_embedding(
         lambda run: not (run.is_student or run.has_adapter or run.diffusion.learned_uncertainty),
         "train.distill, train.adapter and diffusion.learned_uncertainty are for networks that denoise; leave them out",
     ),
-    of_judge(
+    of_embedding(
         lambda run: run.validation.evaluate_interval == 0,
         "{validation.evaluate_interval=} evaluates videos, of which {model.family} makes none; leave it out",
     ),
@@ -143,9 +143,9 @@ LEARNING: tuple[Rule[Run], ...] = (
         "leave it out",
     ),
     Rule(
-        when=lambda run: run.has_adapter and run.sizes.num_parts > 1,
-        needs=lambda run: all(run.adapted_parts),
-        remedy="{train.adapter.targets=} leaves nothing to train in one of the {sizes.num_parts} parts of the network "
+        when=lambda run: run.has_adapter and run.sizes.num_chunks > 1,
+        needs=lambda run: all(run.adapted_chunks),
+        remedy="{train.adapter.targets=} leaves nothing to train in one of the {sizes.num_chunks} parts of the network "
         "that pipeline stages hold; name linears of blocks in each, or take fewer stages",
     ),
     of_int8_base(attrgetter("has_adapter"), "is of the weights beside an adapter; give train.adapter.rank, too"),
@@ -160,7 +160,7 @@ LEARNING: tuple[Rule[Run], ...] = (
     # a student
     Rule(
         when=attrgetter("is_student"),
-        needs=lambda run: run.sizes.num_parts == 1,
+        needs=lambda run: run.sizes.num_chunks == 1,
         remedy="train.distill calls whole networks in turn, and pipeline stages hold parts of them; use "
         "parallel.pipeline_model_parallel_size=1, and tensor or context parallelism or fsdp",
     ),
@@ -171,7 +171,7 @@ LEARNING: tuple[Rule[Run], ...] = (
         "(except objective=continuous_consistency); leave it out",
     ),
     Rule(
-        when=lambda run: run.is_student and run.train.distill.takes_tangent,
+        when=lambda run: run.is_student and run.train.distill.needs_tangent,
         needs=lambda run: not run.has_engine and not run.is_fp8 and run.train.base_precision == "same",
         remedy="{train.distill.objective=} needs forward-mode differentiation, which products of TransformerEngine or "
         "in eight bits do not support; leave parallel.transformer_impl, train.fp8 and train.base_precision out",
@@ -189,22 +189,22 @@ LEARNING: tuple[Rule[Run], ...] = (
         "train.distill.sigmas=[80,6,1.3,0.3]",
     ),
     Rule(
-        when=lambda run: run.is_student and run.train.distill.learns_of_pairs,
-        needs=lambda run: not run.data.given and run.data.encode != "on_the_fly",
-        remedy="{train.distill.objective=} learns what the teacher made of noise and text alone: leave out data.given, "
-        "and give latents (`megadit prepare trajectories`)",
+        when=lambda run: run.is_student and run.train.distill.is_regression,
+        needs=lambda run: not run.data.conditioning and run.data.encode != "on_the_fly",
+        remedy="{train.distill.objective=} learns what the teacher made of noise and text alone: leave out "
+        "data.conditioning, and give latents (`megadit prepare trajectories`)",
     ),
     Rule(
-        when=lambda run: run.is_student and run.model.guidance_range is not None,
+        when=lambda run: run.is_student and run.model.guidance_embedding_range is not None,
         needs=lambda run: run.train.distill.guidance == 1,
-        remedy="{train.distill.guidance=} is one scale, and {model.guidance_range=} trains the student for many: "
-        "leave one of them out",
+        remedy="{train.distill.guidance=} is one scale, and {model.guidance_embedding_range=} trains the student for "
+        "many: leave one of them out",
     ),
     Rule(
-        when=lambda run: run.is_student and run.model.guidance_range is not None,
-        needs=lambda run: not run.train.distill.learns_of_pairs,
+        when=lambda run: run.is_student and run.model.guidance_embedding_range is not None,
+        needs=lambda run: not run.train.distill.is_regression,
         remedy="{train.distill.objective=} learns from videos made at one guidance scale, and "
-        "{model.guidance_range=} asks for others; leave that out, or choose another objective",
+        "{model.guidance_embedding_range=} asks for others; leave that out, or choose another objective",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.has_adversary,

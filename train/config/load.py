@@ -44,7 +44,7 @@ def resolve_config(
 
     What a network has to share with its data set (`facts.OF_DATASET`) is taken from there unless it is set.
     The file may name its recipe itself under the key `recipe`, as the config.yaml of every run does. Keys may be those
-    of NeMo and DFM, or of earlier versions (see `compat`).
+    of NeMo and DFM (see `compat`).
 
     Raises:
         UserError: for an unknown recipe or key (naming the nearest known one), a value of the wrong type, a file that
@@ -141,7 +141,7 @@ def _from_dataset(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_from_dict(values: dict[str, Any]) -> RunConfig:
-    """The inverse of `dataclasses.asdict`; tuples may be lists, and keys those of earlier versions.
+    """The inverse of `dataclasses.asdict`; tuples may be lists, and keys those of NeMo and DFM.
 
     Raises:
         UserError: for unknown or missing keys and values of the wrong type.
@@ -175,13 +175,13 @@ def to_plain_values(config: RunConfig) -> dict[str, Any]:
     return _plain(_mapping(config))
 
 
-def known_keys(config_class: type = RunConfig, prefix: str = "") -> list[str]:
+def config_keys(config_class: type = RunConfig, prefix: str = "") -> list[str]:
     """The dotted names of all values, such as `optimizer.lr`."""
     keys = []
     for name, hint in get_type_hints(config_class).items():
         section = next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
         if section is not None:
-            keys += known_keys(section, f"{prefix}{name}.NAME." if get_origin(hint) is dict else f"{prefix}{name}.")
+            keys += config_keys(section, f"{prefix}{name}.NAME." if get_origin(hint) is dict else f"{prefix}{name}.")
         else:
             keys.append(prefix + name)
     return keys
@@ -243,7 +243,7 @@ def _parse_overrides(overrides: list[str]) -> DictConfig:
 
 
 def _in_our_names(values: dict[str, Any]) -> dict[str, Any]:
-    return _nest(translate(_flatten(values), set(known_keys())))
+    return _nest(translate(_flatten(values), set(config_keys())))
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _merge(base: DictConfig, update: DictConfig, root: type) -> DictConfig:
 
 
 def _unknown_key(key: str, root: type) -> UserError:
-    known = known_keys(root)
+    known = config_keys(root)
     last = key.rpartition(".")[2]
     same_name = [name for name in known if name.rpartition(".")[2] == last or name == OTHER_WORDS.get(last)]
     by_name = {name.rpartition(".")[2]: name for name in known}

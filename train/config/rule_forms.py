@@ -8,7 +8,7 @@ from megadit.models.diffusion.settings import SamplingSettings, check_guidance, 
 from megadit.models.megatron.parallel_sizes import Division, refusal
 from megadit.models.shared.cli.rules import Rule, always
 from megadit.models.shared.errors import nearest_multiples
-from megadit.models.shared.shards import copied_in_part
+from megadit.models.shared.shards import partly_copied
 from megadit.train.config.facts import Run, agree
 
 SINGLE_IMAGE = SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=1, width=1, fps=1.0)
@@ -46,7 +46,7 @@ def of_layout(rule: Rule[Division]) -> Rule[Run]:
     )
 
 
-def of_judge(needs: Condition, remedy: str) -> Rule[Run]:
+def of_embedding(needs: Condition, remedy: str) -> Rule[Run]:
     """Rule for networks without denoising."""
     return Rule(when=lambda run: not run.model.denoises, needs=needs, remedy=remedy)
 
@@ -133,7 +133,7 @@ def encoding_in_words(run: Run) -> str:
 
 def damage_in_words(run: Run) -> str:
     folder, damaged = next(iter(run.damaged_shards.items()))
-    return f"data.path={run.data.path}: {copied_in_part(folder, damaged)}"
+    return f"data.path={run.data.path}: {partly_copied(folder, damaged)}"
 
 
 def too_long_in_words(run: Run) -> str:
@@ -164,29 +164,29 @@ def check_targets(run: Run) -> None:
     chosen_targets(run.model, run.train.adapter.targets)
 
 
-def check_uses(run: Run) -> None:
-    """Raises UserError for a use of `data.given` that does not exist, or shares that cannot be."""
-    from megadit.train.data.packs.conditioning import parse_uses
+def check_kinds(run: Run) -> None:
+    """Raises UserError for a use of `data.conditioning` that does not exist, or shares that cannot be."""
+    from megadit.train.data.packs.conditioning import parse_kinds
 
-    parse_uses(run.data.given)
+    parse_kinds(run.data.conditioning)
 
 
 def check_sampling(run: Run) -> None:
     """Raises UserError for a sampler or schedule that does not exist, settings that exclude each other, or guidance
     outside the network's range."""
-    check_guidance(resolve(SINGLE_IMAGE, **run.given_sampling), run.model.guidance_range)
+    check_guidance(resolve(SINGLE_IMAGE, **run.set_sampling), run.model.guidance_embedding_range)
 
 
 def check_schedule(run: Run) -> None:
     """Raises UserError for noise levels that no sampler can take."""
     from megadit.infer.sampling.schedules import settings_sigmas
 
-    settings_sigmas(resolve(SINGLE_IMAGE, **run.given_sampling))
+    settings_sigmas(resolve(SINGLE_IMAGE, **run.set_sampling))
 
 
 def check_student_sigmas(run: Run) -> None:
     """Raises UserError for `train.distill.sigmas` that do not decrease."""
-    from megadit.infer.sampling.schedules import given_sigmas
+    from megadit.infer.sampling.schedules import explicit_sigmas
 
     if run.train.distill.sigmas:
-        given_sigmas(run.train.distill.sigmas)
+        explicit_sigmas(run.train.distill.sigmas)

@@ -154,10 +154,10 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="train.adapter needs the weights of a base; give checkpoint.init_from=BUNDLE, or a run",
     ),
     Rule(
-        when=lambda run: run.starts_here and run.model.guidance_range is not None,
+        when=lambda run: run.starts_here and run.model.guidance_embedding_range is not None,
         needs=attrgetter("is_student"),
-        remedy="{model.guidance_range=} is learnt from a guided teacher, and samples have no guidance scale: give "
-        "train.distill.teacher",
+        remedy="{model.guidance_embedding_range=} is learnt from a guided teacher, and samples have no guidance scale: "
+        "give train.distill.teacher",
     ),
     Rule(
         when=lambda run: run.starts_here and run.is_student,
@@ -223,10 +223,10 @@ RULES: tuple[Rule[Run], ...] = (
         remedy=encoding_in_words,
     ),
     Rule(
-        when=lambda run: run.dataset is not None and run.uses_of_frames and not run.is_blend,
+        when=lambda run: run.dataset is not None and run.frame_conditionings and not run.is_blend,
         needs=attrgetter("dataset.has_keyframes"),
-        remedy="{data.given=} needs frames encoded as images, which {dataset.root} has none of: prepare it with "
-        "--keyframes 1 or more, or leave out {uses_of_frames}",
+        remedy="{data.conditioning=} needs frames encoded as images, which {dataset.root} has none of: prepare it with "
+        "--keyframes 1 or more, or leave out {frame_conditionings}",
     ),
     Rule(
         when=lambda run: run.starts_here and run.dataset is not None,

@@ -67,10 +67,10 @@ class DataConfig:
     prior_text_dropout: float | None = setting(None, low=0, high=1)
     """Text dropout of these samples; None: `text_dropout`. Guidance leads every prompt away from what is trained
     without words: set `text_dropout=0` for a subject, and let the prior samples lose some texts."""
-    given: tuple[str, ...] = ()
+    conditioning: tuple[str, ...] = ()
     """Shares of samples trained with conditioning, by mode: `[first_frame:0.2, prefix:0.1]`; the others learn from text
     alone. Modes are first_frame, last_frame, keyframes, prefix, suffix, inpaint, edit (`packs/conditioning.py`)."""
-    given_dropout: tuple[float, float, float] = (0.05, 0.05, 0.05)
+    conditioning_dropout: tuple[float, float, float] = (0.05, 0.05, 0.05)
     """Shares of those samples that lose their conditioning, their text, or both: guidance by either needs some (arXiv
     2211.09800, section 3.2.1)."""
     mock_latent_shapes: tuple[tuple[int, int, int], ...] = ((1, 32, 32), (4, 32, 32))
@@ -157,7 +157,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionConfig:
-    """The distribution of noise levels in training and the weighting of their losses, of any `model.preconditioner`.
+    """The distribution of noise levels in training and the weighting of their losses, of any `model.parameterization`.
 
     A flow model's t is sigma / (1 + sigma), and its shift multiplies sigma.
     """

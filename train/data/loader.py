@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megadit.models.shared.errors import UserError
 from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.packs.conditioning import parse_uses
+from megadit.train.data.packs.conditioning import parse_kinds
 from megadit.train.data.packs.mock import MockLoader
 from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
 from megadit.train.data.packs.rules import Rules
@@ -235,9 +235,9 @@ def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
         text_dropout=data.text_dropout if training else 0.0,
         prior_text_dropout=data.prior_text_dropout if training else None,
         prior_weight=data.prior_weight,
-        needs_seed=config.train.distill is not None and config.train.distill.learns_of_pairs,
-        given=parse_uses(data.given),
-        given_dropout=data.given_dropout,
+        needs_seed=config.train.distill is not None and config.train.distill.is_regression,
+        conditioning=parse_kinds(data.conditioning),
+        conditioning_dropout=data.conditioning_dropout,
         mixup=data.mixup if training else 0.0,
     )
 
@@ -302,7 +302,9 @@ def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> 
         "data.max_latent": data.max_latent,
         "data.min_aesthetic_score": data.min_aesthetic_score,
         "data.keep": list(data.keep),
-        **({"data.given": list(data.given)} if data.given else {}),  # of how many tokens samples are
+        **(
+            {"data.conditioning": list(data.conditioning)} if data.conditioning else {}
+        ),  # of how many tokens samples are
         "train.seed": config.train.seed,
         "number of training samples": info.num_samples["train"],
         "tokenizer of the data": info.tokenizer_fingerprint,

@@ -96,7 +96,7 @@ class DatasetWriter:
         aesthetic_score: float | None = None,
         is_prior: bool = False,
         reference_CTHW: Tensor | None = None,
-        given_text_LE: Tensor | None = None,
+        image_text_LE: Tensor | None = None,
         frames: Frames | None = None,
     ) -> None:
         """Appends one sample.
@@ -104,7 +104,7 @@ class DatasetWriter:
         `key` names it for good: the noise of training is drawn from it. `num_frames`, `height` and `width` are those
         of the decoded video in pixels, `fps` its frames per second, 0 for images. Latents keep their dtype (float16 or
         float32); text features become float16 where the latents are. `reference_CTHW` is the clip that the caption, an
-        instruction, changes into this one; `given_text_LE` are the features of another caption, for when a part is
+        instruction, changes into this one; `image_text_LE` are the features of another caption, for when a part is
         given that shows what the first one says; `frames` are some of its frames, encoded as images.
 
         Raises:
@@ -119,9 +119,9 @@ class DatasetWriter:
             tensors["frames"] = frames.latents_CTHW.to(latent_CTHW.dtype)
         for name in tensors.keys() - {"latent"}:
             self._check(split, key, tensors[name], text_LE)
-        if given_text_LE is not None:
-            tensors["given_text"] = given_text_LE.to(latent_CTHW.dtype)
-            self._check(split, key, latent_CTHW, tensors["given_text"])
+        if image_text_LE is not None:
+            tensors["image_text"] = image_text_LE.to(latent_CTHW.dtype)
+            self._check(split, key, latent_CTHW, tensors["image_text"])
         if len(text_LE):
             tensors["text"] = text_LE
         description = {

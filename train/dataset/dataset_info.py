@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from megadit.models.shared.documents import check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.tar_files import ForeignTarFile
+from megadit.models.shared.tar_files import UntrustedTarFile
 from megadit.train.dataset.description import (
     MAX_DESCRIPTION_BYTES,
     MAX_HEADER_BYTES,
@@ -141,7 +141,7 @@ def _store_of(root: "Path | EPath") -> Store | None:
         return None
     found: set[Store] = set()
     try:
-        with first.open("rb") as file, ForeignTarFile.open(fileobj=file, mode="r:") as shard:
+        with first.open("rb") as file, UntrustedTarFile.open(fileobj=file, mode="r:") as shard:
             name = None
             for member in shard:
                 key, _, suffix = member.name.partition(".")
@@ -232,7 +232,11 @@ def iter_descriptions(root: "Path | EPath", split: str) -> Iterator[Description]
 
 
 def _descriptions_of(shard: "Path | EPath") -> Iterator[Description]:
-    with shard.open("rb") as file, suppress(tarfile.TarError), ForeignTarFile.open(fileobj=file, mode="r:") as members:
+    with (
+        shard.open("rb") as file,
+        suppress(tarfile.TarError),
+        UntrustedTarFile.open(fileobj=file, mode="r:") as members,
+    ):
         for member in members:
             if member.name.endswith(".json") and member.isreg() and member.size <= MAX_DESCRIPTION_BYTES:
                 with suppress(UnreadableSampleError):
@@ -241,7 +245,11 @@ def _descriptions_of(shard: "Path | EPath") -> Iterator[Description]:
 
 def _shapes_in(shard: Path) -> Iterator[tuple[int, int, int]]:
     """(T, H, W) of each sample of latents that can be read, from the headers alone."""
-    with shard.open("rb") as file, suppress(tarfile.TarError), ForeignTarFile.open(fileobj=file, mode="r:") as members:
+    with (
+        shard.open("rb") as file,
+        suppress(tarfile.TarError),
+        UntrustedTarFile.open(fileobj=file, mode="r:") as members,
+    ):
         for member in members:
             if member.isreg() and STORES_BY_SUFFIX.get(member.name.rpartition(".")[2]) == "latents":
                 with suppress(UserError, KeyError, TypeError, ValueError):

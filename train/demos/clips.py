@@ -28,7 +28,7 @@ def make_clips(
     path: Path,
     bundle: Path,
     prompts: Sequence[str],
-    given: Any = None,
+    conditioning: Any = None,
     adapters: Scales = NO_ADAPTERS,
     **settings: Any,
 ) -> None:
@@ -37,7 +37,9 @@ def make_clips(
     chosen = resolve_settings(pipeline.defaults, **settings)
     seeds = list(range(len(prompts)))
     with Progress(len(prompts), "generating clips") as bar:
-        many = pipeline.stream(prompts, chosen, seeds=seeds, batch_size=BATCH_SIZE, given=given, adapters=adapters)
+        many = pipeline.stream(
+            prompts, chosen, seeds=seeds, batch_size=BATCH_SIZE, conditioning=conditioning, adapters=adapters
+        )
         for video in many:
             clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
             bar.advance()

@@ -22,12 +22,12 @@ class SheetRow:
     video_CTHW: Tensor
     """Clip in [-1, 1]."""
     is_right: dict[str, bool]
-    """Verdicts of the judge on the clip, in the order of display."""
+    """Verdicts of the classifier on the clip, in the order of display."""
     note: str = ""
 
 
 def contact_sheet(path: Path, rows: Sequence[SheetRow], *, title: str, columns: int = 2) -> None:
-    """Draws each clip as a strip of its frames, left to right in time, under its caption and the judge's verdict."""
+    """Draws each clip as a strip of its frames, left to right in time, under its caption and the verdict on it."""
     from matplotlib.figure import Figure
 
     per_column = -(-len(rows) // columns)

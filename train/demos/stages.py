@@ -114,7 +114,7 @@ class Stage(Generic[Demo]):
     """Expected seconds on this machine, whose ranks have such a core; None if unknown."""
 
 
-def takes(seconds: float, of: Callable[[Demo], int] = lambda demo: 1) -> Callable[[Demo, Gpu], float]:
+def seconds_of(seconds: float, of: Callable[[Demo], int] = lambda demo: 1) -> Callable[[Demo, Gpu], float]:
     """Time of a stage from `seconds` for each of its samples, counted by `of`, on a core with `small_speed` 1."""
     return lambda demo, core: seconds * of(demo) / core.small_speed
 
@@ -145,7 +145,7 @@ def training_stages(
     parts = "gather network, tokenizer and text encoder in one folder"
     return (
         Stage("train", purpose, train, lambda demo: [demo.training / "finished"], seconds if is_timed else None),
-        Stage("bundle", parts, gather, lambda demo: [demo.bundle], takes(8) if is_timed else None),
+        Stage("bundle", parts, gather, lambda demo: [demo.bundle], seconds_of(8) if is_timed else None),
     )
 
 

@@ -25,7 +25,7 @@ from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 HIDDEN = 256
 Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
 """(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] under the conditions of the pack, whatever its own tokens."""
-Judge = Callable[[PackedBatch, Tensor, Tensor], Tensor]
+Discriminator = Callable[[PackedBatch, Tensor, Tensor], Tensor]
 """(pack, x [S, 1, P], sigma_G) -> the logits [S] that each token is of a real sample."""
 
 
@@ -56,28 +56,36 @@ class Adversary(nn.Module):
 
 
 def critic_loss(
-    denoise: Denoise, batch: PackedBatch, *, judge: Judge, diffusion: DiffusionConfig, model: DiTConfig, weight: float
+    denoise: Denoise,
+    batch: PackedBatch,
+    *,
+    discriminator: Discriminator,
+    diffusion: DiffusionConfig,
+    model: DiTConfig,
+    weight: float,
 ) -> LossSums:
     """Loss of a critic with a head: the denoising loss of what a student made (`edm_loss`), and `weight` times -log
     P(made | made) - log P(real | real), of the pack's real samples, at the same noise levels."""
     sigma_G = draw_sigma(batch.noise_key_G, diffusion, batch.layout)
     real = replace(batch, tokens_S1P=batch.real_S1P, noise_key_G=derived_keys(batch.noise_key_G, 0))
-    x_S1P, of_real_S1P = (each.noisy(sigma_G, token_noise(each), model.given_noise) for each in (batch, real))
+    x_S1P, of_real_S1P = (each.noisy(sigma_G, token_noise(each), model.conditioning_noise) for each in (batch, real))
     weight_G = parameterization_of(model).loss_weight(sigma_G)
     sums = weighted_error(batch, denoise(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
-    told_S = F.softplus(judge(batch, x_S1P, sigma_G)) + F.softplus(-judge(real, of_real_S1P, sigma_G))
-    return sums._replace(objective=sums.objective + weight * _sum_of_wanted(batch, told_S))
+    reported_S = F.softplus(discriminator(batch, x_S1P, sigma_G)) + F.softplus(
+        -discriminator(real, of_real_S1P, sigma_G)
+    )
+    return sums._replace(objective=sums.objective + weight * _sum_of_targets(batch, reported_S))
 
 
-def towards_real(judge: Judge, batch: PackedBatch, y_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+def towards_real(discriminator: Discriminator, batch: PackedBatch, y_S1P: Tensor, sigma_G: Tensor) -> Tensor:
     """The gradient of -log P(y is real) with respect to y, [S, 1, P]; nothing of the critic gets any."""
     with torch.enable_grad():
         y_S1P = y_S1P.detach().requires_grad_()
-        loss = _sum_of_wanted(batch, F.softplus(-judge(batch, y_S1P, sigma_G)))
+        loss = _sum_of_targets(batch, F.softplus(-discriminator(batch, y_S1P, sigma_G)))
         return torch.autograd.grad(loss, y_S1P)[0]
 
 
-def _sum_of_wanted(batch: PackedBatch, value_S: Tensor) -> Tensor:
+def _sum_of_targets(batch: PackedBatch, value_S: Tensor) -> Tensor:
     """Over the tokens to be predicted, each sample as often as its loss counts."""
     tensors = batch.layout.on(value_S.device)
-    return (value_S * tensors.is_wanted_S * batch.loss_weight_G[tensors.segment_of_token_S]).sum()
+    return (value_S * tensors.is_target_S * batch.loss_weight_G[tensors.segment_of_token_S]).sum()

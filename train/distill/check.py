@@ -100,14 +100,14 @@ def compare(
     """
     seer = next((each for each in extractors if each.sees == "clips"), None) or Pixels()
     made = []
-    for label, bundle, beside in (("teacher", teacher, NO_ADAPTERS), ("student", student, adapters)):
-        maker = BundleMaker(bundle, device=device, dtype="float32", adapters=beside)
+    for label, bundle, other_adapters in (("teacher", teacher, NO_ADAPTERS), ("student", student, adapters)):
+        maker = BundleMaker(bundle, device=device, dtype="float32", adapters=other_adapters)
         request = Request(maker=maker, prompts=[*prompts, *prompts], settings=bundle.defaults)
-        make_videos(folder / "videos", request, ALONE, told=True)
+        make_videos(folder / "videos", request, ALONE, shows_progress=True)
         made.append(Candidate(model=label, guidance=None, videos=made_videos(folder / "videos", request, label)))
     store = FeatureStore(folder / "features", window_of(made[0].videos.parts[0].read()[0], None, None))
     evaluation = Evaluation(store=store, real=real, extractors=[seer])
-    evaluation.look(made, ALONE)
+    evaluation.compute_features(made, ALONE)
     of_teacher, of_student = (spread(store.load(each.videos, seer)[0]) for each in made)
     return Comparison(
         spread=of_student / max(of_teacher, NOTHING),
@@ -139,5 +139,5 @@ def _distance(evaluation: Evaluation, made: Sequence[Candidate]) -> float | None
     if name is None or isinstance(evaluation.extractors[0], Pixels):
         return None
     of = replace(evaluation, metrics=(name,))
-    teacher, student = (figure.estimate for figure in of.figures(made, told=False))
+    teacher, student = (metric_value.estimate for metric_value in of.metric_values(made, shows_progress=False))
     return max(0.0, student.value) / max(teacher.value, teacher.error, NOTHING)

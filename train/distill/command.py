@@ -35,27 +35,27 @@ from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.folder_lock import FolderLock
-from megadit.models.shared.memory import ANYWAY_HELP, check_room
+from megadit.models.shared.memory import ANYWAY_HELP, check_memory_fits
 from megadit.train.checkpoints.init_from import UNTRAINED, check_scales
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.dataset.dataset_info import draw_captions
 from megadit.train.distill.check import Bounds, Comparison, compare
-from megadit.train.distill.pairs import DATASET, make_pairs
+from megadit.train.distill.pairs import DATASET, make_trajectories
 from megadit.train.distill.stages import (
-    OF_PAIRS,
+    REGRESSION_OVERRIDES,
     STAGES,
+    embedded_scale,
     model_overrides,
     overrides_of,
     student_settings,
     student_sigmas,
-    told_scale,
 )
 from megadit.train.plan.hardware import this_machines_memory
 from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 
-PAIRS = "pairs"
+REGRESSION_DATA = "pairs"
 """Folder of the pairs, beside those of the stages."""
 FEW_CALLS = 4
 """Number of calls below which each has to end in a video, so that the student must learn the distribution of videos."""
@@ -86,7 +86,7 @@ class DistillOptions:
         above=0,
     )
     guidance: float | None = setting(None, "guidance scale of the teacher (default: its own)", low=1)
-    guidance_range: Sequence[float] = setting(
+    guidance_embedding_range: Sequence[float] = setting(
         (),
         "lowest and highest guidance scale of a student that takes the scale as an input, in place of --guidance",
         nargs=2,
@@ -98,8 +98,12 @@ class DistillOptions:
     pairs: Path | None = setting(
         None, "dataset of `megadit prepare trajectories` for regression (default: made with the teacher)"
     )
-    num_pairs: int = setting(4096, "videos that the teacher makes for that dataset (default: {default})", above=0)
-    pair_steps: int = setting(20, "solver steps of the teacher for each of these videos (default: {default})", above=0)
+    num_trajectories: int = setting(
+        4096, "videos that the teacher makes for that dataset (default: {default})", above=0
+    )
+    trajectory_steps: int = setting(
+        20, "solver steps of the teacher for each of these videos (default: {default})", above=0
+    )
     prompts: str = setting(
         "", "text file with a prompt per line, for the check (default: captions of --data)", metavar="PATH"
     )
@@ -126,8 +130,8 @@ class DistillOptions:
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("data", "calls", "stages", "adapter_rank", "nproc", "recipe", "config_file"),
-    "how the student is called": ("sigmas", "noise_scale", "guidance", "guidance_range"),
-    "pairs that regression learns from": ("pairs", "num_pairs", "pair_steps"),
+    "how the student is called": ("sigmas", "noise_scale", "guidance", "guidance_embedding_range"),
+    "pairs that regression learns from": ("pairs", "num_trajectories", "trajectory_steps"),
     "check": ("prompts", "count", "extractors", "spread", "distance", "device"),
     "other": ("even_if_too_large",),
 }
@@ -172,7 +176,9 @@ def _distill(options: DistillOptions) -> None:
     _check_adapter(options)
     for stage in {override.partition(".")[0] for override in options.overrides} & STAGES.keys() - {*stages}:
         raise UserError(f"{stage}.section.key=value names a stage that is not run; the stages are: {', '.join(stages)}")
-    refuse(options.guidance and options.guidance_range, "give --guidance or --guidance_range, not both")
+    refuse(
+        options.guidance and options.guidance_embedding_range, "give --guidance or --guidance_embedding_range, not both"
+    )
     refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas needs as many noise levels as --calls")
     teacher = open_bundle(options.teacher)
     check_single(teacher)
@@ -180,8 +186,8 @@ def _distill(options: DistillOptions) -> None:
     sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
     recipe = options.recipe or (teacher.manifest.get("training") or {}).get("recipe")
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
-    told = _told(options, teacher)
-    runs = _runs(options, stages, recipe, teacher, sigmas, told)
+    guidance_embedding_range = _embedding_range(options, teacher)
+    runs = _runs(options, stages, recipe, teacher, sigmas, guidance_embedding_range)
     if not options.even_if_too_large:
         _check_memory(runs, options.nproc)
     check = _check(options, teacher)
@@ -190,10 +196,10 @@ def _distill(options: DistillOptions) -> None:
         student = run.folder / _result(options)
         print(f"[{number}/{len(stages)}] {name}", flush=True)
         if not student.exists():
-            if STAGES[name].takes_pairs and options.pairs is None:
-                _make_pairs(options, teacher)
+            if STAGES[name].is_regression and options.pairs is None:
+                _make_trajectories(options, teacher)
             run_module("megadit.train", *run.command)
-            scale = told_scale(teacher.defaults, told)
+            scale = embedded_scale(teacher.defaults, guidance_embedding_range)
             settings = student_settings(
                 STAGES[name].sampler, sigmas, scale, options.noise_scale or teacher.defaults.noise_scale
             )
@@ -213,30 +219,34 @@ def _distill(options: DistillOptions) -> None:
         before = student
     out = options.out / _result(options)
     _publish(before, out)
-    how = "without guidance" if told is None else f"at any guidance from {told[0]:g} to {told[1]:g}"
-    use = f"megadit generate --checkpoint_path {teacher.path} --adapter {out}, or bundle --merge"
-    use = use if options.adapter_rank else "export and serve it"
-    print(f"{out}: calls for a video, {how}: {len(sigmas)}; {use}")
+    how = (
+        "without guidance"
+        if guidance_embedding_range is None
+        else f"at any guidance from {guidance_embedding_range[0]:g} to {guidance_embedding_range[1]:g}"
+    )
+    next_step = f"megadit generate --checkpoint_path {teacher.path} --adapter {out}, or bundle --merge"
+    next_step = next_step if options.adapter_rank else "export and serve it"
+    print(f"{out}: calls for a video, {how}: {len(sigmas)}; {next_step}")
 
 
-def _told(options: DistillOptions, teacher: Bundle) -> tuple[float, float] | None:
+def _embedding_range(options: DistillOptions, teacher: Bundle) -> tuple[float, float] | None:
     """The scales of guidance that the students are told.
 
     Raises:
         UserError: for others than a teacher knows that is told some itself, and for one scale in their place.
     """
-    known = teacher.config.guidance_range
+    known = teacher.config.guidance_embedding_range
     refuse(
         options.guidance and known,
-        "the teacher is guidance-distilled, and so are its students: leave out --guidance, or give --guidance_range",
+        "the teacher is guidance-distilled, and so are its students: leave out --guidance, or give a range of scales",
     )
     refuse(
-        any("model.guidance_range=" in override for override in options.overrides),
-        "the sampling of students depends on their guidance scales: give --guidance_range, not model.guidance_range",
+        any("model.guidance_embedding_range=" in override for override in options.overrides),
+        "how students are sampled depends on their scales: give --guidance_embedding_range, not the key of model",
     )
-    told = tuple(options.guidance_range) or known
-    check_scales(told, known, options.teacher)
-    return told
+    guidance_embedding_range = tuple(options.guidance_embedding_range) or known
+    check_scales(guidance_embedding_range, known, options.teacher)
+    return guidance_embedding_range
 
 
 def _check_adapter(options: DistillOptions) -> None:
@@ -261,19 +271,19 @@ def _result(options: DistillOptions) -> str:
     return "adapter" if options.adapter_rank else "bundle"
 
 
-def _make_pairs(options: DistillOptions, teacher: Bundle) -> None:
+def _make_trajectories(options: DistillOptions, teacher: Bundle) -> None:
     """Pairs that the first teacher makes, of captions that the student is to see."""
     captions = (
-        draw_captions(Path(options.data), "train", options.num_pairs)
+        draw_captions(Path(options.data), "train", options.num_trajectories)
         if options.data
         else prompts_of(options.prompts, None, None, None)
     )
-    make_pairs(
-        options.out / PAIRS,
+    make_trajectories(
+        options.out / REGRESSION_DATA,
         teacher,
         captions,
-        count=options.num_pairs,
-        num_steps=options.pair_steps,
+        count=options.num_trajectories,
+        num_steps=options.trajectory_steps,
         guidance=options.guidance or teacher.defaults.guidance,
         num_processes=options.nproc,
     )
@@ -310,7 +320,7 @@ def _runs(
     recipe: str,
     teacher: Bundle,
     sigmas: tuple[float, ...],
-    told: tuple[float, float] | None,
+    guidance_embedding_range: tuple[float, float] | None,
 ) -> list[StageRun]:
     """Build the run of each stage; `told` is the range of guidance scales of guidance-distilled students.
 
@@ -323,18 +333,24 @@ def _runs(
     plain = resolve_config(recipe, config_file=options.config_file)
     model, path, guidance = teacher.config, teacher.path, options.guidance or teacher.defaults.guidance
     of_adapter = [] if options.adapter_rank is None else [f"train.adapter.rank={options.adapter_rank}"]
-    runs, of_told = [], []
-    if told is not None:
-        guidance, scale = 1.0, told_scale(teacher.defaults, told)
-        of_told = [f"model.guidance_range=[{told[0]!r},{told[1]!r}]", f"validation.sampling.guidance={scale:g}"]
+    runs, with_guidance_embedding = [], []
+    if guidance_embedding_range is not None:
+        guidance, scale = 1.0, embedded_scale(teacher.defaults, guidance_embedding_range)
+        with_guidance_embedding = [
+            f"model.guidance_embedding_range=[{guidance_embedding_range[0]!r},{guidance_embedding_range[1]!r}]",
+            f"validation.sampling.guidance={scale:g}",
+        ]
     for number, name in enumerate(stages, start=1):
-        folder, of_pairs = options.out / f"{number}_{name}", []
-        if STAGES[name].takes_pairs:
-            of_pairs = [*OF_PAIRS, f"data.path={options.pairs or options.out / PAIRS / DATASET}"]
+        folder, of_regression = options.out / f"{number}_{name}", []
+        if STAGES[name].is_regression:
+            of_regression = [
+                *REGRESSION_OVERRIDES,
+                f"data.path={options.pairs or options.out / REGRESSION_DATA / DATASET}",
+            ]
         of_all, of_stage = overrides_of(options.overrides, name)
         overrides = [
             *model_overrides(model, plain),
-            *of_told,
+            *with_guidance_embedding,
             f"train.distill.teacher={path}",
             f"train.distill.objective={name}",
             f"train.distill.guidance={guidance:g}",
@@ -343,7 +359,7 @@ def _runs(
             *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0"),
             *STAGES[name].overrides(plain, sigmas),
             *([] if options.data is None else [f"data.path={options.data}"]),
-            *(*of_all, *of_pairs, *of_stage),
+            *(*of_all, *of_regression, *of_stage),
         ]
         config = resolve_config(recipe, config_file=options.config_file, overrides=overrides)
         check_layout(config, options.nproc)
@@ -354,7 +370,7 @@ def _runs(
             continue
         refuse(
             config.model != model,
-            "an adapter needs the teacher's network as it is: leave out model.* and --guidance_range",
+            "an adapter needs the teacher's network as it is: leave out model.* and --guidance_embedding_range",
         )
         of_adapter = [*of_adapter[:1], f"train.distill.teacher_adapter={folder / 'adapter'}"]
     return runs
@@ -365,7 +381,7 @@ def _check_memory(runs: Sequence[StageRun], ranks: int) -> None:
     free = this_machines_memory(ranks)
     for run in runs:
         needed = needed_memory(with_recompute(run.config, ranks, free), ranks)
-        check_room(
+        check_memory_fits(
             needed, free, f"a rank of {run.folder.name}, with its teacher,", f"{SMALLER}; so does --adapter_rank"
         )
 

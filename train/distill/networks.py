@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megadit.models.diffusion.noise import seed_key, uniform
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.distill.adversary import Judge, critic_loss
+from megadit.train.distill.adversary import Discriminator, critic_loss
 from megadit.train.distill.objectives import (
     OBJECTIVES,
     Denoise,
@@ -23,7 +23,7 @@ from megadit.train.distill.objectives import (
     made_batch,
     of_tokens,
     student_state,
-    wanted_of,
+    target_of,
     with_scale,
 )
 from megadit.train.objectives.denoise import LossSums
@@ -60,10 +60,10 @@ class Distillation:
         batch = with_scale(batch, self.teaching.model)
         return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.turn)
 
-    def critic_objective(self, judge: Judge) -> Callable[[Denoise, PackedBatch], LossSums]:
+    def discriminator_objective(self, discriminator: Discriminator) -> Callable[[Denoise, PackedBatch], LossSums]:
         """Loss of a critic with a head on packs that were `made`."""
         diffusion, model, weight = self.teaching.diffusion, self.teaching.model, self.teaching.config.adversarial_weight
-        return partial(critic_loss, judge=judge, diffusion=diffusion, model=model, weight=weight)
+        return partial(critic_loss, discriminator=discriminator, diffusion=diffusion, model=model, weight=weight)
 
     @torch.no_grad()
     def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
@@ -72,7 +72,7 @@ class Distillation:
         for batch in (with_scale(batch, self.teaching.model) for batch in seen):
             own = made_batch(batch, batch.tokens_S1P, number=2 * update)
             x_S1P, sigma_G = student_state(student, self.teaching, own, self.turn.calls)
-            x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
+            x0_S1P = target_of(batch, student(batch, x_S1P, sigma_G))
             made = made_batch(batch, x0_S1P, number=2 * update + 1)
             found.append(replace(made, real_S1P=batch.tokens_S1P))
         return found
@@ -89,9 +89,9 @@ def denoiser_of(part: Callable[..., Tensor]) -> Denoise:
     return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_noisy=True)
 
 
-def judge_of(part: Callable[..., Tensor]) -> Judge:
+def discriminator_of(part: Callable[..., Tensor]) -> Discriminator:
     """Return the head of a critic, in its wrapper, as a classifier of real samples."""
-    return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_judged=True)
+    return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_discriminated=True)
 
 
 def guided(denoise: Denoise, scale: float) -> Denoise:

@@ -22,7 +22,7 @@ from megadit.models.host_to_device import constant
 from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.distill.adversary import Denoise, Judge, towards_real
+from megadit.train.distill.adversary import Denoise, Discriminator, towards_real
 from megadit.train.distill.tangent import derivative
 from megadit.train.objectives.denoise import LossSums, weighted_error
 from megadit.train.objectives.noise_levels import draw_sigma, initial_noise, token_noise
@@ -46,7 +46,7 @@ class Teaching:
     teacher: Denoise
     """Guided; it keeps nothing for gradients, nor does the critic."""
     critic: Denoise | None
-    judge: Judge | None
+    discriminator: Discriminator | None
     """Head of the critic, if it has one; it keeps what gradients need."""
     sum_over_context: Callable[[Tensor], Tensor]
     """Adds up what the ranks have that share the tokens of a pack."""
@@ -60,7 +60,7 @@ class Teaching:
     def noisy(self, batch: PackedBatch, sigma_G: Tensor, stream: int = Stream.NOISE) -> Tensor:
         """x0 + sigma n, [S, 1, P], of the samples' own noise; conditioning tokens have that of the student's
         network."""
-        return batch.noisy(sigma_G, token_noise(batch, stream), self.model.given_noise)
+        return batch.noisy(sigma_G, token_noise(batch, stream), self.model.conditioning_noise)
 
 
 class Turn(NamedTuple):
@@ -152,13 +152,13 @@ def consistency_limit(student: Denoise, teaching: Teaching, batch: PackedBatch, 
 
 def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
     """lambda(sigma) |D(x; sigma) - x0|^2, where x0 is the video that the teacher made: at the first level of that very
-    noise (Luhman and Luhman, arXiv 2101.02388, eq. 7), at those below, which the sampler `restart` comes to by adding
-    noise, of x0 with any. The pack has no others (`megadit prepare trajectories`).
+    noise (Luhman and Luhman, arXiv 2101.02388, eq. 7), at those below, which the sampler `consistency` comes to by
+    adding noise, of x0 with any. The pack has no others (`megadit prepare trajectories`).
     """
     sigma_G, _ = _drawn_interval(batch, teaching.config.sigmas)
     first = teaching.config.sigmas[0]
-    start = replace(batch, tokens_S1P=wanted_of(batch, torch.zeros_like(batch.tokens_S1P)))
-    x_S1P = start.noisy(sigma_G, initial_noise(batch, teaching.model), teaching.model.given_noise)
+    start = replace(batch, tokens_S1P=target_of(batch, torch.zeros_like(batch.tokens_S1P)))
+    x_S1P = start.noisy(sigma_G, initial_noise(batch, teaching.model), teaching.model.conditioning_noise)
     x_S1P = torch.where(of_tokens(batch, sigma_G) == first, x_S1P, teaching.noisy(batch, sigma_G))
     weight_G = teaching.parameterization.loss_weight(sigma_G)
     return weighted_error(batch, student(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
@@ -172,17 +172,17 @@ def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBat
     -log P(x0 with noise is real) (section 4.3).
     """
     x_S1P, sigma_G = student_state(student, teaching, batch, turn.calls)
-    x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
+    x0_S1P = target_of(batch, student(batch, x_S1P, sigma_G))
     with torch.no_grad():
-        judged = made_batch(batch, x0_S1P.detach(), number=1)
-        tau_G = draw_sigma(judged.noise_key_G, teaching.diffusion, batch.layout)
-        y_S1P = teaching.noisy(judged, tau_G)
+        fake = made_batch(batch, x0_S1P.detach(), number=1)
+        tau_G = draw_sigma(fake.noise_key_G, teaching.diffusion, batch.layout)
+        y_S1P = teaching.noisy(fake, tau_G)
         real_S1P, fake_S1P = teaching.teacher(batch, y_S1P, tau_G), teaching.critic(batch, y_S1P, tau_G)
-        scale_G = _mean_of_samples(teaching, batch, (judged.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
+        scale_G = _mean_of_samples(teaching, batch, (fake.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
         step_S1P = (fake_S1P - real_S1P) / of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
         if (weight := teaching.config.adversarial_weight) > 0:  # an error is a mean over P, which the head's is not
-            step_S1P += weight * y_S1P.shape[-1] * towards_real(teaching.judge, batch, y_S1P, tau_G)
-        target_S1P = judged.tokens_S1P - step_S1P / 2
+            step_S1P += weight * y_S1P.shape[-1] * towards_real(teaching.discriminator, batch, y_S1P, tau_G)
+        target_S1P = fake.tokens_S1P - step_S1P / 2
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
 
 
@@ -201,24 +201,24 @@ OBJECTIVES: dict[ObjectiveName, Objective] = {
 @torch.no_grad()
 def student_state(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> tuple[Tensor, Tensor]:
     """(x [S, 1, P], sigma_G) of the last of `calls` calls of the student: from noise, each x0 with new noise of the
-    next level added, as the sampler `restart` does.
+    next level added, as the sampler `consistency` does.
     """
-    x0_S1P = wanted_of(batch, torch.zeros_like(batch.tokens_S1P))
+    x0_S1P = target_of(batch, torch.zeros_like(batch.tokens_S1P))
     for call, sigma in enumerate(teaching.config.sigmas[:calls]):
         sigma_G = torch.full_like(batch.fps_G, sigma)
         at_level = replace(batch, tokens_S1P=x0_S1P)
         x_S1P = teaching.noisy(at_level, sigma_G, Stream.NOISE if call == 0 else Stream.STEP + call)
         if call + 1 < calls:
-            x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
+            x0_S1P = target_of(batch, student(batch, x_S1P, sigma_G))
     return x_S1P, sigma_G
 
 
 def with_scale(batch: PackedBatch, model: DiTConfig) -> PackedBatch:
     """The pack with a scale of guidance for each sample, drawn evenly by its key, where the student is told one (Meng
     et al., arXiv 2210.03142, section 3.2)."""
-    if model.guidance_range is None:
+    if model.guidance_embedding_range is None:
         return batch
-    low, high = model.guidance_range
+    low, high = model.guidance_embedding_range
     number_G = uniform(batch.noise_key_G, torch.zeros_like(batch.noise_key_G), 1, stream=Stream.GUIDANCE)[:, 0]
     return replace(batch, guidance_G=low + (high - low) * number_G)
 
@@ -228,10 +228,10 @@ def made_batch(batch: PackedBatch, x0_S1P: Tensor, *, number: int) -> PackedBatc
     return replace(batch, tokens_S1P=x0_S1P, noise_key_G=derived_keys(batch.noise_key_G, number))
 
 
-def wanted_of(batch: PackedBatch, x0_S1P: Tensor) -> Tensor:
+def target_of(batch: PackedBatch, x0_S1P: Tensor) -> Tensor:
     """x0 [S, 1, P] at the target tokens, and the pack's own at conditioning and padding."""
-    is_wanted_S = batch.layout.on(x0_S1P.device).is_wanted_S
-    return torch.where(is_wanted_S[:, None, None], x0_S1P, batch.tokens_S1P)
+    is_target_S = batch.layout.on(x0_S1P.device).is_target_S
+    return torch.where(is_target_S[:, None, None], x0_S1P, batch.tokens_S1P)
 
 
 def _drawn_interval(batch: PackedBatch, sigmas: tuple[float, ...]) -> tuple[Tensor, Tensor]:
@@ -250,7 +250,7 @@ def _teacher_steps(
     start_G, stop_G = sigma_G ** (1 / RHO), next_G ** (1 / RHO)
     for step in range(1, count + 1):
         low_G = next_G if step == count else (start_G + step / count * (stop_G - start_G)) ** RHO
-        x0_S1P = wanted_of(replace(batch, tokens_S1P=x_S1P), teaching.teacher(batch, x_S1P, sigma_G))
+        x0_S1P = target_of(replace(batch, tokens_S1P=x_S1P), teaching.teacher(batch, x_S1P, sigma_G))
         x_S1P = x0_S1P + of_tokens(batch, low_G / sigma_G) * (x_S1P - x0_S1P)
         sigma_G = low_G
     return x_S1P
@@ -263,7 +263,7 @@ def _slope(student: Denoise, teaching: Teaching, batch: PackedBatch) -> tuple[Te
     sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
     x_S1P = teaching.noisy(batch, sigma_G)
     teacher_S1P = teaching.teacher(batch, x_S1P, sigma_G)
-    direction_S1P = x_S1P - wanted_of(replace(batch, tokens_S1P=x_S1P), teacher_S1P)
+    direction_S1P = x_S1P - target_of(replace(batch, tokens_S1P=x_S1P), teacher_S1P)
     asked = partial(student, batch)
     return sigma_G, x_S1P, teacher_S1P, derivative(asked, (x_S1P, sigma_G), (direction_S1P, sigma_G))
 
@@ -276,8 +276,8 @@ def of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
 def _mean_of_samples(teaching: Teaching, batch: PackedBatch, value_S: Tensor) -> Tensor:
     """The mean over the wanted tokens of each sample, [G]; 0 of padding."""
     tensors = batch.layout.on(value_S.device)
-    is_wanted_S = tensors.is_wanted_S.to(value_S.dtype)
+    is_target_S = tensors.is_target_S.to(value_S.dtype)
     sums_2G = value_S.new_zeros(2, batch.layout.num_segments)
-    both_2S = torch.stack([value_S * is_wanted_S, is_wanted_S])
+    both_2S = torch.stack([value_S * is_target_S, is_target_S])
     sums_2G = teaching.sum_over_context(sums_2G.index_add(1, tensors.segment_of_token_S, both_2S))
     return sums_2G[0] / sums_2G[1].clamp(min=1)

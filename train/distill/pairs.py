@@ -16,7 +16,7 @@ SAMPLER = "euler"
 """An ODE's: what is added on the way would hide which noise a video comes of."""
 
 
-def make_pairs(
+def make_trajectories(
     folder: Path,
     teacher: Bundle,
     captions: Iterable[str],
@@ -40,7 +40,7 @@ def make_pairs(
     with atomic_path(prompts) as temporary:
         temporary.write_text("".join(json.dumps({"prompt": caption}) + "\n" for caption in chosen[:count]))
     request = [str(teacher.path), str(folder / DATASET), "--prompt_file", str(prompts), "--count", str(count)]
-    way = ["--sampler", SAMPLER, "--eta", "0", "--churn", "0"]
-    way += ["--num_steps", str(num_steps), "--guidance", f"{guidance:g}"]
-    if launch("megadit.train.data.prepare.command", ["trajectories", *request, *way], num_processes=num_processes):
+    variant = ["--sampler", SAMPLER, "--eta", "0", "--churn", "0"]
+    variant += ["--num_steps", str(num_steps), "--guidance", f"{guidance:g}"]
+    if launch("megadit.train.data.prepare.command", ["trajectories", *request, *variant], num_processes=num_processes):
         raise UserError(f"no videos were made to learn from: {folder / 'dataset'} is not whole; run the command again")

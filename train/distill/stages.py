@@ -23,14 +23,14 @@ class Stage:
 
     overrides: Callable[[RunConfig, tuple[float, ...]], list[str]]
     """(the recipe's run, the student's noise levels) -> section.key=value."""
-    sampler: str = "restart"
+    sampler: str = "consistency"
     """Sampler that the student is meant for."""
-    takes_pairs: bool = False
+    is_regression: bool = False
     """It learns from pairs made with the first teacher in place of --data, as `OF_PAIRS` says."""
 
 
-OF_PAIRS = (
-    "data.given=[]",
+REGRESSION_OVERRIDES = (
+    "data.conditioning=[]",
     "data.encode=precached",
     "data.min_aesthetic_score=null",
     "data.max_frames=null",
@@ -76,7 +76,7 @@ STAGES = {
     "consistency_limit": Stage(overrides=lambda run, sigmas: _gently(run, 1 / 24, 0.2)),
     "regression": Stage(
         overrides=lambda run, sigmas: [*_gently(run, 1 / 3, 0.3), _levels(sigmas)],
-        takes_pairs=True,
+        is_regression=True,
     ),
     "distribution_matching": Stage(
         overrides=lambda run, sigmas: [
@@ -111,9 +111,13 @@ def student_settings(
     return {"sampler": sampler, "guidance": guidance, **levels, **plain}
 
 
-def told_scale(teacher: SamplingSettings, told: tuple[float, float] | None) -> float:
+def embedded_scale(teacher: SamplingSettings, guidance_embedding_range: tuple[float, float] | None) -> float:
     """Return the scale within the range `told` that is nearest to the teacher's; without a range 1, no guidance."""
-    return 1.0 if told is None else min(max(told[0], teacher.guidance), told[1])
+    return (
+        1.0
+        if guidance_embedding_range is None
+        else min(max(guidance_embedding_range[0], teacher.guidance), guidance_embedding_range[1])
+    )
 
 
 def model_overrides(teacher: DiTConfig, run: RunConfig) -> list[str]:

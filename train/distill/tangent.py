@@ -15,7 +15,7 @@ from torch.autograd import Function, forward_ad
 
 from megadit.models.ops.registry import by_reference
 
-EXCHANGES: dict[type[Function], tuple[int, int | None]] = {
+COMMUNICATIONS: dict[type[Function], tuple[int, int | None]] = {
     mappings._CopyToModelParallelRegion: (0, None),
     mappings._ReduceFromModelParallelRegion: (0, None),
     mappings._ScatterToSequenceParallelRegion: (0, None),
@@ -42,12 +42,12 @@ def derivative(function: Callable[..., Tensor], points: tuple[Tensor, ...], dire
 @contextmanager
 def _of_tangents() -> Iterator[None]:
     """Within it Megatron's exchanges take tensors with tangents."""
-    for function, places in EXCHANGES.items():
+    for function, places in COMMUNICATIONS.items():
         function.apply = staticmethod(_with_tangent(function.apply, *places))
     try:
         yield
     finally:
-        for function in EXCHANGES:
+        for function in COMMUNICATIONS:
             del function.apply
 
 

@@ -19,11 +19,11 @@ from megadit.models.megatron.parallelize import LinearKind, parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.networks import initialize
-from megadit.models.networks.dit import Part
+from megadit.models.networks.dit import Chunk
 from megadit.models.networks.registry import build_network
 from megadit.models.shared.memory import memory_in_words
 from megadit.models.storage.weights import network_shapes
-from megadit.train.checkpoints.init_from import GivenNetwork, Weights
+from megadit.train.checkpoints.init_from import InitialWeights, Weights
 from megadit.train.config.schema import RunConfig
 from megadit.train.distill.adversary import Adversary
 from megadit.train.engine.fully_sharded import FullySharded
@@ -56,27 +56,27 @@ def network_of(part: nn.Module) -> TrainingModel:
     return part.module if isinstance(part, DataParallel) else part
 
 
-def starting_values(config: RunConfig, given: GivenNetwork | None) -> Weights:
+def starting_values(config: RunConfig, initial: InitialWeights | None) -> Weights:
     """Return a function from a parameter's name to its whole initial value: of `given`, or drawn from the seed."""
     model, seed, adapter = config.model, config.train.seed, config.train.adapter
     shapes = network_shapes(model)
 
     def base(name: str) -> Tensor:
-        return initialize.initial_value(name, torch.Size(shapes[name]), seed) if given is None else given.read(name)
+        return initialize.initial_value(name, torch.Size(shapes[name]), seed) if initial is None else initial.read(name)
 
     held = eight_bits(base) if config.train.base_is_int8 else base
 
     def value(name: str) -> Tensor:
         if (key := adapter_key(name)) is None:
             return held(name)
-        if given is not None and given.adapter is not None:
-            return given.adapter[key]
+        if initial is not None and initial.adapter is not None:
+            return initial.adapter[key]
         return initial_adapter_value(key, model, adapter.rank, seed=seed, base=held, dtype=precision(config))
 
     return value
 
 
-def build_parts(config: RunConfig, groups: Groups, weights: Weights, form: Form = TRAINED) -> tuple[DataParallel, ...]:
+def build_chunks(config: RunConfig, groups: Groups, weights: Weights, form: Form = TRAINED) -> tuple[DataParallel, ...]:
     """This rank's parts of the network, ready for Megatron's schedules: gradients are summed in float32. A frozen
     network is wrapped only where it is sharded.
     """
@@ -141,7 +141,7 @@ def _shard(
     if form.is_frozen:
         network.requires_grad_(False)
     part = FullySharded(megatron, network, groups, precision(config), form.base)
-    initialize_dit_(network.dit, config.train.seed, groups.axes, weights, assign=assign, wanted=_own(form))
+    initialize_dit_(network.dit, config.train.seed, groups.axes, weights, assign=assign, selects=_own(form))
     return part
 
 
@@ -153,7 +153,7 @@ def _initialized(
     network = _build_network(config, groups, megatron, index, form, device)
     if form.base is not None:
         share_base(network, form.base, groups.device)
-    initialize_dit_(network.dit, config.train.seed, groups.axes, weights, wanted=_own(form))
+    initialize_dit_(network.dit, config.train.seed, groups.axes, weights, selects=_own(form))
     return network
 
 
@@ -175,7 +175,7 @@ def _build_network(
     """Part `index` of the network; of the DiT no values, and on the meta device no memory."""
     parallel = config.parallel
     with torch.device("meta"):
-        dit = build_network(config.model, Part(index, parallel.sizes.num_parts))
+        dit = build_network(config.model, Chunk(index, parallel.sizes.num_chunks))
         if config.train.adapter is not None and form.has_adapter:
             attach(dit, config.train.adapter)
     parallelize(

@@ -95,8 +95,8 @@ class DeviceUpdate:
         if isinstance(self._optimizer, LayerWiseDistributedOptimizer):
             groups = [None] * len(parts)
         if all(group == groups[0] for group in groups):
-            return _norm([x for of_part in gradients for x in of_part], groups[0], device)
-        norms = [_norm(of_part, group, device) for of_part, group in zip(gradients, groups, strict=True)]
+            return _norm([x for of_chunk in gradients for x in of_chunk], groups[0], device)
+        norms = [_norm(of_chunk, group, device) for of_chunk, group in zip(gradients, groups, strict=True)]
         return sum(norm.square() for norm in norms).sqrt()
 
 

@@ -27,7 +27,7 @@ from megadit.train.engine.setup import Training, begin_folder, build_training, c
 from megadit.train.engine.step import Mark, StepResult, train_step
 from megadit.train.engine.threads import Threads
 from megadit.train.engine.validation import RAW, evaluate_videos, lowest_so_far, validate
-from megadit.train.monitoring.anomalies import Anomaly, Judge, ReadingTime, Refusals, worst_shards
+from megadit.train.monitoring.anomalies import Anomaly, AnomalyDetector, ReadingTime, Refusals, worst_shards
 from megadit.train.monitoring.console import beginning, ending, evaluated, expected_seconds, validated
 from megadit.train.monitoring.metrics import Metrics
 from megadit.train.monitoring.statistics import Statistics
@@ -155,7 +155,7 @@ class _Run:
             metrics = stack.enter_context(
                 Metrics(self.config, start=start, length=length, expected=self.expected, enabled=is_first)
             )
-            self._tell_what_was_put_off(metrics)
+            self._report_deferred(metrics)
             while not self._is_over():
                 result = self._step(stop, metrics)
                 if result.must_stop:
@@ -191,11 +191,11 @@ class _Run:
 
     def _step(self, stop: StopRequest, metrics: Metrics) -> StepResult:
         step = self.state.iteration + 1
-        judge = Judge(self.config.health, self.state.recent_losses)
+        detector = AnomalyDetector(self.config.health, self.state.recent_losses)
         self.threads.begin(step)
         with Statistics(self.training, is_due=self._is_due_at(step, self.config.health.statistics_interval)) as sizes:
             asked = {"must_stop": stop.has_come, "must_save": self._is_time_to_save()}
-            result = train_step(self.training, self.batches, step, **asked, judge=judge, mark=self.mark)
+            result = train_step(self.training, self.batches, step, **asked, detector=detector, mark=self.mark)
         self.fence()
         self.state.iteration = step
         chosen = self.threads.end(step, result.seconds - result.reading_seconds)
@@ -217,16 +217,16 @@ class _Run:
             )
         if result.anomaly is not None and not self._get_over(result.anomaly, metrics):
             return result
-        if step == 1 and self.training.trained_as not in (None, self.config.model.preconditioner):
+        if step == 1 and self.training.trained_as not in (None, self.config.model.parameterization):
             self._say(
-                f"the weights of {self.config.checkpoint.init_from} were trained with model.preconditioner="
-                f"{self.training.trained_as} and go on with {self.config.model.preconditioner}: "
+                f"the weights of {self.config.checkpoint.init_from} were trained with model.parameterization="
+                f"{self.training.trained_as} and go on with {self.config.model.parameterization}: "
                 f"the first loss is {result.loss:.4g}"
             )
         if (warning := self.reading.warning(reading=result.reading_seconds, whole=result.seconds)) is not None:
             self._say(f"{warning}; raise data.num_workers (now {self.config.data.num_workers}), or look at the storage")
         values = self._values(result) | ({"statistics": sizes.found} if sizes.found else {})
-        self._tell(values, metrics, may_validate=not result.must_stop)
+        self._report(values, metrics, may_validate=not result.must_stop)
         self.store.poll()
         is_lowest = self.state.lowest.get("step") == self.state.iteration
         if result.must_save or is_lowest or self._is_due(self.config.checkpoint.save_interval):
@@ -237,7 +237,7 @@ class _Run:
         seconds = 60 * self.config.checkpoint.save_minutes
         return 0 < seconds < time.monotonic() - self.saved_at
 
-    def _tell(self, values: dict[str, Any], metrics: Metrics, *, may_validate: bool) -> None:
+    def _report(self, values: dict[str, Any], metrics: Metrics, *, may_validate: bool) -> None:
         """Reports the last step, with what is measured where that is due; a run that stops does both when continued."""
         step, asked = self.state.iteration, self.config.validation
         self.state.untold = None
@@ -259,10 +259,10 @@ class _Run:
             self._say(evaluated(step, values["evaluation"]))
         metrics.log(values)
 
-    def _tell_what_was_put_off(self, metrics: Metrics) -> None:
+    def _report_deferred(self, metrics: Metrics) -> None:
         """Reports the step of a checkpoint that was written on a request to stop, before its validation."""
         if self.state.untold is not None:
-            self._tell(self.state.untold, metrics, may_validate=True)
+            self._report(self.state.untold, metrics, may_validate=True)
 
     def _get_over(self, anomaly: Anomaly, metrics: Metrics) -> bool:
         """React to a failed step as `health.*` says; return whether the step counts, without its update.
@@ -297,7 +297,7 @@ class _Run:
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
         self._restore_what_is_no_tensor()
         metrics.rewind(self.state.iteration, self.state.metrics_bytes if path.parent == self.store.root else 0)
-        self._tell_what_was_put_off(metrics)
+        self._report_deferred(metrics)
         self._say(f"gone back to {path}; the samples since then are not seen again")
 
     def _fail(self, message: str) -> NoReturn:

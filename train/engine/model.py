@@ -69,12 +69,12 @@ class TrainingModel(nn.Module):
         sigma_G: Tensor | None = None,
         *,
         is_noisy: bool = False,
-        is_judged: bool = False,
+        is_discriminated: bool = False,
         is_alone: bool = False,
     ) -> LossSums | Tensor:
         """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of
-        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma); with `is_judged`, what the adversary
-        says of them. Activations, where this is not the last part. What denoises nothing knows no noise; with
+        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma); with `is_discriminated`, the
+        discriminator's logits. Activations, where this is not the last part. What denoises nothing knows no noise; with
         `is_alone`, images are matched with the texts of this micro-batch alone.
         """
         self._announce_direct_reads()
@@ -83,9 +83,9 @@ class TrainingModel(nn.Module):
             return matching_loss(self.dit, batch, readers, self.contrast_rows, self._before)
         if self.dit.config.task == "classify":
             return classification_loss(self.dit, batch, self.label_smoothing, self._before)
-        batch = self._told(batch)
-        if is_noisy or is_judged:
-            return (self.judge if is_judged else self._denoise)(batch, batch.tokens_S1P, sigma_G)
+        batch = self._with_guidance(batch)
+        if is_noisy or is_discriminated:
+            return (self.discriminate if is_discriminated else self._denoise)(batch, batch.tokens_S1P, sigma_G)
         if sigma_G is None and self.objective is not None:
             return self.objective(self._denoise, batch)
         uncertainty = self.uncertainty if sigma_G is None else None
@@ -95,15 +95,15 @@ class TrainingModel(nn.Module):
     def _denoise(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
         return denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, before=self._before)
 
-    def judge(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+    def discriminate(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
         """The adversary's logits [S], of what comes out of the first half of the blocks."""
         through = (len(self.dit.blocks) + 1) // 2
         return self.adversary(denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, through=through))
 
-    def _told(self, batch: PackedBatch) -> PackedBatch:
+    def _with_guidance(self, batch: PackedBatch) -> PackedBatch:
         """Add the lowest guidance scale, nearest to the samples themselves, if the network is guidance-distilled and
         the pack has none."""
-        scales = self.dit.config.guidance_range
+        scales = self.dit.config.guidance_embedding_range
         if scales is None or batch.guidance_G is not None:
             return batch
         return replace(batch, guidance_G=torch.full_like(batch.fps_G, scales[0]))

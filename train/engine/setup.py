@@ -20,19 +20,19 @@ from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
 from megadit.models.shared.cores import threads_of_a_rank
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.memory import check_room
-from megadit.train.checkpoints.init_from import GivenNetwork, given_network, read_teacher
+from megadit.models.shared.memory import check_memory_fits
+from megadit.train.checkpoints.init_from import InitialWeights, initial_weights, read_teacher
 from megadit.train.checkpoints.tensors import TrainedTensors
 from megadit.train.config.load import to_yaml
 from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import EmaConfig, MatmulPrecision, RunConfig
-from megadit.train.distill.networks import Distillation, denoiser_of, guided, judge_of, summed
+from megadit.train.distill.networks import Distillation, denoiser_of, discriminator_of, guided, summed
 from megadit.train.distill.objectives import Teaching
-from megadit.train.engine.building import TRAINED, Form, build_parts, least_free_memory, network_of, starting_values
+from megadit.train.engine.building import TRAINED, Form, build_chunks, least_free_memory, network_of, starting_values
 from megadit.train.engine.cpu_memory import keep_freed_memory
 from megadit.train.engine.device_update import DeviceUpdate, device_update
 from megadit.train.engine.model import TrainingModel
-from megadit.train.optim.ema import WeightAverages
+from megadit.train.optim.ema import EmaWeights
 from megadit.train.optim.optimizer import build_optimizer, build_scheduler, loss_scaler
 from megadit.train.optim.state import DataParallel, find_ownership, named_parameters
 from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
@@ -51,14 +51,14 @@ class Training:
     """The parts of the network on this rank, in Megatron's data-parallel wrapper; several on an interleaved stage."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    averages: WeightAverages
+    ema_weights: EmaWeights
     tensors: TrainedTensors
     base: str | None
     """`adapters.fingerprint` of the base weights of an adapter."""
     device_update: DeviceUpdate | None
     """Update of the weights on a GPU in place of Megatron's."""
     trained_as: str | None = None
-    """`model.preconditioner` of the weights that training starts from."""
+    """`model.parameterization` of the weights that training starts from."""
     distillation: Distillation | None = None
     """Teacher and objective of a student."""
     critic: "Training | None" = None
@@ -109,7 +109,9 @@ def start_processes(config: RunConfig) -> Groups:
 def check_memory(config: RunConfig, groups: Groups) -> None:
     """Raises UserError on all ranks, which all call this, if the estimate is far beyond what one of them has."""
     free, ranks = least_free_memory(groups), groups.world_size
-    check_room(needed_memory(with_recompute(config, ranks, free), ranks), free, f"a rank of {config.recipe}", SMALLER)
+    check_memory_fits(
+        needed_memory(with_recompute(config, ranks, free), ranks), free, f"a rank of {config.recipe}", SMALLER
+    )
 
 
 def begin_folder(config: RunConfig, groups: Groups) -> None:
@@ -141,20 +143,20 @@ def _quieten_megatron() -> None:
 def build_training(config: RunConfig, groups: Groups) -> Training:
     """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages; of a student
     its teacher and critic, too."""
-    training = _build_trained(config, groups, given_network(config))
+    training = _build_trained(config, groups, initial_weights(config))
     return training if config.train.distill is None else _with_teacher(training)
 
 
 def _build_trained(
     config: RunConfig,
     groups: Groups,
-    given: GivenNetwork | None,
+    initial: InitialWeights | None,
     *,
     prefix: str = "",
     form: Form = TRAINED,
 ) -> Training:
     """A network that is trained; `prefix` comes before the names of its tensors in checkpoints."""
-    parts = build_parts(config, groups, starting_values(config, given), form)
+    parts = build_chunks(config, groups, starting_values(config, initial), form)
     optimizer = build_optimizer(config, parts)
     update = device_update(optimizer, parts)
     if update is not None:
@@ -162,18 +164,18 @@ def _build_trained(
     if loss_scaler(optimizer) is not None:
         parts[0].config.grad_scale_func = optimizer.scale_loss
     ownership = find_ownership(optimizer, named_parameters(parts), groups)
-    averages = WeightAverages(config.ema.sigma_rels, ownership)
+    ema_weights = EmaWeights(config.ema.sigma_rels, ownership)
     return Training(
         config=config,
         groups=groups,
         parts=parts,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
-        averages=averages,
-        tensors=TrainedTensors(tuple(named_parameters(parts)), ownership, averages, groups, prefix),
-        base=None if config.train.adapter is None or given is None else given.fingerprint_of_base,
+        ema_weights=ema_weights,
+        tensors=TrainedTensors(tuple(named_parameters(parts)), ownership, ema_weights, groups, prefix),
+        base=None if config.train.adapter is None or initial is None else initial.fingerprint_of_base,
         device_update=update,
-        trained_as=None if given is None else given.config.preconditioner,
+        trained_as=None if initial is None else initial.config.parameterization,
     )
 
 
@@ -187,8 +189,8 @@ def _with_teacher(training: Training) -> Training:
     if asked.has_critic:
         base = network_of(frozen) if config.train.adapter is not None else None
         form = Form(base=base, has_adversary=asked.has_adversary)
-        critic = _build_trained(_critic_config(config), groups, teacher, prefix=CRITIC, form=form)
-    is_told = teacher.config.guidance_range is not None
+        critic = _build_trained(_fake_score_config(config), groups, teacher, prefix=CRITIC, form=form)
+    has_guidance_embedding = teacher.config.guidance_embedding_range is not None
     distillation = Distillation(
         frozen=frozen,
         seed=config.train.seed,
@@ -196,9 +198,9 @@ def _with_teacher(training: Training) -> Training:
             config=asked,
             diffusion=config.diffusion,
             model=config.model,
-            teacher=denoiser_of(frozen) if is_told else guided(denoiser_of(frozen), asked.guidance),
+            teacher=denoiser_of(frozen) if has_guidance_embedding else guided(denoiser_of(frozen), asked.guidance),
             critic=None if critic is None else denoiser_of(critic.parts[0]),
-            judge=None if critic is None else judge_of(critic.parts[0]),
+            discriminator=None if critic is None else discriminator_of(critic.parts[0]),
             sum_over_context=partial(summed, group=groups.context.group),
             uncertainty=training.network.uncertainty,
         ),
@@ -207,13 +209,13 @@ def _with_teacher(training: Training) -> Training:
     )
     training.network.objective = distillation.loss
     if asked.has_adversary:
-        critic.network.objective = distillation.critic_objective(critic.network.judge)
+        critic.network.objective = distillation.discriminator_objective(critic.network.discriminator)
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)
     tensors = replace(training.tensors, others=others)
     return replace(training, distillation=distillation, critic=critic, tensors=tensors)
 
 
-def _critic_config(config: RunConfig) -> RunConfig:
+def _fake_score_config(config: RunConfig) -> RunConfig:
     """The run of a critic: an ordinary one."""
     rate = config.train.distill.critic_lr or 2 * config.optimizer.lr
     return replace(
@@ -224,9 +226,11 @@ def _critic_config(config: RunConfig) -> RunConfig:
     )
 
 
-def _build_frozen(config: RunConfig, groups: Groups, given: GivenNetwork, *, base: TrainingModel | None) -> nn.Module:
+def _build_frozen(
+    config: RunConfig, groups: Groups, initial: InitialWeights, *, base: TrainingModel | None
+) -> nn.Module:
     """A network that is only asked, laid out as that of the run is; `base` as in `Form`."""
-    config = replace(config, model=given.config, train=replace(config.train, distill=None))
-    form = Form(is_frozen=True, has_adapter=given.adapter is not None, base=base)
-    (part,) = build_parts(config, groups, starting_values(config, given), form)
+    config = replace(config, model=initial.config, train=replace(config.train, distill=None))
+    form = Form(is_frozen=True, has_adapter=initial.adapter is not None, base=base)
+    (part,) = build_chunks(config, groups, starting_values(config, initial), form)
     return part

@@ -18,7 +18,7 @@ from megadit.train.distill.networks import denoiser_of
 from megadit.train.engine.balance import Counts, exchange_counts
 from megadit.train.engine.schedule import run_schedule
 from megadit.train.engine.setup import Training
-from megadit.train.monitoring.anomalies import Anomaly, Judge
+from megadit.train.monitoring.anomalies import Anomaly, AnomalyDetector
 from megadit.train.objectives.denoise import LossSums
 from megadit.train.optim.optimizer import loss_scaler
 
@@ -68,14 +68,14 @@ def train_step(
     *,
     must_stop: bool = False,
     must_save: bool = False,
-    judge: Judge | None = None,
+    detector: AnomalyDetector | None = None,
     mark: Mark = lambda step, doing: None,
 ) -> StepResult:
     """Run optimizer step `step` (1, 2, ...); after an anomaly the weights are those before the step.
 
     (But for a gradient that is not finite and ends the run: then they are no longer to be used.)
     """
-    judge = judge or Judge(training.config.health, [])
+    detector = detector or AnomalyDetector(training.config.health, [])
     start = time.perf_counter()
     mark(step, "reading data")
     seen = [next(batches) for _ in range(training.num_micro_batches)]
@@ -88,15 +88,15 @@ def train_step(
     mark(step, "adding up the losses of all ranks")
     loss, totals = _loss_of(training, sums, seen, (must_stop, must_save))
     mark(step, "updating the weights")
-    grad_norm, anomaly = math.nan, judge.loss(step, loss)
+    grad_norm, anomaly = math.nan, detector.loss(step, loss)
     if anomaly is None:
-        grad_norm, anomaly = _update(training, step, judge, totals["norm"])
+        grad_norm, anomaly = _update(training, step, detector, totals["norm"])
     training.scheduler.step(1)
     if anomaly is not None:
         anomaly = anomaly if anomaly.is_usual else replace(anomaly, samples=_samples(sums, seen))
     else:
         mark(step, "averaging the weights")
-        training.averages.update(step)
+        training.ema_weights.update(step)
     return StepResult(
         loss=loss,
         error=totals["error"] / totals["tokens"],
@@ -137,7 +137,7 @@ def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -
     critic, distillation = training.critic, training.distillation
     if critic is None:
         return None
-    judge = Judge(training.config.health, [])
+    detector = AnomalyDetector(training.config.health, [])
     for update in range(1, 1 + training.config.train.distill.critic_updates):
         distillation.begin(step, update)
         made = distillation.made(denoiser_of(training.parts[0]), [batch.arrived() for batch in seen], update)
@@ -145,32 +145,32 @@ def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -
         sums = _forward_backward(critic, made)
         exchange_counts(critic)
         loss, totals = _loss_of(critic, sums, made)
-        anomaly = judge.loss(step, loss) or _update(critic, step, judge, totals["norm"])[1]
+        anomaly = detector.loss(step, loss) or _update(critic, step, detector, totals["norm"])[1]
         if anomaly is not None:
             raise UserError(f"the critic: {anomaly.what}; try a lower train.distill.critic_lr")
     critic.scheduler.step(1)
     return loss
 
 
-def _update(training: Training, step: int, judge: Judge, norm: float) -> tuple[float, Anomaly | None]:
+def _update(training: Training, step: int, detector: AnomalyDetector, norm: float) -> tuple[float, Anomaly | None]:
     """The norm of the gradient (`norm`, where it is known), and what is wrong with it."""
     optimizer = training.optimizer
     if training.device_update is not None:
-        anomaly = judge.gradient(step, norm)
+        anomaly = detector.gradient(step, norm)
         if anomaly is None:
             training.device_update.step(norm)
         return norm, anomaly
     if (scaler := loss_scaler(optimizer)) is not None:
         scale = scaler.scale.item()
         is_updated, norm, _ = optimizer.step()
-        return (norm, judge.gradient(step, norm)) if is_updated else (math.inf, judge.overflow(step, scale))
-    if judge.looks_before_update:
+        return (norm, detector.gradient(step, norm)) if is_updated else (math.inf, detector.overflow(step, scale))
+    if detector.looks_before_update:
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
-        if (anomaly := judge.gradient(step, norm)) is not None:
+        if (anomaly := detector.gradient(step, norm)) is not None:
             return norm, anomaly
     _, norm, _ = optimizer.step()
-    return norm, judge.gradient(step, norm)
+    return norm, detector.gradient(step, norm)
 
 
 def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Tensor:

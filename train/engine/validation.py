@@ -64,7 +64,7 @@ def validate(training: Training, step: int) -> tuple[dict[str, Any], list[Sample
     losses = {}
     with evaluation(training):
         for sigma_rel in (None, *training.config.ema.sigma_rels):
-            with training.averages.swapped_in(sigma_rel, training.parameters()):
+            with training.ema_weights.swapped_in(sigma_rel, training.parameters()):
                 losses[profile_name(sigma_rel)] = _losses(training, batches, num_own)
         best = min(losses, key=lambda name: losses[name]["mean"])
         videos = _sample_videos(training, step, None if best == RAW else float(best))
@@ -103,7 +103,7 @@ def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dic
     a classifier the cross-entropy, and the share of samples that it takes for another class ("wrong"); of what matches
     images and texts the same of each pack by itself, whatever the ranks."""
     if not training.config.model.denoises:
-        return _judged(training, batches, num_own)
+        return _class_metrics(training, batches, num_own)
     sigmas = training.config.validation.sigmas
     sums = torch.zeros(len(sigmas) + 1, dtype=torch.float64, device=training.groups.device)
     for index, sigma in enumerate(sigmas if batches else ()):
@@ -118,7 +118,7 @@ def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dic
     return {"mean": sum(means) / len(means), **named}
 
 
-def _judged(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
+def _class_metrics(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
     sums = torch.zeros(3, dtype=torch.float64, device=training.groups.device)
     if batches:
         for found in evaluate(training, lambda part, batch: part(batch, is_alone=True), batches)[:num_own]:
@@ -145,7 +145,7 @@ def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> li
     prompts = list(enumerate(list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)))
     is_together = config.parallel.sizes.copies_work_together
     mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
-    with training.averages.swapped_in(sigma_rel, training.parameters()):
+    with training.ema_weights.swapped_in(sigma_rel, training.parameters()):
         try:
             videos = _generate(training, mine)
         except UserError as error:  # a run of days does not end over a video
@@ -170,7 +170,7 @@ def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]
     prompts = list(enumerate(real.prompts))
     is_together = config.parallel.sizes.copies_work_together
     mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
-    with training.averages.swapped_in(None if best == RAW else float(best), training.parameters()):
+    with training.ema_weights.swapped_in(None if best == RAW else float(best), training.parameters()):
         try:
             videos = _generate(training, mine)
         except UserError as error:
@@ -184,13 +184,13 @@ def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]
         return {}
     made = dict(pair for part in everyones for pair in part)
     try:
-        return _figures(training, [made[number] for number, _ in prompts], real)
+        return _metric_values(training, [made[number] for number, _ in prompts], real)
     except (UserError, KeyError) as error:  # a run of days does not end over a figure
         print(f"no figures: {error}", flush=True)
         return {}
 
 
-def _figures(training: Training, videos: list[np.ndarray], real: VideoSet) -> dict[str, dict[str, float]]:
+def _metric_values(training: Training, videos: list[np.ndarray], real: VideoSet) -> dict[str, dict[str, float]]:
     """Evaluation metrics of videos THWC made from the captions of real ones."""
     config = training.config
     fps = float(sampling_defaults(config, check_dataset(config)).fps)
@@ -201,9 +201,9 @@ def _figures(training: Training, videos: list[np.ndarray], real: VideoSet) -> di
     )
     evaluation = replace(evaluation, metrics=evaluation.possible(made.count))
     candidates = [Candidate(model="in training", guidance=None, videos=made)]
-    evaluation.look(candidates, ALONE, told=False)
-    figures = evaluation.figures(candidates, told=False)
-    return {f"{each.metric} ({each.of})": interval_of(each) for each in figures}
+    evaluation.compute_features(candidates, ALONE, shows_progress=False)
+    metric_values = evaluation.metric_values(candidates, shows_progress=False)
+    return {f"{each.metric} ({each.of})": interval_of(each) for each in metric_values}
 
 
 @lru_cache(maxsize=1)

@@ -38,7 +38,7 @@ class Anomaly:
         return {"step": step, "what": self.what, "remedy": self.remedy, "samples": list(self.samples)}
 
 
-class Judge:
+class AnomalyDetector:
     """Looks at the loss and the gradient of each step; all ranks see the same numbers and judge alike."""
 
     def __init__(self, config: HealthConfig, recent_losses: list[float]) -> None:

@@ -23,7 +23,7 @@ from megadit.train.monitoring.curves import CURVES_FILE
 from megadit.train.plan.hardware import this_device
 from megadit.train.plan.recompute import needed_memory, with_recompute
 from megadit.train.plan.throughput import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
-from megadit.train.plan.warnings import doubts
+from megadit.train.plan.warnings import warnings_of
 from megadit.train.plan.work import count_parameters, count_trained
 from megadit.train.recipes import RECIPES
 
@@ -57,7 +57,7 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device", seconds: fl
         *_taken_from(info, config),
         f"folder: {config.train.output_dir}",
         f"estimated time: {time_in_words(config, seconds)}",
-        *(f"note: {doubt}" for doubt in doubts(config, info, needed=needed, free=free)),
+        *(f"note: {doubt}" for doubt in warnings_of(config, info, needed=needed, free=free)),
         *_slow_precision(config, device),
     ]
 
@@ -97,8 +97,8 @@ def average_in_words(name: str) -> str:
     return "the weights" if name == "none" else f"average {name} (sigma_rel)"
 
 
-def evaluated(step: int, figures: dict[str, dict[str, float]]) -> str:
-    named = ", ".join(f"{name} {value['value']:.4g}" for name, value in figures.items())
+def evaluated(step: int, metric_values: dict[str, dict[str, float]]) -> str:
+    named = ", ".join(f"{name} {value['value']:.4g}" for name, value in metric_values.items())
     return f"evaluation at step {step}: {named or 'no figures'}"
 
 
@@ -145,7 +145,7 @@ def _refused(state: "RunState") -> list[str]:
     return [f"left out: {refused / (refused + state.consumed_samples):.1%} of the samples read ({reasons})"]
 
 
-_JUDGED_BY: dict[Task, str] = {"classify": "classify {} PICTURE", "match": "similarity {} PICTURE TEXT TEXT"}
+_USED_BY: dict[Task, str] = {"classify": "classify {} PICTURE", "match": "similarity {} PICTURE TEXT TEXT"}
 """Task -> command that applies such a network to pictures; {} stands for its bundle."""
 
 
@@ -158,8 +158,8 @@ def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -
     made = shlex.quote(str(out / ("bundle" if config.train.adapter is None else "adapter")))
     with_it = f"--checkpoint_path {made}"
     bundled = f"next: megadit bundle {run} {made}{'' if step is None else f' --step {step}'}"
-    if config.model.task in _JUDGED_BY:
-        return [bundled, f"      megadit {_JUDGED_BY[config.model.task].format(made)}"]
+    if config.model.task in _USED_BY:
+        return [bundled, f"      megadit {_USED_BY[config.model.task].format(made)}"]
     if config.train.adapter is not None:
         with_it = f"--checkpoint_path {shlex.quote(config.checkpoint.init_from)} --adapter {made}"
     return [

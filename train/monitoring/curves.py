@@ -66,8 +66,8 @@ class MetricsFile:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                told = json.loads(line)
-                self._records.append({name: told[name] for name in KEPT if name in told})
+                record = json.loads(line)
+                self._records.append({name: record[name] for name in DRAWN if name in record})
                 self._read += len(line)
         return self._records
 
@@ -77,12 +77,12 @@ def series(records: Sequence[dict], *keys: str) -> tuple[np.ndarray, np.ndarray]
 
     Several `keys` lead into nested objects: `series(records, "validation", "none", "mean")`.
     """
-    by_step = {record["step"]: _look_up(record, keys) for record in records}
+    by_step = {record["step"]: _value_at(record, keys) for record in records}
     steps = sorted(step for step, value in by_step.items() if value is not None)
     return np.array(steps), np.array([by_step[step] for step in steps], dtype=float)
 
 
-def _look_up(record: dict, keys: Sequence[str]) -> float | None:
+def _value_at(record: dict, keys: Sequence[str]) -> float | None:
     value: Any = record
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
@@ -105,7 +105,7 @@ PANELS = (
     ("tokens_per_s", "tokens per second", "linear"),
 )
 """Key in metrics.jsonl, title and scale of each panel."""
-KEPT = ("step", *(name for name, _, _ in PANELS))
+DRAWN = ("step", *(name for name, _, _ in PANELS))
 COLOURS = ("#4c8dff", "#5dd39e", "#f2c14e", "#ff6b6b", "#b388ff", "#8a919c")
 
 
@@ -115,13 +115,13 @@ def training_curves(path: Path, records: Sequence[dict], *, title: str) -> None:
 
     lines = {name: _lines(records, name) for name, _, _ in PANELS}
     panels = [panel for panel in PANELS if lines[panel[0]]]
-    figure = Figure(figsize=(4.0 * max(len(panels), 1), 3.4), facecolor=PAPER, layout="constrained")
-    figure.suptitle(title, color=INK, fontsize=12, x=0.01, ha="left")
-    axes = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
+    metric_value = Figure(figsize=(4.0 * max(len(panels), 1), 3.4), facecolor=PAPER, layout="constrained")
+    metric_value.suptitle(title, color=INK, fontsize=12, x=0.01, ha="left")
+    axes = metric_value.subplots(1, max(len(panels), 1), squeeze=False)[0]
     for axis, (name, label, scale) in zip(axes, panels, strict=False):
         _draw_panel(axis, lines[name], label, scale)
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, facecolor=PAPER)
+        metric_value.savefig(temporary, dpi=110, facecolor=PAPER)
 
 
 def _lines(records: Sequence[dict], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TextIO
 
 from megadit.models.shared.progress import Progress, duration
 from megadit.train.config.schema import RunConfig
-from megadit.train.monitoring.trackers import open_boards
+from megadit.train.monitoring.trackers import open_trackers
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -52,7 +52,7 @@ class Metrics:
         self._bar = Progress(config.train.train_iters, "training", completed=start, enabled=has_bar)
         self._prints = enabled and not (has_bar and sys.stdout.isatty())
         self._file = _open_at(Path(config.train.output_dir) / METRICS_FILE, length) if enabled else None
-        self._boards = open_boards(config, start=start) if enabled else []
+        self._trackers = open_trackers(config, start=start) if enabled else []
 
     def __enter__(self) -> "Metrics":
         self._bar.__enter__()
@@ -62,7 +62,7 @@ class Metrics:
         self._bar.__exit__(*error)
         if self._file is not None:
             self._file.close()
-        for board in self._boards:
+        for board in self._trackers:
             board.close()
 
     @property
@@ -77,7 +77,7 @@ class Metrics:
             return
         self._file.write(json.dumps(values).encode() + b"\n")
         self._file.flush()
-        for board in self._boards:
+        for board in self._trackers:
             board.scalars(self._step, _scalars(values))
         self._bar.advance(1, **{shown: values[name] for name, shown in _IN_BAR.items() if values.get(name) is not None})
         left = self._config.train.train_iters - self._step
@@ -90,13 +90,13 @@ class Metrics:
     def rewind(self, step: int, length: int) -> None:
         """Drop what was reported after `step`, whose line ends after `length` bytes."""
         if self._enabled:
-            told = self._step - step
-            self._bar.advance(-told)
+            num_steps = self._step - step
+            self._bar.advance(-num_steps)
             self._file.seek(length)
             self._file.truncate()
-            for board in self._boards:
+            for board in self._trackers:
                 board.close()
-            self._boards = open_boards(self._config, start=step, taken_back=told)
+            self._trackers = open_trackers(self._config, start=step, taken_back=num_steps)
         self._step = step
 
     def event(self, values: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class Metrics:
 
     def show(self, step: int, videos: Sequence[tuple[str, Path]]) -> None:
         """Puts the (caption, path) videos of a validation on the boards."""
-        for board in self._boards:
+        for board in self._trackers:
             board.videos(step, videos)
 
 

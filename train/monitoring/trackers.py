@@ -40,20 +40,20 @@ class Board(Protocol):
     def close(self) -> None: ...
 
 
-def open_boards(config: RunConfig, *, start: int, taken_back: int = 0) -> list[Board]:
+def open_trackers(config: RunConfig, *, start: int, taken_back: int = 0) -> list[Board]:
     """The boards that `config.logger` asks for, continued after step `start`.
 
     The `taken_back` steps after it were told, and will be told anew with other numbers.
     """
-    boards: list[Board] = []
+    trackers: list[Board] = []
     if config.logger.tensorboard and _is_there("tensorboard", "logger.tensorboard", "megadit[train]"):
         folder = Path(config.train.output_dir) / "tensorboard"
-        boards.append(_Guarded("TensorBoard", lambda: TensorBoard(folder, start)))
+        trackers.append(_Guarded("TensorBoard", lambda: TensorBoard(folder, start)))
     if config.logger.wandb_exp_name and _is_there("wandb", "logger.wandb_exp_name", "megadit[wandb]"):
-        boards.append(_Guarded("Weights & Biases", lambda: WeightsAndBiases(config, taken_back)))
+        trackers.append(_Guarded("Weights & Biases", lambda: WeightsAndBiases(config, taken_back)))
     if config.logger.curves and _is_there("matplotlib", "logger.curves", "megadit[train]"):
-        boards.append(_Guarded(CURVES_FILE, lambda: Curves(Path(config.train.output_dir))))
-    return boards
+        trackers.append(_Guarded(CURVES_FILE, lambda: Curves(Path(config.train.output_dir))))
+    return trackers
 
 
 def _is_there(package: str, field: str, extra: str) -> bool:

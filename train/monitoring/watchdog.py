@@ -81,7 +81,7 @@ class Watchdog:
         while not self._is_over.wait(min(self._limit / 10, 10.0)):
             self._write()
             if (found := self._stuck()) is not None:
-                self._tell_and_end(*found)
+                self._report_and_end(*found)
 
     def _stuck(self) -> tuple[int, dict, str] | None:
         """(rank, its note, what is wrong) of one that shows no life, or of the one that is furthest behind; or None."""
@@ -116,7 +116,7 @@ class Watchdog:
         """The next ranks in a ring, and this one: every rank is watched by several, and no file is read by all."""
         return sorted({(self._rank + offset) % self._world_size for offset in range(min(self._world_size, 8))})
 
-    def _tell_and_end(self, rank: int, note: dict, problem: str) -> None:
+    def _report_and_end(self, rank: int, note: dict, problem: str) -> None:
         print(
             f"error: {_who(rank, note)} {problem}, while {_where(note)}; rank {self._rank} ends "
             f"(health.watchdog_seconds={self._limit:g}). What rank {self._rank} was doing:",

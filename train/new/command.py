@@ -14,7 +14,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, can_be_folder
 from megadit.models.shared.memory import memory_in_words
 from megadit.models.shared.progress import duration
-from megadit.train.data.ingest.clips.probe import Look, look
+from megadit.train.data.ingest.clips.probe import FolderSummary, summarize
 from megadit.train.new.proposal import Machine, Proposal, propose, yaml_of
 from megadit.train.plan.hardware import find_gpu, this_device
 from megadit.train.plan.work import count_parameters
@@ -45,14 +45,14 @@ def _run(argv: list[str]) -> int:
     options = read_options(NewOptions, argv, prog="megadit new", description=__doc__)
     if options.go and options.gpu:
         raise UserError("--go runs here and --gpu proposes for another machine; give one of them")
-    seen = look(options.source, options.captions)
+    seen = summarize(options.source, options.captions)
     machine = _machine(options)
     out = options.out or Path("runs") / (Path(options.source.rstrip("/")).name or "new")
     if not can_be_folder(out):
         raise UserError(f"--out={out} cannot be a folder: there is a file of that name; give another")
     proposal = propose(seen, machine, data=str(out / "data"), out=str(out / "train"), minutes=options.minutes)
     commands = _commands(options, out, seen, machine, proposal)
-    _tell(options, seen, machine, proposal)
+    _print_proposal(options, seen, machine, proposal)
     path = out / "run.yaml"
     if path.is_file():
         print(f"{path} is there already, and stays as it is; remove it for a new one")
@@ -77,7 +77,7 @@ def _machine(options: NewOptions) -> Machine:
 
 
 def _commands(
-    options: NewOptions, out: Path, seen: Look, machine: Machine, proposal: Proposal
+    options: NewOptions, out: Path, seen: FolderSummary, machine: Machine, proposal: Proposal
 ) -> list[tuple[str, ...]]:
     """Prepare, train, bundle, generate."""
     sizes = ",".join(f"{height}x{width}" for height, width in proposal.sizes)
@@ -97,7 +97,7 @@ def _commands(
     ]
 
 
-def _tell(options: NewOptions, seen: Look, machine: Machine, proposal: Proposal) -> None:
+def _print_proposal(options: NewOptions, seen: FolderSummary, machine: Machine, proposal: Proposal) -> None:
     print(_seen_in_words(options.source, seen))
     steps, sizes = proposal.config.train.train_iters, " ".join(f"{height}x{width}" for height, width in proposal.sizes)
     what = "images" if seen.kind == "image" else f"clips of {proposal.num_frames} frames at {proposal.fps:g} fps"
@@ -108,7 +108,7 @@ def _tell(options: NewOptions, seen: Look, machine: Machine, proposal: Proposal)
     )
 
 
-def _seen_in_words(source: str, seen: Look) -> str:
+def _seen_in_words(source: str, seen: FolderSummary) -> str:
     heights, widths = ([getattr(one, side) for one in seen.seen] for side in ("height", "width"))
     words = f"{source}: {seen.count:,} {seen.kind}s, {len(seen.captions):,} with captions; of {len(seen.seen)}: "
     words += f"{min(heights)} to {max(heights)} pixels high, {min(widths)} to {max(widths)} wide"
@@ -118,7 +118,7 @@ def _seen_in_words(source: str, seen: Look) -> str:
     return words + "".join(f"; {count} {reason}" for reason, count in seen.unusable.items())
 
 
-def _yaml(seen: Look, machine: Machine, proposal: Proposal, commands: list[tuple[str, ...]]) -> str:
+def _yaml(seen: FolderSummary, machine: Machine, proposal: Proposal, commands: list[tuple[str, ...]]) -> str:
     """The run as a file to edit: every value that was chosen, and why."""
     lines = [
         f"# Proposed by `megadit new` for {seen.count:,} {seen.kind}s on {machine.ranks} x {machine.gpu.name}.",

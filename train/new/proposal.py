@@ -17,7 +17,7 @@ from megadit.models.shared.progress import duration
 from megadit.models.text_encoders.hashed_words import split_words
 from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.ingest.clips.probe import MOST_SECONDS, Look, Seen
+from megadit.train.data.ingest.clips.probe import MOST_SECONDS, FolderSummary, Seen
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.recompute import needed_memory, with_recompute
 from megadit.train.plan.throughput import step_seconds
@@ -164,7 +164,7 @@ class Proposal:
         return _overrides(self.rows)
 
 
-def propose(seen: Look, machine: Machine, *, data: str, out: str, minutes: float | None = None) -> Proposal:
+def propose(seen: FolderSummary, machine: Machine, *, data: str, out: str, minutes: float | None = None) -> Proposal:
     """A run on the data set `data`, yet to be prepared, in the folder `out`.
 
     Args:
@@ -285,7 +285,7 @@ def _most_tokens(latents: list[list[int]], scale: Scale) -> int:
 
 
 def _rows(
-    seen: Look, machine: Machine, scale: Scale, network: Network, latents: list[list[int]]
+    seen: FolderSummary, machine: Machine, scale: Scale, network: Network, latents: list[list[int]]
 ) -> list[tuple[str, Any, str]]:
     """Keys, values and reasons; `latents` are the [T, H, W] of the clips."""
     tokens = _most_tokens(latents, scale)

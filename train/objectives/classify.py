@@ -37,7 +37,7 @@ def sums_of_samples(batch: PackedBatch, objective_G: Tensor, weighted_G: Tensor,
     """Losses of whole samples as those of their tokens, for the mean is over tokens; without text, of which nothing is
     known, they count nothing."""
     tensors = batch.layout.on(objective_G.device)
-    tokens_G = torch.zeros_like(weighted_G).index_add_(0, tensors.segment_of_token_S, tensors.is_wanted_S.float())
+    tokens_G = torch.zeros_like(weighted_G).index_add_(0, tensors.segment_of_token_S, tensors.is_target_S.float())
     tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)
     sums = tokens_G * batch.loss_weight_G * objective_G, tokens_G * weighted_G.detach(), tokens_G * is_wrong_G
     return LossSums(*(values_G.sum() for values_G in sums))

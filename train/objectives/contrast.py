@@ -120,10 +120,10 @@ def pairwise_loss(
     """
     counts, _ = _counts(len(images_NE), readers)
     texts_mE = F.pad(texts_NE, (0, 0, 0, max(counts) - len(texts_NE)))
-    return _PairsOfRing.apply(images_NE, texts_mE, scale, offset, counts, readers)
+    return _RingSimilarity.apply(images_NE, texts_mE, scale, offset, counts, readers)
 
 
-class _PairsOfRing(torch.autograd.Function):
+class _RingSimilarity(torch.autograd.Function):
     """See `pairwise_loss`; the backward sends the texts round once more, and their gradients with them."""
 
     @staticmethod
@@ -133,7 +133,7 @@ class _PairsOfRing(torch.autograd.Function):
         loss_N = images_NE.new_zeros(len(images_NE))
         best_N = torch.full_like(loss_N, float("-inf"))
         for is_own, now_nE in _passing(texts_mE, counts, readers):
-            loss_N += _pair_losses(images_NE, now_nE, scale, offset, is_own)
+            loss_N += _block_losses(images_NE, now_nE, scale, offset, is_own)
             cosine_Nn = images_NE @ now_nE.T
             if is_own:
                 own_N = cosine_Nn.diagonal()
@@ -151,7 +151,7 @@ class _PairsOfRing(torch.autograd.Function):
             inputs = [x.detach().requires_grad_() for x in (images_NE, scale, offset, now_nE)]
             with torch.enable_grad():
                 images, factor, shift, texts = inputs
-                loss_N = _pair_losses(images, texts, factor, shift, is_own)
+                loss_N = _block_losses(images, texts, factor, shift, is_own)
             *parts, of_texts = torch.autograd.grad(loss_N, inputs, grad_N)
             for total, part in zip(totals, parts, strict=True):
                 total += part
@@ -171,7 +171,7 @@ def _passing(texts_mE: Tensor, counts: list[int], readers: ProcessGroup | None) 
         yield source == readers.rank(), now_mE[: counts[source]]
 
 
-def _pair_losses(images_NE: Tensor, texts_nE: Tensor, scale: Tensor, offset: Tensor, is_own: bool) -> Tensor:
+def _block_losses(images_NE: Tensor, texts_nE: Tensor, scale: Tensor, offset: Tensor, is_own: bool) -> Tensor:
     """Loss of each image, summed over these texts, [N]."""
     score_Nn = scale * images_NE @ texts_nE.T + offset
     sign_Nn = torch.full_like(score_Nn, -1.0)

@@ -59,11 +59,11 @@ def weighted_error(
     """weight |D - target|^2 of the tokens to be predicted; with a learned uncertainty u the objective is that of EDM2
     (arXiv 2312.02696, eq. 21): weight / exp(u) |D - target|^2 + u."""
     tensors = batch.layout.on(weight_G.device)
-    segment_S, is_wanted_S = tensors.segment_of_token_S, tensors.is_wanted_S
-    error_S = (D_S1P - target_S1P).square().mean(dim=(1, 2)) * is_wanted_S
+    segment_S, is_target_S = tensors.segment_of_token_S, tensors.is_target_S
+    error_S = (D_S1P - target_S1P).square().mean(dim=(1, 2)) * is_target_S
     objective_S = weighted_S = weight_G[segment_S] * error_S
     if u_G is not None:
-        u_S = u_G[segment_S] * is_wanted_S
+        u_S = u_G[segment_S] * is_target_S
         objective_S = weighted_S / u_S.exp() + u_S
     sums = (batch.loss_weight_G[segment_S] * objective_S).sum(), weighted_S.detach().sum(), error_S.detach().sum()
     return LossSums(*sums)
@@ -81,7 +81,7 @@ def edm_loss(
     activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
-    x_S1P = batch.noisy(sigma_G, noise_S1P, dit.config.given_noise)
+    x_S1P = batch.noisy(sigma_G, noise_S1P, dit.config.conditioning_noise)
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, **batch.conditions, before=before)
     if not dit.part.is_last:
         return D_S1P

@@ -25,7 +25,7 @@ def decay(sigma_rel: float, step: int) -> float:
     return (1 - 1 / step) ** (gamma_of(sigma_rel) + 1)
 
 
-class WeightAverages:
+class EmaWeights:
     """The averages, each data-parallel rank holding its share of the elements.
 
     The shares follow the optimizer's: an element is averaged where its float32 master copy is updated.
@@ -39,17 +39,17 @@ class WeightAverages:
             owned.master.detach().view(-1)[start - owned.start : stop - owned.start]
             for owned, start, stop in self._ranges
         ]
-        self._averages = {sigma_rel: [source.clone() for source in self._sources] for sigma_rel in sigma_rels}
+        self._ema_weights = {sigma_rel: [source.clone() for source in self._sources] for sigma_rel in sigma_rels}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Takes the weights after optimizer step `step` (1, 2, ...) into every average."""
-        for sigma_rel, averages in self._averages.items():
-            torch._foreach_lerp_(averages, self._sources, 1 - decay(sigma_rel, step))
+        for sigma_rel, ema_weights in self._ema_weights.items():
+            torch._foreach_lerp_(ema_weights, self._sources, 1 - decay(sigma_rel, step))
 
     def parts(self, sigma_rel: float, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
         """This rank's share of the average of one parameter: (first element, flat values)."""
-        pairs = zip(self._ranges, self._averages[sigma_rel], strict=True)
+        pairs = zip(self._ranges, self._ema_weights[sigma_rel], strict=True)
         return [(start, values) for (owned, start, _), values in pairs if owned.parameter is parameter]
 
     @torch.no_grad()

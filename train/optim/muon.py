@@ -77,7 +77,7 @@ class Muon(torch.optim.Optimizer):
             for part in _chunks(alike, max(1, _ELEMENTS_AT_ONCE // math.prod(shape))):
                 whole = torch.stack([self._gather(averaged[parameter], parameter) for parameter in part])
                 for parameter, update in zip(part, rms_of_adamw * orthogonalize(whole).float(), strict=True):
-                    updates[parameter] = self._own_part(update, parameter)
+                    updates[parameter] = self._own_shard(update, parameter)
         return [updates[parameter] for parameter in parameters]
 
     def _nesterov(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
@@ -108,7 +108,7 @@ class Muon(torch.optim.Optimizer):
         [(dim, _)] = splits(parameter)
         return torch.cat(parts, dim)
 
-    def _own_part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+    def _own_shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
         return whole if self._splits(parameter) == 1 else shard(parameter, whole, self._axes)
 
 

@@ -106,7 +106,7 @@ def restore_scaler(optimizer: MegatronOptimizer, state: dict[str, float] | None)
         scaler.load_state_dict({**counts, "scale": torch.tensor([state["scale"]])})
 
 
-def takes_muon(name: str, parameter: nn.Parameter) -> bool:
+def uses_muon(name: str, parameter: nn.Parameter) -> bool:
     """The matrices of the blocks; a fused qkv is one matrix."""
     return ".blocks." in name and parameter.ndim == 2
 
@@ -141,8 +141,8 @@ def _muon(config: RunConfig, parts: Sequence[DataParallel]) -> LayerWiseDistribu
     settings, megatron_config = config.optimizer, _megatron_config(config)
     processes = ProcessGroupCollection.use_mpu_process_groups()
     named = list(named_parameters(parts))
-    matrices = [parameter for name, parameter in named if takes_muon(name, parameter)]
-    others = [parameter for name, parameter in named if not takes_muon(name, parameter)]
+    matrices = [parameter for name, parameter in named if uses_muon(name, parameter)]
+    others = [parameter for name, parameter in named if not uses_muon(name, parameter)]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         muon = {"momentum": settings.muon_momentum, "tensor_group": processes.tp}

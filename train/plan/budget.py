@@ -40,7 +40,7 @@ HOST_PER_LAYER = 9e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Cost:
     """One part of a rank's step."""
 
     name: str
@@ -52,7 +52,7 @@ class Part:
     """Seconds at the rates of the data sheet."""
 
 
-def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Part]:
+def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Cost]:
     """The parts of one step on one rank, in the order in which they come; the last is what the host makes it wait."""
     parts = [*_products(config, layout, gpu), *_chains(config, layout, gpu), *_per_parameter(config, layout, gpu)]
     parts.append(_constant("noise and launches", NOISE_KERNELS * LAUNCH * layout.num_micro_batches))
@@ -66,24 +66,24 @@ def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Part]:
     return parts
 
 
-def _constant(name: str, seconds: float) -> Part:
-    return Part(name=name, seconds=seconds, least=0.0)
+def _constant(name: str, seconds: float) -> Cost:
+    return Cost(name=name, seconds=seconds, least=0.0)
 
 
-def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
+def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
     """Linears and attention."""
     work, pack, m = work_of(config, layout), typical_pack(config), layout.num_micro_batches
     is_half = config.train.is_half
     rate = gpu.bf16_flops * (1 if is_half else 0.5)
 
-    def part(name: str, flops: float, share: float) -> Part:
-        return Part(name=name, flops=flops, seconds=flops / (rate * share), least=flops / rate)
+    def part(name: str, flops: float, share: float) -> Cost:
+        return Cost(name=name, flops=flops, seconds=flops / (rate * share), least=flops / rate)
 
     gain = EIGHT_BITS if config.train.fp8 != "none" else 1.0
     linears = work.linear_flops * m * (1 + work.recompute * work.linear_share)
     yield part("linears", linears, PRODUCTS * gain)
     video = sum(s.num_tokens**2 for s in pack.segments if not s.is_padding) * num_self_attentions(config.model)
-    text = sum(s.num_tokens * s.text_slots for s in pack.segments if not s.is_padding)
+    text = sum(s.num_tokens * s.text_places for s in pack.segments if not s.is_padding)
     text *= config.model.structure.cross_attention
     # ranks that exchange heads alone attend to whole samples; around a ring the kernel is the one for packs
     is_whole = layout.head_exchange == layout.context
@@ -94,7 +94,7 @@ def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
         yield part("cross-attention", attention * text / (video + text), TEXT_ATTENTION)
 
 
-def _chains(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
+def _chains(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
     """Elementwise work between products: how often each value of a width passes memory, forward, again and backward."""
     model, t = config.model, layout.tensor
     sublayers, own = num_sublayers(model), num_self_attentions(model)
@@ -114,22 +114,22 @@ def _chains(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
         yield _stream(name, size, gpu, CHAIN)
 
 
-def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
+def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
     """Passes over all gradients, weights and what the optimizer keeps."""
     count = count_trained(config)
     held, owned = count.of_rank(layout) + count.experts_of_rank(layout), count.share(layout)
     updated = owned if spreads_optimizer(config, layout) else held
     is_half = config.train.is_half
     size = 2 if is_half else 4
-    is_muon, half_moments = config.optimizer.optimizer == "muon", config.optimizer.moments == "bf16"
+    is_muon, bf16_moments = config.optimizer.optimizer == "muon", config.optimizer.moments == "bf16"
     # `engine/device_update.py`: AdamW reads gradients once, and writes the weights too, which under FSDP are float32
-    folds = half_moments and not is_muon
+    folds = bf16_moments and not is_muon
     writes = folds and is_half and layout.data_parallel != "fsdp"
     fuses = config.parallel.gradient_accumulation_fusion
     # `models/megatron/linears/gradient_sums.py`: a step's first product overwrites a sum, which nothing has zeroed
     overwrites = fuses and config.parallel.transformer_impl == "local"
     added = (8 if fuses else 8 + size) * layout.num_micro_batches
-    moments = 4 if is_muon else 2 * 2 * (2 if half_moments else 4)
+    moments = 4 if is_muon else 2 * 2 * (2 if bf16_moments else 4)
     passes = {
         "zeroing of gradients": 0 if overwrites else 4 * held,
         "adding of gradients": (added - 4 if overwrites else added) * held,
@@ -143,6 +143,6 @@ def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part
     yield from (_stream(name, moved, gpu, STREAM) for name, moved in passes.items() if moved)
 
 
-def _stream(name: str, moved: float, gpu: Gpu, share: float) -> Part:
+def _stream(name: str, moved: float, gpu: Gpu, share: float) -> Cost:
     rate = gpu.memory_bandwidth
-    return Part(name=name, bytes=moved, seconds=moved / (rate * share), least=moved / rate)
+    return Cost(name=name, bytes=moved, seconds=moved / (rate * share), least=moved / rate)

@@ -111,7 +111,7 @@ def _recompute(config: RunConfig) -> str:
 
 def _recompute_share(config: RunConfig) -> float:
     count = config.parallel.recompute_num_layers
-    return 1.0 if count is None else min(1.0, count * config.parallel.sizes.num_parts / config.model.num_layers)
+    return 1.0 if count is None else min(1.0, count * config.parallel.sizes.num_chunks / config.model.num_layers)
 
 
 _SIZES = (

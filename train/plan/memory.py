@@ -25,7 +25,7 @@ class Memory:
     parameters: float
     gradients: float
     optimizer: float
-    averages: float
+    ema_weights: float
     activations: float
     """Kept for the backward, by all micro-batches under way."""
     passing: float
@@ -33,13 +33,13 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.averages + self.activations + self.passing
+        return self.parameters + self.gradients + self.optimizer + self.ema_weights + self.activations + self.passing
 
 
 def memory_of(config: RunConfig, layout: Layout) -> Memory:
     """Memory of a rank of the first pipeline stage, which keeps the most micro-batches."""
     trained, head, learners = count_trained(config), _head(config), _num_learners(config)
-    is_spread, kept_per_layer = spreads_optimizer(config, layout), _layer_bytes(config, layout)
+    is_spread, stored_per_layer = spreads_optimizer(config, layout), _layer_bytes(config, layout)
     # with a head, what a student made and samples go through the critic, and the student's own step through both
     learnt = learners * _stored(trained, layout) + _stored(head, layout)
 
@@ -51,9 +51,9 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
         parameters=_frozen_bytes(config, layout) + _size(config) * learnt,
         gradients=(4 + _recorded_gradient_bytes(config)) * learnt,
         optimizer=_optimizer_bytes(config) * (learners * updated(trained) + updated(head)),
-        averages=4 * len(config.ema.sigma_rels) * trained.share(layout),
-        activations=(1 + (head.total > 0)) * _kept_activations(config, layout, kept_per_layer),
-        passing=_passing(config, layout, kept_per_layer),
+        ema_weights=4 * len(config.ema.sigma_rels) * trained.share(layout),
+        activations=(1 + (head.total > 0)) * _stored_activations(config, layout, stored_per_layer),
+        passing=_passing(config, layout, stored_per_layer),
     )
 
 
@@ -180,7 +180,7 @@ def _in_flight(layout: Layout) -> float:
     return min(waiting, layout.num_micro_batches)
 
 
-def _kept_activations(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
+def _stored_activations(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
     model = config.model
     layers = model.num_layers / layout.pipeline
     share = layout.recompute_share if layout.recompute == "full" else 0.0

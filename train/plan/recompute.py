@@ -23,10 +23,10 @@ def with_recompute(config: RunConfig, ranks: int, available: float) -> RunConfig
     """
     if config.parallel.recompute_granularity != "auto":
         return config
-    of_part = config.model.num_layers // config.parallel.sizes.num_parts
-    choices = (_recomputing(config, count) for count in range(of_part + 1))
+    layers_per_chunk = config.model.num_layers // config.parallel.sizes.num_chunks
+    choices = (_recomputing(config, count) for count in range(layers_per_chunk + 1))
     fits = (one for one in choices if needed_memory(one, ranks) <= available * (1 - MARGIN))
-    return next(fits, _recomputing(config, of_part))
+    return next(fits, _recomputing(config, layers_per_chunk))
 
 
 def needed_memory(config: RunConfig, ranks: int) -> float:
@@ -37,9 +37,9 @@ def needed_memory(config: RunConfig, ranks: int) -> float:
 def choice_in_words(config: RunConfig) -> str:
     """Describe the choice of `with_recompute`."""
     parallel = config.parallel
-    of_part = config.model.num_layers // parallel.sizes.num_parts
-    count = 0 if parallel.recompute_granularity == "none" else parallel.recompute_num_layers or of_part
-    return f"{count} of {of_part} blocks"
+    layers_per_chunk = config.model.num_layers // parallel.sizes.num_chunks
+    count = 0 if parallel.recompute_granularity == "none" else parallel.recompute_num_layers or layers_per_chunk
+    return f"{count} of {layers_per_chunk} blocks"
 
 
 def _recomputing(config: RunConfig, count: int) -> RunConfig:

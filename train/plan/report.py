@@ -18,7 +18,7 @@ from megadit.train.plan.memory import Memory, memory_of
 from megadit.train.plan.recompute import choice_in_words, with_recompute
 from megadit.train.plan.search import Choice, assess, rank_layouts, usable_memory
 from megadit.train.plan.throughput import samples_of_a_step, step_seconds, time_in_words, with_shapes_of
-from megadit.train.plan.warnings import doubts
+from megadit.train.plan.warnings import warnings_of
 from megadit.train.plan.work import count_parameters, count_trained, typical_pack, upstream_flops, work_of
 
 NUM_SHOWN = 12
@@ -51,7 +51,7 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> list[str]:
         lines.append(
             f"note: samples are counted as latents of {shapes}; data.path=FOLDER counts those of your data set"
         )
-    lines += [f"note: {doubt}" for doubt in doubts(config, info, needed=memory.total, free=free)]
+    lines += [f"note: {doubt}" for doubt in warnings_of(config, info, needed=memory.total, free=free)]
     return lines
 
 
@@ -101,10 +101,11 @@ def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     console = Console(width=140)
     console.print(f"one step of {config.recipe} on {gpus} x {gpu.name} ({layout})")
     console.print(table)
-    needed, given = memory_of(decided, layout).total, usable_memory(gpu)
-    fit = "" if needed <= given else ": it does not fit (without --explain, layouts that do)"
+    needed, available = memory_of(decided, layout).total, usable_memory(gpu)
+    fit = "" if needed <= available else ": it does not fit (without --explain, layouts that do)"
     console.print(
-        f"{memory_in_words(needed)} on each GPU, of {memory_in_words(given)} that it has to give{fit}", highlight=False
+        f"{memory_in_words(needed)} on each GPU, of {memory_in_words(available)} that it has to give{fit}",
+        highlight=False,
     )
     console.print(
         f"{tokens_per_second(decided, layout, total):,.0f} tokens/s/GPU; no rate in this table was measured by it: "
@@ -125,12 +126,12 @@ def _short(value: float) -> str:
 def _size_lines(config: RunConfig) -> list[str]:
     tokens, distill = config.data.global_batch_size * config.data.seq_length, config.train.distill
     adapter = [f"parameters of the adapter, which alone learn: {count_trained(config).total:,}"]
-    beside = "teacher" + (" and critic" if distill is not None and distill.has_critic else "")
+    others = "teacher" + (" and critic" if distill is not None and distill.has_critic else "")
     form = ", adapters beside the same weights" if config.has_one_base else ""
     return [
         f"parameters: {count_parameters(config.model).total:,}",
         *(adapter if config.train.adapter is not None else []),
-        *([] if distill is None else [f"networks beside the student: {beside}{form}"]),
+        *([] if distill is None else [f"networks beside the student: {others}{form}"]),
         f"video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (at most: packs have a tail); "
         f"about {samples_of_a_step(config):,} samples a step",
     ]
@@ -232,9 +233,9 @@ def _explanation(best: Choice, choices: list[Choice]) -> list[str]:
     for name in ("tensor", "pipeline", "context", "data_parallel", "recompute", "micro_batch_size"):
         chosen = getattr(best.layout, name)
         others = sorted({getattr(one.layout, name) for one in choices} - {chosen}, key=_order)
-        told = [f"{other}: {_compare(best, name, other, choices)}" for other in others]
-        lines += [f"why {name}={chosen}:"] if told else []
-        lines += [f"    {line}" for line in told]
+        comparisons = [f"{other}: {_compare(best, name, other, choices)}" for other in others]
+        lines += [f"why {name}={chosen}:"] if comparisons else []
+        lines += [f"    {line}" for line in comparisons]
     return lines
 
 

@@ -11,7 +11,7 @@ from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout, with_layout
 from megadit.train.plan.memory import RESERVE, Memory, memory_of
 
-MAX_PARTS = 4
+MAX_CHUNKS = 4
 """Most parts of the network that the search gives to one pipeline stage."""
 
 
@@ -71,6 +71,6 @@ def _is_sensible(sizes: ParallelSizes, config: RunConfig, gpu: Gpu) -> bool:
     return (
         sizes.tensor <= gpu.per_node
         and sizes.sequence_parallel == (sizes.tensor > 1)
-        and sizes.virtual_pipeline <= MAX_PARTS
+        and sizes.virtual_pipeline <= MAX_CHUNKS
         and (sizes.context_comm != "both" or is_both)  # else it is one of the two
     )

@@ -79,7 +79,7 @@ def tune(config: RunConfig, gpu: Gpu, *, ranks: int, top: int, steps: int, secon
             rows.append(_measure(choice, folder, ranks, steps, seconds))
             write_json(folder / "rows.json", [asdict(row) for row in rows])
     rows.sort(key=lambda row: (row.seconds is None, row.seconds or 0.0))
-    _tell(rows)
+    _print_rows(rows)
     best = rows[0]
     if best.seconds is None:
         raise UserError(f"none of {len(rows)} layouts could be measured; {folder}/*.log say why")
@@ -105,12 +105,12 @@ def _begin(folder: Path, request: dict[str, object]) -> list[Row]:
 def _measure(choice: Choice, folder: Path, ranks: int, steps: int, seconds: float) -> Row:
     overrides = choice.layout.overrides()
     name = "".join(letter if letter.isalnum() else "-" for letter in str(choice.layout))
-    figures, log = folder / f"{name}.json", folder / f"{name}.log"
-    figures.unlink(missing_ok=True)
-    code = _run_process(command(folder / "run.yaml", overrides, ranks, steps, figures), log, seconds)
+    numbers, log = folder / f"{name}.json", folder / f"{name}.log"
+    numbers.unlink(missing_ok=True)
+    code = _run_process(command(folder / "run.yaml", overrides, ranks, steps, numbers), log, seconds)
     row = Row(layout=str(choice.layout), overrides=tuple(overrides), outcome="measured", predicted=choice.time.total)
     if code == 0:
-        measured = json.loads(figures.read_text(encoding="utf-8"))["figures"]
+        measured = json.loads(numbers.read_text(encoding="utf-8"))["figures"]
         return replace(row, seconds=measured["seconds"], memory_gb=measured["peak_memory_gb"])
     if code is None:
         return replace(row, outcome="hung", said=f"no end after {duration(seconds)}")
@@ -120,11 +120,11 @@ def _measure(choice: Choice, folder: Path, ranks: int, steps: int, seconds: floa
     return replace(row, outcome="out of memory" if has_no_memory else "crashed", said=lines[-1] if lines else "")
 
 
-def command(run: Path, overrides: Sequence[str], ranks: int, steps: int, figures: Path) -> list[str]:
+def command(run: Path, overrides: Sequence[str], ranks: int, steps: int, numbers: Path) -> list[str]:
     """Command that measures one layout."""
     return [
         *(sys.executable, "-m", "megadit.train.benchmarks.train", "--config-file", str(run), *overrides),
-        *("--nproc", str(ranks), "--steps", str(steps), "--warmup", str(WARMUP), "--json", str(figures)),
+        *("--nproc", str(ranks), "--steps", str(steps), "--warmup", str(WARMUP), "--json", str(numbers)),
     ]
 
 
@@ -170,7 +170,7 @@ def _keep_calibration(config: RunConfig, gpu: Gpu, choices: list[Choice], rows: 
     )
 
 
-def _tell(rows: list[Row]) -> None:
+def _print_rows(rows: list[Row]) -> None:
     table = Table(box=None)
     for name in ("", "layout", "s/step", "planner", "GiB", ""):
         table.add_column(name, justify="left" if name in ("layout", "") else "right")

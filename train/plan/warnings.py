@@ -21,7 +21,9 @@ SIZES = ("num_layers", "hidden_size", "in_channels")
 """Settings of a network that decide whether a recipe's sampling settings suit it."""
 
 
-def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, free: float = math.inf) -> list[str]:
+def warnings_of(
+    config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, free: float = math.inf
+) -> list[str]:
     """Sentences about a run; `info` is its data set, None where it is not known.
 
     Args:

@@ -58,7 +58,7 @@ def digits() -> RunConfig:
         validation=ValidationConfig(
             interval=480,
             num_batches=4,
-            sampling=SamplingConfig(sampler="restart", num_steps=4, sigmas=(80.0, 4.0, 1.0, 0.3), guidance=3.0),
+            sampling=SamplingConfig(sampler="consistency", num_steps=4, sigmas=(80.0, 4.0, 1.0, 0.3), guidance=3.0),
         ),
     )
 
@@ -79,7 +79,7 @@ def digits_flow() -> RunConfig:
     return replace(
         run,
         recipe="digits_flow",
-        model=replace(run.model, preconditioner="flow"),
+        model=replace(run.model, parameterization="flow"),
         diffusion=replace(run.diffusion, p_mean=1.0, p_std=1.0),
         train=replace(run.train, output_dir="runs/digits_flow"),
     )
@@ -127,10 +127,10 @@ def digits_dreambooth() -> RunConfig:
 
 
 @recipe
-def digits_given() -> RunConfig:
+def digits_conditioned() -> RunConfig:
     """The demo's network goes on to take given parts: frames, masks and clips to edit; six minutes on two CPU cores.
 
-    Command: torchrun --nproc-per-node 2 -m megadit.train --recipe digits_given data.path=FOLDER
+    Command: torchrun --nproc-per-node 2 -m megadit.train --recipe digits_conditioned data.path=FOLDER
         checkpoint.init_from=BUNDLE
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
     Tokens: 3,840 a step in two packs (a clip is 48, with a frame beside it 64, with a clip to edit 96).
@@ -139,11 +139,11 @@ def digits_given() -> RunConfig:
     run = digits()
     return replace(
         run,
-        recipe="digits_given",
-        model=replace(run.model, given_sigma=0.02),
+        recipe="digits_conditioned",
+        model=replace(run.model, conditioning_sigma=0.02),
         data=replace(
             run.data,
-            given=(
+            conditioning=(
                 "first_frame:0.3",
                 "last_frame:0.25",
                 "keyframes:0.03",
@@ -153,14 +153,14 @@ def digits_given() -> RunConfig:
                 "edit:1.0",
             ),
         ),
-        train=replace(run.train, train_iters=1300, output_dir="runs/digits_given"),
+        train=replace(run.train, train_iters=1300, output_dir="runs/digits_conditioned"),
         optimizer=replace(run.optimizer, lr=6e-3),
         ema=EmaConfig(sigma_rels=(0.05,)),
         validation=replace(
             run.validation,
             interval=650,
             sampling=SamplingConfig(
-                sampler="restart", num_steps=6, sigmas=(80.0, 8.0, 3.0, 1.0, 0.5, 0.2), guidance=2.0
+                sampler="consistency", num_steps=6, sigmas=(80.0, 8.0, 3.0, 1.0, 0.5, 0.2), guidance=2.0
             ),
         ),
     )

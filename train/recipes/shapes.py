@@ -26,7 +26,7 @@ def shapes() -> RunConfig:
             run.data,
             text_seq_length=768,
             mock_latent_shapes=((1, 4, 4), (3, 4, 4)),
-            given=("first_frame:0.15",),
+            conditioning=("first_frame:0.15",),
         ),
         train=replace(run.train, train_iters=1200, output_dir="runs/shapes"),
         validation=replace(

@@ -80,7 +80,7 @@ class StageConfig:
     """Stages that must have ended well; None: the one above, []: none."""
     array: str = ""
     """0-99: a hundred tasks, 0-99%8: no more than 8 at once. Each has its number in $TASK and their count in $TASKS,
-    as `megadit prepare ... --part $TASK/$TASKS` takes them."""
+    as `megadit prepare ... --shard $TASK/$TASKS` takes them."""
     nodes: int = 1
     ranks_per_node: int | None = None
     """Ranks on each node; None: one for each GPU."""

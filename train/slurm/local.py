@@ -35,7 +35,7 @@ def run_here(chain: ChainConfig, words: list[str], *, at_once: int) -> int:
     left = {stage: _tasks(chain, stage, numbers) for stage, _, numbers in (word.partition(":") for word in words)}
     chosen, failed, codes = set(left), set[str](), []
     running: dict[subprocess.Popen, tuple[str, str]] = {}
-    with FolderLock(chain.folder, "runs a chain"), _told_to_stop():
+    with FolderLock(chain.folder, "runs a chain"), _stops_on_signal():
         try:
             while left or running:
                 for process in [process for process in running if process.poll() is not None]:
@@ -105,7 +105,7 @@ def _note(chain: ChainConfig, task: str, text: str) -> None:
 
 
 @contextmanager
-def _told_to_stop() -> Iterator[None]:
+def _stops_on_signal() -> Iterator[None]:
     """A signal to end ends the work, and then this process with 128 + signal."""
 
     def stop(number: int, frame: object) -> None:

@@ -26,7 +26,7 @@ class Fault:
     said: str
 
 
-def judge(results: Path) -> list[Fault]:
+def faults_of(results: Path) -> list[Fault]:
     """The faults of the nodes in a folder of results; several of a node, where it has several.
 
     Raises:
@@ -52,8 +52,8 @@ def _faults_of(results: Path, node: str) -> list[Fault]:
     if _code(results / f"{node}.dcgmi.code"):
         faults.append(Fault(node=node, said=f"dcgmi diag: {_last_failure(results / f'{node}.dcgmi')}"))
     if code:
-        told = list(_blamed(results / f"{node}.doctor", [node])) if code == 1 else []
-        faults += told or [Fault(node=node, said=f"megadit doctor ended with {code}; see {node}.doctor")]
+        blamed = list(_blamed(results / f"{node}.doctor", [node])) if code == 1 else []
+        faults += blamed or [Fault(node=node, said=f"megadit doctor ended with {code}; see {node}.doctor")]
     return faults
 
 
@@ -92,7 +92,7 @@ def _run(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError("give the folder of results and the file of nodes to leave out")
     results, exclude = map(Path, argv)
-    faults = judge(results)
+    faults = faults_of(results)
     nodes = (results / "nodes").read_text(encoding="utf-8").split()
     bad = sorted({fault.node for fault in faults})
     left_out = set(exclude.read_text(encoding="utf-8").split() if exclude.is_file() else ())

@@ -23,10 +23,10 @@ def open_bundle_extractor(path: Path, device: torch.device) -> Extractor:
     return OF_KIND[bundle.kind](bundle, device)
 
 
-class _Judge:
+class _EmbeddingNetwork:
     """Preprocessing that both extractors share: pictures are prepared as in training."""
 
-    def __init__(self, bundle: Bundle, device: torch.device, *, width: int, told: str) -> None:
+    def __init__(self, bundle: Bundle, device: torch.device, *, width: int, identity: str) -> None:
         """`told` names the features, in words."""
         self._tokenizer, self._device, self._size = bundle.load_tokenizer(), device, bundle.defaults
         self.fewest_frames = bundle.defaults.num_frames
@@ -34,7 +34,7 @@ class _Judge:
         self.width = width
         self.fingerprint = sha256_of(bundle.path / "transformer" / "model.safetensors")[:12]
         frames = f"{self.fewest_frames} frames from the middle, " if self.fewest_frames > 1 else ""
-        self.protocol = f"{frames}bicubic with antialias to {self._size.height}x{self._size.width}, {told}"
+        self.protocol = f"{frames}bicubic with antialias to {self._size.height}x{self._size.width}, {identity}"
 
     def _latents(self, video_BTHWC: Tensor) -> Tensor:
         """Return the latents that the network reads."""
@@ -43,7 +43,7 @@ class _Judge:
         return self._tokenizer.encode(resized(seen_BTHWC, self._size.height, self._size.width) / 127.5 - 1)
 
 
-class ClassifierFeatures(_Judge):
+class ClassifierFeatures(_EmbeddingNetwork):
     """The normalised class token of a ViT (arXiv 2010.11929, equation 4), whatever its classes are."""
 
     name = "vit"
@@ -51,14 +51,14 @@ class ClassifierFeatures(_Judge):
     def __init__(self, bundle: Bundle, device: torch.device) -> None:
         self._network = bundle.load_classifier(device).eval().requires_grad_(False)
         self._network.head.linear = None
-        super().__init__(bundle, device, width=bundle.config.hidden_size, told="class token")
+        super().__init__(bundle, device, width=bundle.config.hidden_size, identity="class token")
 
     @torch.inference_mode()
     def __call__(self, video_BTHWC: Tensor) -> Tensor:
         return self._network(self._latents(video_BTHWC)).float()
 
 
-class ClipFeatures(_Judge):
+class ClipFeatures(_EmbeddingNetwork):
     """CLIP's embeddings of pictures and of texts (arXiv 2103.00020), whose lengths stay as they are."""
 
     name = "clip"
@@ -66,7 +66,7 @@ class ClipFeatures(_Judge):
     def __init__(self, bundle: Bundle, device: torch.device) -> None:
         self._network = bundle.load_clip(device).eval().requires_grad_(False)
         self._words = bundle.load_text_encoder()
-        super().__init__(bundle, device, width=bundle.config.text_tower.embedding_size, told="embedding")
+        super().__init__(bundle, device, width=bundle.config.text_tower.embedding_size, identity="embedding")
 
     @torch.inference_mode()
     def __call__(self, video_BTHWC: Tensor) -> Tensor:

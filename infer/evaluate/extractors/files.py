@@ -70,7 +70,7 @@ def _read(path: Path) -> tuple[str, Mapping[str, int], dict[str, Tensor]]:
     if not path.is_file():
         raise UserError(
             f"there are no weights at {path}: give a file of `megadit evaluate convert`, a folder of CLIP or VideoMAE "
-            "as transformers saves it, the bundle of a CLIP or a ViT, or judge.safetensors of `megadit demo`"
+            "as transformers saves it, the bundle of a CLIP or a ViT, or classifier.safetensors of `megadit demo`"
         )
     try:
         with open(path, "rb") as file:

@@ -89,17 +89,17 @@ def frechet_estimate(made: Features, real: Features) -> Estimate:
     made_NFD, real_NFD = (side.features_NFD.to(device) for side in (made, real))
     share = 4 if made_NFD.shape[2] > WIDE else 1
     plain = frechet(moments(made_NFD), moments(real_NFD))
-    halves_K = torch.tensor([_halved(made_NFD, real_NFD, seed) for seed in range(NUM_HALVINGS // share)])
+    halved_K = torch.tensor([_halved(made_NFD, real_NFD, seed) for seed in range(NUM_HALVINGS // share)])
     resampled_R = [
         frechet(moments(made_NFD, made_N), moments(real_NFD, real_N))
         for made_N, real_N in zip(made.weight_RN[::share], real.weight_RN[::share], strict=True)
     ]
     return Estimate(
-        value=2 * plain - halves_K.mean().item(),
+        value=2 * plain - halved_K.mean().item(),
         resampled_R=torch.tensor(resampled_R, dtype=torch.float64),
         count=len(made.features_NFD),
-        noise=halves_K.std().item() / len(halves_K) ** 0.5,
-        beside={"plain": plain},
+        noise=halved_K.std().item() / len(halved_K) ** 0.5,
+        extra={"plain": plain},
     )
 
 
@@ -155,9 +155,9 @@ def _kernel(a: Features, b: Features) -> Tensor:
     (_, each, width), (count, others, _) = a.features_NFD.shape, b.features_NFD.shape
     b_MD = b.features_NFD.flatten(0, 1).double()
     rows = []
-    for part_PFD in a.features_NFD.split(max(1, _CHUNK // (each * count * others))):
-        products = part_PFD.flatten(0, 1).double() @ b_MD.T / width + 1
-        rows.append(products.pow(3).reshape(len(part_PFD), each, count, others).mean((1, 3)))
+    for chunk_PFD in a.features_NFD.split(max(1, _CHUNK // (each * count * others))):
+        products = chunk_PFD.flatten(0, 1).double() @ b_MD.T / width + 1
+        rows.append(products.pow(3).reshape(len(chunk_PFD), each, count, others).mean((1, 3)))
     return torch.cat(rows)
 
 

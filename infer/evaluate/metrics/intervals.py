@@ -37,7 +37,7 @@ class Estimate:
     """Lowest and highest value of the metric."""
     low_high: tuple[float, float] | None = None
     """Interval that is computed otherwise."""
-    beside: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     """Values reported with it, such as the plain one of as many videos."""
 
     @property

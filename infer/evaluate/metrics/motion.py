@@ -70,9 +70,9 @@ class MotionClips:
         flow_N2HW = optical_flow(first_NHW, second_NHW)
         change_N = (second_NHW - first_NHW).abs().mean((1, 2))
         left_N = (warped(second_NHW[:, None], flow_N2HW)[:, 0] - first_NHW).abs().mean((1, 2))
-        way_N = 100 * _where_textured(flow_N2HW.norm(dim=1), first_NHW) / brightness_BTHW.shape[2]
+        displacement_N = 100 * _where_textured(flow_N2HW.norm(dim=1), first_NHW) / brightness_BTHW.shape[2]
         unexplained_N = torch.where(change_N > 1e-4, left_N / change_N.clamp(min=1e-4), 0)
-        per_frame = torch.stack([way_N, unexplained_N.clamp(max=1)], dim=1)
+        per_frame = torch.stack([displacement_N, unexplained_N.clamp(max=1)], dim=1)
         return per_frame.reshape(len(video_BTHWC), -1, 2).mean(1)
 
 

@@ -1,4 +1,4 @@
-"""Scores by a user's program (`infer/hooks/scorer.py`) as metrics: `megadit evaluate --judge_dir DIR`."""
+"""Scores by a user's program (`infer/hooks/scorer.py`) as metrics: `megadit evaluate --scorer_dir DIR`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megadit.infer.evaluate.metrics.table import Better
 from megadit.infer.evaluate.videos import hashed
-from megadit.infer.hooks.scorer import Judge, find_judge
+from megadit.infer.hooks.scorer import Scorer, find_scorer
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
 
 
-class JudgeScorer:
+class ProgramScorer:
     """Scores of each video and its prompt by a user's program: a column for each score with a better direction."""
 
     name, sees, fewest_frames, needs_prompts = "judge", "scores", 1, False
@@ -32,19 +32,19 @@ class JudgeScorer:
         self.better, self.columns = dict(better), tuple(better)
 
     @classmethod
-    def open(cls, directory: str | Path) -> "JudgeScorer":
+    def open(cls, directory: str | Path) -> "ProgramScorer":
         """Open the program in a folder.
 
         Raises:
             UserError: if there is none, it fails, or does not say which of its scores are better.
         """
-        path, judge = find_judge(directory), Judge.load(directory)
-        if not _says_what_is_better(judge.better):
+        path, scorer = find_scorer(directory), Scorer.load(directory)
+        if not _says_what_is_better(scorer.better):
             raise UserError(
                 f"{path} has to say which of its scores are metrics, and which direction of each is better: write "
                 "such as BETTER = {'beauty': 'higher'} (or 'lower')"
             )
-        return cls(judge.scores, judge.better, _fingerprint(path.parent))
+        return cls(scorer.scores, scorer.better, _fingerprint(path.parent))
 
     def __call__(self, video_BTHWC: Tensor, prompts: Sequence[str]) -> Tensor:
         rows = []

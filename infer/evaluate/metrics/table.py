@@ -44,7 +44,7 @@ def _of_videos(value: Callable[[Tensor], Tensor], scale: float = 1.0) -> Callabl
             resampled_R=torch.stack(resampled),
             count=len(made_N),
             bounds=(0.0, float("inf")),
-            beside={"mean": made_N.mean().item(), "mean of real videos": real_M.mean().item()},
+            extra={"mean": made_N.mean().item(), "mean of real videos": real_M.mean().item()},
         )
 
     return estimate

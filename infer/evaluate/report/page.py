@@ -21,7 +21,7 @@ def write_page(path: Path, report: dict[str, Any], shows: Sequence[tuple[str, st
     body = [
         f"<h1>{escape(_title(report))}</h1>",
         f'<p class="faint">{escape(_subtitle(report))}</p>',
-        _figures(report["figures"]),
+        _metric_values(report["figures"]),
         _differences(report["differences"]),
         *(_shown(*show) for show in shows),
         _protocols(report["figures"]),
@@ -30,7 +30,7 @@ def write_page(path: Path, report: dict[str, Any], shows: Sequence[tuple[str, st
 
 
 def _title(report: dict[str, Any]) -> str:
-    models = list(dict.fromkeys(figure["model"] for figure in report["figures"]))
+    models = list(dict.fromkeys(metric_value["model"] for metric_value in report["figures"]))
     return f"Evaluation of {' and '.join(models)}"
 
 
@@ -40,29 +40,39 @@ def _subtitle(report: dict[str, Any]) -> str:
     return f"{report['window']}{against}; intervals: {report['interval']}"
 
 
-def _label(figure: dict[str, Any]) -> str:
-    return figure["model"] if figure["guidance"] is None else f"{figure['model']}, guidance {figure['guidance']:g}"
+def _label(metric_value: dict[str, Any]) -> str:
+    return (
+        metric_value["model"]
+        if metric_value["guidance"] is None
+        else f"{metric_value['model']}, guidance {metric_value['guidance']:g}"
+    )
 
 
-def _figures(figures: Sequence[dict[str, Any]]) -> str:
+def _metric_values(metric_values: Sequence[dict[str, Any]]) -> str:
     head = (
         '<tr><th>figure<th>of<th class="number">value<th class="number">95 % interval<th class="number">real against '
         'real<th class="number">videos<th>beside'
     )
     rows, last = [], None
-    for figure in sorted(figures, key=lambda each: (each["metric"], each["of"])):
-        name = (figure["metric"], figure["of"])
-        arrow = "lower is better" if figure["better"] == "lower" else "higher is better"
-        what = f"<b>{escape(name[0])}</b> by {escape(name[1])}<br><small>{escape(figure['title'])}; {arrow}</small>"
-        beside = ", ".join(f"{key} {shown(value)}" for key, value in figure["beside"].items())
-        note = f'<br><span class="bad">{escape(figure["note"])}</span>' if figure["note"] else ""
-        floor = f"{shown(figure['floor']['low'])} to {shown(figure['floor']['high'])}" if figure["floor"] else ""
+    for metric_value in sorted(metric_values, key=lambda each: (each["metric"], each["of"])):
+        name = (metric_value["metric"], metric_value["of"])
+        arrow = "lower is better" if metric_value["better"] == "lower" else "higher is better"
+        what = (
+            f"<b>{escape(name[0])}</b> by {escape(name[1])}<br><small>{escape(metric_value['title'])}; {arrow}</small>"
+        )
+        extra = ", ".join(f"{key} {shown(value)}" for key, value in metric_value["beside"].items())
+        note = f'<br><span class="bad">{escape(metric_value["note"])}</span>' if metric_value["note"] else ""
+        baseline = (
+            f"{shown(metric_value['floor']['low'])} to {shown(metric_value['floor']['high'])}"
+            if metric_value["floor"]
+            else ""
+        )
         rows.append(
-            f"<tr><td>{what if name != last else ''}<td>{escape(_label(figure))}"
-            f'<td class="number"><b>{shown(figure["value"])}</b>'
-            f'<td class="number">{shown(figure["low"])} to {shown(figure["high"])}'
-            f'<td class="number">{floor}<td class="number">{figure["videos"]}'
-            f"<td><small>{escape(beside)}</small>{note}"
+            f"<tr><td>{what if name != last else ''}<td>{escape(_label(metric_value))}"
+            f'<td class="number"><b>{shown(metric_value["value"])}</b>'
+            f'<td class="number">{shown(metric_value["low"])} to {shown(metric_value["high"])}'
+            f'<td class="number">{baseline}<td class="number">{metric_value["videos"]}'
+            f"<td><small>{escape(extra)}</small>{note}"
         )
         last = name
     return f"<h2>Figures</h2><table>{head}{''.join(rows)}</table>"
@@ -93,8 +103,10 @@ def _shown(heading: str, explanation: str, frames_THWC: np.ndarray, fps: float) 
     return f"<h2>{escape(heading)}</h2><p>{escape(explanation)}</p>{picture}"
 
 
-def _protocols(figures: Sequence[dict[str, Any]]) -> str:
-    lines = "".join(f"<li><code>{escape(line)}</code>" for line in dict.fromkeys(each["protocol"] for each in figures))
+def _protocols(metric_values: Sequence[dict[str, Any]]) -> str:
+    lines = "".join(
+        f"<li><code>{escape(line)}</code>" for line in dict.fromkeys(each["protocol"] for each in metric_values)
+    )
     return (
         "<h2>Protocols</h2><p>Figures can be compared where their protocols are the same, letter by letter. Fréchet "
         "distances are those of infinitely many videos, extrapolated; the plain ones of as many videos as there are "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
+from megadit.infer.evaluate.evaluation import Candidate, Evaluation, MetricValue
 from megadit.infer.evaluate.extractors.base import resized
 from megadit.infer.evaluate.metrics.table import ADHERENCE
 from megadit.infer.evaluate.videos import Clip, VideoSet
@@ -49,9 +49,9 @@ def paired_grid(candidates: Sequence[Candidate], window: Window) -> np.ndarray:
 def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, str] | None:
     """The best videos of a candidate above its worst, THWC, and the score that ranks them; None without a scorer of
     single videos."""
-    if (judged := evaluation.quality(candidate)) is None:
+    if (score := evaluation.quality(candidate)) is None:
         return None
-    quality_N, name = judged
+    quality_N, name = score
     order = quality_N.argsort(descending=True, stable=True).tolist()
     count = min(NUM_EXTREME, len(order) // 2)
     places = [*order[:count], *order[len(order) - count :]]
@@ -90,29 +90,31 @@ def clips_at(videos: VideoSet, places: Sequence[int]) -> list[Clip]:
 # ------------------------------------------------------------------------------------------------------------ curves
 
 
-def has_curve(figures: Sequence[Figure]) -> bool:
+def has_curve(metric_values: Sequence[MetricValue]) -> bool:
     """Whether a model was evaluated at several guidances."""
-    return len({figure.candidate.guidance for figure in figures} - {None}) > 1
+    return len({metric_value.candidate.guidance for metric_value in metric_values} - {None}) > 1
 
 
-def draw_curves(path: Path, figures: Sequence[Figure]) -> None:
+def draw_curves(path: Path, metric_values: Sequence[MetricValue]) -> None:
     """Each distance against how well prompts are followed (or guidance, where nothing tells that), a line per model.
 
     Bars are 95 % intervals; the grey band is real against real.
     """
     from matplotlib.figure import Figure as Page
 
-    of_prompts = {each.metric: each.title for each in figures if each.better == "higher" and each.floor is None}
+    of_prompts = {
+        each.metric: each.title for each in metric_values if each.better == "higher" and each.baseline is None
+    }
     adherence = ADHERENCE if ADHERENCE in of_prompts else next(iter(of_prompts), None)
-    every = list(dict.fromkeys((each.metric, each.of, each.title) for each in figures))
+    every = list(dict.fromkeys((each.metric, each.of, each.title) for each in metric_values))
     names = [name for name in every if name[0] != adherence]
     if not names:  # nothing that it could lie along
         adherence, names = None, every
     names = [name for name in names if _is_distance(name[0])] or names[:1]
     page = Page(figsize=(4.6 * len(names), 3.9), facecolor=BACKGROUND, layout="constrained")
     for axis, (metric, of, title) in zip(page.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        chosen = [each for each in figures if (each.metric, each.of) == (metric, of)]
-        _draw(axis, chosen, {_place(each): each for each in figures if each.metric == adherence})
+        chosen = [each for each in metric_values if (each.metric, each.of) == (metric, of)]
+        _draw(axis, chosen, {_place(each): each for each in metric_values if each.metric == adherence})
         axis.set_title(f"{metric} by {of}: {title}", color=TEXT, fontsize=9, loc="left")
         axis.set_xlabel(of_prompts.get(adherence, "guidance"), color=FAINT, fontsize=8)
     with atomic_path(path) as temporary:
@@ -123,14 +125,14 @@ def _is_distance(metric: str) -> bool:
     return metric in ("fid", "kid", "fvd", "kvd")
 
 
-def _place(figure: Figure) -> tuple[str, float | None]:
-    return figure.candidate.model, figure.candidate.guidance
+def _place(metric_value: MetricValue) -> tuple[str, float | None]:
+    return metric_value.candidate.model, metric_value.candidate.guidance
 
 
-def _draw(axis, figures: Sequence[Figure], adherence: dict[tuple, Figure]) -> None:
-    models = dict.fromkeys(each.candidate.model for each in figures)
+def _draw(axis, metric_values: Sequence[MetricValue], adherence: dict[tuple, MetricValue]) -> None:
+    models = dict.fromkeys(each.candidate.model for each in metric_values)
     for colour, model in zip(COLOURS, models, strict=False):
-        line = [each for each in figures if each.candidate.model == model]
+        line = [each for each in metric_values if each.candidate.model == model]
         along = [adherence.get(_place(each)) for each in line]
         x = [
             each.candidate.guidance or 0.0 if other is None else other.estimate.value
@@ -155,7 +157,7 @@ def _draw(axis, figures: Sequence[Figure], adherence: dict[tuple, Figure]) -> No
                 axis.annotate(
                     f"{each.candidate.guidance:g}", (left, height), (5, 5), textcoords="offset points", fontsize=8
                 )
-    floors = [each.floor.interval for each in figures if each.floor is not None]
+    floors = [each.baseline.interval for each in metric_values if each.baseline is not None]
     if floors:
         axis.axhspan(*floors[0], color=FAINT, alpha=0.15, lw=0, label="real against real")
     axis.legend(fontsize=7, frameon=False)
@@ -165,8 +167,8 @@ def _draw(axis, figures: Sequence[Figure], adherence: dict[tuple, Figure]) -> No
         axis.spines[side].set_visible(False)
 
 
-def _bars(figures: Sequence[Figure]) -> list[list[float]]:
-    intervals = [(each.estimate.value, *each.estimate.interval) for each in figures]
+def _bars(metric_values: Sequence[MetricValue]) -> list[list[float]]:
+    intervals = [(each.estimate.value, *each.estimate.interval) for each in metric_values]
     return [
         [max(0.0, value - low) for value, low, _ in intervals],
         [max(0.0, high - value) for value, _, high in intervals],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.evaluate.evaluation import Difference, Evaluation, Figure, check_same_protocol
+from megadit.infer.evaluate.evaluation import Difference, Evaluation, MetricValue, check_same_protocol
 from megadit.infer.evaluate.metrics.intervals import NUM_RESAMPLINGS, Estimate
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
@@ -16,7 +16,7 @@ REPORT_FILE = "report.json"
 
 def to_json(
     evaluation: Evaluation,
-    figures: Sequence[Figure],
+    metric_values: Sequence[MetricValue],
     differences: Sequence[Difference],
     seconds: dict[str, float],
 ) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def to_json(
         "window": evaluation.store.window.text,
         "real": None if real is None else {"label": real.label, "key": real.key, "videos": real.count},
         "interval": f"95 %, {NUM_RESAMPLINGS} resamplings of prompts with their videos",
-        "figures": [_figure(figure) for figure in figures],
+        "figures": [_metric_value(metric_value) for metric_value in metric_values],
         "differences": [
             {
                 "first": each.first.candidate.label,
@@ -43,26 +43,26 @@ def to_json(
     }
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
+def _metric_value(metric_value: MetricValue) -> dict[str, Any]:
     return {
-        "model": figure.candidate.model,
-        "guidance": figure.candidate.guidance,
-        "metric": figure.metric,
-        "title": figure.title,
-        "of": figure.of,
-        "better": figure.better,
-        **_estimate(figure.estimate),
-        "videos": figure.estimate.count,
-        "beside": {name: _rounded(value) for name, value in figure.estimate.beside.items()},
-        "floor": None if figure.floor is None else _estimate(figure.floor),
-        "note": figure.note,
-        "protocol": figure.protocol,
+        "model": metric_value.candidate.model,
+        "guidance": metric_value.candidate.guidance,
+        "metric": metric_value.metric,
+        "title": metric_value.title,
+        "of": metric_value.of,
+        "better": metric_value.better,
+        **_estimate(metric_value.estimate),
+        "videos": metric_value.estimate.count,
+        "beside": {name: _rounded(value) for name, value in metric_value.estimate.extra.items()},
+        "floor": None if metric_value.baseline is None else _estimate(metric_value.baseline),
+        "note": metric_value.note,
+        "protocol": metric_value.protocol,
     }
 
 
-def interval_of(figure: Figure) -> dict[str, float]:
+def interval_of(metric_value: MetricValue) -> dict[str, float]:
     """{"value", "low", "high"} of a metric."""
-    return _estimate(figure.estimate)
+    return _estimate(metric_value.estimate)
 
 
 def _estimate(estimate: Estimate) -> dict[str, float]:
@@ -102,12 +102,12 @@ def side_by_side(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for report in reports:
-        for figure in report["figures"]:
-            others = by_name.setdefault((figure["metric"], figure["of"]), [])
+        for metric_value in report["figures"]:
+            others = by_name.setdefault((metric_value["metric"], metric_value["of"]), [])
             if others:
-                check_same_protocol(others[0]["protocol"], figure["protocol"])
-            others.append(figure)
-    return [figure for figures in by_name.values() for figure in figures]
+                check_same_protocol(others[0]["protocol"], metric_value["protocol"])
+            others.append(metric_value)
+    return [metric_value for metric_values in by_name.values() for metric_value in metric_values]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -115,11 +115,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     cells = [("model", "metric", "", "value", "95 % interval", "real against real", "videos")]
     for row in rows:
         label = row["model"] if row["guidance"] is None else f"{row['model']}, guidance {row['guidance']:g}"
-        floor = shown(row["floor"]["value"]) if row["floor"] else ""
+        baseline = shown(row["floor"]["value"]) if row["floor"] else ""
         interval = f"{shown(row['low'])} to {shown(row['high'])}"
         arrow = "v" if row["better"] == "lower" else "^"
         cells.append(
-            (label, f"{row['metric']} ({row['of']})", arrow, shown(row["value"]), interval, floor, str(row["videos"]))
+            (
+                label,
+                f"{row['metric']} ({row['of']})",
+                arrow,
+                shown(row["value"]),
+                interval,
+                baseline,
+                str(row["videos"]),
+            )
         )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import imageio.v3 as iio
 
-from megadit.infer.evaluate.evaluation import Candidate, Difference, Evaluation, Figure
+from megadit.infer.evaluate.evaluation import Candidate, Difference, Evaluation, MetricValue
 from megadit.infer.evaluate.report.page import write_page
 from megadit.infer.evaluate.report.pictures import draw_curves, extremes, has_curve, paired_grid
 from megadit.infer.evaluate.report.report import REPORT_FILE, table, to_json
@@ -23,16 +23,16 @@ def write_report(
     out: Path,
     evaluation: Evaluation,
     candidates: Sequence[Candidate],
-    figures: Sequence[Figure],
+    metric_values: Sequence[MetricValue],
     differences: Sequence[Difference],
     seconds: dict[str, float],
 ) -> None:
     """Writes all files, report.json last, and prints the table."""
     window, shows = evaluation.store.window, []
-    if has_curve(figures) and find_spec("matplotlib") is None:
+    if has_curve(metric_values) and find_spec("matplotlib") is None:
         print("no curves.png: matplotlib is not installed (pip install 'megadit[evaluate]')", file=sys.stderr)
-    elif has_curve(figures):
-        draw_curves(out / "curves.png", figures)
+    elif has_curve(metric_values):
+        draw_curves(out / "curves.png", metric_values)
         shows.append(
             ("Quality and prompts", "Bars are 95 % intervals.", iio.imread(out / "curves.png")[None, ..., :3], 0)
         )
@@ -46,7 +46,7 @@ def write_report(
         shows.append(
             (f"Best and worst of {candidate.label}", f"Best above, worst below, by {name}.", sheet, window.fps)
         )
-    report = to_json(evaluation, figures, differences, seconds)
+    report = to_json(evaluation, metric_values, differences, seconds)
     write_page(out / "report.html", report, shows)
     write_json(out / REPORT_FILE, report)
     print(table(report["figures"]))

@@ -30,7 +30,7 @@ from megadit.models.convert.adapters.adapter import (
 )
 from megadit.models.convert.adapters.names import (
     diffusers_linears,
-    known_linears,
+    named_linears,
     our_linears,
     regroup,
     split_key,
@@ -40,7 +40,7 @@ from megadit.models.convert.adapters.origin import (
     FORMAT_VERSION,
     HEADER_ORIGIN,
     HEADER_SETTINGS,
-    ORIGIN_PARTS,
+    ORIGIN_KEYS,
     PIPELINE_TENSORS,
     SETTINGS_FILE,
     origin_of,
@@ -115,7 +115,7 @@ def open_adapter(path: str | Path) -> OpenedAdapter:
     file = tensor_file(path)
     source = open_safetensors(file)
     origin = origin_of(file, source)
-    base, training, defaults = (origin.get(name) or {} for name in ORIGIN_PARTS)
+    base, training, defaults = (origin.get(name) or {} for name in ORIGIN_KEYS)
     return OpenedAdapter(
         source=source,
         settings=settings_of(file, source),
@@ -139,7 +139,7 @@ def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapt
         raise UserError(f"{path} does not say which network it belongs to: name a bundle of it with --base BUNDLE")
     if opened.config is not None and opened.config.family != config.family:
         raise UserError(f"{path} was trained on a network of family {opened.config.family}, not {config.family}")
-    source, settings, linears = opened.source, opened.settings, known_linears(config)
+    source, settings, linears = opened.source, opened.settings, named_linears(config)
     keys, unused = keys_of_linears(source, linears, config)
     problems = problems_of(source, keys, unused, linears, settings)
     if any(problems.values()):

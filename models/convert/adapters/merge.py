@@ -12,7 +12,7 @@ from megadit.models.convert.adapters.files import networks_of, read_adapter_of
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.adapters import load_adapter, merge, set_scale
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.license import Licence
+from megadit.models.storage.license import License
 from megadit.models.storage.manifest import check_replaceable
 from megadit.models.storage.tensor_source import from_state_dict
 from megadit.models.storage.weights import load_network
@@ -44,7 +44,7 @@ def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> di
         image_encoder=bundle.load_image_encoder(),
         defaults=_defaults(bundle, read, adapters),
         training={**training, "merged": [*training.get("merged", ()), *merged]},
-        licence=_licence(bundle),
+        license=_license(bundle),
     )
     return {path: adapter.reading for path, adapter in read.items()}
 
@@ -66,8 +66,8 @@ def _defaults(bundle: Bundle, read: Mapping[str, Adapter], scales: Mapping[str, 
     return asked_defaults(bundle.defaults, [(path, read[path].defaults) for path, scale in scales.items() if scale])
 
 
-def _licence(bundle: Bundle) -> Licence | None:
+def _license(bundle: Bundle) -> License | None:
     """License of a bundle, with its files, which are copied to the merged one."""
     notices = bundle.path / NOTICES
     files = tuple(sorted(notices.iterdir())) if notices.is_dir() else ()
-    return None if bundle.licence is None else replace(bundle.licence, files=files)
+    return None if bundle.license is None else replace(bundle.license, files=files)

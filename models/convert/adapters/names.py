@@ -98,7 +98,7 @@ def diffusers_linears(config: NetworkConfig) -> Sequence[NamedRows]:
 
 
 @lru_cache(maxsize=16)
-def known_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
+def named_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
     """Every name that a file may use for a linear (also with _ for each dot) -> the linear."""
     known: dict[str, NamedRows] = {}
     forms = diffusers_entries(config), original_entries(config), pipeline_entries(config)
@@ -137,7 +137,7 @@ def _linears(entries: Iterable[Entry], config: NetworkConfig) -> list[NamedRows]
 
 
 def regroup(
-    changes: Mapping[str, Change], given: Iterable[NamedRows], wanted: Iterable[NamedRows]
+    changes: Mapping[str, Change], named: Iterable[NamedRows], expected: Iterable[NamedRows]
 ) -> dict[str, Change]:
     """The changes of the linears `wanted`, from those (by name) of the linears `given`.
 
@@ -149,11 +149,11 @@ def regroup(
             two programs: nobody means the sum.
     """
     origins: dict[str, list[NamedRows]] = {}
-    for linear in given:
+    for linear in named:
         if linear.name in changes:
             origins.setdefault(linear.linear, []).append(linear)
     made = {}
-    for linear in wanted:
+    for linear in expected:
         parts = []
         for origin in origins.get(linear.linear, []):
             to, at = _shared_rows(linear.rows_O, origin.rows_O)
@@ -166,12 +166,12 @@ def regroup(
     return made
 
 
-def _shared_rows(wanted_O: Tensor, given_O: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the common rows, in `wanted_O` and in `given_O`."""
-    place = torch.full((1 + int(max(wanted_O.max(), given_O.max())),), -1)
-    place[given_O] = torch.arange(len(given_O))
-    (to,) = torch.where(place[wanted_O] >= 0)
-    return to, place[wanted_O[to]]
+def _shared_rows(expected_O: Tensor, found_O: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of the common rows, in `expected_O` and in `found_O`."""
+    place = torch.full((1 + int(max(expected_O.max(), found_O.max())),), -1)
+    place[found_O] = torch.arange(len(found_O))
+    (to,) = torch.where(place[expected_O] >= 0)
+    return to, place[expected_O[to]]
 
 
 def _joined(parts: list[tuple[Change, Tensor, Tensor]], linear: NamedRows) -> Change:

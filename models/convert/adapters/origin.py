@@ -28,7 +28,7 @@ PIPELINE_TENSORS = "pytorch_lora_weights.safetensors"
 HEADER_SETTINGS, HEADER_ORIGIN = "lora_adapter_metadata", "megadit"
 HEADER_ALPHAS = ("lora_alpha", "network_alpha", "ss_network_alpha", "alpha")
 """Names under which headers say an alpha of all linears, the first that is there."""
-ORIGIN_PARTS = ("base", "training", "defaults")
+ORIGIN_KEYS = ("base", "training", "defaults")
 FORMAT_VERSION = 1
 MOST_BYTES = 1 << 19
 """Most bytes of settings in a header, which a service reads with every request: some 5,000 linears by their names."""
@@ -40,25 +40,25 @@ def settings_of(file: Path, source: TensorSource) -> LoraSettings:
     Raises:
         UserError: for settings that would change what is computed in a way that is not known.
     """
-    beside = _settings_beside(file)
+    settings_file = _settings_of(file)
     header = _of_header(source, HEADER_SETTINGS)
-    if header and (beside is None or file.name != FOLDER_TENSORS):
+    if header and (settings_file is None or file.name != FOLDER_TENSORS):
         plain = {key.removeprefix("transformer.").removeprefix("unet."): value for key, value in header.items()}
         return LoraSettings.from_dict(plain, file, f"{HEADER_SETTINGS} of its header")
-    if beside is not None:
-        return LoraSettings.from_dict(_object(read_json(beside), str(beside)), file, SETTINGS_FILE)
+    if settings_file is not None:
+        return LoraSettings.from_dict(_object(read_json(settings_file), str(settings_file)), file, SETTINGS_FILE)
     for name in HEADER_ALPHAS:
         if source.metadata.get(name, "None") not in ("None", "null", ""):
             return LoraSettings(alpha=_alpha(file, name, source.metadata[name]), said_by=f"{name} of its header")
     return LoraSettings()
 
 
-def _settings_beside(file: Path) -> Path | None:
+def _settings_of(file: Path) -> Path | None:
     """PEFT's settings of the tensors in `file`: those in its folder, unless another file there is what they are of."""
-    beside = file.with_name(SETTINGS_FILE)
+    settings_file = file.with_name(SETTINGS_FILE)
     of_another = any(file.with_name(name).is_file() for name in (FOLDER_TENSORS, PIPELINE_TENSORS))
     is_its_own = file.name in (FOLDER_TENSORS, PIPELINE_TENSORS) or not of_another
-    return beside if is_its_own and beside.is_file() else None
+    return settings_file if is_its_own and settings_file.is_file() else None
 
 
 def _alpha(file: Path, name: str, text: str) -> float:
@@ -78,10 +78,10 @@ def origin_of(file: Path, source: TensorSource) -> dict[str, Any]:
         UserError: if it is in no known form, or files in a folder of ours are missing or have another size.
     """
     origin = _of_header(source, HEADER_ORIGIN)
-    if (manifest := _manifest_beside(file)) is not None:
+    if (manifest := _manifest_of(file)) is not None:
         check_files(file.parent, manifest)
         origin = manifest
-    version, parts = origin.get("format_version", 0), [origin.get(name) or {} for name in ORIGIN_PARTS]
+    version, parts = origin.get("format_version", 0), [origin.get(name) or {} for name in ORIGIN_KEYS]
     if not isinstance(version, int) or not all(isinstance(part, dict) for part in parts):
         raise UserError(f"{file} does not say in a known form which network it belongs to")
     if version > FORMAT_VERSION:
@@ -89,7 +89,7 @@ def origin_of(file: Path, source: TensorSource) -> dict[str, Any]:
     return origin
 
 
-def _manifest_beside(file: Path) -> dict[str, Any] | None:
+def _manifest_of(file: Path) -> dict[str, Any] | None:
     """`megadit.json` beside a file, if it is of the folder of an adapter, not of a bundle that the file lies in."""
     if file.name not in (FOLDER_TENSORS, PIPELINE_TENSORS) or not file.with_name(MANIFEST_FILE).is_file():
         return None

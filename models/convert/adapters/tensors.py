@@ -100,14 +100,14 @@ def _misshapen(
     shapes, num_rows = {factor: _plain(source.shapes[key]) for factor, key in of.items()}, len(linear.rows_O)
     if DIFFERENCE in of:
         if DOWN in of or shapes[DIFFERENCE] != (num_rows, linear.in_features) or min(shapes[DIFFERENCE]) > MOST_RANK:
-            wanted = f"[{num_rows}, {linear.in_features}] without factors of low rank beside it"
-            yield f"{of[DIFFERENCE]} {list(shapes[DIFFERENCE])}, not {wanted}"
+            expected = f"[{num_rows}, {linear.in_features}] without factors of low rank beside it"
+            yield f"{of[DIFFERENCE]} {list(shapes[DIFFERENCE])}, not {expected}"
             return
         expected_rank, shapes[DOWN] = None, (min(shapes[DIFFERENCE]),)
     rank = shapes[DOWN][0] if shapes[DOWN] else 0
     if not 0 < rank <= MOST_RANK or expected_rank not in (None, rank):
-        wanted = f"{expected_rank:g}" if expected_rank is not None else f"1 to {MOST_RANK}"
-        yield f"{of[DOWN]} {list(shapes[DOWN])} has rank {rank}, not {wanted}"
+        expected = f"{expected_rank:g}" if expected_rank is not None else f"1 to {MOST_RANK}"
+        yield f"{of[DOWN]} {list(shapes[DOWN])} has rank {rank}, not {expected}"
         return
     fitting = {
         DOWN: [(rank,) if DIFFERENCE in of else (rank, linear.in_features)],
@@ -123,8 +123,8 @@ def _misshapen(
         if factor not in of:
             continue
         if shape not in fitting[factor]:
-            wanted = list(fitting[factor][0]) if fitting[factor] else "none: the linear has no bias"
-            yield f"{of[factor]} {list(source.shapes[of[factor]])}, not {wanted}"
+            expected = list(fitting[factor][0]) if fitting[factor] else "none: the linear has no bias"
+            yield f"{of[factor]} {list(source.shapes[of[factor]])}, not {expected}"
         elif factor not in (ALPHA, SCALE) and not source.stored[of[factor]].dtype.is_floating_point:
             yield f"{of[factor]} holds no floating-point numbers"
 

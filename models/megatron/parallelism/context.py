@@ -136,7 +136,7 @@ def _to_tokens(x_S1NK: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
     return rearrange(received, "(n S) N K -> S 1 (n N) K", n=group.size())
 
 
-class _Pair(NamedTuple):
+class _Block(NamedTuple):
     """Neighbouring segments with equally many queries here and equally many keys there."""
 
     count: int
@@ -158,7 +158,7 @@ def _rows(x: Tensor, start: int, count: int, length: int) -> Tensor:
     return x[start : start + count * length].unflatten(0, (count, length))
 
 
-def _pairs(layout: PackLayout, own: TokenMesh, theirs: TokenMesh) -> list[_Pair]:
+def _blocks(layout: PackLayout, own: TokenMesh, theirs: TokenMesh) -> list[_Block]:
     """Pair queries of one shard with the keys of another that they attend to; padding is left out."""
     queries, keys = layout.shard(own), layout.shard(theirs)
     items = [
@@ -171,7 +171,7 @@ def _pairs(layout: PackLayout, own: TokenMesh, theirs: TokenMesh) -> list[_Pair]
     for (num_queries, num_keys, _), group in groupby(keyed, key=lambda item: item[0]):
         members = [index for _, index in group]
         starts = queries.starts[members[0]], keys.starts[members[0]]
-        found.append(_Pair(len(members), num_queries, num_keys, *starts))
+        found.append(_Block(len(members), num_queries, num_keys, *starts))
     return found
 
 
@@ -188,9 +188,9 @@ class _Ring(torch.autograd.Function):
         out = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
         for source, (k_now, v_now) in round_trip(kv, groups.ring):
-            for pair in _pairs_with(source, layout, groups):
-                part, part_lse = attend_block(pair.queries(q), pair.keys(k_now), pair.keys(v_now))
-                _join(pair.queries(out), pair.queries(lse), part, part_lse)
+            for pair in _blocks_with(source, layout, groups):
+                part, block_lse = attend_block(pair.queries(q), pair.keys(k_now), pair.keys(v_now))
+                _join(pair.queries(out), pair.queries(lse), part, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
         ctx.save_for_forward(q, kv, out, lse)
@@ -204,7 +204,7 @@ class _Ring(torch.autograd.Function):
         grad_q = torch.zeros_like(q, dtype=torch.float32)
         grad_kv = torch.zeros_like(kv, dtype=torch.float32)
         for source, (k_now, v_now) in round_trip(kv, ring):
-            for pair in _pairs_with(source, ctx.layout, ctx.groups):
+            for pair in _blocks_with(source, ctx.layout, ctx.groups):
                 here = [pair.queries(x) for x in (grad, q, out, lse)]
                 parts = attend_block_backward(*here, pair.keys(k_now), pair.keys(v_now))
                 totals = pair.queries(grad_q), pair.keys(grad_kv[0]), pair.keys(grad_kv[1])
@@ -220,25 +220,25 @@ class _Ring(torch.autograd.Function):
         moving = torch.cat([kv, torch.stack([k_tangent[:, 0], v_tangent[:, 0]])])
         total, shift = torch.zeros_like(out, dtype=torch.float32), torch.zeros_like(lse)
         for source, (k, v, dk, dv) in round_trip(moving, ctx.groups.ring):
-            for pair in _pairs_with(source, ctx.layout, ctx.groups):
+            for pair in _blocks_with(source, ctx.layout, ctx.groups):
                 here, there = (pair.queries(x) for x in (q, q_tangent[:, 0], lse)), map(pair.keys, (k, v, dk, dv))
-                part, part_shift = attend_block_tangent(*here, *there)
+                part, block_shift = attend_block_tangent(*here, *there)
                 pair.queries(total).add_(part)
-                pair.queries(shift).add_(part_shift)
+                pair.queries(shift).add_(block_shift)
         return (total - shift[..., None] * out).to(q.dtype)[:, None]
 
 
-def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def _join(out: Tensor, lse: Tensor, part: Tensor, block_lse: Tensor) -> None:
     """Adds attention to further keys, in place: [c, s, N, K] and [c, s, N]."""
-    joined = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - joined).exp_()[..., None]).add_(part * (part_lse - joined).exp_()[..., None])
+    joined = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - joined).exp_()[..., None]).add_(part * (block_lse - joined).exp_()[..., None])
     lse.copy_(joined)
 
 
-def _pairs_with(source: int, layout: PackLayout, groups: ContextGroups) -> list[_Pair]:
+def _blocks_with(source: int, layout: PackLayout, groups: ContextGroups) -> list[_Block]:
     """Pair local queries with the keys of rank `source` of the ring that they attend to."""
     own, theirs = (groups.neighbours(layout.mesh, rank) for rank in (groups.ring.rank(), source))
-    return layout.memo(_pairs, own, theirs)
+    return layout.memo(_blocks, own, theirs)
 
 
 def round_trip(kv: Tensor, ring: ProcessGroup):

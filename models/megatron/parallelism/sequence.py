@@ -39,6 +39,6 @@ class GatherTokens(nn.Module):
         return gather_from_sequence_parallel_region(x_SBD, tensor_parallel_output_grad=False, group=self.group)
 
 
-def sum_of_parts(x: Tensor, group: ProcessGroup) -> Tensor:
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of `x`, of any shape, over ranks, with which each goes on by itself: gradients are summed, too."""
     return copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(x, group=group), group=group)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 from megadit.models.shared.cli.signals import end_with_parent, exit_code, passed_on, start_with_us
 from megadit.models.shared.cores import prepare_threads
-from megadit.models.shared.errors import AlreadyToldError, StoppedError, UserError, nearest
+from megadit.models.shared.errors import AlreadyReportedError, StoppedError, UserError, nearest
 from megadit.models.shared.memory import memory_in_words
 
 SIDES = re.compile(r"\d+x\d+")
@@ -59,7 +59,7 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: for an argument that is unknown (names the nearest option), missing or malformed.
         """
-        if _wanted:
+        if _is_help_asked:
             raise _FoundError(self)
         # positional arguments may stand anywhere among the options; argparse can not do that with subcommands
         parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
@@ -77,11 +77,11 @@ class CommandParser(argparse.ArgumentParser):
         apart: list[str] = []
         for argument in args:
             name, _, value = argument.rpartition("=")
-            given = value if name else argument
+            text = value if name else argument
             action = self._option_string_actions.get(name or (apart[-1] if apart else ""))
-            takes_two = action is not None and action.nargs == 2 and getattr(action.type, "__name__", "") == "int"
-            if takes_two and SIDES.fullmatch(given):
-                apart += [*([name] if name else []), *given.split("x")]
+            has_two_values = action is not None and action.nargs == 2 and getattr(action.type, "__name__", "") == "int"
+            if has_two_values and SIDES.fullmatch(text):
+                apart += [*([name] if name else []), *text.split("x")]
             else:
                 apart.append(argument)
         return apart
@@ -103,18 +103,18 @@ class _FoundError(Exception):
     """Carries the parser that `parser_of` asks for."""
 
 
-_wanted: list[bool] = []
+_is_help_asked: list[bool] = []
 
 
 def parser_of(command: Callable[[], Any]) -> CommandParser | None:
     """The parser that a command reads its options with, which is not run; None where it reads none."""
-    _wanted.append(True)
+    _is_help_asked.append(True)
     try:
         command()
     except _FoundError as found:
         return found.args[0]
     finally:
-        _wanted.pop()
+        _is_help_asked.pop()
     return None
 
 
@@ -139,14 +139,14 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
         code = function([argument for argument in argv if argument != "--debug"]) or 0
         sys.stdout.flush()
         return code
-    except AlreadyToldError:
+    except AlreadyReportedError:
         return 2
     except StoppedError as error:
         return error.exit_code
     except UserError as error:
         if debug:
             raise
-        return _tell(str(error))
+        return _print_error(str(error))
     except KeyboardInterrupt:
         if debug:
             raise
@@ -159,12 +159,12 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (OSError, RuntimeError) as error:
-        if debug or not (told := _told_by_the_system(error)):
+        if debug or not (message := _system_message(error)):
             raise
-        return _tell(told)
+        return _print_error(message)
 
 
-def _told_by_the_system(error: OSError | RuntimeError) -> str:
+def _system_message(error: OSError | RuntimeError) -> str:
     """Explain a refusal of the operating system; "" for errors of another kind."""
     if _is_of_shared_memory(error):
         return (
@@ -194,7 +194,7 @@ def _left_at(error: OSError) -> str:
     return f" ({memory_in_words(shutil.disk_usage(folder).free)} left on the disk of {folder})"
 
 
-def _tell(complaint: str) -> int:
+def _print_error(complaint: str) -> int:
     print(f"error: {_in_one_line(complaint)}", file=sys.stderr)
     return 2
 

@@ -116,7 +116,7 @@ def options(parser: Any, of: type, *, only: Iterable[str] | None = None, skip: C
             options(parser.add_argument_group(part.title) if part.title else parser, part.of, only=part.only)
 
 
-def given_options(of: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def set_options(of: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `of` that a parser found, checked, without those that were left out.
 
     Raises:
@@ -133,7 +133,7 @@ def made_of(of: type[Options], values: Mapping[str, Any]) -> Options:
         UserError: as `check_value`.
     """
     groups = {name: made_of(part.of, values) for name, part in groups_of(of).items()}
-    return of(**given_options(of, values), **groups)
+    return of(**set_options(of, values), **groups)
 
 
 def read_assignments(of: type, texts: Sequence[str]) -> dict[str, Any]:

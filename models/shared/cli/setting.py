@@ -112,7 +112,7 @@ def group(of: type, title: str = "", *, only: Collection[str] | None = None) -> 
     return field(default_factory=of, metadata={"group": Group(of=of, title=title, only=only)})
 
 
-def given_class(name: str, of: type, *, only: Collection[str] | None = None) -> type:
+def partial_dataclass(name: str, of: type, *, only: Collection[str] | None = None) -> type:
     """Make a dataclass of the same settings, or `only` some of them, each with the default None."""
     return _same_settings(name, of, {each.name: None for each in fields(of) if only is None or each.name in only})
 
@@ -156,12 +156,12 @@ def under_own_names(values: Mapping[str, Any], known: Mapping[str, Setting], *, 
     Raises:
         UserError: for a setting that appears under two of its names.
     """
-    others, given, own = other_names(known), {}, {}
+    others, found, own = other_names(known), {}, {}
     for name, value in values.items():
         target = others.get(name, name)
         if target in own:
-            raise UserError(f"{where}{given[target]} and {name} are names of one setting; give one of them")
-        given[target], own[target] = name, value
+            raise UserError(f"{where}{found[target]} and {name} are names of one setting; give one of them")
+        found[target], own[target] = name, value
     return own
 
 

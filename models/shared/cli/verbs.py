@@ -77,7 +77,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "megadit.train.demos.digits.demo:main",
         "prepare, train, generate and score handwritten digits, in minutes on a CPU",
     ),
-    "demo-given": (
+    "demo-conditioning": (
         "megadit.train.demos.digits.conditioning_demo:main",
         "teach the demo's model to take given frames, clips, masks and instructions",
     ),
@@ -97,7 +97,7 @@ VERBS: dict[str, tuple[str, str]] = {
 """Verb, of one word or two -> (module:function, one line of help)."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "a first model": ("new", "prepare", "train", "bundle", "generate"),
-    "demos": ("demo", "demo-shapes", "demo-given", "demo-distill", "demo-adapter"),
+    "demos": ("demo", "demo-shapes", "demo-conditioning", "demo-distill", "demo-adapter"),
     "look and judge": (
         *("info", "evaluate", "evaluate tokenizer", "evaluate compare", "evaluate convert"),
         *("classify", "similarity"),

@@ -129,7 +129,7 @@ def _add_documentation(app: FastAPI, gateway: Gateway) -> None:
 
     app.openapi = with_bodies
 
-    def is_known(request: Request) -> bool:
+    def is_unchanged(request: Request) -> bool:
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "basic":
             try:
@@ -143,8 +143,8 @@ def _add_documentation(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/openapi.json", include_in_schema=False)
     def description(request: Request) -> Response:
-        return JSONResponse(app.openapi()) if is_known(request) else refusal()
+        return JSONResponse(app.openapi()) if is_unchanged(request) else refusal()
 
     @app.get("/docs", include_in_schema=False)
     def page(request: Request) -> Response:
-        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS) if is_known(request) else refusal()
+        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS) if is_unchanged(request) else refusal()

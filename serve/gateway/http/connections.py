@@ -19,27 +19,27 @@ _OF_OURS = 512
 _OF_A_SLOT = 8
 """Descriptors of a job at Triton."""
 _FEWEST = 16
-_PIECES = 16
+_MOST_CHUNKS = 16
 """Pieces of a body that may be as small as they like."""
-_SMALLEST_PIECE = 256
+_SMALLEST_CHUNK = 256
 """Average bytes of all further pieces: each costs as much to read as a small request."""
 BACKLOG = 128
 """Connections that the kernel holds, and that are accepted in one go, before any has to make room."""
 
 
-def most_connections(wanted: int, *, slots: int) -> int:
+def most_connections(most: int, *, slots: int) -> int:
     """How many connections fit beside what `slots` jobs need; the process is let have as many files as it may.
 
     Raises:
         UserError: if hardly any do.
     """
     limit = raise_descriptor_limit()
-    room = (limit - _OF_OURS - slots * _OF_A_SLOT) // 2  # one that fetches a video holds its file open, too
-    if room < _FEWEST:
+    per_kind = (limit - _OF_OURS - slots * _OF_A_SLOT) // 2  # one that fetches a video holds its file open, too
+    if per_kind < _FEWEST:
         raise UserError(
-            f"this process may have {limit} files open, and needs {limit + 2 * (_FEWEST - room)}: raise `ulimit -n`"
+            f"this process may have {limit} files open, and needs {limit + 2 * (_FEWEST - per_kind)}: raise `ulimit -n`"
         )
-    return min(wanted, room)
+    return min(most, per_kind)
 
 
 class Door:
@@ -86,22 +86,22 @@ class _Sparing(h11.Connection):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._num_pieces = self._num_bytes = 0
+        self._num_chunks = self._num_bytes = 0
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
             raise h11.RemoteProtocolError("the body has both a length and chunks")
         if isinstance(event, h11.Data):
-            self._num_pieces += 1
+            self._num_chunks += 1
             self._num_bytes += len(event.data)
-            if self._num_pieces > _PIECES + self._num_bytes // _SMALLEST_PIECE:
+            if self._num_chunks > _MOST_CHUNKS + self._num_bytes // _SMALLEST_CHUNK:
                 raise h11.RemoteProtocolError("the body comes in too many pieces")
         return event
 
     def start_next_cycle(self) -> None:
         super().start_next_cycle()
-        self._num_pieces = self._num_bytes = 0
+        self._num_chunks = self._num_bytes = 0
 
 
 class Connection(H11Protocol):

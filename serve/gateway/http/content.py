@@ -19,7 +19,7 @@ from megadit.serve.gateway.store.jobs import COMPLETED, Job
 from megadit.serve.gateway.store.results import SUFFIXES, Results
 
 _RANGE = re.compile(r"bytes=[ \t]*(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))[ \t]*", re.IGNORECASE)
-_PIECE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Asked:
     if_range: Annotated[str | None, Header()] = None
     if_none_match: Annotated[str | None, Header()] = None
 
-    def is_known(self, etag: str) -> bool:
+    def is_unchanged(self, etag: str) -> bool:
         """Whether the client has these very bytes (RFC 9110, 13.1.2: weak comparison)."""
         known = [each.strip().removeprefix("W/") for each in (self.if_none_match or "").split(",")]
         return etag in known or known == ["*"]
@@ -89,7 +89,7 @@ def picture_content_of(results: Results, job: Job, variant: str, asked: Asked, *
 def _answer(content: _Content, asked: Asked) -> Response:
     etag, size = f'"{content.sha256}"', content.num_bytes
     headers = {"cache-control": "private, no-store", "etag": etag}
-    if asked.is_known(etag):
+    if asked.is_unchanged(etag):
         content.file.close()
         return Response(status_code=304, headers=headers)
     headers |= {
@@ -108,7 +108,7 @@ def _answer(content: _Content, asked: Asked) -> Response:
         refusal = ApiError(416, "range_not_satisfiable", f"{content.name} has {size:,} bytes", param="range")
         return answer(refusal, {"content-range": f"bytes */{size}"})
     headers["content-length"] = str(len(part))
-    return StreamingResponse(_pieces(content.file, part), status, headers, content.media_type)
+    return StreamingResponse(_chunks(content.file, part), status, headers, content.media_type)
 
 
 def asked_range(asked: str | None, size: int) -> range | None:
@@ -138,7 +138,7 @@ def open_video(results: Results, job: Job) -> IO[bytes]:
         raise ApiError(404, "not_completed", f"the video is {job.status.replace('_', ' ')}")
     if job.num_bytes is None:
         raise ApiError(404, "expired", "the video has expired")
-    with _storage_told(job):
+    with _storage_errors(job):
         file = results.open(job)
     if file is None:
         raise ApiError(404, "lost", "the video is not there any more")
@@ -151,12 +151,12 @@ def read_video(results: Results, job: Job) -> bytes:
     Raises:
         ApiError: as `open_video`.
     """
-    with open_video(results, job) as file, _storage_told(job):
+    with open_video(results, job) as file, _storage_errors(job):
         return file.read()
 
 
 @contextmanager
-def _storage_told(job: Job) -> Iterator[None]:
+def _storage_errors(job: Job) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # fsspec's file systems raise what their libraries do
@@ -164,10 +164,10 @@ def _storage_told(job: Job) -> Iterator[None]:
         raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
 
 
-def _pieces(file: IO[bytes], part: range) -> Iterator[bytes]:
+def _chunks(file: IO[bytes], part: range) -> Iterator[bytes]:
     with file:
         file.seek(part.start)
         left = len(part)
-        while left and (piece := file.read(min(left, _PIECE))):
-            left -= len(piece)
-            yield piece
+        while left and (span := file.read(min(left, _CHUNK_BYTES))):
+            left -= len(span)
+            yield span

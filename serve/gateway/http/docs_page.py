@@ -32,10 +32,10 @@ def _operations(described: Mapping[str, Any]) -> Iterator[str]:
             if operation["tags"][0] != group:
                 group = operation["tags"][0]
                 yield f"<h2>{escape(group)}</h2>"
-            told = escape(operation.get("description", "")).replace("\n\n", "<p>")
+            description = escape(operation.get("description", "")).replace("\n\n", "<p>")
             rows = "".join(_rows(operation, described["components"]["schemas"]))
             yield (
-                f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code></summary><div><p>{told}"
+                f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code></summary><div><p>{description}"
                 f"<table>{rows}</table><pre>{escape(_example(method, path, operation))}</pre></div></details>"
             )
 
@@ -51,9 +51,9 @@ def _rows(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[
             yield _row(name, _type(_resolved(about, schemas)), about, about.get("description", ""))
 
 
-def _row(name: str, kind: str, schema: Mapping[str, Any], told: str) -> str:
+def _row(name: str, kind: str, schema: Mapping[str, Any], description: str) -> str:
     choices = ", ".join(map(str, schema.get("enum", ())))
-    return f"<tr><td><code>{escape(name)}</code><td>{escape(kind)}<td>{escape(told or choices)}"
+    return f"<tr><td><code>{escape(name)}</code><td>{escape(kind)}<td>{escape(description or choices)}"
 
 
 def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ _SLOWEST_UPLOAD = 1 << 18
 _LOOKS_AT_ONCE = 2
 """Requests of one caller without a body whose answers are prepared at once: a thousand of his do not stand before
 everybody else's."""
-_TAKES_LONG = "/content"
+_CONTENT = "/content"
 """End of a path whose pictures are made one at a time for all, beside which a caller's other requests go on."""
 
 
@@ -85,7 +85,7 @@ class Surroundings:
             await send(message)
 
         try:
-            if caller and method in ("GET", "HEAD") and not scope["path"].endswith(_TAKES_LONG):
+            if caller and method in ("GET", "HEAD") and not scope["path"].endswith(_CONTENT):
                 await turn.enter_async_context(self._looks.of(caller))
             with patient():
                 await self._app(scope, self._limited(receive, state), sending)
@@ -96,7 +96,7 @@ class Surroundings:
                 log("request failed", error=error)
             if not status:
                 with suppress(_HeadIsAllError):
-                    await answer(self._told(error))(scope, receive, sending)
+                    await answer(self._as_api_error(error))(scope, receive, sending)
         finally:
             await turn.aclose()
             self._note(scope | {"method": method}, status, time.monotonic() - began, span)
@@ -106,10 +106,12 @@ class Surroundings:
     def _span(self, method: str, headers: Mapping[bytes, bytes], request_id: str) -> Span:
         """Span of a request that its caller traces, or that is no poll: clients ask how far a video is all day."""
         parent = headers.get(TRACEPARENT.encode(), b"").decode("latin-1")
-        is_look = method not in ("POST", "DELETE")
-        told = {"http.request.method": method if method in _METHODS else "_OTHER"}
-        told["megadit.request_id"] = request_id
-        return self._tracing.begin(told["http.request.method"], parent, told, kind="server", may_be_root=not is_look)
+        is_read = method not in ("POST", "DELETE")
+        attributes = {"http.request.method": method if method in _METHODS else "_OTHER"}
+        attributes["megadit.request_id"] = request_id
+        return self._tracing.begin(
+            attributes["http.request.method"], parent, attributes, kind="server", may_be_root=not is_read
+        )
 
     def _limited(self, receive: Receive, state: dict[str, Any]) -> Receive:
         """Wrap `receive` in the limits; `state` may hold a larger limit of the body, for a request with a key."""
@@ -134,7 +136,7 @@ class Surroundings:
 
         return receiving
 
-    def _told(self, error: Exception) -> ApiError:
+    def _as_api_error(self, error: Exception) -> ApiError:
         if isinstance(error, _BodyTooLargeError):
             return ApiError(413, "too_large", str(error))
         if isinstance(error, _BodyTooSlowError):
@@ -147,8 +149,8 @@ class Surroundings:
         self._metrics.requests.labels(method, route, str(status)).inc()
         self._metrics.request_seconds.labels(method, route).observe(seconds)
         key: Any = scope.get("state", {}).get("key_id")
-        told = {"http.route": route, "http.response.status_code": status} | ({"megadit.key": key} if key else {})
-        span.note(told, name=f"{method} {route}")
+        attributes = {"http.route": route, "http.response.status_code": status} | ({"megadit.key": key} if key else {})
+        span.note(attributes, name=f"{method} {route}")
         span.end(str(status) if status >= 500 or not status else None)
         if status == 200 and route.startswith("/health/"):
             return  # asked for every few seconds; one that fails is told
@@ -157,5 +159,5 @@ class Surroundings:
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:
-    given = headers.get(b"x-request-id", b"")
-    return given.decode() if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    value = headers.get(b"x-request-id", b"")
+    return value.decode() if _PLAIN.fullmatch(value) else f"req_{secrets.token_hex(12)}"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from megadit.models.diffusion.conditioning_settings import GIVEN
+from megadit.models.diffusion.conditioning_settings import CONDITIONING
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import ServiceInfo
 from megadit.serve.events import AdapterNotFoundError, InvalidRequestError
@@ -181,7 +181,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
 
     @router.get("/models/{model_id}", response_model=Model)
     def get_model(key: Authenticated, model_id: str) -> Model:
-        return _model(gateway, _known_model(gateway, model_id))
+        return _model(gateway, _model_of(gateway, model_id))
 
     return router
 
@@ -218,7 +218,7 @@ def _failure(job: Job | None, video_id: str) -> ApiError:
 async def _accepted(gateway: Gateway, key: Key, request: Request, idempotency_key: str | None) -> Video:
     with gateway.uploads.admitted(request, key):
         if "max_body_bytes" in request.scope["state"]:  # a key without room need not send so much
-            await run_in_threadpool(_with_room, gateway, key, gateway.store.check_room)
+            await run_in_threadpool(_within_quota, gateway, key, gateway.store.check_quotas)
         body = await _read(gateway, key, request, CreateVideo)
         return await _taken(gateway, key, await run_in_threadpool(_new_video, gateway, key, body, idempotency_key))
 
@@ -266,7 +266,7 @@ _Asked = tuple[NewJob, ServiceInfo]
 
 
 def _new_video(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str | None) -> _Asked:
-    model = _known_model(gateway, body.model or gateway.servers.models[0])
+    model = _model_of(gateway, body.model or gateway.servers.models[0])
     info = _info(gateway, model)
     try:
         # as Triton calls them: what a key calls as a student of the service is called may be none
@@ -287,11 +287,11 @@ def _new_video(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: s
 
 def _new_remix(gateway: Gateway, key: Key, video_id: str, body: RemixVideo, idempotency_key: str | None) -> _Asked:
     source = _find(gateway, key, video_id)
-    info = _info(gateway, _known_model(gateway, source.model))
-    if "edit" not in info.takes:
+    info = _info(gateway, _model_of(gateway, source.model))
+    if "edit" not in info.conditionings:
         raise ApiError(400, "unsupported", f"the model {source.model} was not trained to edit videos", param="video_id")
     video = read_video(gateway.results, source)
-    nothing = dict.fromkeys(GIVEN)
+    nothing = dict.fromkeys(CONDITIONING)
     request = replace(source.request, **nothing | {"prompt": "", "instruction": body.prompt, "video": video})
     new = NewJob(
         model=source.model,
@@ -328,10 +328,10 @@ async def _taken(gateway: Gateway, key: Key, asked: _Asked) -> Video:
 def _take(gateway: Gateway, key: Key, new: NewJob) -> Video:
     if gateway.runner.is_draining:
         raise unavailable("draining", "this gateway is about to end; ask again")
-    if not gateway.has_room():
+    if not gateway.has_space():
         raise unavailable("storage_full", "there is no room for more videos at the moment")
     job = _stored(gateway, key, replace(new, traceparent=HERE.get()))
-    gateway.runner.tell_news()
+    gateway.runner.notify()
     return Video.of(job)
 
 
@@ -339,23 +339,25 @@ def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
     """The job, and beside it, until it has ended, the files of its request."""
     media = new.request.media()
     if not media:
-        return _with_room(gateway, key, lambda key: gateway.store.create(key, new)[0])
+        return _within_quota(gateway, key, lambda key: gateway.store.create(key, new)[0])
     new = replace(new, id=new_id())
     try:
-        given = gateway.results.put_given(new.id, pack(media))
+        conditioning = gateway.results.put_conditioning(new.id, pack(media))
     except Exception as error:  # fsspec's file systems raise what their libraries do
         log("files of a job not stored", error=error, job=new.id)
         raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
     job = None
     try:
-        job = _with_room(gateway, key, lambda key: gateway.store.create(key, replace(new, given=given))[0])
+        job = _within_quota(
+            gateway, key, lambda key: gateway.store.create(key, replace(new, conditioning=conditioning))[0]
+        )
         return job
     finally:
         if job is None or job.id != new.id:  # refused, or made by an earlier request
-            gateway.results.remove(given.name)
+            gateway.results.remove(conditioning.name)
 
 
-def _with_room(gateway: Gateway, key: Key, ask: Callable[[Key], _Answer]) -> _Answer:
+def _within_quota(gateway: Gateway, key: Key, ask: Callable[[Key], _Answer]) -> _Answer:
     """Return the store's answer; refusals are counted, and become errors of the API."""
     try:
         return ask(key)
@@ -371,7 +373,7 @@ def _with_room(gateway: Gateway, key: Key, ask: Callable[[Key], _Answer]) -> _An
     raise ApiError(429, code, message, retry_after=seconds)
 
 
-def _known_model(gateway: Gateway, model: str) -> str:
+def _model_of(gateway: Gateway, model: str) -> str:
     if model not in gateway.servers.models:
         raise ApiError(
             404, "model_not_found", f"there is no model {model[:64]!r}; `GET /v1/models` lists them", param="model"

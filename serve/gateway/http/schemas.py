@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic.json_schema import models_json_schema
 from pydantic_core import from_json
 
-from megadit.models.diffusion.conditioning_settings import GIVEN, MEDIA
+from megadit.models.diffusion.conditioning_settings import CONDITIONING, MEDIA
 from megadit.models.diffusion.settings import SERVED
 from megadit.models.shared.cli.setting import Setting, other_names, under_own_names
 from megadit.serve.contract import ServiceInfo, VideoRequest
@@ -40,7 +40,7 @@ def _field(about: Setting) -> tuple[Any, Any]:
     return about.type | None, Field(None, description=described, **bounds)
 
 
-class AdapterUse(BaseModel):
+class ScaledAdapter(BaseModel):
     """An adapter, and its scale for a video."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -96,7 +96,7 @@ class _VideoBody(BaseModel):
     )
     evaluate: bool = Field(False, description="A judge's `scores` of the video, of a model that has one")
     priority: int = Field(2, ge=1, le=3, description="Among the videos of the same key: 1 is made first")
-    adapters: Annotated[tuple[AdapterUse, ...], BeforeValidator(_of_form)] = Field(
+    adapters: Annotated[tuple[ScaledAdapter, ...], BeforeValidator(_of_form)] = Field(
         (), max_length=_MOST_ADAPTERS, description="To make it with; a form gives the same JSON as text"
     )
     input_reference: File | None = Field(
@@ -119,38 +119,40 @@ class _VideoBody(BaseModel):
         Raises:
             InvalidRequestError: if the settings contradict each other.
         """
-        given = {name: getattr(self, name) for name in ("seed", "preview_every", "evaluate", *_SETTINGS, *_GIVEN)}
+        values = {
+            name: getattr(self, name) for name in ("seed", "preview_every", "evaluate", *_SETTINGS, *_CONDITIONING)
+        }
         if not (self.prompt or "").strip() and not self.instruction:
             raise InvalidRequestError("prompt: say what the video shows")
-        given["prompt"] = self.prompt or ""
+        values["prompt"] = self.prompt or ""
         if self.input_reference is not None:
-            given[reference_as(self.input_reference, given, info.takes)] = self.input_reference
+            values[reference_as(self.input_reference, values, info.conditionings)] = self.input_reference
         if self.size is not None:
-            given["width"], given["height"] = map(int, self.size.split("x"))
+            values["width"], values["height"] = map(int, self.size.split("x"))
         if self.seconds is not None:
             if self.num_frames is not None:
                 raise InvalidRequestError("seconds and num_frames both say how long the video is; give one of them")
-            given["num_frames"] = max(1, round(self.seconds * (self.fps or info.defaults["fps"])))
+            values["num_frames"] = max(1, round(self.seconds * (self.fps or info.defaults["fps"])))
         if self.adapters:
-            given["adapters"] = tuple(f"{use.name}:{use.scale!r}" for use in self.adapters)
-        return VideoRequest(**given)
+            values["adapters"] = tuple(f"{adapter.name}:{adapter.scale!r}" for adapter in self.adapters)
+        return VideoRequest(**values)
 
 
 _SETTINGS = {name: _field(about) for name, about in SERVED.items() if name not in ("width", "height")}
 
 
-def _given_field(name: str) -> tuple[Any, Any]:
+def _conditioning_field(name: str) -> tuple[Any, Any]:
     """(annotation, field) of pydantic's for a conditioning option."""
     if name not in MEDIA:
-        return _field(GIVEN[name])
-    if GIVEN[name].count is None:
-        return File | None, Field(None, description=GIVEN[name].help)
+        return _field(CONDITIONING[name])
+    if CONDITIONING[name].count is None:
+        return File | None, Field(None, description=CONDITIONING[name].help)
     about = "Frames by their numbers, from 0: a number, a colon, and the file in base64"
     return tuple[Keyframe, ...] | None, Field(None, description=about, max_length=MOST_FILES)
 
 
-_GIVEN = {name: _given_field(name) for name in GIVEN}
-CreateVideo = create_model("CreateVideo", __base__=_VideoBody, __doc__=_VideoBody.__doc__, **_SETTINGS, **_GIVEN)
+_CONDITIONING = {name: _conditioning_field(name) for name in CONDITIONING}
+CreateVideo = create_model("CreateVideo", __base__=_VideoBody, __doc__=_VideoBody.__doc__, **_SETTINGS, **_CONDITIONING)
 """The body of `POST /v1/videos`: every served setting, with `size` in place of width and height, and every file."""
 
 
@@ -228,7 +230,7 @@ class Video(BaseModel):
             scores=job.scores,
             step=job.step,
             settings={name: getattr(request, name) for name in ("seed", *SERVED)}
-            | {name: value for name, value in request.given().items() if value is not None}
+            | {name: value for name, value in request.sent().items() if value is not None}
             | request.shown_adapters(),
         )
 
@@ -300,7 +302,7 @@ def check(request: VideoRequest, info: ServiceInfo) -> None:
     info.check_adapters(request)
     info.check_evaluate(request)
     info.check_guidance(request)
-    request.check_given(info.takes, info.limits)
+    request.check_conditioning(info.conditionings, info.limits)
     if request.sampler not in info.samplers:
         raise InvalidRequestError(f"sampler={request.sampler!r} is unknown; choose one of {', '.join(info.samplers)}")
     for name in ("height", "width"):

@@ -96,10 +96,10 @@ class Streams:
             self._count(key, -1)
 
     async def _events(self, key: Key, video_id: str) -> AsyncIterator[str]:
-        last, shown, told_at = None, 0, time.monotonic()
+        last, shown, reported_at = None, 0, time.monotonic()
         while not self._gateway.runner.is_draining:
             with patient():  # each look by itself
-                job, preview = await run_in_threadpool(self._look, key, video_id, shown)
+                job, preview = await run_in_threadpool(self._poll, key, video_id, shown)
             if job is None:
                 yield "event: video.deleted\ndata: {}\n\n"
                 return
@@ -107,16 +107,16 @@ class Streams:
                 shown = preview.step
                 yield _event("video.preview", preview)
             if (job.status, job.step) != last:
-                last, told_at = (job.status, job.step), time.monotonic()
+                last, reported_at = (job.status, job.step), time.monotonic()
                 yield _event(f"video.{job.status}", Video.of(job))
-            elif time.monotonic() - told_at > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
-                told_at = time.monotonic()
+            elif time.monotonic() - reported_at > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
+                reported_at = time.monotonic()
                 yield ": still here\n\n"
             if job.has_ended:
                 return
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
 
-    def _look(self, key: Key, video_id: str, shown: int) -> tuple[Job | None, VideoPreview | None]:
+    def _poll(self, key: Key, video_id: str, shown: int) -> tuple[Job | None, VideoPreview | None]:
         """How far a video is, and its preview if that is of another step than the one shown last."""
         job = self._gateway.store.get(key.id, video_id)
         found = self._gateway.store.preview(job, but=shown) if job is not None and job.request.preview_every else None

@@ -55,7 +55,7 @@ class _Run:
     job: Job
     server: Server
     generation: Generation
-    num_slots: int = 1
+    max_jobs: int = 1
     """Slots of the server that it holds."""
     attempt: Span = NOTHING
     call: Span = NOTHING
@@ -121,7 +121,7 @@ class Runner:
         with self._lock:
             return self._paused.is_set() and not self._runs and not self._handing_out
 
-    def tell_news(self) -> None:
+    def notify(self) -> None:
         """Note that there is a new job in the queue."""
         self._news.set()
 
@@ -176,20 +176,20 @@ class Runner:
                 may_begin = server.is_healthy and not self._paused.is_set()
                 self._handing_out |= {server.url} if may_begin else set()
             try:
-                is_given = may_begin and self._begin_next(server)
+                is_dispatched = may_begin and self._begin_next(server)
             except SQLAlchemyError as error:
                 log("store failed", reason=in_a_line(error))
-                is_given = False
+                is_dispatched = False
             finally:
                 self._handing_out.discard(server.url)
-            if not is_given:
+            if not is_dispatched:
                 server.free.release()
                 self._news.wait(_SECONDS_BETWEEN_LOOKS)
                 self._news.clear()
 
     def _begin_next(self, server: Server) -> bool:
         """Whether there was a job, and this server answered just before it was taken."""
-        if not self._store.has_queued() or not server.answers():
+        if not self._store.has_queued() or not server.is_responding():
             return False
         job = self._store.claim(frozenset(server.models))
         if job is None:
@@ -204,7 +204,7 @@ class Runner:
         client, (attempt, call) = server.client(job.model), self._spans(job, server)
         generation = client.stream(request, timeout=self._settings.job_seconds, traceparent=call.traceparent)
         slots = server.slots if is_alone else 1
-        run = _Run(job=job, server=server, generation=generation, num_slots=slots, attempt=attempt, call=call)
+        run = _Run(job=job, server=server, generation=generation, max_jobs=slots, attempt=attempt, call=call)
         with self._lock:
             self._runs[job.id] = run
         self._metrics.stages.labels("queue", job.key_id).observe(max(0.0, job.started_at - job.created_at))
@@ -223,10 +223,10 @@ class Runner:
 
     def _request(self, job: Job) -> VideoRequest | None:
         """The request with its files; a job whose files are gone has failed."""
-        if job.given_name is None:
+        if job.conditioning_name is None:
             return job.request
         try:
-            return replace(job.request, **unpack(self._results.given(job)))
+            return replace(job.request, **unpack(self._results.conditioning(job)))
         except Exception as error:  # fsspec's file systems raise what their libraries do
             log("files of a job not read", error=error, job=job.id)
         self._persist(lambda: self._store.fail(job, "storage_failed", "the files of its request cannot be read"))
@@ -240,7 +240,7 @@ class Runner:
         held = 0
         while held < server.slots - 1 and not self._draining.is_set():
             held += server.free.acquire(timeout=_SECONDS_BETWEEN_LOOKS)
-        is_ours = held == server.slots - 1 and not self._draining.is_set() and server.answers()
+        is_ours = held == server.slots - 1 and not self._draining.is_set() and server.is_responding()
         if not is_ours and held:
             server.free.release(held)
         return is_ours
@@ -257,7 +257,7 @@ class Runner:
                 del self._runs[run.job.id]
             run.attempt.end()
             run.has_ended.set()
-            run.server.free.release(run.num_slots)
+            run.server.free.release(run.max_jobs)
             self._news.set()
 
     def _settle(self, run: _Run) -> None:
@@ -314,8 +314,8 @@ class Runner:
             return
         self._metrics.stages.labels("store", run.job.key_id).observe(time.monotonic() - began)
         seconds = self._settings.result_seconds
-        told = {"seconds_to_live": seconds, "scores": video.scores}
-        if self._persist(lambda: self._store.complete(run.job, result, **told)):
+        results = {"seconds_to_live": seconds, "scores": video.scores}
+        if self._persist(lambda: self._store.complete(run.job, result, **results)):
             self._end(run, "completed")
         else:
             self._results.remove(result.name)  # deleted in the meantime, or another gateway's by now

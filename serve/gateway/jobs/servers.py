@@ -45,7 +45,7 @@ class Server:
         """Asks whether all models are loaded and what they offer; notes whether it is healthy, and says so."""
         return self._note(self._probe)
 
-    def answers(self) -> bool:
+    def is_responding(self) -> bool:
         """Whether all models are loaded, which is all that this asks (unlike `probe`): each job waits for it."""
         return self._note(lambda model: self.client(model).is_ready())
 

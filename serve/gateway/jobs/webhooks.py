@@ -66,13 +66,13 @@ class Webhooks:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="webhook") as pool:
             while not self._stopping.wait(_SECONDS_BETWEEN_LOOKS):
                 try:
-                    for key_id in self._store.keys_to_tell():
+                    for key_id in self._store.keys_to_call():
                         if key_id not in calls or calls[key_id].done():
-                            calls[key_id] = pool.submit(self._tell, key_id)
+                            calls[key_id] = pool.submit(self._deliver, key_id)
                 except SQLAlchemyError as error:
                     log("store failed", reason=in_a_line(error))
 
-    def _tell(self, key_id: str) -> None:
+    def _deliver(self, key_id: str) -> None:
         """Tells one key what is due, until a call fails or its turn is over."""
         end = time.monotonic() + _SECONDS_OF_A_TURN
         try:
@@ -87,19 +87,19 @@ class Webhooks:
             log("store failed", reason=in_a_line(error))
 
     def _try(self, key: Key | None, job: Job, tries: dict[str, tuple[int, float]]) -> bool:
-        is_wanted = key is not None and not key.is_revoked
-        result = send(key, job, may_be_private=self._may_be_private) if is_wanted else "key revoked"
+        is_active = key is not None and not key.is_revoked
+        result = send(key, job, may_be_private=self._may_be_private) if is_active else "key revoked"
         count = tries.get(job.id, (0, 0.0))[0] + 1
         is_taken = result.startswith("2")
         self._metrics.webhook_attempts.labels(f"{result[0]}xx" if result.isdecimal() else result).inc()
         about = {"job": job.id, "key": job.key_id, "attempt": count, "result": result}
-        if not is_taken and is_wanted and count <= len(_PAUSES):
+        if not is_taken and is_active and count <= len(_PAUSES):
             pause = _PAUSES[count - 1] * random.uniform(0.9, 1.1)
             tries[job.id] = (count, time.monotonic() + pause)
             log("webhook failed", **about, next_in_seconds=round(pause))
             return False
         outcome = "delivered" if is_taken else "given_up"
-        self._store.note_told(job, outcome)
+        self._store.note_called(job, outcome)
         self._metrics.webhooks.labels(outcome).inc()
         log(f"webhook {outcome.replace('_', ' ')}", **about)
         return is_taken

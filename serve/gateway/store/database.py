@@ -8,7 +8,7 @@ import math
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,7 @@ from megadit.models.shared.addresses import shown
 from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.store import patience
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 _SECONDS_TO_STAND_STILL = 10.0
 """Longest standstill of a gateway within a transaction before the others go on without it."""
@@ -107,8 +107,8 @@ JOBS = Table(
     Column("sha256", String(64)),
     Column("scores", Text),
     Column("result_name", String(80)),
-    Column("given_name", String(80)),
-    Column("given_bytes", BigInteger),
+    Column("conditioning_name", String(80)),
+    Column("conditioning_bytes", BigInteger),
     Column("remixed_from", String(40)),
     Column("idempotency_key", String(255)),
     Column("fingerprint", String(64)),
@@ -121,7 +121,7 @@ JOBS = Table(
     Index("results_by_end", "expires_tick"),
     Index("jobs_by_webhook", "webhook"),
     Index("kept_by_a_key", "key_id", "status", "num_bytes"),
-    Index("given_to_jobs", "given_name", "key_id", "given_bytes"),
+    Index("conditioning_of_jobs", "conditioning_name", "key_id", "conditioning_bytes"),
     sqlite_autoincrement=True,
 )
 PREVIEWS = Table(
@@ -134,61 +134,11 @@ PREVIEWS = Table(
 """Latest preview of each running job that has any."""
 
 
-def _add_webhooks(connection: Connection) -> None:
-    connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN webhook VARCHAR(16)")
-    connection.exec_driver_sql("CREATE INDEX jobs_by_webhook ON jobs (webhook)")
-
-
-def _add_previews(connection: Connection) -> None:
-    PREVIEWS.create(connection)
-
-
-def _add_rates(connection: Connection) -> None:
-    for column in ("tokens", "tokens_tick"):
-        connection.exec_driver_sql(f"ALTER TABLE keys ADD COLUMN {column} FLOAT")
-
-
-def _name_results(connection: Connection) -> None:
-    connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN result_name VARCHAR(80)")
-    suffix = "CASE media_type WHEN 'image/png' THEN '.png' ELSE '.mp4' END"
-    connection.exec_driver_sql(f"UPDATE jobs SET result_name = id || {suffix} WHERE num_bytes IS NOT NULL")
-    connection.exec_driver_sql("CREATE INDEX kept_by_a_key ON jobs (key_id, status, num_bytes)")
-    connection.exec_driver_sql("ALTER TABLE schema_version ADD COLUMN store_id VARCHAR(32)")
-    connection.execute(VERSION.update().values(store_id=secrets.token_hex(16)))
-
-
-def _keep_given(connection: Connection) -> None:
-    for column in ("given_name VARCHAR(80)", "given_bytes BIGINT", "remixed_from VARCHAR(40)"):
-        connection.exec_driver_sql(f"ALTER TABLE jobs ADD COLUMN {column}")
-    connection.exec_driver_sql("CREATE INDEX given_to_jobs ON jobs (given_name, key_id, given_bytes)")
-
-
-def _keep_scores(connection: Connection) -> None:
-    connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN scores TEXT")
-
-
-def _keep_traces(connection: Connection) -> None:
-    for column in ("traceparent VARCHAR(55)", "queued_at FLOAT"):
-        connection.exec_driver_sql(f"ALTER TABLE jobs ADD COLUMN {column}")
-
-
-MIGRATIONS: dict[int, Callable[[Connection], None]] = {
-    2: _add_webhooks,
-    3: _add_previews,
-    4: _add_rates,
-    5: _name_results,
-    6: _keep_given,
-    7: _keep_scores,
-    8: _keep_traces,
-}
-"""Version -> what turns the tables of the version before it into its own."""
-
-
 class Database:
     """An open store: `reading` and `writing` give a connection inside one transaction."""
 
     def __init__(self, url: str) -> None:
-        """Opens, creates or migrates the store.
+        """Opens or creates the store.
 
         Raises:
             UserError: for a URL that is none, a database that does not answer, and a store of a newer megadit.
@@ -196,10 +146,10 @@ class Database:
         self._engine = _engine(url)
         self._reader = self._engine.execution_options(read_only=True)
         try:
-            _bring_up_to_date(self)
+            _create_or_check(self)
         except SQLAlchemyError as error:
             raise UserError(f"the job store {shown(url)} cannot be opened: {in_a_line(error)}") from error
-        with told_in_a_line(url), self.reading() as connection:
+        with one_line_errors(url), self.reading() as connection:
             self.store_id: str = connection.execute(select(VERSION.c.store_id)).scalar_one()
             """Id of this store and no other, however often it moves."""
 
@@ -251,7 +201,7 @@ def holds_password(url: str) -> bool:
 
 
 @contextmanager
-def told_in_a_line(url: str) -> Iterator[None]:
+def one_line_errors(url: str) -> Iterator[None]:
     """Raises UserError for what a damaged store, or one that does not answer, raises in the block."""
     try:
         yield
@@ -368,7 +318,7 @@ def _begin_postgresql(connection: Connection) -> None:
         connection.exec_driver_sql(f"SET LOCAL statement_timeout = '{seconds * 1000:.0f}ms'")
 
 
-def _bring_up_to_date(database: Database) -> None:
+def _create_or_check(database: Database) -> None:
     with database.writing() as connection:
         database.alone(connection, MIGRATING)
         if not inspect(connection).has_table(VERSION.name):
@@ -377,11 +327,8 @@ def _bring_up_to_date(database: Database) -> None:
             connection.execute(CLOCK.insert().values(id=1, seconds=0.0))
             return
         version = connection.execute(select(VERSION.c.version)).scalar_one()
-        if version > SCHEMA_VERSION:
+        if version != SCHEMA_VERSION:
             raise UserError(
-                f"the job store was written by a newer megadit (schema {version}, this one knows up to "
-                f"{SCHEMA_VERSION}); install that one, or start a store of its own"
+                f"the job store has schema {version}, and this megadit knows {SCHEMA_VERSION}: use the version that "
+                "wrote it, or start a store of its own"
             )
-        for step in range(version + 1, SCHEMA_VERSION + 1):
-            MIGRATIONS[step](connection)
-        connection.execute(VERSION.update().values(version=SCHEMA_VERSION))

@@ -46,7 +46,7 @@ class Job:
     """Scores by a judge, where they were asked for."""
     result_name: str | None
     """File name of its video."""
-    given_name: str | None
+    conditioning_name: str | None
     """File name of its conditioning media, until the job has ended."""
     remixed_from: str | None
     """The id of the video that it changes."""
@@ -81,7 +81,7 @@ class NewJob:
     """Its files are kept by themselves, as `given`."""
     id: str | None = None
     """Id of a job for which something is stored already."""
-    given: "Result | None" = None
+    conditioning: "Result | None" = None
     remixed_from: str | None = None
     priority: int = 2
     """Among the jobs of its key: 1 is made first, then 2 and 3."""

@@ -21,7 +21,7 @@ class QuotaExceededError(Exception):
     """The key has asked for as many videos as it may in a day, or keeps as many bytes of them as it may."""
 
 
-def check_room(connection: Connection, key: Key, now: float, num_bytes: int) -> None:
+def check_quotas(connection: Connection, key: Key, now: float, num_bytes: int) -> None:
     """Raises TooManyActiveError or QuotaExceededError for a video too many, of which `num_bytes` are given."""
     active = select(func.count()).where(JOBS.c.key_id == key.id, JOBS.c.status.in_((QUEUED, IN_PROGRESS)))
     if connection.execute(active).scalar_one() >= key.limits.max_active:
@@ -33,11 +33,11 @@ def check_room(connection: Connection, key: Key, now: float, num_bytes: int) -> 
     kept = select(func.coalesce(func.sum(JOBS.c.num_bytes), 0)).where(
         JOBS.c.key_id == key.id, JOBS.c.status == COMPLETED, JOBS.c.num_bytes > 0
     )
-    given = select(func.coalesce(func.sum(JOBS.c.given_bytes), 0)).where(
-        JOBS.c.given_name.is_not(None), JOBS.c.key_id == key.id
+    conditioning = select(func.coalesce(func.sum(JOBS.c.conditioning_bytes), 0)).where(
+        JOBS.c.conditioning_name.is_not(None), JOBS.c.key_id == key.id
     )
-    kept_bytes = connection.execute(kept).scalar_one() + connection.execute(given).scalar_one()
-    if kept_bytes + max(1, num_bytes) > key.limits.max_stored_bytes:
+    cached_bytes = connection.execute(kept).scalar_one() + connection.execute(conditioning).scalar_one()
+    if cached_bytes + max(1, num_bytes) > key.limits.max_stored_bytes:
         most = f"{key.limits.max_stored_bytes:,} bytes"
         raise QuotaExceededError(
             f"this key may keep {most} of videos and files: delete some, or wait until they expire"

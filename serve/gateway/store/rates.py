@@ -30,7 +30,7 @@ class Rates:
         A key that was silent for a minute may ask `per_minute` times at once. While the store cannot be written (a full
         disk), nothing is counted: what is finished is still served, and nothing new is taken anyway.
         """
-        if self._use(key_id):
+        if self._take_token(key_id):
             return 0.0
         try:
             taken, seconds = self._fetch(key_id, per_minute)
@@ -42,7 +42,7 @@ class Rates:
                 self._held[key_id] += taken - 1
         return seconds
 
-    def _use(self, key_id: str) -> bool:
+    def _take_token(self, key_id: str) -> bool:
         with self._lock:
             is_held = self._held[key_id] > 0
             self._held[key_id] -= is_held

@@ -21,7 +21,7 @@ from megadit.models.shared.files import atomic_path
 from megadit.serve.gateway.store.jobs import Job, Result
 
 SUFFIXES = {"video/mp4": ".mp4", "image/png": ".png"}
-_GIVEN = ".given"
+_CONDITIONING = ".given"
 _SECONDS_OF_YOUTH = 600.0
 _OWNER = ".megadit_store"
 """The file that says whose jobs the videos are of."""
@@ -75,9 +75,9 @@ class Results:
         """
         return self._put(job_id, data, media_type, SUFFIXES[media_type])
 
-    def put_given(self, job_id: str, data: bytes) -> Result:
+    def put_conditioning(self, job_id: str, data: bytes) -> Result:
         """Store the conditioning media of a video that is not yet made, as `put` does."""
-        return self._put(job_id, data, "application/zip", _GIVEN)
+        return self._put(job_id, data, "application/zip", _CONDITIONING)
 
     def _put(self, job_id: str, data: bytes, media_type: str, suffix: str) -> Result:
         name = f"{job_id}.{secrets.token_hex(8)}{suffix}"
@@ -100,9 +100,9 @@ class Results:
         except FileNotFoundError:
             return None
 
-    def given(self, job: Job) -> bytes:
+    def conditioning(self, job: Job) -> bytes:
         """Read the conditioning media of a job's video; fsspec's file systems raise what their libraries do."""
-        return self._files.cat_file(f"{self._root}/{job.given_name}")
+        return self._files.cat_file(f"{self._root}/{job.conditioning_name}")
 
     def remove(self, name: str | None) -> None:
         """Removes a stored video; None is that of a job that has none."""
@@ -113,14 +113,14 @@ class Results:
         except FileNotFoundError:
             pass
 
-    def sweep(self, is_wanted: Callable[[str, str], bool]) -> int:
+    def sweep(self, is_needed: Callable[[str, str], bool]) -> int:
         """Removes what crashes left, half written files too; returns how many.
 
         `is_wanted` is asked for each with the id of its job and its name.
         """
         removed = 0
         for name in self._names():
-            if not is_wanted(_job_id(name), name) and not (name.endswith(_GIVEN) and self._is_young(name)):
+            if not is_needed(_job_id(name), name) and not (name.endswith(_CONDITIONING) and self._is_young(name)):
                 self.remove(name)
                 removed += 1
         return removed

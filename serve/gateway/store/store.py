@@ -26,9 +26,9 @@ from megadit.serve.gateway.store.jobs import (
     new_id,
 )
 from megadit.serve.gateway.store.keys import Key
-from megadit.serve.gateway.store.quotas import DAY, check_room
+from megadit.serve.gateway.store.quotas import DAY, check_quotas
 
-_WANTED = "wanted"
+_REQUESTED = "wanted"
 """State of a webhook: the end of its job is to be told, and has not been yet."""
 _AT_ONCE = 500
 
@@ -92,17 +92,17 @@ class JobStore:
             if new.idempotency_key is not None:
                 known = _one(connection, JOBS.c.key_id == key.id, JOBS.c.idempotency_key == new.idempotency_key)
                 if known is not None:
-                    return self._known(connection, known, new), False
-            given, job_id = new.given, new.id or new_id()
-            check_room(connection, key, now, given.num_bytes if given else 0)
+                    return self._repeated(connection, known, new), False
+            conditioning, job_id = new.conditioning, new.id or new_id()
+            check_quotas(connection, key, now, conditioning.num_bytes if conditioning else 0)
             connection.execute(
                 JOBS.insert().values(
                     id=job_id,
                     key_id=key.id,
                     model=new.model,
                     request=json.dumps(new.request.without_media().to_inputs()),
-                    given_name=given.name if given else None,
-                    given_bytes=given.num_bytes if given else None,
+                    conditioning_name=conditioning.name if conditioning else None,
+                    conditioning_bytes=conditioning.num_bytes if conditioning else None,
                     remixed_from=new.remixed_from,
                     priority=new.priority,
                     status=QUEUED,
@@ -114,12 +114,12 @@ class JobStore:
                     created_tick=now,
                     idempotency_key=new.idempotency_key,
                     fingerprint=new.fingerprint,
-                    webhook=_WANTED if key.webhook_url else None,
+                    webhook=_REQUESTED if key.webhook_url else None,
                 )
             )
             return _one(connection, JOBS.c.id == job_id), True
 
-    def _known(self, connection: Connection, job: Job, new: NewJob) -> Job:
+    def _repeated(self, connection: Connection, job: Job, new: NewJob) -> Job:
         fingerprint = connection.execute(select(JOBS.c.fingerprint).where(JOBS.c.id == job.id)).scalar_one()
         if fingerprint != new.fingerprint:
             raise IdempotencyMismatchError("this idempotency key was used with another request")
@@ -178,11 +178,11 @@ class JobStore:
         Keys take turns: the key with the fewest running jobs, and among equals the one whose last turn is the longest
         ago. A key's own jobs go by priority, then by age.
         """
-        told = {"models": list(models)}
+        parameters = {"models": list(models)}
         with self._database.writing() as connection:
             self._database.alone(connection, CLAIMING)
-            for key_id in connection.execute(_TURNS, told).scalars():
-                first = connection.execute(_NEXT_OF_KEY, told | {"of_key": key_id})
+            for key_id in connection.execute(_TURNS, parameters).scalars():
+                first = connection.execute(_NEXT_OF_KEY, parameters | {"of_key": key_id})
                 if (number := first.scalar_one_or_none()) is not None:
                     if self._take(connection, number, key_id):
                         return _one(connection, JOBS.c.number == number)
@@ -252,7 +252,7 @@ class JobStore:
             rows = connection.execute(select(JOBS).where(JOBS.c.status == IN_PROGRESS, JOBS.c.owner == owner)).all()
         jobs = [job for row in rows if self._change(job := job_of(row), lambda now: _waiting())]
         with self._database.writing() as connection:  # what it had to tell is ours to tell
-            untold = and_(JOBS.c.webhook == _WANTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
+            untold = and_(JOBS.c.webhook == _REQUESTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
             connection.execute(update(JOBS).where(untold).values(owner=self.owner))
         return jobs
 
@@ -273,7 +273,7 @@ class JobStore:
                 connection.execute(PREVIEWS.insert().values(number=job.number, step=changes["step"], data=preview))
             return is_ours
 
-    def keys_to_tell(self) -> list[str]:
+    def keys_to_call(self) -> list[str]:
         """Keys of jobs that this gateway ended and has not yet told their webhook of."""
         with self._database.reading() as connection:
             return list(connection.execute(select(JOBS.c.key_id).where(self._is_untold()).distinct()).scalars())
@@ -285,7 +285,7 @@ class JobStore:
             return [job_of(row) for row in connection.execute(untold.limit(_AT_ONCE))]
 
     def _is_untold(self) -> ColumnElement[bool]:
-        return and_(JOBS.c.webhook == _WANTED, JOBS.c.status.in_((COMPLETED, FAILED)), JOBS.c.owner == self.owner)
+        return and_(JOBS.c.webhook == _REQUESTED, JOBS.c.status.in_((COMPLETED, FAILED)), JOBS.c.owner == self.owner)
 
     def with_webhook(self) -> list[tuple[Job, str]]:
         """Jobs that have ended and whose key has an address, the oldest first; and whether it was told."""
@@ -293,7 +293,7 @@ class JobStore:
         with self._database.reading() as connection:
             return [(job_of(row), row.webhook) for row in connection.execute(ended.order_by(JOBS.c.number))]
 
-    def note_told(self, job: Job, outcome: str) -> None:
+    def note_called(self, job: Job, outcome: str) -> None:
         with self._database.writing() as connection:
             connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(webhook=outcome))
 
@@ -310,21 +310,21 @@ class JobStore:
         with self._database.writing() as connection:
             connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(num_bytes=None))
 
-    def ended_with_given(self) -> list[Job]:
-        """Jobs that have ended, whose conditioning media are not yet removed (see `forget_given`)."""
+    def ended_with_conditioning(self) -> list[Job]:
+        """Jobs that have ended, whose conditioning media are not yet removed (see `forget_conditioning`)."""
         with self._database.reading() as connection:
-            ended = JOBS.c.given_name.is_not(None) & JOBS.c.status.not_in((QUEUED, IN_PROGRESS))
+            ended = JOBS.c.conditioning_name.is_not(None) & JOBS.c.status.not_in((QUEUED, IN_PROGRESS))
             return [job_of(row) for row in connection.execute(select(JOBS).where(ended).limit(_AT_ONCE))]
 
-    def forget_given(self, job: Job) -> None:
+    def forget_conditioning(self, job: Job) -> None:
         with self._database.writing() as connection:
-            forgotten = {"given_name": None, "given_bytes": None}
+            forgotten = {"conditioning_name": None, "conditioning_bytes": None}
             connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(**forgotten))
 
-    def check_room(self, key: Key) -> None:
+    def check_quotas(self, key: Key) -> None:
         """Raises TooManyActiveError or QuotaExceededError where a key could not ask for another video now."""
         with self._database.reading() as connection:
-            check_room(connection, key, store_seconds(connection), 0)
+            check_quotas(connection, key, store_seconds(connection), 0)
 
     def purge(self, seconds: float) -> int:
         """Removes rows of jobs that ended, and whose result went, so long ago; not today's: they count for keys."""
@@ -341,8 +341,8 @@ class JobStore:
         """Whether a stored file is the result of its job, or may yet become it."""
         is_result = and_(JOBS.c.status == COMPLETED, JOBS.c.num_bytes.is_not(None), JOBS.c.result_name == name)
         with self._database.reading() as connection:
-            wanted = JOBS.c.status.in_((QUEUED, IN_PROGRESS)) | is_result
-            return connection.execute(select(JOBS.c.number).where(JOBS.c.id == job_id, wanted)).first() is not None
+            is_counted = JOBS.c.status.in_((QUEUED, IN_PROGRESS)) | is_result
+            return connection.execute(select(JOBS.c.number).where(JOBS.c.id == job_id, is_counted)).first() is not None
 
     def knows(self, job_id: str) -> bool:
         """Whether there is, or was, such a job."""

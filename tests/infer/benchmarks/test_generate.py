@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megadit.infer.benchmarks import generate as benchmark_generate
-from megadit.infer.benchmarks.generate import DECODER, ENCODER, NETWORK, WHOLE, Figure, parts
+from megadit.infer.benchmarks.generate import DECODER, ENCODER, NETWORK, WHOLE, MetricValue, parts
 from megadit.models.flops import forward_flops
 from megadit.models.packing.segments import Segment
 
@@ -16,14 +16,14 @@ def test_figures_of_a_bundle(bundle_dir, pipeline, tmp_path, capsys, monkeypatch
     arguments = [str(bundle_dir), "--rounds", "1", "--device", "cpu", "--num_steps", "2", "--prompt", "a red seven"]
     assert benchmark_generate.main([*arguments, "--json", str(out), "--trace", str(trace)]) == 0
     record, shown = json.loads(out.read_text()), capsys.readouterr().out
-    figures = {one["what"]: one for one in record["figures"]}
-    assert figures.keys() == {NETWORK, DECODER, ENCODER, WHOLE}
-    call = figures[NETWORK]
+    measurements = {one["what"]: one for one in record["figures"]}
+    assert measurements.keys() == {NETWORK, DECODER, ENCODER, WHOLE}
+    call = measurements[NETWORK]
     grid = pipeline.config.token_grid(2, 8, 12)  # 5 frames of 16 x 24, latents of 4x, 2x, 2x
     flops = forward_flops(Segment(grid, 3), pipeline.config) + forward_flops(Segment(grid, 0), pipeline.config)
     assert call["tflops"] * call["median"] * 1e12 == pytest.approx(flops)
     assert call["tokens_per_second"] * call["median"] == pytest.approx(2 * grid[0] * grid[1] * grid[2])
-    assert figures[WHOLE]["tflops"] is None
+    assert measurements[WHOLE]["tflops"] is None
     assert sum(record["operations"].values()) == pytest.approx(1) and "matrix products" in record["operations"]
     assert record["rates"]["data sheet"] is None and record["rates"]["matrix products"] > 0
     assert record["machine"]["commit"] is None or record["machine"]["commit"] in shown
@@ -31,8 +31,8 @@ def test_figures_of_a_bundle(bundle_dir, pipeline, tmp_path, capsys, monkeypatch
 
 
 def test_parts_of_a_video_come_from_the_medians():
-    def figure(what, median):
-        return Figure(
+    def measurement(what, median):
+        return MetricValue(
             runtime="eager",
             what=what,
             median=median,
@@ -43,8 +43,8 @@ def test_parts_of_a_video_come_from_the_medians():
             peak_gpu_gb=None,
         )
 
-    figures = [figure(NETWORK, 0.2), figure(DECODER, 0.5), figure(WHOLE, 4.0)]
-    assert parts(figures, 10)["eager"] == pytest.approx({"denoiser": 0.5, "decoder": 0.125, "all else": 0.375})
+    measurements = [measurement(NETWORK, 0.2), measurement(DECODER, 0.5), measurement(WHOLE, 4.0)]
+    assert parts(measurements, 10)["eager"] == pytest.approx({"denoiser": 0.5, "decoder": 0.125, "all else": 0.375})
 
 
 def test_options_reach_what_is_timed(bundle_dir, monkeypatch):

@@ -15,7 +15,7 @@ SIZE = (5, 16, 24)
 def reader_file(tmp_path_factory):
     """An extractor of pictures and clips with random weights."""
     torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("reader") / "judge.safetensors"
+    path = tmp_path_factory.mktemp("reader") / "classifier.safetensors"
     save_file(DigitReader().state_dict(), path, metadata={KIND: "digits"})
     return path
 

@@ -152,7 +152,7 @@ def test_the_interval_holds_the_truth_in_ninety_of_a_hundred_draws():
         found = distances.frechet_estimate(features(made, count=30), features(real, "real", 30))
         low, high = found.interval
         hits += low <= TRUTH <= high
-        shift = found.beside["plain"] - found.value
+        shift = found.extra["plain"] - found.value
         plain_hits += low + shift <= TRUTH <= high + shift
         widths.append((high - low) / 2)
     assert hits >= 90
@@ -164,4 +164,4 @@ def test_the_extrapolated_distance_is_near_the_truth():
     real, made = known_pair(0)
     found = distances.frechet_estimate(features(made, count=5), features(real, "real", 5))
     assert found.value == pytest.approx(TRUTH, abs=0.12)
-    assert found.beside["plain"] > 3 * TRUTH
+    assert found.extra["plain"] > 3 * TRUTH

@@ -57,4 +57,4 @@ def test_a_still_or_a_jumping_video_does_not_win():
 
     assert motion(still).interval[0] > motion(same).interval[1]
     assert motion(jumping).interval[0] > motion(same).interval[1]
-    assert motion(still).beside["mean"] < 0.1 < motion(same).beside["mean"]
+    assert motion(still).extra["mean"] < 0.1 < motion(same).extra["mean"]

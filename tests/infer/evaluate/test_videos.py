@@ -15,7 +15,7 @@ from megadit.infer.evaluate import videos as videos_module
 from megadit.infer.evaluate.extractors.base import resized
 from megadit.infer.evaluate.report.pictures import clips_at
 from megadit.infer.evaluate.videos import Clip, open_videos, videos_in_memory
-from megadit.infer.evaluate.window import looked_at, thinned, window_of
+from megadit.infer.evaluate.window import thinned, window_of, windowed
 from megadit.infer.media.video_io import encode_mp4
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
@@ -149,11 +149,11 @@ def test_a_video_longer_than_memory_is_refused(tmp_path, monkeypatch):
         open_videos(tmp_path).parts[0].read()
 
 
-def test_the_middle_of_a_video_is_looked_at():
+def test_the_middle_of_a_video_is_windowed():
     videos = pixels(2, 9)
     found = videos_in_memory("x", videos, ["a", "b"], 8.0)
     window = window_of(found.parts[0].read()[0], 4, None)
-    seen, prompts = looked_at(found.parts[0], window)
+    seen, prompts = windowed(found.parts[0], window)
     assert (seen.numpy() == videos[:, 2:6]).all() and prompts == ["a", "b"]
     assert window.text == "4 frames of 8x12 at 8 fps from the middle"
 
@@ -161,22 +161,22 @@ def test_the_middle_of_a_video_is_looked_at():
 def test_other_sizes_are_cropped_and_resized_or_refused():
     videos = pixels(1, 2, 20, 40)
     part = videos_in_memory("x", videos, [""], 0.0).parts[0]
-    seen, _ = looked_at(part, window_of(part.read()[0], None, (10, 10)))
+    seen, _ = windowed(part, window_of(part.read()[0], None, (10, 10)))
     cropped = resized(torch.from_numpy(videos[:, :, :, 10:30]), 10, 10).round().byte()
     assert (seen.permute(0, 4, 1, 2, 3) == cropped).all()
     expected = np.asarray(Image.fromarray(videos[0, 0, :, 10:30]).resize((10, 10), Image.Resampling.BICUBIC))
     assert np.abs(seen[0, 0].numpy().astype(int) - expected).max() <= 1
     other = videos_in_memory("y", pixels(1, 2, 8, 8), [""], 0.0).parts[0]
     with pytest.raises(UserError, match="video 0 of y is 8x8, others are 20x40: give --size 20 40"):
-        looked_at(other, window_of(part.read()[0], None, None))
+        windowed(other, window_of(part.read()[0], None, None))
 
 
 def test_other_lengths_and_speeds_are_refused():
     window = window_of(videos_in_memory("x", pixels(1, 5), [""], 8.0).parts[0].read()[0], None, None)
     with pytest.raises(UserError, match="has 3 frames, fewer than 5: drop it, or give `megadit evaluate` --frames 3"):
-        looked_at(videos_in_memory("y", pixels(1, 3), [""], 8.0).parts[0], window)
+        windowed(videos_in_memory("y", pixels(1, 3), [""], 8.0).parts[0], window)
     with pytest.raises(UserError, match="has 4 frames per second, others 8"):
-        looked_at(videos_in_memory("y", pixels(1, 5), [""], 4.0).parts[0], window)
+        windowed(videos_in_memory("y", pixels(1, 5), [""], 4.0).parts[0], window)
 
 
 def test_single_videos_are_found_in_their_parts():

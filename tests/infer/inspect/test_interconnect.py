@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.infer.inspect.interconnect import Link, Place, _rounds, judge, tournament
+from megadit.infer.inspect.interconnect import Link, Place, _rounds, tournament, verdict_of
 
 JOB = Path(__file__).parent / "jobs" / "sick_ranks.py"
 
@@ -60,40 +60,40 @@ def test_rounds_pair_ranks_within_nodes_and_then_nodes():
 
 
 def test_a_healthy_cluster_has_no_verdict():
-    verdict = judge(places(), links("rank", 4) + links("node", 6))
+    verdict = verdict_of(places(), links("rank", 4) + links("node", 6))
     assert not verdict.broken and not verdict.slow
 
 
 def test_a_slow_node_is_named_once_and_not_its_links():
-    verdict = judge(places(24), links("node", 6, slow=[3]))
+    verdict = verdict_of(places(24), links("node", 6, slow=[3]))
     assert verdict.slow == ("node 3 (host3): 10% of the usual bandwidth with 5 of 5 partners",)
 
 
 def test_a_slow_cable_is_named_by_its_two_ends():
-    verdict = judge(places(24), links("node", 6, slow=[(1, 4)]))
+    verdict = verdict_of(places(24), links("node", 6, slow=[(1, 4)]))
     assert verdict.slow == ("node 1 (host1) with node 4 (host4): 10% of the usual bandwidth",)
 
 
 def test_a_node_that_fails_all_its_partners_is_broken():
-    verdict = judge(places(24), links("node", 6, failed=[2]))
+    verdict = verdict_of(places(24), links("node", 6, failed=[2]))
     assert verdict.broken == ("node 2 (host2): timed out with 5 of 5 partners",)
     assert not verdict.slow
 
 
 def test_a_faulty_device_is_named_and_its_links_are_not_named_again():
-    verdict = judge(places(rank1="computes a wrong product"), links("rank", 4, failed=[1]))
+    verdict = verdict_of(places(rank1="computes a wrong product"), links("rank", 4, failed=[1]))
     assert verdict.broken == ("rank 1 on host0 (node 0, H100): computes a wrong product",)
 
 
 def test_where_every_link_fails_nobody_in_particular_is_blamed():
-    verdict = judge(places(12), links("node", 3, failed=[0, 1, 2]))
+    verdict = verdict_of(places(12), links("node", 3, failed=[0, 1, 2]))
     assert len(verdict.broken) == 3
     assert all(" with node " in words for words in verdict.broken)
 
 
 def test_a_slow_device_is_named():
     slow = [Place(rank=4, node=1, host="host1", device="H100", flops=3e12)]
-    verdict = judge(places(4) + slow, [])
+    verdict = verdict_of(places(4) + slow, [])
     assert verdict.slow == ("rank 4 on host1 (node 1, H100) computes at 30% of the usual rate",)
 
 

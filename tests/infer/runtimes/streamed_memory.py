@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megadit.infer.runtimes.offloaded import load_streamed_dit
+from megadit.infer.runtimes.offloaded import load_offloaded_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.machine import peak_memory, reset_peak_memory
 from megadit.models.networks.conditioning import Conditioning
@@ -15,7 +15,9 @@ from megadit.models.storage.weights import load_network
 
 def take(directory: Path, device: torch.device, resident: int) -> None:
     options = {"device": device, "dtype": torch.float32}
-    dit = load_streamed_dit(directory, **options, resident=resident) if resident else load_network(directory, **options)
+    dit = (
+        load_offloaded_dit(directory, **options, resident=resident) if resident else load_network(directory, **options)
+    )
     text = torch.zeros(1, 3, dit.config.crossattn_emb_size)
     conditioning = Conditioning(text, torch.tensor([3]), torch.full((1,), 8.0))
     TorchDenoiser(dit, **options)(torch.zeros(1, dit.config.in_channels, 1, 4, 4), torch.ones(1), conditioning)

@@ -10,7 +10,7 @@ from megadit.infer.generate.command import main
 from megadit.infer.generate.outputs import read_record
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes import chosen_dtype as chosen
-from megadit.infer.runtimes.chosen_dtype import chosen_dtype, stored_dtype, tell_dtype
+from megadit.infer.runtimes.chosen_dtype import chosen_dtype, print_dtype, stored_dtype
 from megadit.models import machine
 from megadit.models.machine import auto_dtype
 from megadit.models.shared.errors import UserError
@@ -57,7 +57,7 @@ def test_commands_and_pipelines_choose_and_tell(bundle, can, monkeypatch, tmp_pa
     told = capsys.readouterr().err
     assert (f"computes in {expected}" in told) == (stored == BF16)
     assert read_record(out)["dtype"] == expected, "what --repeat takes"
-    maker = BundleMaker(bundle, device="cpu", dtype=tell_dtype("auto", bundle, "cpu"))
+    maker = BundleMaker(bundle, device="cpu", dtype=print_dtype("auto", bundle, "cpu"))
     assert maker.about(bundle.defaults)["dtype"] == expected
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.runtimes.offloaded import load_streamed_dit
+from megadit.infer.runtimes.offloaded import load_offloaded_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.conditioning import Conditioning
@@ -41,7 +41,7 @@ def directory(tmp_path_factory):
 
 
 def streamed(directory, resident, device="cpu", dtype=torch.float32):
-    return load_streamed_dit(directory, device=torch.device(device), dtype=dtype, resident=resident)
+    return load_offloaded_dit(directory, device=torch.device(device), dtype=dtype, resident=resident)
 
 
 def ask(dit, device="cpu", dtype=torch.float32, calls=3):

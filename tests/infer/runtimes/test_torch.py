@@ -93,7 +93,7 @@ def test_text_is_read_once_for_all_noise_levels(family, monkeypatch):
     keeping(x[:, :, :1], sigmas[0], conditioning)
     assert len(reads) == 3 * per_call
     # what there is no room for is computed at each call
-    monkeypatch.setattr(runtime, "KEPT_BYTES", 0)
+    monkeypatch.setattr(runtime, "CACHE_BYTES", 0)
     without, reads = TorchDenoiser(dit), count_text_reads(keeping)
     for sigma, answer in zip(sigmas, expected, strict=True):
         assert torch.equal(without(x, sigma, conditioning), answer)

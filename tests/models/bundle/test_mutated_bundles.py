@@ -38,7 +38,7 @@ def bundle(tmp_path_factory):
         text_encoder=HashedWordEncoder(dim=16),
         defaults=SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0),
     )
-    update_manifest(path, licence={"name": "MIT", "asks_for_guardrail": False})
+    update_manifest(path, license={"name": "MIT", "asks_for_guardrail": False})
     return path
 
 
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoints") / "iter_0000002"
     path.mkdir()
     run = {"iteration": 2, "consumed_samples": 8, "consumed_tokens": 80}
-    write_json(path / STATE, {"ema_sigma_rels": [0.1], "run": run, "settings": {}, "format_version": 1})
+    write_json(path / STATE, {"ema_sigma_rels": [0.1], "run": run, "settings": {}, "format_version": 2})
     (path / CONFIG).write_text(
         "recipe: digits\nmodel: {num_layers: 1, hidden_size: 24, num_attention_heads: 2}\n"
         "train: {train_iters: 9}\ndata: {mock: true, path: null, global_batch_size: 4, seq_length: 200}\n"
@@ -71,7 +71,7 @@ def sign_bundle(path) -> None:
 def load_bundle(path) -> None:
     bundle = Bundle.open(path, verify=True)
     describe_bundle(path)
-    assert bundle.licence is not None
+    assert bundle.license is not None
     bundle.load_dit()
     bundle.load_tokenizer()
     bundle.load_text_encoder()

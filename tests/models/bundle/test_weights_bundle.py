@@ -118,7 +118,7 @@ def test_bundle_gives_back_its_parts(bundle_path, state_dict):
     bundle = Bundle.open(bundle_path, verify=True)
     assert bundle.defaults == DEFAULTS and bundle.config == CONFIG
     assert bundle.manifest["training"] == TRAINING
-    assert bundle.manifest["parts"] == {"transformer": "dit", "tokenizer": "haar", "text_encoder": "hashed_words"}
+    assert bundle.manifest["components"] == {"transformer": "dit", "tokenizer": "haar", "text_encoder": "hashed_words"}
     assert bundle.load_tokenizer().fingerprint() == TOKENIZER.fingerprint()
     assert bundle.load_text_encoder() == TEXT_ENCODER
     assert all(torch.equal(t, state_dict[name]) for name, t in bundle.load_dit().state_dict().items())

@@ -196,7 +196,7 @@ def test_of_images_on_a_network_of_text_and_the_reverse(theirs, tmp_path):
     dit = our_network(theirs)
     load_adapter(dit, *adapter.to_state())
     assert distance(our_output(dit), their_output(theirs, plain)) <= TOLERANCE
-    of_images = dataclasses.replace(WAN, image_size=16, given_form="channels", given_sigma=0.0)
+    of_images = dataclasses.replace(WAN, image_size=16, conditioning_mode="channels", conditioning_sigma=0.0)
     assert read_adapter(plain, of_images).reading.startswith("40 of 40 tensors are used")
     assert read_adapter(file, of_images).reading.startswith("48 of 48 tensors are used")
 

@@ -140,9 +140,9 @@ def test_any_setting_is_used_or_named(component, seed, components, tmp_path):
     assert not unnamed
 
 
-@pytest.mark.parametrize("kind", schedulers._KNOWN)
+@pytest.mark.parametrize("kind", schedulers._SCHEDULERS)
 def test_any_setting_of_a_scheduler_is_used_or_named(kind):
-    for name, scheduler in schedulers._KNOWN[kind].items():
+    for name, scheduler in schedulers._SCHEDULERS[kind].items():
         values = {"_class_name": name, **scheduler.defaults, **scheduler.only}
         for field in values:
             for value in ANYTHING:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.generate import command as generate
 from megadit.infer.media.video_io import read_video
 from megadit.infer.pipeline.pipeline import TextToVideo
@@ -17,7 +17,7 @@ from megadit.models.convert import cosmos, wan
 from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import open_published
 from megadit.models.diffusion.noise import Stream, latent_noise, seed_key
-from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_source import from_state_dict, write_safetensors
 from megadit.serve.backend.engine import Engine
@@ -69,7 +69,7 @@ def known_of(model):
 def of_first_frame(model):
     """Their configuration as ours; that a first frame has a level of its own, no tensor of Wan 2.2's tells."""
     config = known_of(model).config_from_diffusers(model.config)
-    return config if config.given_sigma is not None else replace(config, given_sigma=0.0)
+    return config if config.conditioning_sigma is not None else replace(config, conditioning_sigma=0.0)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -77,7 +77,7 @@ def test_networks_equal_diffusers(name, without_torchvision):
     """The network alone: marks, channels, features of an image, noise levels of tokens."""
     published, model = in_random_type(NETWORKS[name](), 1)
     config = of_first_frame(model)
-    assert config.given_form == FORMS[name]
+    assert config.conditioning_mode == FORMS[name]
     entries = known_of(model).diffusers_entries(config)
     # diffusers' learned positions are in float32 alone: two orders of the same sums over a few hundred numbers
     dtype, tolerance = (torch.float32, 1e-5) if config.learned_positions else (torch.float64, 1e-6)
@@ -93,8 +93,8 @@ def test_networks_equal_diffusers(name, without_torchvision):
     marks = torch.rand(4, 3, 4, 6, generator=draw) < 0.5 if FORMS[name] == "channels" else None
     image = random(2, 14 if config.image_positions else 7, 20) if config.image_size else None
     text = random(2, 512 if config.image_size else 5, 16)  # diffusers cuts off the last 512 as text
-    given = Given(latents, is_given, marks_MTHW=marks)
-    conditioning = Conditioning(text, torch.full((2,), text.shape[1]), torch.zeros(2), given=given, image_BIE=image)
+    given = CleanLatents(latents, is_given, marks_MTHW=marks)
+    conditioning = Conditioning(text, torch.full((2,), text.shape[1]), torch.zeros(2), clean=given, image_BIE=image)
     mask = is_given.to(dtype).expand(2, 1, -1, -1, -1)
     levels = torch.stack([torch.zeros(2), c_noise, c_noise], 1)
     common = {"encoder_hidden_states": text, "return_dict": False}
@@ -113,16 +113,18 @@ def test_networks_equal_diffusers(name, without_torchvision):
                 t = levels[:, None, :, None, None] if is_frame else c_noise
                 padding = torch.zeros(1, 1, 4, 6, dtype=dtype)
                 theirs = model(x_in, t, condition_mask=mask, padding_mask=padding, **common)[0]
-        own = torch.cat([c_noise, torch.zeros(2) if config.given.has_own_level else c_noise])
-        ours = dit(x_in, own if config.given.is_among else c_noise, conditioning)
+        own = torch.cat([c_noise, torch.zeros(2) if config.conditioning.has_own_level else c_noise])
+        ours = dit(x_in, own if config.conditioning.is_among else c_noise, conditioning)
         assert distance(ours, theirs) <= tolerance
         for changed in (
-            replace(conditioning, given=replace(given, is_given_THW=~is_given, marks_MTHW=marks))
+            replace(conditioning, clean=replace(given, is_clean_THW=~is_given, marks_MTHW=marks))
             if marks is None
-            else replace(conditioning, given=replace(given, marks_MTHW=~marks)),
+            else replace(conditioning, clean=replace(given, marks_MTHW=~marks)),
             *([] if image is None else [replace(conditioning, image_BIE=image.flip(2))]),
         ):
-            assert distance(dit(x_in, own if config.given.is_among else c_noise, changed), theirs) > 1e-4, "control"
+            assert distance(dit(x_in, own if config.conditioning.is_among else c_noise, changed), theirs) > 1e-4, (
+                "control"
+            )
     assert_round_trip(published, config, entries)
     rebuilt = type(model).from_config(known_of(model).config_to_diffusers(config))
     assert {n: t.shape for n, t in rebuilt.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
@@ -187,16 +189,18 @@ def test_cosmos_videos_equal_diffusers(
     pipeline = make(tmp_path, write_t5, make_cosmos_autoencoder)
     save(pipeline, tmp_path / "Tiny", type(pipeline).__name__)
     bundle, ours = converted(tmp_path / "Tiny", tmp_path / "bundle")
-    assert bundle.takes == ("first_frame", "prefix")
+    assert bundle.conditionings == ("first_frame", "prefix")
     compression = ours.tokenizer.temporal_compression
     clip, size = frames(1 if given == "image" else 1 + compression), SIZE | {"num_frames": 1 + 2 * compression}
-    use = GivenVideo(frames=clip, **({"use": "first_frame"} if given == "image" else {"keep_frames": len(clip)}))
+    kind = ConditioningItem(
+        frames=clip, **({"kind": "first_frame"} if given == "image" else {"keep_frames": len(clip)})
+    )
     (video,) = ours(
         [PROMPT], seeds=3, **size, fps=12, sampler="euler", guidance=4.0, num_steps=STEPS, negative_prompt=NEGATIVE,
-        given=use,
+        conditioning=kind,
     )  # fmt: skip
     shape = ours.tokenizer.latent_shape(size["num_frames"], HEIGHT, WIDTH)
-    augmented = latent_noise(torch.tensor([seed_key(3)]), shape, stream=Stream.GIVEN_NOISE)
+    augmented = latent_noise(torch.tensor([seed_key(3)]), shape, stream=Stream.CONDITIONING_NOISE)
     module = f"diffusers.pipelines.cosmos.{type(pipeline).__module__.rpartition('.')[2]}"
     # theirs draws this noise anew at every step and for each half of guidance, ours once
     monkeypatch.setattr(f"{module}.randn_tensor", lambda *_, **__: augmented)
@@ -251,16 +255,21 @@ def test_wan_videos_of_images_equal_diffusers(name, tmp_path, write_t5, monkeypa
     network = random_wan(1, **OF_IMAGES, **clip_sizes(1), pos_embed_seq_len=10) if has_last else NETWORKS[name]()
     pipeline = wan_image_pipeline(tmp_path, write_t5, network, **({"expand_timesteps": True} if is_tokens else {}))
     bundle, ours = converted(tmp_path / "Tiny", tmp_path / "bundle")
-    assert bundle.takes == (("first_frame", "last_frame") if has_last else ("first_frame",))
+    assert bundle.conditionings == (("first_frame", "last_frame") if has_last else ("first_frame",))
     clip = frames(2)
-    given = [GivenVideo(frames=clip[:1], use="first_frame"), GivenVideo(frames=clip[1:], use="last_frame")]
+    given = [
+        ConditioningItem(frames=clip[:1], kind="first_frame"),
+        ConditioningItem(frames=clip[1:], kind="last_frame"),
+    ]
     assert (bundle.defaults.schedule, bundle.defaults.sampler, bundle.defaults.shift) == (
         "flow_match_euler",
         "euler",
         3,
     )
     settings = {"fps": 16, "guidance": 5.0, "num_steps": STEPS}
-    (video,) = ours([PROMPT], seeds=3, **SIZE, **settings, negative_prompt=NEGATIVE, given=tuple(given[: 1 + has_last]))
+    (video,) = ours(
+        [PROMPT], seeds=3, **SIZE, **settings, negative_prompt=NEGATIVE, conditioning=tuple(given[: 1 + has_last])
+    )
     monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan_i2v.prompt_clean", str)
     arguments = {
         "image": pictures(clip)[0],
@@ -298,7 +307,7 @@ def test_released_tensors_are_read_back(name, tmp_path):
         assert "blocks.0.cross_attn.norm_k_img.weight" in theirs.stored
     write_safetensors(tmp_path / "model.safetensors", theirs)
     published = open_published(tmp_path / "model.safetensors")
-    assert (published.config.given_form, published.config.image_size) == (FORMS[name], config.image_size)
+    assert (published.config.conditioning_mode, published.config.image_size) == (FORMS[name], config.image_size)
     assert all(torch.equal(published.tensors.read(each), tensor) for each, tensor in dit.state_dict().items())
 
 

@@ -23,7 +23,7 @@ from megadit.models.storage.tensor_source import from_state_dict
 
 WAN = DiTConfig(
     family="wan",
-    preconditioner="flow",
+    parameterization="flow",
     sigma_data=1.0,
     num_layers=2,
     hidden_size=128,

@@ -75,7 +75,7 @@ def cosmos_pipeline(tmp_path_factory, write_t5, make_cosmos_autoencoder):
     pipeline.transformer.save_pretrained(path / "transformer")
     pipeline.vae.save_pretrained(path / "vae")
     (path / "model_index.json").write_text(json.dumps({"_class_name": "CosmosTextToWorldPipeline"}))
-    (path / "LICENSE").write_text("the licence of these weights")
+    (path / "LICENSE").write_text("the license of these weights")
     (path / "README.md").write_text("---\nlicense: other\nlicense_name: open-model-license\n---\n# Tiny\n")
     return pipeline, path
 
@@ -88,8 +88,8 @@ def test_cosmos_videos_equal_diffusers(cosmos_pipeline, tmp_path, monkeypatch, c
     pipeline, path = cosmos_pipeline
     assert main([str(path), str(tmp_path / "bundle")]) == 0
     told = capsys.readouterr()
-    assert "licence of the weights: other, open-model-license" in told.out
-    assert "the licence of these weights asks for a content filter" in told.err
+    assert "license of the weights: other, open-model-license" in told.out
+    assert "the license of these weights asks for a content filter" in told.err
 
     t5 = T5TextEncoder(model=str(path), dtype="float32", text_padding="zeros")
     ours = TextToVideo.from_pretrained(tmp_path / "bundle", device="cpu", text_encoder=t5)
@@ -132,8 +132,8 @@ def test_licences_travel_and_a_bundle_becomes_a_pipeline_again(cosmos_pipeline, 
     _, path = cosmos_pipeline
     main([str(path), str(tmp_path / "bundle")])
     bundle = Bundle.open(tmp_path / "bundle", verify=True)
-    assert bundle.licence.asks_for_guardrail and bundle.licence.name == "other, open-model-license"
-    assert (tmp_path / "bundle/notices/LICENSE").read_text() == "the licence of these weights"
+    assert bundle.license.asks_for_guardrail and bundle.license.name == "other, open-model-license"
+    assert (tmp_path / "bundle/notices/LICENSE").read_text() == "the license of these weights"
     assert main([str(tmp_path / "bundle"), str(tmp_path / "out"), "--to", "diffusers"]) == 0
     for part, kind in (("transformer", diffusers.CosmosTransformer3DModel), ("vae", diffusers.AutoencoderKLCosmos)):
         before, after = kind.from_pretrained(path / part), kind.from_pretrained(tmp_path / "out" / part)

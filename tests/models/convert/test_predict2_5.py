@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.generate import command as generate
 from megadit.infer.media.untrusted import decode
 from megadit.infer.media.video_io import read_video
@@ -164,7 +164,7 @@ def test_it_is_sampled_as_diffusers_does(bundle):
     assert defaults.negative_prompt == diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict.DEFAULT_NEGATIVE_PROMPT
     sigmas = settings_sigmas(defaults)
     torch.testing.assert_close(sigmas / (1 + sigmas), published_levels(36), rtol=0, atol=1e-6)
-    t = bundle.config.given_sigma / (1 + bundle.config.given_sigma)
+    t = bundle.config.conditioning_sigma / (1 + bundle.config.conditioning_sigma)
     assert t == pytest.approx(theirs["conditional_frame_timestep"].default, rel=1e-3)
 
 
@@ -172,14 +172,14 @@ def test_it_is_sampled_as_diffusers_does(bundle):
 def test_videos_equal_diffusers(pipeline, bundle, num_given, monkeypatch, without_torchvision):
     """Of text, of an image (its first frame) and of a clip (its first five), at the published noise levels."""
     theirs, path = pipeline
-    assert bundle.takes == ("first_frame", "prefix")
+    assert bundle.conditionings == ("first_frame", "prefix")
     encoder = encoder_of(path, projection=bundle.load_text_encoder().projection)
     ours = TextToVideo.from_pretrained(bundle, device="cpu", text_encoder=encoder)
     settings = {**SIZE, "sampler": "euler", "num_steps": STEPS, "fps": 16}
     clip, other = frames(5), frames(5, seed=6)
-    use = {0: None, 1: {"use": "first_frame"}, 5: {"keep_frames": 5}}[num_given]
-    given = use and GivenVideo(frames=clip[:num_given], **use)
-    (video,) = ours([PROMPT], seeds=3, guidance=4.0, negative_prompt=NEGATIVE, given=given, **settings)
+    kind = {0: None, 1: {"kind": "first_frame"}, 5: {"keep_frames": 5}}[num_given]
+    given = kind and ConditioningItem(frames=clip[:num_given], **kind)
+    (video,) = ours([PROMPT], seeds=3, guidance=4.0, negative_prompt=NEGATIVE, conditioning=given, **settings)
     levels, set_timesteps = published_levels(STEPS)[:-1].tolist(), theirs.scheduler.set_timesteps
     monkeypatch.setattr(
         theirs.scheduler, "set_timesteps", lambda n, device: set_timesteps(sigmas=levels, device=device)
@@ -214,11 +214,11 @@ def test_videos_equal_diffusers(pipeline, bundle, num_given, monkeypatch, withou
 
 
 GIVEN = {
-    "image": ({"image": PNG}, "first.png", GivenVideo(frames=decode(PNG, MediaLimits()), use="first_frame")),
+    "image": ({"image": PNG}, "first.png", ConditioningItem(frames=decode(PNG, MediaLimits()), kind="first_frame")),
     "clip": (
         {"continue_video": MP4, "keep_frames": 5},
         "beginning.mp4",
-        GivenVideo(frames=decode(MP4, MediaLimits()), keep_frames=5),
+        ConditioningItem(frames=decode(MP4, MediaLimits()), keep_frames=5),
     ),
 }
 """What a request gives, the name of the same as a file, and what it is."""
@@ -228,7 +228,7 @@ GIVEN = {
 def test_what_is_given_is_generated_and_served(bundle, tmp_path, kind):
     asked, name, given = GIVEN[kind]
     ours, settings = TextToVideo.from_pretrained(bundle, device="cpu"), {**SIZE, "num_steps": 2, "fps": 16.0}
-    (expected,) = ours([PROMPT], seeds=3, given=given, **settings)
+    (expected,) = ours([PROMPT], seeds=3, conditioning=given, **settings)
     (without,) = ours([PROMPT], seeds=3, **settings)
     assert not np.array_equal(expected.video, without.video), "negative control"
     asker = Asker(VideoRequest(prompt=PROMPT, seed=3, **settings, **asked))
@@ -262,7 +262,7 @@ def test_the_released_names_go_out_and_come_in(pipeline, bundle, tmp_path):
     parts = ("--tokenizer", str(pipeline[1] / "vae"), "--text_encoder", str(pipeline[1]))
     assert main([str(tmp_path / "out/model.safetensors"), str(tmp_path / "again"), *parts]) == 0
     again = Bundle.open(tmp_path / "again", verify=True)
-    assert (again.config, again.takes) == (bundle.config, bundle.takes)
+    assert (again.config, again.conditionings) == (bundle.config, bundle.conditionings)
     assert again.defaults == bundle.defaults
     for part in ("transformer", "text_encoder"):
         before, after = (load_file(one.path / part / "model.safetensors") for one in (bundle, again))

@@ -83,10 +83,12 @@ OLD_NAMES = {
 def old_name_of_2_2(name):
     for ours, old in OLD_NAMES.items():
         name = name.replace(ours, old)
-    for way, count in (("down", 2), ("up", 3)):
+    for variant, count in (("down", 2), ("up", 3)):
         for block in range(4):
-            name = name.replace(f".{way}_blocks.{block}.resnets.", f".{way}samples.{block}.{way}samples.")
-            name = name.replace(f".{way}_blocks.{block}.{way}sampler.", f".{way}samples.{block}.{way}samples.{count}.")
+            name = name.replace(f".{variant}_blocks.{block}.resnets.", f".{variant}samples.{block}.{variant}samples.")
+            name = name.replace(
+                f".{variant}_blocks.{block}.{variant}sampler.", f".{variant}samples.{block}.{variant}samples.{count}."
+            )
     return name
 
 

@@ -80,12 +80,12 @@ def test_a_value_that_no_network_has_is_named(known):
 
 
 DEFAULTS = {"num_steps": 5, "guidance": 1.0, "num_frames": 5, "height": 32, "width": 32, "fps": 8.0}
-CLASSES = [(kind, name) for kind, classes in schedulers._KNOWN.items() for name in classes]
+CLASSES = [(kind, name) for kind, classes in schedulers._SCHEDULERS.items() for name in classes]
 
 
 def published(kind, name):
     """The configuration with which a scheduler of this class is published."""
-    scheduler = schedulers._KNOWN[kind][name]
+    scheduler = schedulers._SCHEDULERS[kind][name]
     usual = {
         parameter: value.default for parameter, value in inspect.signature(getattr(diffusers, name)).parameters.items()
     }
@@ -95,7 +95,7 @@ def published(kind, name):
 @pytest.mark.parametrize(("kind", "name"), CLASSES)
 def test_fields_of_schedulers(kind, name):
     values = published(kind, name)
-    usual, scheduler = scheduler_settings(kind, values), schedulers._KNOWN[kind][name]
+    usual, scheduler = scheduler_settings(kind, values), schedulers._SCHEDULERS[kind][name]
     for field in set(values) - {"_class_name", "_diffusers_version"}:
         changed = values | {field: flipped(values[field])}
         try:
@@ -120,7 +120,7 @@ def test_what_is_without_effect_changes_no_level_of_diffusers(name):
     values = published("wan", name)
     others = {"beta_schedule": "scaled_linear", "timestep_spacing": "trailing", "time_shift_type": "exponential"}
     others |= {"trained_betas": [0.1] * 1000}
-    for field in schedulers._KNOWN["wan"][name].without_effect:
+    for field in schedulers._SCHEDULERS["wan"][name].without_effect:
         changed = values | {field: others.get(field, flipped(values[field]))}
         assert levels(changed) == levels(values), field
     shift = "flow_shift" if "flow_shift" in values else "shift"
@@ -199,7 +199,7 @@ def test_pixels_that_are_not_normalised_are_refused(tmp_path):
 @pytest.mark.parametrize(("kind", "name"), CLASSES)
 def test_a_scheduler_is_written_as_it_was_read(kind, name, tmp_path):
     """By which diffusers steps as it would by the one that was read."""
-    scheduler = schedulers._KNOWN[kind][name]
+    scheduler = schedulers._SCHEDULERS[kind][name]
     numbers = {"flow_shift": 3.0, "shift": 3.0, "sigma_min": 0.1, "sigma_max": 70.0, "rho": 6.0}
     own = scheduler.defaults.keys() - scheduler.only.keys() - scheduler.without_effect
     values = {"_class_name": name, **scheduler.only} | {field: numbers[field] for field in own}

@@ -165,7 +165,7 @@ def test_the_original_class_network_comes_in(tmp_path, capsys):
         position_embedding="sincos",
         qk_layernorm=False,
         sigma_data=1.0,
-        preconditioner="vp",
+        parameterization="vp",
         num_classes=10,
         learned_variance=True,
     )

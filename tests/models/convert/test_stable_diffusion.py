@@ -176,7 +176,7 @@ def test_every_setting_of_the_class_is_known():
         {"sampler": "heun", "schedule": "karras", "sigma_min": 0.03, "sigma_max": 14.6},
         {"sampler": "unipc"},
         {"sampler": "euler", "eta": 1.0},
-        {"sampler": "restart"},
+        {"sampler": "consistency"},
         {"guidance_rescale": 0.5},
     ],
 )
@@ -288,14 +288,14 @@ def test_it_is_timed_and_its_loss_is_measured(made):
 
 @pytest.mark.parametrize("is_adapter", [False, True], ids=["all of it", "an adapter"])
 def test_training_is_refused_with_the_reason_and_the_recipe_to_take(made, is_adapter):
-    from megadit.train.checkpoints.init_from import read_given
+    from megadit.train.checkpoints.init_from import read_initial_weights
     from megadit.train.config.load import resolve_config
 
     path = str(made("1.x")[2])
     of_adapter = ["train.adapter.rank=4", f"checkpoint.init_from={path}"]
     run = resolve_config("digits", overrides=of_adapter if is_adapter else [])
     with pytest.raises(UserError, match="a U-Net of 2 levels.* is not trained here.*--recipe image_xl_256"):
-        read_given(run, path)
+        read_initial_weights(run, path)
 
 
 def test_ranks_that_share_it_are_refused_before_anything_is_written(made, tmp_path):

@@ -19,7 +19,7 @@ from megadit.models.convert.adapters.files import bundle_fingerprint, read_adapt
 from megadit.models.convert.adapters.merge import merge_bundle
 from megadit.models.convert.stable_diffusion import original_entries
 from megadit.models.lora.adapters import load_adapter, set_scale, targets_of
-from megadit.models.lora.inputs import AdapterSlots, SlottedLinears
+from megadit.models.lora.inputs import AdapterInputs, SlottedLinears
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.weights import config_to_dict
@@ -177,7 +177,7 @@ def test_slots_of_exported_networks_are_adapters(made, kind):
     network, steps = bundle.load_network(), torch.tensor([500.0, 32.5])
     x, conditioning = conditions(bundle.config)
     base, scale_B = network(x, steps, conditioning), torch.tensor([0.8, -0.5])
-    slots = AdapterSlots(config=bundle.config, rank=RANK + 1, targets=("*",))
+    slots = AdapterInputs(config=bundle.config, rank=RANK + 1, targets=("*",))
     state, about = random_state(slots, RANK, seed=0), AdapterConfig(rank=RANK, alpha=ALPHA, targets=("*",))
     inputs, slotted = slots.filled(2, [(slots.packed(state, about), scale_B)]), SlottedLinears(network, slots)
     with slotted.filled(tuple(inputs.values())):
@@ -193,7 +193,7 @@ def test_slots_of_exported_networks_are_adapters(made, kind):
 def test_a_network_of_four_levels_has_few_inputs():
     """One for all places of a name and a size: 192 linears of the attentions of 1.x."""
     config = UNetConfig(settings=USUAL_SETTINGS | {"cross_attention_dim": 768}, prediction="noise", pixels_per_latent=8)
-    slots = AdapterSlots(config=config, rank=16)
+    slots = AdapterInputs(config=config, rank=16)
     assert sum(len(group.targets) for group in slots.groups.values()) == 192 and len(slots.inputs) == 2 * 36
     assert slots.inputs["blocks.attn2.to_k.768x1280.down"] == (6, 16, 768)
     assert slots.inputs["blocks.ff.net.0.proj.320x2560.up"] == (5, 2560, 16)

@@ -15,7 +15,7 @@ import torch
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.networks import dit as dit_module
-from megadit.models.networks.conditioning import Conditioning, Given
+from megadit.models.networks.conditioning import CleanLatents, Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.ops import fusion, gated_residual, modulated_norm, qk_norm_rope
 from megadit.models.ops.fusion import fused
@@ -24,7 +24,7 @@ from megadit.models.packing.segments import RowsByToken, Segment
 from megadit.train.optim.adamw import HalfMomentAdamW
 
 CONFIG = DiTConfig(
-    num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=4, crossattn_emb_size=16, given_sigma=0.02
+    num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=4, crossattn_emb_size=16, conditioning_sigma=0.02
 )
 CAPACITY, TEXT_CAPACITY = 96, 24
 MOST = 2
@@ -75,7 +75,7 @@ def pack(chance):
     them given or none."""
     most = chance.choice((1, 1, 2, 7))
     if most == 1 and chance.random() < 0.5:
-        whole = Segment((6, 4, 4), TEXT_CAPACITY, given=given(chance, CAPACITY))
+        whole = Segment((6, 4, 4), TEXT_CAPACITY, clean=given(chance, CAPACITY))
         return PackLayout.pack([whole], capacity=CAPACITY, text_capacity=TEXT_CAPACITY)
     segments, left, text_left = [], CAPACITY, TEXT_CAPACITY
     while left and len(segments) < most:
@@ -83,7 +83,7 @@ def pack(chance):
         if num_tokens > left or max(text, 1) > text_left:
             break
         grid = (1, 1, num_tokens) if num_tokens % 2 else (2, 1, num_tokens // 2)
-        segments.append(Segment(grid, text, given=given(chance, num_tokens)))
+        segments.append(Segment(grid, text, clean=given(chance, num_tokens)))
         left, text_left = left - num_tokens, text_left - max(text, 1)
     return PackLayout.pack(segments, capacity=CAPACITY, text_capacity=TEXT_CAPACITY)
 
@@ -108,15 +108,15 @@ def run_batch(dit, chance):
     x = torch.randn(batch, 4, *size)
     is_given = torch.zeros(size, dtype=torch.bool)
     is_given[0, : size[1] // 2] = True
-    some = Given(torch.randn_like(x), is_given) if chance.random() < 0.3 else None
-    conditioning = Conditioning(torch.randn(batch, length, 16), lengths, torch.full((batch,), 8.0), given=some)
+    some = CleanLatents(torch.randn_like(x), is_given) if chance.random() < 0.3 else None
+    conditioning = Conditioning(torch.randn(batch, length, 16), lengths, torch.full((batch,), 8.0), clean=some)
     with torch.no_grad():
         EDMDenoiser(dit)(x, torch.ones(batch), conditioning)
 
 
 def test_packs_of_every_kind_are_drawn():
     packs = [pack(random.Random(seed)) for seed in range(100)]
-    assert min(sum(x.has_given for x in packs), sum(not x.has_given for x in packs)) > 20
+    assert min(sum(x.has_conditioning for x in packs), sum(not x.has_conditioning for x in packs)) > 20
     assert {len(x.groups) > 1 for x in packs} == {len(x.segments) > 1 for x in packs} == {True, False}
 
 

@@ -174,7 +174,7 @@ def test_what_onednn_is_not_asked_for(products, monkeypatch):
 
 @pytest.mark.parametrize("family", ["megadit", "dit", "moviegen"])
 def test_an_mlp_in_one_pass(products, family):
-    own = {"dit": {"num_classes": 3, "crossattn_emb_size": 2, "preconditioner": "vp", "position_embedding": "sincos"}}
+    own = {"dit": {"num_classes": 3, "crossattn_emb_size": 2, "parameterization": "vp", "position_embedding": "sincos"}}
     config = DiTConfig(family=family, num_layers=1, hidden_size=48, num_attention_heads=4, **own.get(family, {}))
     torch.manual_seed(0)
     mlp, x = MLP(config, 96), torch.randn(30, 2, 48)

@@ -64,7 +64,7 @@ def random_pack(seed: int) -> PackLayout:
     lengths = [chance.choice((1, 2, 7, 7, 30, 64)) for _ in range(chance.randint(1, 9))]
     grids = [(1, 1, length) if length % 2 else (2, 1, length // 2) for length in lengths]
     segments = [Segment(grid, chance.randint(0, 3)) for grid in grids]
-    text = sum(segment.text_slots for segment in segments)
+    text = sum(segment.text_places for segment in segments)
     spare = chance.choice((0, 5, 40))
     return PackLayout.pack(segments, capacity=sum(lengths) + spare, text_capacity=text + min(spare, 2))
 
@@ -72,7 +72,7 @@ def random_pack(seed: int) -> PackLayout:
 def random_packs(count: int) -> list[PackLayout]:
     """With a sample of several tokens and frames, and one of several words: else some gradients are zero."""
     packs = (random_pack(seed) for seed in itertools.count())
-    return list(itertools.islice((one for one in packs if max(one.lengths) >= 30 and max(one.text_slots) > 1), count))
+    return list(itertools.islice((one for one in packs if max(one.lengths) >= 30 and max(one.text_places) > 1), count))
 
 
 PACKS = random_packs(6)
@@ -138,8 +138,8 @@ def batch_attention_cases() -> Iterator[Case]:
 
 
 GIVEN = PackLayout.pack(
-    [Segment((3, 2, 2), 1, given=((0, 4),))] * 2
-    + [Segment((3, 2, 2), 1), Segment((2, 2, 2), 1, given=((0, 2), (5, 8))), Segment((2, 1, 2), 1, given=((1, 3),))],
+    [Segment((3, 2, 2), 1, clean=((0, 4),))] * 2
+    + [Segment((3, 2, 2), 1), Segment((2, 2, 2), 1, clean=((0, 2), (5, 8))), Segment((2, 1, 2), 1, clean=((1, 3),))],
     capacity=52,
     text_capacity=6,
 )
@@ -376,7 +376,7 @@ def test_attention_of_the_reference_is_torch_sample_by_sample(cross):
         keys = pack.text_capacity if cross else pack.capacity
         q, k, v = numbers(pack.capacity, 1, 2, 24), numbers(keys, 1, 2, 24), numbers(keys, 1, 2, 24)
         out = OPS["attention"].reference.compute(q, k, v, pack, cross)
-        starts, lengths = (pack.text_starts, pack.text_slots) if cross else (pack.starts, pack.lengths)
+        starts, lengths = (pack.text_starts, pack.text_places) if cross else (pack.starts, pack.lengths)
         for index, segment in enumerate(pack.segments):
             if not segment.is_padding:
                 here = slice(pack.starts[index], pack.starts[index] + pack.lengths[index])

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 row_sums = pytest.importorskip("megadit.models.ops.row_sums")
 
 PACK = PackLayout.pack(
-    [Segment((1, 1, 5), 1), Segment((2, 1, 20), 1, given=((0, 3), (38, 40))), Segment((1, 1, 3), 1)],
+    [Segment((1, 1, 5), 1), Segment((2, 1, 20), 1, clean=((0, 3), (38, 40))), Segment((1, 1, 3), 1)],
     capacity=50,
     text_capacity=4,
 )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.memory import GIB, TOO_MUCH, check_room, memory_in_words
+from megadit.models.shared.memory import GIB, TOO_MUCH, check_memory_fits, memory_in_words
 
 UNITS = {"MiB": GIB / 1024, "GiB": GIB}
 
@@ -28,7 +28,7 @@ def test_sizes_in_words():
 @given(needed=st.floats(0, 1e15), free=st.floats(0, 1e15))
 def test_a_plan_is_refused_where_it_is_far_too_large(needed, free):
     try:
-        check_room(needed, free, "this", "make it smaller")
+        check_memory_fits(needed, free, "this", "make it smaller")
     except UserError as error:
         assert needed >= TOO_MUCH * free and "this needs about" in str(error) and "make it smaller" in str(error)
     else:

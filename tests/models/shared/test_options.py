@@ -9,13 +9,13 @@ import pytest
 
 from megadit.models.shared.cli import options as shared_options
 from megadit.models.shared.cli.command import CommandParser
-from megadit.models.shared.cli.options import given_options, made_of, options, read_options
+from megadit.models.shared.cli.options import made_of, options, read_options, set_options
 from megadit.models.shared.cli.setting import (
     check_json,
     check_settings,
     check_value,
-    given_class,
     group,
+    partial_dataclass,
     setting,
     settings_of,
 )
@@ -128,8 +128,8 @@ def test_options_may_be_a_part_and_tell_what_was_given():
     options(parser, TrimOptions, only=("steps", "clip"))
     options(parser, Noise, skip=("interval",))
     found = vars(parser.parse_args(["a", "--steps=3"]))
-    assert given_options(TrimOptions, found) == {"clip": Path("a"), "steps": 3}
-    assert given_options(Noise, found) == {} and made_of(Noise, found) == Noise()
+    assert set_options(TrimOptions, found) == {"clip": Path("a"), "steps": 3}
+    assert set_options(Noise, found) == {} and made_of(Noise, found) == Noise()
     with pytest.raises(UserError, match="unknown argument '--interval'"):
         parser.parse_args(["a", "--interval", "1", "2"])
 
@@ -190,11 +190,11 @@ def test_an_annotation_that_is_no_option_is_refused():
 
 
 def test_every_setting_of_a_given_class_may_be_left_out():
-    given = given_class("GivenTrim", TrimOptions, only=("clip", "seconds", "shift"))
+    given = partial_dataclass("GivenTrim", TrimOptions, only=("clip", "seconds", "shift"))
     assert given() == given(clip=None, seconds=None, shift=None)
     (seconds,) = (about for name, about in settings_of(given).items() if name == "seconds")
     assert (seconds.required, seconds.optional, seconds.above) == (False, True, 0)
-    assert not settings_of(given_class("GivenClip", TrimOptions, only=("clip",)))["clip"].required
+    assert not settings_of(partial_dataclass("GivenClip", TrimOptions, only=("clip",)))["clip"].required
 
 
 def test_json_may_give_the_settings_of_groups():

@@ -13,7 +13,7 @@ from megadit.infer.pictures import picture_files
 from megadit.models.commands.push_pull import push_bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import check_own, files_under, leads_out, walk
-from megadit.models.storage.license import find_licence
+from megadit.models.storage.license import find_license
 from megadit.serve.repository.model_files import write_model
 
 
@@ -55,14 +55,14 @@ def test_what_is_copied_of_a_bundle_is_its_own(folder, tmp_path):
         with pytest.raises(UserError, match="leads elsewhere"):
             _check_place(SimpleNamespace(path=bundle), tmp_path / "out")
     (folder / "LICENSE").symlink_to(tmp_path / "secret.txt")
-    assert not find_licence(folder, "wan").files and not (tmp_path / "repository").exists()
+    assert not find_license(folder, "wan").files and not (tmp_path / "repository").exists()
     cached, blobs = tmp_path / "hub/snapshots/1/transformer", tmp_path / "hub/blobs"
     cached.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "secret.txt").touch()
     (cached / "LICENSE").symlink_to("../../../blobs/secret.txt")
     check_own(cached)
-    assert find_licence(cached, "wan").files == (cached / "LICENSE",)
+    assert find_license(cached, "wan").files == (cached / "LICENSE",)
     (blobs / "secret.txt").unlink()
     blobs.rmdir()
     blobs.symlink_to(tmp_path)

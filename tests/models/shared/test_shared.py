@@ -199,13 +199,13 @@ def test_progress_shows_a_bar_on_a_terminal(monkeypatch):
     assert "training" in stream.getvalue() and "2/2" in stream.getvalue() and "loss 0.25" in stream.getvalue()
 
 
-def redraws(columns, figures, encoding="utf-8"):
+def redraws(columns, values, encoding="utf-8"):
     """What a pseudo-terminal of so many columns is shown of a task half done, one entry for each time it is drawn."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     with open(theirs, "w", encoding=encoding) as stream, Progress(1050, "training", stream=stream) as bar:
         for _ in range(525):
-            bar.advance(1, **figures)
+            bar.advance(1, **values)
     shown = b""
     with suppress(OSError):  # what reading ends with where the other side is closed
         while part := os.read(ours, 1 << 16):
@@ -221,8 +221,8 @@ def test_progress_fits_the_terminal_and_shows_what_matters(columns, monkeypatch)
     for name in ("COLUMNS", "LINES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    figures = {"loss": 0.123456, "s/step": 0.2314, "lr": 0.012, "grad_norm": 1.2345, "samples_per_s": 173.5}
-    line = redraws(columns, figures)[-1]
+    values = {"loss": 0.123456, "s/step": 0.2314, "lr": 0.012, "grad_norm": 1.2345, "samples_per_s": 173.5}
+    line = redraws(columns, values)[-1]
     assert len(line) <= columns and re.match(r"training 525/1050  ETA \d+ s  loss 0\.1235", line)
     assert ("s/step 0.2314" in line) == (columns >= 80) and ("grad_norm" in line) == (columns > 80)
     assert ("━" in line and "─" in line) == (columns > 40)

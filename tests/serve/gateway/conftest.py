@@ -247,10 +247,10 @@ def start_gateway(tmp_path):
         process.wait()
 
 
-def wait_for(condition, may_go_on=lambda: True, tell=lambda: "", *, seconds: float = 300) -> None:
+def wait_for(condition, may_go_on=lambda: True, report=lambda: "", *, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert may_go_on() and time.monotonic() < deadline, f"did not happen: {tell()}"
+        assert may_go_on() and time.monotonic() < deadline, f"did not happen: {report()}"
         time.sleep(0.05)
 
 

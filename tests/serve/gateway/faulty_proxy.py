@@ -72,20 +72,20 @@ class FaultyProxy:
                 return socket.create_connection(upstream)
         return socket.create_connection(last)
 
-    def _answer(self, client: socket.socket, pieces: Iterator[bytes], kind: str | None) -> None:
+    def _answer(self, client: socket.socket, spans: Iterator[bytes], kind: str | None) -> None:
         if kind in ("kill", "hang"):
-            next(pieces, b"")
+            next(spans, b"")
             if kind == "hang":
                 self._is_over.wait(60)
             _reset(client)
         elif kind == "half":
-            head, _, body = next(pieces).partition(b"\r\n\r\n")
-            body = body or next(pieces, b"")
+            head, _, body = next(spans).partition(b"\r\n\r\n")
+            body = body or next(spans, b"")
             client.sendall(head + b"\r\n\r\n" + body[: len(body) // 2])
             client.shutdown(socket.SHUT_RDWR)
         else:
-            for piece in pieces:
-                client.sendall(piece)
+            for span in spans:
+                client.sendall(span)
 
 
 def _read_request(client: socket.socket) -> bytes:
@@ -104,8 +104,8 @@ def _end() -> bytes:
 
 
 def _pieces(gateway: socket.socket) -> Iterator[bytes]:
-    while piece := gateway.recv(1 << 16):
-        yield piece
+    while span := gateway.recv(1 << 16):
+        yield span
 
 
 def _reset(client: socket.socket) -> None:

@@ -127,7 +127,7 @@ def test_a_keys_own_is_for_one_of_two_networks(keep, gateway, visit, files, fold
     assert put(client, "zog", files[2]).status_code == 200
     uses = [{"name": "low=zog", "scale": 0.5}, {"name": "high=house"}]
     video = client.post("/v1/videos", json=VIDEO | {"adapters": uses}).json()
-    assert [use["name"] for use in video["settings"]["adapters"]] == ["low=zog", "high=house"]
+    assert [kind["name"] for kind in video["settings"]["adapters"]] == ["low=zog", "high=house"]
     low, high = Runner._request(gateway.runner, gateway.store.claim(MODELS)).adapter_scales()
     assert high == "high=house" and (folder / f"{low.removeprefix('low=')}.safetensors").read_bytes() == files[2]
 

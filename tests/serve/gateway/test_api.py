@@ -177,7 +177,7 @@ def test_bad_requests_are_told_at_the_door(visit, body, told):
 
 def test_a_scale_that_the_network_is_not_told_is_refused_at_the_door(visit, gateway):
     infos = gateway.servers.all[0].infos
-    infos["text_to_video"] = replace(infos["text_to_video"], guidance_range=(1.0, 6.0))
+    infos["text_to_video"] = replace(infos["text_to_video"], guidance_embedding_range=(1.0, 6.0))
     client = visit()
     assert client.post("/v1/videos", json=VIDEO | {"guidance": 6.0}).status_code == 200
     answer = client.post("/v1/videos", json=VIDEO | {"guidance": 7.0})

@@ -251,7 +251,7 @@ def test_an_address_that_drips_holds_neither_others_nor_a_drain_up(gateway, drip
         receiver.settimeout(60)
         with receiver.accept()[0] as connection:
             connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
-            eventually(lambda: len(gateway.store.keys_to_tell()) == 1)
+            eventually(lambda: len(gateway.store.keys_to_call()) == 1)
         sender.stop()
     assert gateway.metrics.webhooks.labels("delivered")._value.get() == 1
 

@@ -48,21 +48,21 @@ def test_another_bundle_is_served_and_no_job_is_lost(serve_up, bundle_dir, retra
     service = serve_up(models, slots=8)
     before = service.children()
     first = service.create(**SHORT)
-    eventually(lambda: service.status(first) == "completed", tell=service.log)
+    eventually(lambda: service.status(first) == "completed", report=service.log)
     running = [service.create(**LONG, seed=seed) for seed in range(2)]
-    eventually(lambda: "in_progress" in map(service.status, running), tell=service.log)
+    eventually(lambda: "in_progress" in map(service.status, running), report=service.log)
     build(retrained_dir, models)
     command = [sys.executable, "-m", "megadit.models.shared.cli.verbs", "serve", "up", str(models), "--drain"]
     drain = subprocess.Popen([*command, f"--port={service.port}"])
-    eventually(lambda: "begins no job" in (service.folder / "log").read_text(), tell=service.log)
+    eventually(lambda: "begins no job" in (service.folder / "log").read_text(), report=service.log)
     time.sleep(1.0)  # until the gateway was told
     during = [service.create(**SHORT) for _ in range(3)]
     assert {service.status(each) for each in during} == {"queued"}, "taken, and not begun"
-    eventually(lambda: drain.poll() is not None, tell=service.log)
+    eventually(lambda: drain.poll() is not None, report=service.log)
     assert drain.returncode == 0
     after = service.create(**SHORT)
     for video in (*running, *during, after):
-        eventually(lambda video=video: service.status(video) in ("completed", "failed"), tell=service.log)
+        eventually(lambda video=video: service.status(video) in ("completed", "failed"), report=service.log)
         assert service.status(video) == "completed", service.log()
     log = (service.folder / "log").read_text()
     assert "job interrupted" not in log and log.count('"job started"') == 7, "none was made twice"

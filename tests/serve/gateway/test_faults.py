@@ -38,20 +38,22 @@ FAULTS = {
 def test_whatever_dies_or_hangs_is_replaced_and_no_job_is_lost(service, eventually, request):
     names = list(FAULTS)[: request.config.getoption("--cases") or 4]
     done = service.create(**VIDEO)
-    eventually(lambda: service.status(done) == "completed", tell=service.log)
+    eventually(lambda: service.status(done) == "completed", report=service.log)
     data = service.content(done)
     for name in names:
         victim, number = FAULTS[name]
         running = [service.create(**RUNNING, seed=seed) for seed in range(2)]
         waiting = [service.create(**VIDEO, seed=seed) for seed in range(2)]
-        eventually(lambda running=running: "in_progress" in map(service.status, running), tell=service.log)
+        eventually(lambda running=running: "in_progress" in map(service.status, running), report=service.log)
         os.kill(service.children()[victim], number)
         began = time.monotonic()
         after = service.create(**VIDEO, seed=9, priority=1)
-        eventually(lambda after=after: service.status(after) in ("completed", "failed"), tell=service.log)
+        eventually(lambda after=after: service.status(after) in ("completed", "failed"), report=service.log)
         print(f"{name}: a new job is done after {time.monotonic() - began:.1f} s")
         for video_id in [after, *running, *waiting]:
-            eventually(lambda video_id=video_id: service.status(video_id) in ("completed", "failed"), tell=service.log)
+            eventually(
+                lambda video_id=video_id: service.status(video_id) in ("completed", "failed"), report=service.log
+            )
             video = service.client.get(f"/v1/videos/{video_id}").json()
             if video["status"] == "failed":  # it was interrupted twice: a machine under load may look hung again
                 assert video_id in running and video["error"]["code"] == "server_failed", video
@@ -101,19 +103,19 @@ def test_a_prompt_that_kills_its_triton_fails_alone(serve_up, repository, tmp_pa
     model.write_text(POISONED)
     service = serve_up(models, slots=8)
     blocker = service.create(prompt="long", num_steps=5000)
-    eventually(lambda: service.status(blocker) == "in_progress", tell=service.log)
+    eventually(lambda: service.status(blocker) == "in_progress", report=service.log)
     ids = {prompt: service.create(prompt=prompt, num_steps=4) for prompt in ("a", "b", "c", "poison")}
     for video_id in ids.values():  # they wait at Triton, for which they will be one batch
-        eventually(lambda video_id=video_id: service.status(video_id) == "in_progress", tell=service.log)
+        eventually(lambda video_id=video_id: service.status(video_id) == "in_progress", report=service.log)
     service.client.delete(f"/v1/videos/{blocker}")
     for video_id in ids.values():
-        eventually(lambda video_id=video_id: service.status(video_id) in ("completed", "failed"), tell=service.log)
+        eventually(lambda video_id=video_id: service.status(video_id) in ("completed", "failed"), report=service.log)
     deaths = [json.loads(line) for line in (model.parent / "deaths").read_text().splitlines()]
     assert deaths == [["a", "b", "c", "poison"], ["poison"]], "the second time it was alone"
     assert service.client.get(f"/v1/videos/{ids.pop('poison')}").json()["error"]["code"] == "server_failed"
     assert all(service.content(video_id) for video_id in ids.values()), "the others were made"
     after = service.create(**VIDEO)
-    eventually(lambda: service.status(after) == "completed", tell=service.log)
+    eventually(lambda: service.status(after) == "completed", report=service.log)
 
 
 @pytest.fixture
@@ -239,13 +241,17 @@ def test_a_full_disk_ends_jobs_honestly_and_passes(triton, start_gateway, eventu
         while filling.write(b"x" * 4096):
             pass
     assert client.get(f"/v1/videos/{done}/content").status_code == 200, "what is finished is still served"
-    answers = [create() for _ in range(20)]
-    assert 503 in {answer.status_code for answer in answers}, "the store is full"
-    assert {answer.status_code for answer in answers} <= {200, 503}
+    responds = [create() for _ in range(20)]
+    assert 503 in {answer.status_code for answer in responds}, "the store is full"
+    assert {answer.status_code for answer in responds} <= {200, 503}
     assert client.get("/health/live").status_code == 200
     (inside / "filling").unlink()
     began = time.monotonic()
-    jobs = [running, *(answer.json()["id"] for answer in answers if answer.status_code == 200), create().json()["id"]]
+    jobs = [
+        running,
+        *(answer.json()["id"] for answer in responds if answer.status_code == 200),
+        create().json()["id"],
+    ]
     for video_id in jobs:
         eventually(lambda video_id=video_id: status(video_id) in ("completed", "failed"))
         video = client.get(f"/v1/videos/{video_id}").json()

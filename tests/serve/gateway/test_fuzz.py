@@ -155,9 +155,9 @@ def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, gu
             operation.get("requestBody", {"content": {}})["content"].pop("multipart/form-data", None)
     sent: dict[str, int] = {}
 
-    def check(case, is_known: bool, caller: str) -> None:
-        is_known = is_known and "video_id" in (case.path_parameters or {})
-        if is_known:
+    def check(case, is_unchanged: bool, caller: str) -> None:
+        is_unchanged = is_unchanged and "video_id" in (case.path_parameters or {})
+        if is_unchanged:
             known = client.post("/v1/videos", json={"prompt": "a"}).json()["id"]
             case.path_parameters["video_id"] = known
         make_all()
@@ -169,7 +169,7 @@ def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, gu
         is_health = case.path.startswith("/health")
         assert answer.status_code < 500 or is_health, answer.text
         assert is_health or caller in (owner, other) or answer.status_code == 401
-        if is_known and caller == other:
+        if is_unchanged and caller == other:
             assert answer.status_code >= 400
             assert client.get(f"/v1/videos/{known}").status_code == 200, "it is still there"
         if answer.status_code >= 400 and not is_health:
@@ -184,7 +184,7 @@ def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, gu
         for operation in schema.get_all_operations():
             strategy = operation.ok().as_strategy(generation_mode=schemathesis.GenerationMode(mode))
             with contextlib.suppress(Unsatisfiable):  # where nothing is asked for, nothing can be asked wrongly
-                fuzzed(given(case=strategy, is_known=st.booleans(), caller=callers)(check))()
+                fuzzed(given(case=strategy, is_unchanged=st.booleans(), caller=callers)(check))()
     print(f"{sum(sent.values())} requests ({mode}): {sent}")
     assert len(sent) > 2, "more than one operation was tried"
 
@@ -213,8 +213,8 @@ def test_no_path_and_no_header_is_more_than_text(gateway, new_key, visit, guarde
     make_all()
     codes: list[int] = []
 
-    def check(method: str, pieces: list[str], headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        path = "/v1/videos" + "".join(f"/{piece}" for piece in pieces).replace("KNOWN", known)
+    def check(method: str, spans: list[str], headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        path = "/v1/videos" + "".join(f"/{span}" for span in spans).replace("KNOWN", known)
         if (method, path) == ("DELETE", f"/v1/videos/{known}"):
             return
         with guarded():
@@ -234,7 +234,7 @@ def test_no_path_and_no_header_is_more_than_text(gateway, new_key, visit, guarde
     headers = st.lists(st.tuples(NAMES, HEADER_VALUES), max_size=4)
     paths = st.lists(PIECES, max_size=5) | st.just(["KNOWN", "content"])
     with within_memory():
-        fuzzed(given(method=methods, pieces=paths, headers=headers, body=st.binary(max_size=60))(check))()
+        fuzzed(given(method=methods, spans=paths, headers=headers, body=st.binary(max_size=60))(check))()
     print(
         f"{len(codes)} requests of raw paths and headers: { {code: codes.count(code) for code in sorted(set(codes))} }"
     )
@@ -321,10 +321,10 @@ def test_no_tensors_bring_triton_down(server, in_group, fuzzed):
     refusals: list[str] = []
 
     def check(inputs: dict) -> None:
-        answers, ended = [], threading.Event()
+        responds, ended = [], threading.Event()
 
         def note(result, error) -> None:
-            answers.append(error)
+            responds.append(error)
             if error is not None or result.get_response().parameters["triton_final_response"].bool_param:
                 ended.set()
 
@@ -336,7 +336,7 @@ def test_no_tensors_bring_triton_down(server, in_group, fuzzed):
                 enable_empty_final_response=True,
             )
             assert ended.wait(300)
-            error = answers[-1]  # before the end of the stream, which is another one
+            error = responds[-1]  # before the end of the stream, which is another one
             raw.stop_stream(cancel_requests=True)
         refusals.append("" if error is None else re.split(r"['\d-]", error.message())[0][:50])
         assert error is None or not re.search("deadline|cancelled", str(error), re.IGNORECASE), error

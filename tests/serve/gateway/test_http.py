@@ -137,7 +137,7 @@ def references(part) -> list[str]:
 def test_every_reference_of_the_description_leads_somewhere(visit):
     described = visit().get("/openapi.json").json()
     found = references(described)
-    assert "#/components/schemas/AdapterUse" in found
+    assert "#/components/schemas/ScaledAdapter" in found
     for reference in found:
         place = described
         for name in reference.removeprefix("#/").split("/"):
@@ -179,7 +179,7 @@ def test_a_generated_client_makes_a_video(generated, url, new_key, make):
     models = importlib.import_module("generated_client.models")
     client = generated.AuthenticatedClient(base_url=url, token=new_key()[0], timeout=httpx.Timeout(120))
     body = models.CreateVideo(prompt="a red seven", num_steps=2, size="16x16")
-    body.adapters = [models.AdapterUse(name="nothing")]
+    body.adapters = [models.ScaledAdapter(name="nothing")]
     assert "adapter" in videos["create_video"].sync(client=client, body=body).error.message
     body.adapters = []
     video = videos["create_video"].sync(client=client, body=body)

@@ -16,7 +16,7 @@ from megadit.serve.launch.local_server import LocalServer
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.model_config import Scheduling
 from megadit.train.demos.digits.classifier import DigitReader
-from megadit.train.demos.digits.score import judge_of_prompts, write_judge
+from megadit.train.demos.digits.score import scorer_of_prompts, write_scorer
 
 from ..test_judge import ASKED
 
@@ -26,7 +26,7 @@ def digits_judge(tmp_path) -> Path:
     """As the demo leaves it, with a network that was trained on nothing."""
     torch.manual_seed(0)
     save_file(DigitReader().state_dict(), tmp_path / "reader.safetensors", metadata={KIND: "digits"})
-    write_judge(tmp_path / "digits", tmp_path / "reader.safetensors")
+    write_scorer(tmp_path / "digits", tmp_path / "reader.safetensors")
     return tmp_path / "digits"
 
 
@@ -36,10 +36,10 @@ def test_through_triton_ask_and_the_gateway(
 ):
     """The same scores over gRPC, HTTP, `serve ask` and /v1/videos: those of the demo's judge of the same frames."""
     made = pipeline([ASKED.prompt], seeds=1)[0].video
-    expected = pytest.approx(judge_of_prompts(digits_judge / "judge.safetensors")(made, ASKED.prompt))
+    expected = pytest.approx(scorer_of_prompts(digits_judge / "classifier.safetensors")(made, ASKED.prompt))
     assert set(expected.expected) == {"digit", "colour", "direction", "all", "every_frame"}
     repository = build_repository(
-        bundle_dir, tmp_path / "models", scheduling=Scheduling(device="cpu"), judge_dir=digits_judge
+        bundle_dir, tmp_path / "models", scheduling=Scheduling(device="cpu"), scorer_dir=digits_judge
     )
     with LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=3) as server:
         for url in (f"grpc://{server.grpc_url}", f"http://{server.http_url}"):

@@ -17,7 +17,7 @@ from .conftest import INFO
 
 MODELS = frozenset({"text_to_video"})
 VIDEO = {"prompt": "a red seven"}
-ABLE = replace(INFO, takes=("first_frame", "last_frame", "keyframes", "edit", "inpaint"))
+ABLE = replace(INFO, conditionings=("first_frame", "last_frame", "keyframes", "edit", "inpaint"))
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def given_of(gateway):
 
     def given_of() -> dict:
         job = gateway.store.claim(MODELS)
-        given = Runner._request(gateway.runner, job).given()
+        given = Runner._request(gateway.runner, job).sent()
         return {name: value for name, value in given.items() if value is not None}
 
     return given_of
@@ -53,7 +53,7 @@ def test_a_form_and_json_bring_the_same_files(client, given_of):
     expected = {"image": PNG, "keyframe": (b"2:" + OTHER_PNG, b"3:" + PNG)}
     assert given_of() == expected and given_of() == expected
     assert unpack(pack(expected)) == expected
-    asked = VideoRequest(prompt="a", **expected).given()
+    asked = VideoRequest(prompt="a", **expected).sent()
     assert [_in_json(name, asked[name]) for name in ("image", "keyframe")] == [
         text(PNG), [f"2:{text(OTHER_PNG)}", f"3:{text(PNG)}"]
     ]  # fmt: skip
@@ -102,13 +102,13 @@ def test_files_are_kept_with_their_job_and_gone_with_its_end(client, gateway, tm
     assert Runner._request(gateway.runner, job).image == PNG
     gateway.store.complete(job, gateway.results.put(job.id, b"made", "video/mp4"), seconds_to_live=1000)
     gateway.tidy()
-    assert kept() == [".mp4"] and gateway.store.ended_with_given() == []
+    assert kept() == [".mp4"] and gateway.store.ended_with_conditioning() == []
 
 
 def test_a_job_whose_files_are_gone_fails(client, gateway):
     video_id = client.post("/v1/videos", json=VIDEO | {"image": text(PNG)}).json()["id"]
     job = gateway.store.claim(MODELS)
-    gateway.results.remove(job.given_name)
+    gateway.results.remove(job.conditioning_name)
     assert Runner._request(gateway.runner, job) is None
     video = client.get(f"/v1/videos/{video_id}").json()
     assert (video["status"], video["error"]["code"]) == ("failed", "storage_failed")
@@ -116,7 +116,7 @@ def test_a_job_whose_files_are_gone_fails(client, gateway):
 
 def test_a_file_that_is_just_written_is_not_swept_away(gateway, monkeypatch):
     """Another gateway may be about to write its job down."""
-    result = gateway.results.put_given("video_" + "0" * 32, b"x")
+    result = gateway.results.put_conditioning("video_" + "0" * 32, b"x")
     assert gateway.results.sweep(gateway.store.has_result) == 0
     monkeypatch.setattr("megadit.serve.gateway.store.results._SECONDS_OF_YOUTH", 0.0)
     assert gateway.results.sweep(gateway.store.has_result) == 1 and result.num_bytes == 1

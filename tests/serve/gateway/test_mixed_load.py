@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.media.animations import encode_image
 from megadit.infer.media.video_io import encode_mp4
 from megadit.serve.client import VideoClient
@@ -115,7 +115,7 @@ def test_adapters_come_and_go_under_sixteen_clients(mixed_server, able, adapters
         list(threads.map(work, range(NUM_CLIENTS)))
     seconds, loads = time.monotonic() - began, count("load_adapter")
     assert loads >= wanted
-    eventually(lambda: count("remove_adapter") == loads, tell=lambda: f"{loads} were loaded, all are taken away")
+    eventually(lambda: count("remove_adapter") == loads, report=lambda: f"{loads} were loaded, all are taken away")
     early = min(loads for loads in memory if loads >= wanted // 5)
     print(
         f"\n{next(numbers)} images of {NUM_CLIENTS} clients in {seconds:.0f} s, none lost or mixed up: {loads} loads "
@@ -149,10 +149,10 @@ class Mixed:
         return body | ({"adapters": [{"name": self.adapter}]} if self.adapter else {})
 
     def expected(self, pipeline, adapters: Path) -> np.ndarray:
-        given = None if self.image is None else GivenVideo(frames=self.image[None], use="first_frame")
+        given = None if self.image is None else ConditioningItem(frames=self.image[None], kind="first_frame")
         scales = {str(adapters / self.adapter): 1.0} if self.adapter else {}
         size = {"height": 16, "width": 24, "num_frames": 9}
-        made = pipeline([f"number {self.number}"], seeds=self.number, given=given, adapters=scales, **size)[0]
+        made = pipeline([f"number {self.number}"], seeds=self.number, conditioning=given, adapters=scales, **size)[0]
         return frames_of(encode_mp4(made.video, made.settings.fps))
 
 

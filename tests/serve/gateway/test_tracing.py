@@ -50,7 +50,7 @@ class EngineAsServer:
     def probe(self) -> bool:
         return True
 
-    answers = probe
+    responds = probe
 
     def suspect(self) -> None:
         pass

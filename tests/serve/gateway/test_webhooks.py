@@ -26,20 +26,20 @@ RESULT = Result(name="a.mp4", media_type="video/mp4", num_bytes=3, sha256="0" * 
 @pytest.fixture
 def receiver():
     """An address that refuses the first two calls; what it was sent is in `received`."""
-    received, answers = [], iter([500, 302])
+    received, responds = [], iter([500, 302])
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
             received.append((dict(self.headers), body))
-            self.send_response(next(answers, 204))
+            self.send_response(next(responds, 204))
             self.end_headers()
 
         def log_message(self, *_):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.received, server.answers = received, answers
+    server.received, server.responds = received, responds
     server.url = f"http://127.0.0.1:{server.server_port}/hook"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -74,7 +74,7 @@ def test_the_end_of_a_video_is_told_until_it_is_taken(gateway, receiver, ended, 
     key, good, bad = ended(receiver.url)
     sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
     sender.start()
-    eventually(lambda: not gateway.store.keys_to_tell())
+    eventually(lambda: not gateway.store.keys_to_call())
     sender.stop()
     told = {json.loads(body)["id"]: (headers, body) for headers, body in receiver.received}
     assert set(told) == {f"evt_{good.id}", f"evt_{bad.id}"} and len(receiver.received) == 4
@@ -92,7 +92,7 @@ def test_an_address_that_never_answers_is_given_up(gateway, ended, eventually, m
     ended("http://127.0.0.1:1/hook")
     sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
     sender.start()
-    eventually(lambda: not gateway.store.keys_to_tell())
+    eventually(lambda: not gateway.store.keys_to_call())
     sender.stop()
     assert gateway.metrics.webhooks.labels("given_up")._value.get() == 2
     assert gateway.metrics.webhook_attempts.labels("unreachable")._value.get() == 20
@@ -101,7 +101,7 @@ def test_an_address_that_never_answers_is_given_up(gateway, ended, eventually, m
 def test_what_was_given_up_is_listed_and_sent_again(gateway, receiver, ended, capsys, monkeypatch):
     """The address refuses the first two calls."""
     _, good, bad = ended(receiver.url)
-    gateway.store.note_told(good, "given_up")
+    gateway.store.note_called(good, "given_up")
     store = f"--store={gateway.settings.store}"
 
     def run(*words: str) -> tuple[int, str]:
@@ -128,10 +128,10 @@ def test_what_was_given_up_is_listed_and_sent_again(gateway, receiver, ended, ca
 def test_what_a_dead_gateway_had_to_tell_is_told_by_who_buries_it(gateway, ended):
     key, *_ = ended("http://127.0.0.1:1/hook")
     other = JobStore(gateway.database, owner="other")
-    assert other.keys_to_tell() == [] and other.untold(key.id) == []
+    assert other.keys_to_call() == [] and other.untold(key.id) == []
     other.interrupt_all(gateway.store.owner)
     assert len(other.untold(key.id)) == 2 and gateway.store.untold(key.id) == []
-    assert (other.keys_to_tell(), gateway.store.keys_to_tell()) == ([key.id], [])
+    assert (other.keys_to_call(), gateway.store.keys_to_call()) == ([key.id], [])
 
 
 def test_an_address_that_never_answers_or_never_stops_holds_nothing_up(gateway, ended, eventually, monkeypatch):
@@ -146,7 +146,7 @@ def test_an_address_that_never_answers_or_never_stops_holds_nothing_up(gateway, 
         for _ in range(2):
             connection = endless.accept()[0]
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")
-        eventually(lambda: gateway.store.keys_to_tell() == [deaf.id])
+        eventually(lambda: gateway.store.keys_to_call() == [deaf.id])
         assert len(gateway.store.untold(deaf.id)) == 10
         silent.accept()[0].close()
     sender.stop()
@@ -174,7 +174,7 @@ def test_a_name_leads_to_the_internet_or_nowhere(gateway, receiver, ended, monke
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     key, job, _ = ended(f"http://{host}:{receiver.server_port}/hook")
     received = receiver.received
-    next(receiver.answers), next(receiver.answers)
+    next(receiver.responds), next(receiver.responds)
     assert webhooks.send(key, job, may_be_private=False) == result
     assert bool(received) == (result == "204")
     assert webhooks.send(key, job, may_be_private=True) == "204"

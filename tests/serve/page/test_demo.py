@@ -19,8 +19,8 @@ from megadit.serve.events import CancelledError, ServiceError, StepDone, Unavail
 from megadit.serve.page import demo
 from megadit.serve.page.demo import service
 from megadit.serve.page.studio import Studio
-from megadit.serve.page.variants import Way
-from megadit.serve.page.view import Preset, facts, finished_stage, presets, progress_stage, told_stage
+from megadit.serve.page.variants import Variant
+from megadit.serve.page.view import Preset, facts, finished_stage, message_stage, presets, progress_stage
 
 from ..test_triton import frames_of
 
@@ -55,7 +55,9 @@ def test_nothing_a_visitor_writes_becomes_html():
     request = VideoRequest(
         prompt="<script>alert(1)</script>", negative_prompt='"><img src=x>', seed=1, num_steps=2, guidance=1.0
     )
-    shown = facts(request) + told_stage(PRESET, "<b>", "<script>") + finished_stage(PRESET, '"><script>', "video/mp4")
+    shown = (
+        facts(request) + message_stage(PRESET, "<b>", "<script>") + finished_stage(PRESET, '"><script>', "video/mp4")
+    )
     assert "<script" not in shown and "<img src=x" not in shown
 
 
@@ -69,13 +71,13 @@ def test_a_slider_at_its_default_is_left_out():
     info = ServiceInfo(defaults=defaults, limits=limits, samplers=("euler", "unipc"), size_multiple=8)
     with gradio.Blocks():
         sizes = SimpleNamespace(presets=[PRESET], follow=lambda *sliders: None, radio=gradio.Radio([]))
-        way = Way(name="best", client=None, info=info, defaults=defaults)
-        studio = SimpleNamespace(info=info, ways={"best": way}, first_way="best", has_ways=False)
+        variant = Variant(name="best", client=None, info=info, defaults=defaults)
+        studio = SimpleNamespace(info=info, variants={"best": variant}, first_variant="best", has_variants=False)
         sampling = Sampling(studio, sizes, elem_id="way")
     plain = {"num_steps": 4, "guidance": 2.0, "sampler": "unipc"}
-    assert len(sampling.components) == 5 and sampling.sliders[0].value == 1.0 and not sampling.way.visible
-    assert sampling.of("best", 4, 2, "unipc", 1) == plain | {"way": "best"}
-    assert sampling.of("best", 4, 2, "unipc", 0.5) == plain | {"way": "best", "eta": 0.5}
+    assert len(sampling.components) == 5 and sampling.sliders[0].value == 1.0 and not sampling.variant.visible
+    assert sampling.of("best", 4, 2, "unipc", 1) == plain | {"variant": "best"}
+    assert sampling.of("best", 4, 2, "unipc", 0.5) == plain | {"variant": "best", "eta": 0.5}
     assert "eta 0.5" in facts(VideoRequest(prompt="a", seed=1, **plain, eta=0.5))
 
 
@@ -89,7 +91,7 @@ def test_the_preview_sharpens_as_the_bar_grows():
 
 
 def test_a_take_is_kept_with_a_picture_and_the_oldest_goes(server):
-    studio = Studio(VideoClient(f"grpc://{server.grpc_url}"), max_kept=2)
+    studio = Studio(VideoClient(f"grpc://{server.grpc_url}"), max_cached=2)
     request = studio.request(prompt="a", seed=5)
     takes = [studio.keep(request, event) for _ in range(3) for event in studio.run("me", request) if is_video(event)]
     assert not takes[0].path.exists()

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from megadit.serve.client import VideoClient
 from megadit.serve.page import uploads
 from megadit.serve.page.studio import Studio
-from megadit.serve.page.uploads import UploadRoom
+from megadit.serve.page.uploads import UploadQuota
 
 LARGEST = 1 << 20
 UPLOAD = "/gradio_api/upload"
@@ -34,7 +34,7 @@ def visit(tmp_path, monkeypatch):
         Route(path, read, methods=["GET", "POST"]) for path in (UPLOAD, "/other", "/gradio_api/process_recording")
     ]
     monkeypatch.setattr(uploads, "_OTHER_BYTES", 1 << 16)
-    app = Starlette(routes=routes, middleware=[Middleware(UploadRoom, folder=tmp_path, largest=LARGEST)])
+    app = Starlette(routes=routes, middleware=[Middleware(UploadQuota, folder=tmp_path, largest=LARGEST)])
     return lambda address: TestClient(app, client=(address, 1), raise_server_exceptions=False)
 
 

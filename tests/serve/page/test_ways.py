@@ -15,7 +15,7 @@ from megadit.serve.client import VideoClient
 from megadit.serve.contract import AdapterInfo, Limits, ServiceInfo, VideoRequest
 from megadit.serve.launch.local_server import LocalServer
 from megadit.serve.page.studio import Studio
-from megadit.serve.page.variants import Way, ways_of
+from megadit.serve.page.variants import Variant, variants_of
 from megadit.serve.page.view import Preset
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.model_config import Scheduling
@@ -25,7 +25,7 @@ from tests.infer.conftest import make_adapter
 from ..test_triton import frames_of
 
 PLAIN = {"num_steps": 8, "guidance": 4.0, "sampler": "euler", "eta": 1.0, "sigmas": []}
-FEW = {"num_steps": 2, "guidance": 1.0, "sampler": "restart", "eta": 0.0, "sigmas": [20.0, 2.0]}
+FEW = {"num_steps": 2, "guidance": 1.0, "sampler": "consistency", "eta": 0.0, "sigmas": [20.0, 2.0]}
 ONE = FEW | {"num_steps": 1, "sigmas": [20.0]}
 THREE = FEW | {"num_steps": 3, "sigmas": [20.0, 3.0, 1.0]}
 LIMITS = Limits(max_frames=5, max_pixels=10**6, max_work=10**9)
@@ -41,20 +41,22 @@ def client_of(defaults, *, students=(), adapters=None, told=()):
         size_multiple=8,
         students=tuple(students),
         adapters=about,
-        guidance_range=told,
+        guidance_embedding_range=told,
     )
     return SimpleNamespace(info=lambda: info, beside=lambda model: client_of(students[model]))
 
 
 def test_ways_have_names_that_say_how_often_a_network_is_asked():
-    assert [*ways_of(client_of(PLAIN))] == ["best"] and [*ways_of(client_of(ONE))] == ["1 call"]
-    ways = ways_of(client_of(PLAIN, students={"text_to_video_2_calls": FEW}, adapters={"fast": FEW, "faster": ONE}))
-    assert [*ways] == ["best", "2 calls", "2 calls, fast", "1 call"]
+    assert [*variants_of(client_of(PLAIN))] == ["best"] and [*variants_of(client_of(ONE))] == ["1 call"]
+    variants = variants_of(
+        client_of(PLAIN, students={"text_to_video_2_calls": FEW}, adapters={"fast": FEW, "faster": ONE})
+    )
+    assert [*variants] == ["best", "2 calls", "2 calls, fast", "1 call"]
     own = {"seed": 1, "prompt": "a"}
-    asked = [way.request(VideoRequest(**own)) for way in ways.values()]
+    asked = [variant.request(VideoRequest(**own)) for variant in variants.values()]
     assert [(each.num_steps, each.guidance, each.eta) for each in asked] == [(8, 4, 1), *[(2, 1, 0)] * 2, (1, 1, 0)]
     assert [each.adapters for each in asked] == [("",), ("",), ("fast",), ("faster",)]
-    half = ways["1 call"].request(VideoRequest(**own, adapters=("faster:0.5", "zog")))
+    half = variants["1 call"].request(VideoRequest(**own, adapters=("faster:0.5", "zog")))
     assert half.adapters == ("faster:0.5", "zog") and half.num_steps == 1, "which a visitor may have named, too"
 
 
@@ -63,16 +65,18 @@ def test_the_negative_prompt_of_a_way_is_its_own_until_a_visitor_writes_one(monk
     told = FEW | {"negative_prompt": ""}
     studio = Studio(client_of(PLAIN | {"negative_prompt": "grey"}, students={"text_to_video_2_calls": told}))
     for written, expected in (("grey", ["grey", ""]), ("blue", ["blue", "blue"]), ("", ["", ""])):
-        asked = [studio.request(seed=1, prompt="a", way=way, negative_prompt=written) for way in studio.ways]
+        asked = [
+            studio.request(seed=1, prompt="a", variant=variant, negative_prompt=written) for variant in studio.variants
+        ]
         assert [each.negative_prompt for each in asked] == expected
 
 
 def test_a_network_that_is_told_the_scale_is_asked_once_at_each_that_it_knows():
     size = {"num_frames": 1, "height": 8, "width": 8}
     guided = FEW | {"guidance": 4.0}
-    plain, told = (ways_of(client_of(guided | size, told=scales)) for scales in ((), (1.5, 6.0)))
+    plain, told = (variants_of(client_of(guided | size, told=scales)) for scales in ((), (1.5, 6.0)))
     assert [*plain] == ["best"] and [*told] == ["2 calls"], "a student is one at any scale that it is told"
-    work = [way.work(way.request(VideoRequest(prompt="a"))) for way in (plain["best"], told["2 calls"])]
+    work = [variant.work(variant.request(VideoRequest(prompt="a"))) for variant in (plain["best"], told["2 calls"])]
     assert work == [4 * 64, 2 * 64]
     assert plain["best"].scales == (1.0, 10.0) and told["2 calls"].scales == (1.5, 6.0)
 
@@ -82,16 +86,18 @@ def test_sliders_of_guidance_end_where_a_way_does():
     from megadit.serve.page.inputs import Sampling
 
     info = client_of(PLAIN).info()
-    few = replace(info, defaults=FEW | {"guidance": 4.0}, guidance_range=(1.5, 6.0))
+    few = replace(info, defaults=FEW | {"guidance": 4.0}, guidance_embedding_range=(1.5, 6.0))
     about = {"best": info, "2 calls": few}
-    ways = {name: Way(name=name, client=None, info=each, defaults=each.defaults) for name, each in about.items()}
+    variants = {
+        name: Variant(name=name, client=None, info=each, defaults=each.defaults) for name, each in about.items()
+    }
     size = Preset(name="Image", num_frames=1, height=8, width=8)
     with gradio.Blocks():
         sizes = SimpleNamespace(presets=[size], follow=lambda *_: None, radio=gradio.Radio([]))
         sizes.told = lambda *chosen: chosen
-        studio = SimpleNamespace(info=info, ways=ways, first_way="best", has_ways=True)
+        studio = SimpleNamespace(info=info, variants=variants, first_variant="best", has_variants=True)
         first = Sampling(studio, sizes, elem_id="a")
-        lowest = Sampling(studio, sizes, elem_id="b", way="2 calls", has_guidance=False)
+        lowest = Sampling(studio, sizes, elem_id="b", variant="2 calls", has_guidance=False)
     assert [(each.guidance.minimum, each.guidance.value) for each in (first, lowest)] == [(1, 4), (1.5, 1.5)]
     steps, scale, *_, told = first._chosen("2 calls")
     assert (steps, scale.value, scale.minimum, scale.maximum) == (2, 4.0, 1.5, 6.0) and told == ("2 calls", 2, 4.0)
@@ -131,25 +137,25 @@ def test_a_visitor_chooses_between_the_teacher_and_its_students(chromium, served
     try:
         page.goto(launch(demo, studio, host="127.0.0.1", port=None))
         page.fill("#prompt textarea", "a red seven")
-        for way, steps, pipeline, adapters in (
+        for variant, steps, pipeline, adapters in (
             ("2 calls", 2, student, {}),
             ("3 calls", 3, teacher, learnt),
             ("best", 4, teacher, {}),
         ):
-            page.locator("#way_of_video").get_by_text(way, exact=True).click()
+            page.locator("#way_of_video").get_by_text(variant, exact=True).click()
             number = "document.querySelector('input[type=number][aria-label*=Steps]').value"
             page.wait_for_function(f"{number} == '{steps}'")
             page.click("#make")
-            page.wait_for_function(f"document.querySelector('#facts').innerText.startsWith('a red seven\\n{way}')")
+            page.wait_for_function(f"document.querySelector('#facts').innerText.startsWith('a red seven\\n{variant}')")
             page.wait_for_selector("#stage video")
             page.wait_for_selector("#make:not([disabled])")
             shown, seed = page.locator("#facts").inner_text(), int(page.locator("#seed input").input_value())
-            assert f"{steps} steps" in shown and ("guidance 1\n" in shown) == (way != "best")
+            assert f"{steps} steps" in shown and ("guidance 1\n" in shown) == (variant != "best")
             source = page.locator("#stage video").get_attribute("src")
             made = frames_of(page.request.get(page.url.rstrip("/") + source).body())
             (expected,) = pipeline(["a red seven"], seeds=seed, adapters=adapters)
             assert expected.settings.num_steps == steps
-            assert np.abs(made - frames_of(encode_mp4(expected.video, 8))).max() <= 1, way
+            assert np.abs(made - frames_of(encode_mp4(expected.video, 8))).max() <= 1, variant
         page.get_by_role("tab", name="Side by side").click()
         chosen = [page.locator(f"#way_{side} input:checked").input_value() for side in ("left", "right")]
         assert chosen == ["best", "2 calls"], "a student beside its teacher"

@@ -12,9 +12,15 @@ from megadit.train.config.load import to_plain_values
 
 
 def write_figures(folder, ranks, seconds, recipe="digits_tiny", steps=10, packs=1, overrides=()):
-    figures = {"samples_per_step": 12.0 * ranks, "seconds": seconds}
+    contact_sheets = {"samples_per_step": 12.0 * ranks, "seconds": seconds}
     config = to_plain_values(run_of(recipe, None, [*overrides, f"data.global_batch_size={packs * ranks}"]))
-    record = {"recipe": recipe, "config": config, "steps": steps, "machine": {"ranks": ranks}, "figures": figures}
+    record = {
+        "recipe": recipe,
+        "config": config,
+        "steps": steps,
+        "machine": {"ranks": ranks},
+        "figures": contact_sheets,
+    }
     (folder / f"ranks-{ranks}.json").write_text(json.dumps(record))
 
 

@@ -43,17 +43,22 @@ def measured(tmp_path_factory):
 
 def test_figures_agree_with_each_other(measured):
     _, record, _ = measured
-    figures, config = record["figures"], resolve_config("digits_tiny")
-    assert figures["parameters"] == count_parameters(config.model).total
-    assert figures["seconds_lowest"] <= figures["seconds"] <= figures["seconds_highest"]
-    assert figures["tokens_per_second"] == pytest.approx(figures["tokens_per_step"] / figures["seconds"])
+    contact_sheets, config = record["figures"], resolve_config("digits_tiny")
+    assert contact_sheets["parameters"] == count_parameters(config.model).total
+    assert contact_sheets["seconds_lowest"] <= contact_sheets["seconds"] <= contact_sheets["seconds_highest"]
+    assert contact_sheets["tokens_per_second"] == pytest.approx(
+        contact_sheets["tokens_per_step"] / contact_sheets["seconds"]
+    )
     places = config.data.global_batch_size * config.data.seq_length
-    assert figures["fill"] == pytest.approx(figures["tokens_per_step"] / places) and 0.5 < figures["fill"] <= 1
-    assert figures["peak_memory_gb"] >= figures["empty_memory_gb"] > 0
-    for shares in (figures["parts"], figures["operations"]):
+    assert (
+        contact_sheets["fill"] == pytest.approx(contact_sheets["tokens_per_step"] / places)
+        and 0.5 < contact_sheets["fill"] <= 1
+    )
+    assert contact_sheets["peak_memory_gb"] >= contact_sheets["empty_memory_gb"] > 0
+    for shares in (contact_sheets["parts"], contact_sheets["operations"]):
         assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
-    assert {"computing losses and gradients", "updating the weights"} <= set(figures["parts"])
-    assert {"attention", "matrix products", ELEMENTWISE} <= set(figures["operations"])
+    assert {"computing losses and gradients", "updating the weights"} <= set(contact_sheets["parts"])
+    assert {"attention", "matrix products", ELEMENTWISE} <= set(contact_sheets["operations"])
 
 
 def test_the_variants_that_ran_are_told(measured):
@@ -65,11 +70,11 @@ def test_the_variants_that_ran_are_told(measured):
 def test_the_published_formula_counts_modulation_for_every_token(measured):
     """6 x parameters x tokens is a lower bound of it; of what is computed it is twice as much for such short clips."""
     _, record, _ = measured
-    figures = record["figures"]
-    flops = figures["upstream_tflops"] * 1e12 * figures["seconds"]
-    assert flops > 6 * figures["parameters"] * figures["tokens_per_step"]
-    assert flops < 1.2 * 6 * figures["parameters"] * figures["tokens_per_step"]
-    assert 1.2 < figures["upstream_tflops"] / figures["tflops"] < 3
+    contact_sheets = record["figures"]
+    flops = contact_sheets["upstream_tflops"] * 1e12 * contact_sheets["seconds"]
+    assert flops > 6 * contact_sheets["parameters"] * contact_sheets["tokens_per_step"]
+    assert flops < 1.2 * 6 * contact_sheets["parameters"] * contact_sheets["tokens_per_step"]
+    assert 1.2 < contact_sheets["upstream_tflops"] / contact_sheets["tflops"] < 3
 
 
 def test_the_machine_and_versions_stand_beside_the_figures(measured):

@@ -1,14 +1,13 @@
 """Names of NeMo and DFM reach the same fields as ours, or are refused by name."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.train.__main__ import main
-from megadit.train.config.compat import KEYS, RENAMED, SECTIONS, expand_braces
-from megadit.train.config.load import known_keys, load_config, resolve_config
+from megadit.train.config.compat import KEYS, SECTIONS, expand_braces
+from megadit.train.config.load import config_keys, resolve_config
 from megadit.train.recipes import load_recipe
 
 
@@ -46,7 +45,7 @@ def test_their_name_sets_our_value(theirs, ours, tmp_path):
 
 
 def test_every_alias_leads_to_a_key_of_ours():
-    known, sections = set(known_keys()), {key.partition(".")[0] for key in known_keys()}
+    known, sections = set(config_keys()), {key.partition(".")[0] for key in config_keys()}
     later = {"parallel.virtual_pipeline_model_parallel_size"} | {key for key in KEYS.values() if ".recompute" in key}
     assert set(KEYS.values()) - known <= later
     assert set(SECTIONS.values()) <= sections and not known & set(KEYS)
@@ -98,17 +97,6 @@ def test_ways_of_recomputing():
         resolve_config("digits", overrides=[*full, "model.config.recompute_method=some"])
 
 
-def test_a_configuration_saved_by_an_earlier_version_loads():
-    """Written when `validation` had four settings of sampling, and `health.max_anomalies` another name."""
-    path = Path(__file__).parent / "saved_before_sampling.yaml"
-    changes = ["data.mock=true", "health.max_anomalies=4", "logger.curves=true"]
-    changes += ["validation.sampling.sampler=heun", "validation.sampling.eta=0.5"]
-    run = resolve_config("digits_tiny", overrides=changes)
-    since = ["logger.curves=true"]  # what the recipe has said otherwise since then
-    assert load_config(path) == run == resolve_config(config_file=path, overrides=since)
-    assert all(f"{old.partition('.')[2]}:" in path.read_text() for old in RENAMED if old != "train.init_from")
-
-
 def test_two_names_of_one_setting_must_agree():
     with pytest.raises(UserError, match=r"both mean validation\.sampling\.guidance, and differ"):
-        resolve_config("digits", overrides=["validation.guidance=3", "validation.sampling.guidance=4"])
+        resolve_config("digits", overrides=["model.val_generation_guidance=3", "validation.sampling.guidance=4"])

@@ -13,7 +13,7 @@ from megadit.models.configs.text_tower import TextTowerConfig
 from megadit.models.shared.errors import UserError
 from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
 from megadit.train.config.distill import DistillConfig
-from megadit.train.config.load import config_from_dict, known_keys, load_config, resolve_config, to_yaml
+from megadit.train.config.load import config_from_dict, config_keys, load_config, resolve_config, to_yaml
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
 from tests.bundles import write_tiny_bundle
@@ -152,12 +152,12 @@ SPECIAL = {
     "validation.sampling.guidance_interval": [0.5, 2.0],
     "validation.sampling.adapter_interval": [0.5, 2.0],
     "validation.sampling.image_guidance": 2.0,
-    "data.given": ["first_frame:0.5"],
+    "data.conditioning": ["first_frame:0.5"],
     "validation.sigmas": [2.0],
-    "validation.extractors": ["judge.safetensors"],
+    "validation.extractors": ["classifier.safetensors"],
     "model.family": "nemo",
     "model.text_tower.num_words": 600,
-    "model.guidance_range": [1.0, 9.0],
+    "model.guidance_embedding_range": [1.0, 9.0],
     "model.num_query_groups": 1,
     "model.hidden_size": 192,
     "model.num_attention_heads": 2,
@@ -212,8 +212,8 @@ NEEDS = {
     "train.label_smoothing": CLASSIFYING,
     "data.mixup": CLASSIFYING,
     "train.fp8": ["train.precision=bf16", "parallel.transformer_impl=transformer_engine", "model.hidden_size=128"],
-    "data.given": ["model.given_sigma=0.02"],
-    "model.given_form": ["model.given_sigma=0.02"],
+    "data.conditioning": ["model.conditioning_sigma=0.02"],
+    "model.conditioning_mode": ["model.conditioning_sigma=0.02"],
     "optimizer.moments": ["optimizer.optimizer=adamw"],
     "model.family": ["model.hidden_size=256", "model.position_embedding=sincos"],
     "model.num_classes": ["model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2"],
@@ -228,7 +228,7 @@ REFUSED = [
     *("model.image_size", "model.image_positions"),
 ]
 """Said of a bundle alone; a run refuses them by name (test_rules.py)."""
-SETTINGS = [key for key in known_keys() if key not in ("recipe", *REFUSED)]  # the recipe is chosen by --recipe
+SETTINGS = [key for key in config_keys() if key not in ("recipe", *REFUSED)]  # the recipe is chosen by --recipe
 
 
 def hint_of(key: str):
@@ -262,7 +262,7 @@ def test_every_key_can_be_set(key):
     run = resolve_config("digits", overrides=needs)
     override = f"{key}={json.dumps(new_value(run, key))}"
     changed = resolve_config("digits", overrides=[*needs, override])
-    assert [name for name in known_keys() if read_key(changed, name) != read_key(run, name)] == [key]
+    assert [name for name in config_keys() if read_key(changed, name) != read_key(run, name)] == [key]
 
 
 def new_value(run: RunConfig, key: str):

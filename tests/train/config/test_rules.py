@@ -19,7 +19,7 @@ from megadit.models.shared.files import write_json
 from megadit.train.config import rules
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.facts import Run
-from megadit.train.config.load import known_keys
+from megadit.train.config.load import config_keys
 from megadit.train.config.rules import RULES, check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
 from tests.train.config.test_schema import make_run
@@ -116,13 +116,17 @@ BREACHES = (
         optimizer={"lr_warmup_iters": 5, "lr_decay_iters": 5},
     ),
     breach("ema.sigma_rels=[0.1, 0.1] names one profile twice", ema={"sigma_rels": (0.1, 0.1)}),
-    breach("did you mean 'first_frame'", data={"given": ("first_fame:0.2",)}, model={"given_sigma": 0.02}),
-    breach("data.given needs model.given_sigma", data={"given": ("first_frame:0.2",)}),
     breach(
-        "model.given_form=channels model.image_size=None cannot be trained here",
-        model={"given_form": "channels", "given_sigma": 0.02},
+        "did you mean 'first_frame'", data={"conditioning": ("first_fame:0.2",)}, model={"conditioning_sigma": 0.02}
     ),
-    breach("data.given_dropout=[0.5, 0.3, 0.2] must be three shares", data={"given_dropout": (0.5, 0.3, 0.2)}),
+    breach("data.conditioning needs model.conditioning_sigma", data={"conditioning": ("first_frame:0.2",)}),
+    breach(
+        "model.conditioning_mode=channels model.image_size=None cannot be trained here",
+        model={"conditioning_mode": "channels", "conditioning_sigma": 0.02},
+    ),
+    breach(
+        "data.conditioning_dropout=[0.5, 0.3, 0.2] must be three shares", data={"conditioning_dropout": (0.5, 0.3, 0.2)}
+    ),
     breach("train.label_smoothing=0.1 is for classifiers", train={"label_smoothing": 0.1}),
     breach("data.mixup=0.2 is for classifiers", data={"mixup": 0.2}),
     of_classifier("model.family=vit learns classes: give model.num_classes", model={"num_classes": None}),
@@ -194,24 +198,24 @@ BREACHES = (
     breach(
         "train.distill.objective=regression learns what the teacher made of noise and text alone",
         train={"distill": DistillConfig(teacher="nowhere", objective="regression", sigmas=(80.0,))},
-        data={"given": ("first_frame:0.5",)},
-        model={"given_sigma": 0.02},
+        data={"conditioning": ("first_frame:0.5",)},
+        model={"conditioning_sigma": 0.02},
     ),
     breach(
         "validation.sampling: guidance=9 is outside 1 to 6, the range of this guidance-distilled model",
-        model={"guidance_range": (1.0, 6.0)},
+        model={"guidance_embedding_range": (1.0, 6.0)},
         validation={"sampling": {"guidance": 9.0}},
     ),
     breach(
-        "train.distill.guidance=3.0 is one scale, and model.guidance_range=[1.0, 6.0] trains",
+        "train.distill.guidance=3.0 is one scale, and model.guidance_embedding_range=[1.0, 6.0] trains",
         train={"distill": DistillConfig(teacher="nowhere", objective="guidance", guidance=3.0)},
-        model={"guidance_range": (1.0, 6.0)},
+        model={"guidance_embedding_range": (1.0, 6.0)},
         validation={"sampling": {"guidance": 3.0}},
     ),
     breach(
         "train.distill.objective=regression learns from videos made at one guidance scale",
         train={"distill": DistillConfig(teacher="nowhere", objective="regression", sigmas=(80.0,))},
-        model={"guidance_range": (1.0, 6.0)},
+        model={"guidance_embedding_range": (1.0, 6.0)},
         validation={"sampling": {"guidance": 3.0}},
     ),
     breach(
@@ -379,8 +383,8 @@ BREACHES = (
         train={"output_dir": "runs/x", **ADAPTER},
     ),
     on_start(
-        "model.guidance_range=[1.0, 9.0] is learnt from a guided teacher, and samples have no guidance scale",
-        model={"guidance_range": (1.0, 9.0)},
+        "model.guidance_embedding_range=[1.0, 9.0] is learnt from a guided teacher, and samples have no guidance scale",
+        model={"guidance_embedding_range": (1.0, 9.0)},
     ),
     on_start("train.distill.teacher=nowhere is not there", train={"output_dir": "runs/x", **STUDENT}),
     on_start(
@@ -426,10 +430,10 @@ BREACHES = (
     ),
     of_dataset("data.encode=precached does not fit here, which holds pixels; set it to on_the_fly", store="raw"),
     breach(
-        "data.given=['last_frame:0.2'] needs frames encoded as images, which here has none of: prepare it with",
+        "data.conditioning=['last_frame:0.2'] needs frames encoded as images, which here has none of: prepare it with",
         {"dataset": DATASET},
-        data={"given": ("last_frame:0.2",), "path": "here"},
-        model={"given_sigma": 0.02},
+        data={"conditioning": ("last_frame:0.2",), "path": "here"},
+        model={"conditioning_sigma": 0.02},
     ),
     breach(
         "damaged is damaged: train-000000.tar cannot be read (No such file or directory). Copy these shards again",
@@ -487,7 +491,7 @@ def test_a_breach_is_refused_with_its_remedy(found, case):
     message = found(case)
     assert case.says in message and "\n" not in message
     named = re.findall(r"\b((?:model|data|train|optimizer|ema|parallel|checkpoint|validation)\.[a-z_.]+)=", message)
-    assert set(named) <= set(known_keys()), "a message names keys that exist"
+    assert set(named) <= set(config_keys()), "a message names keys that exist"
 
 
 def test_a_rule_left_out_is_missed(found):

@@ -139,7 +139,7 @@ def run_config(**data_settings) -> RunConfig:
         patch_spatial=1,
         crossattn_emb_size=TEXT_WIDTH,
         sigma_data=1.0,
-        given_sigma=0.02 if data_settings.get("given") else None,
+        conditioning_sigma=0.02 if data_settings.get("conditioning") else None,
     )
     return RunConfig(
         recipe="test",

@@ -13,7 +13,7 @@ from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data.packs.samples import OCCURRENCE, decode
 from megadit.train.data.prepare.command import main
-from megadit.train.data.prepare.edits import list_pairs
+from megadit.train.data.prepare.edits import list_edits
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_instruct_pix2pix_as_published(tmp_path, encoders, capsys):
             picture(folder / f"{seed}_1.jpg", 200)
     picture(tmp_path / "data" / "0002" / "10_0.jpg", 10)  # its counterpart is missing
     (tmp_path / "data" / "0001" / "8_1.jpg").write_bytes(b"no picture")
-    assert len(list(list_pairs(tmp_path / "data"))) == 3
+    assert len(list(list_edits(tmp_path / "data"))) == 3
     assert prepared(tmp_path / "data", tmp_path / "out", encoders) == 0
     assert "left out 1 pairs: broken" in capsys.readouterr().out
     info = json.loads((tmp_path / "out" / "megadit.json").read_text())
@@ -145,9 +145,9 @@ def test_a_network_can_train_on_it(tmp_path, encoders):
     prepared(table(tmp_path, [("a.png", "b.png", "lighter")]), tmp_path / "out", encoders)
     (sample,) = samples(tmp_path / "out").values()
     sample.latent_CTHW, sample.reference_CTHW = sample.latent_CTHW[:4], sample.reference_CTHW[:4]
-    model = replace(load_recipe("digits_tiny").model, in_channels=4, crossattn_emb_size=16, given_sigma=0.02)
+    model = replace(load_recipe("digits_tiny").model, in_channels=4, crossattn_emb_size=16, conditioning_sigma=0.02)
     pack = PackFormat(
-        model=model, seq_length=24, text_seq_length=8, seed=0, text_dropout=0.0, given=(("edit", 1.0),)
+        model=model, seq_length=24, text_seq_length=8, seed=0, text_dropout=0.0, conditioning=(("edit", 1.0),)
     ).pack([sample])
-    assert pack.layout.segments[0].given == ((6, 12),) and pack.num_tokens == 6
+    assert pack.layout.segments[0].clean == ((6, 12),) and pack.num_tokens == 6
     assert torch.equal(pack.tokens_S1P[6:12, 0].float(), sample.reference_CTHW.float().flatten(1).T)

@@ -10,14 +10,14 @@ from megadit.models.diffusion.noise import sample_key
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.initialize import initialize_
 from megadit.models.shared.errors import UserError
-from megadit.train.data.packs.conditioning import USES, draw, parse_uses
+from megadit.train.data.packs.conditioning import KINDS, draw, parse_kinds
 from megadit.train.data.packs.packed_batch import PackedBatch, PackFormat
 from megadit.train.data.packs.training_sample import Frames, TrainingSample
 from megadit.train.objectives.denoise import edm_loss
 from megadit.train.objectives.noise_levels import token_noise
 from megadit.train.recipes import load_recipe
 
-MODEL = replace(load_recipe("digits_tiny").model, in_channels=4, sigma_data=1.0, given_sigma=0.02)
+MODEL = replace(load_recipe("digits_tiny").model, in_channels=4, sigma_data=1.0, conditioning_sigma=0.02)
 ALL = (("first_frame", 0.2), ("last_frame", 0.2), ("keyframes", 0.1), ("prefix", 0.1), ("inpaint", 0.2), ("edit", 1.0))
 
 
@@ -42,22 +42,22 @@ def packed(samples, given=ALL, dropout=(0.05, 0.05, 0.05), text_dropout=0.1, seq
         text_seq_length=128,
         seed=3,
         text_dropout=text_dropout,
-        given=given,
-        given_dropout=dropout,
+        conditioning=given,
+        conditioning_dropout=dropout,
     ).pack(samples)
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draws", [(0.0,) * 7, (0.999,) * 7, (0.3, 0.9, 0.1, 0.6, 0.4, 0.8, 0.2)])
-def test_every_use_gives_a_part_and_wants_another(use, draws):
-    clip = sample(is_edit=use == "edit")
-    part = USES[use](clip, draws, MODEL)
+def test_every_use_gives_a_part_and_wants_another(kind, draws):
+    clip = sample(is_edit=kind == "edit")
+    part = KINDS[kind](clip, draws, MODEL)
     if part is None:  # a box that is all of the video leaves nothing to give
-        assert use == "inpaint" and draws[0] > 0.99
+        assert kind == "inpaint" and draws[0] > 0.99
         return
-    assert part.is_given_THW.any() and not part.is_given_THW[:3].all()
-    extra = len(part.is_given_THW) - 3
-    assert extra == len(part.extra_times) and part.is_given_THW[3:].all()
+    assert part.is_clean_THW.any() and not part.is_clean_THW[:3].all()
+    extra = len(part.is_clean_THW) - 3
+    assert extra == len(part.extra_times) and part.is_clean_THW[3:].all()
     assert torch.equal(part.latents(clip)[:, :3], clip.latent_CTHW)
     segment = part.segment(MODEL, 2)
     assert segment.num_tokens == (3 + extra) * 16 and len(segment.times) == (3 + extra if extra else 0)
@@ -65,9 +65,9 @@ def test_every_use_gives_a_part_and_wants_another(use, draws):
 
 def test_an_image_has_no_frames_to_give():
     image = sample(frames=1, has_frames=False)
-    for use in USES.keys() - {"inpaint"}:
-        assert USES[use](image, (0.5,) * 7, MODEL) is None, use
-    assert USES["inpaint"](image, (0.5,) * 7, MODEL) is not None
+    for kind in KINDS.keys() - {"inpaint"}:
+        assert KINDS[kind](image, (0.5,) * 7, MODEL) is None, kind
+    assert KINDS["inpaint"](image, (0.5,) * 7, MODEL) is not None
 
 
 def test_shares_are_those_asked_for():
@@ -91,7 +91,7 @@ def test_a_clip_to_edit_is_for_edits_alone():
 def test_a_caption_for_what_is_given_stands_where_something_is():
     counts = Counter()
     for index in range(2000):
-        one = replace(sample(), given_text_LE=torch.zeros(1, MODEL.crossattn_emb_size))
+        one = replace(sample(), image_text_LE=torch.zeros(1, MODEL.crossattn_emb_size))
         drawn = draw(one, sample_key(2, f"{index}", 0), ALL[:2], (0.1, 0.0, 0.0), MODEL)
         counts[drawn.part is not None, len(drawn.text_LE)] += 1
     given = counts[True, 1] + counts[True, 3]
@@ -101,7 +101,7 @@ def test_a_caption_for_what_is_given_stands_where_something_is():
 def test_without_uses_packs_are_those_of_before():
     samples = [sample(index) for index in range(4)]
     plain, able = packed(samples, given=()), packed(samples, given=(("first_frame", 1e-9),))
-    assert plain.layout.segments == able.layout.segments and not able.layout.has_given
+    assert plain.layout.segments == able.layout.segments and not able.layout.has_conditioning
     assert torch.equal(plain.tokens_S1P, able.tokens_S1P) and torch.equal(plain.text_L1E, able.text_L1E)
 
 
@@ -110,8 +110,8 @@ def test_a_pack_draws_for_each_sample_alone():
     together = packed(samples).layout.segments
     alone = [packed([one]).layout.segments[0] for one in samples]
     assert together[:6] == tuple(alone)
-    lengths = [PackFormat(model=MODEL, seq_length=512, text_seq_length=64, seed=3, text_dropout=0.1, given=ALL,
-               given_dropout=(0.05, 0.05, 0.05)).lengths(one)[0] for one in samples]  # fmt: skip
+    lengths = [PackFormat(model=MODEL, seq_length=512, text_seq_length=64, seed=3, text_dropout=0.1, conditioning=ALL,
+               conditioning_dropout=(0.05, 0.05, 0.05)).lengths(one)[0] for one in samples]  # fmt: skip
     assert lengths == [segment.num_tokens for segment in together[:6]]
 
 
@@ -125,7 +125,7 @@ def test_what_is_given_bears_no_loss_and_is_seen_clean():
     batch = packed(samples, given=(("first_frame", 1.0), ("edit", 1.0)), dropout=(0, 0, 0))
     sigma_G = torch.full((batch.layout.num_segments,), 1.5)
     noise = token_noise(batch)
-    is_wanted = batch.layout.on("cpu").is_wanted_S
+    is_wanted = batch.layout.on("cpu").is_target_S
     assert batch.num_tokens == int(is_wanted.sum()) == (2 + 3 + 2) * 16
 
     usual = edm_loss(dit, batch, sigma_G, noise)
@@ -135,7 +135,7 @@ def test_what_is_given_bears_no_loss_and_is_seen_clean():
     assert edm_loss(dit, batch, sigma_G, noisy) != usual
     # negative control: with the loss on all tokens, as if nothing were given, the sums differ
     plain = replace(batch, layout=replace(batch.layout, segments=tuple(
-        replace(segment, given=()) for segment in batch.layout.segments)))  # fmt: skip
+        replace(segment, clean=()) for segment in batch.layout.segments)))  # fmt: skip
     assert abs(edm_loss(dit, plain, sigma_G, noise).weighted - usual.weighted) > 0.05 * usual.weighted
 
 
@@ -150,4 +150,4 @@ def test_what_is_given_bears_no_loss_and_is_seen_clean():
 )
 def test_mistakes(uses, message):
     with pytest.raises(UserError, match=message):
-        parse_uses(uses)
+        parse_kinds(uses)

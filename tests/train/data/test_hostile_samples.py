@@ -216,7 +216,7 @@ def test_more_frames_than_there_are_positions_are_left_out(toy, make_config):
     latent_CTHW = torch.zeros(toy.channels, 3, 4, 4)
     sample = TrainingSample("a", 0, latent_CTHW, torch.ones(3, 8), 8.0, reference_CTHW=latent_CTHW)
     pack_format = PackFormat(
-        model=model, seq_length=200, text_seq_length=40, seed=1, text_dropout=0.0, given=(("edit", 1.0),)
+        model=model, seq_length=200, text_seq_length=40, seed=1, text_dropout=0.0, conditioning=(("edit", 1.0),)
     )
     rules = Rules.of(config.data, pack_format, training=True)
     assert rules.reason_against(sample) is None
@@ -271,7 +271,7 @@ def test_mutated_samples_end_nothing(make_config, toy, request):
     config = make_config()
     shares = (("last_frame", 0.4), ("keyframes", 0.3), ("inpaint", 0.3), ("edit", 1.0))
     pack_format = PackFormat(
-        model=config.model, seq_length=200, text_seq_length=40, seed=1, text_dropout=0.0, given=shares
+        model=config.model, seq_length=200, text_seq_length=40, seed=1, text_dropout=0.0, conditioning=shares
     )
     rules = Rules.of(config.data, pack_format, training=True)
     described = {"caption": "ä", "fps": 8.5, "height": 32, "width": 48, "num_frames": 9, "aesthetic_score": 4.5}
@@ -281,7 +281,7 @@ def test_mutated_samples_end_nothing(make_config, toy, request):
     forms = [
         (described, tensors_of),
         (described | {"frame_times": [2.0, 0.5]}, tensors_of | {"frames": -latent_CTHW[:, :2]}),
-        (described, tensors_of | {"reference": -latent_CTHW, "given_text": torch.ones(2, 8).half()}),
+        (described, tensors_of | {"reference": -latent_CTHW, "image_text": torch.ones(2, 8).half()}),
     ]
     found: Counter[str] = Counter()
     for case in range(request.config.getoption("--cases") or 400):

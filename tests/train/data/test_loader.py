@@ -64,7 +64,7 @@ def test_packs_hold_what_is_on_disk(make_config, toy):
         layout = batch.layout
         for position, name in enumerate(batch.sample_ids):
             start, length = layout.starts[position], layout.lengths[position]
-            text_start, slots = layout.text_starts[position], layout.text_slots[position]
+            text_start, slots = layout.text_starts[position], layout.text_places[position]
             tokens = batch.tokens_S1P[start : start + length]
             text = batch.text_L1E[text_start : text_start + slots]
             if not name:
@@ -168,7 +168,7 @@ def test_saving_twice_and_resuming_twice(make_config):
         ({"seq_length": 300}, "data.seq_length"),
         ({"shuffle_buffer_size": 21}, "data.shuffle_buffer_size"),
         ({"seed": 8}, "train.seed"),
-        ({"given": ("first_frame:0.5",)}, "data.given"),
+        ({"conditioning": ("first_frame:0.5",)}, "data.conditioning"),
     ],
 )
 def test_resume_under_other_settings_is_an_error(make_config, changed, name):

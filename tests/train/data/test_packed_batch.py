@@ -44,7 +44,7 @@ def test_tokens_are_patchified_latents_one_sample_after_another():
 def test_text_lies_in_the_slots_of_its_segment():
     samples = [make_sample("a", text_length=3), make_sample("b", text_length=0), make_sample("c", text_length=5)]
     pack = FORMAT.pack(samples)
-    assert pack.layout.text_slots[:3] == (3, 1, 5)
+    assert pack.layout.text_places[:3] == (3, 1, 5)
     torch.testing.assert_close(pack.text_L1E[0:3, 0], samples[0].text_LE.float())
     torch.testing.assert_close(pack.text_L1E[4:9, 0], samples[2].text_LE.float())
     assert not pack.text_L1E[3].any() and not pack.text_L1E[9:].any()
@@ -86,7 +86,7 @@ def test_text_dropout_depends_on_seed_name_and_occurrence_alone():
 def test_dropped_text_leaves_no_trace():
     pack = replace(FORMAT, text_dropout=1.0).pack([make_sample("a"), make_sample("b")])
     assert not pack.text_L1E.any()
-    assert pack.layout.text_slots[:2] == (1, 1)
+    assert pack.layout.text_places[:2] == (1, 1)
 
 
 def test_concatenated_packs_lie_one_after_another():

@@ -14,7 +14,7 @@ from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.prepare import command as prepare
 from megadit.train.data.prepare import drawn
 from megadit.train.dataset.dataset_info import DatasetInfo
-from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos.digits import classifier
 from megadit.train.demos.digits import data as digits
 from megadit.train.demos.digits.samples import DIGITS
 
@@ -74,13 +74,15 @@ def test_captioned_digits(tmp_path):
 
 
 def test_clips_labelled_by_what_they_show(tmp_path):
-    """By the demo's judge, which measures colour and way; held out is each class at both speeds."""
+    """By the demo's classifier, which measures colour and way; held out is each class at both speeds."""
     out = tmp_path / "out"
     assert prepare.main(["digit_clips", str(out), "--num_images", "40"]) == 0
     labels = load_text_encoder(out / "text_encoder")
     assert DatasetInfo.read(out).num_samples == {"train": 40, "val": 480} and len(set(labels.names)) == 240
     samples = read_samples(out, "train")
-    verdicts = judge.judge(judge.DigitReader().eval(), torch.stack([each["latent"].float() for _, _, each in samples]))
+    verdicts = classifier.classify(
+        classifier.DigitReader().eval(), torch.stack([each["latent"].float() for _, _, each in samples])
+    )
     for row, (_, description, tensors) in enumerate(samples):
         (digits_E,) = tensors["text"].long()
         assert labels.names[256 * digits_E[0] + digits_E[1]] == description["caption"] and description["fps"] == 8
@@ -131,7 +133,7 @@ def test_decoded_clips_show_their_captions(prepared):
     tokenizer = load_tokenizer(prepared / "tokenizer")
     samples = [sample for sample in read_samples(prepared, "train") if sample[1]["num_frames"] > 1]
     clips = tokenizer.decode(torch.stack([tensors["latent"].float() for _, _, tensors in samples]))
-    verdicts = judge.judge(judge.DigitReader().eval(), clips)
+    verdicts = classifier.classify(classifier.DigitReader().eval(), clips)
     for row, (_, description, tensors) in enumerate(samples):
         words = description["caption"].split()
         colour = list(digits.COLOURS)[verdicts.colour_BT[row].mode().values]

@@ -22,7 +22,7 @@ from megadit.models.networks.initialize import initialize_
 from megadit.models.packing.segments import TokenMesh
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.data.ingest.workers import Team
+from megadit.train.data.ingest.workers import Workers
 from megadit.train.data.packs.packed_batch import PackFormat
 from megadit.train.data.packs.rules import Rules
 from megadit.train.data.packs.samples import UnreadableSampleError, decode
@@ -115,11 +115,11 @@ def test_each_rank_writes_its_share(bundle, make, tmp_path):
     options = json.loads((whole / prior.PRIOR.request_file).read_text())
     settings = SamplingSettings.from_dict(options["settings"])
     wanted = prior.Prior(purpose=prior.PRIOR, prompts=PROMPTS, settings=settings, count=10, seed=0)
-    pipeline, halves = TextToVideo.from_pretrained(bundle), tmp_path / "halves"
-    halves.mkdir()
+    pipeline, passes = TextToVideo.from_pretrained(bundle), tmp_path / "halves"
+    passes.mkdir()
     for rank in (1, 0):
-        prior.write_shards(halves, pipeline, wanted, Team(rank=rank, size=2))
-    assert shards(halves) == shards(whole)
+        prior.write_shards(passes, pipeline, wanted, Workers(rank=rank, size=2))
+    assert shards(passes) == shards(whole)
 
 
 def test_the_noise_of_a_seed_is_what_a_student_begins_with(bundle, tmp_path):
@@ -148,7 +148,7 @@ def test_the_noise_of_a_seed_is_what_a_student_begins_with(bundle, tmp_path):
     assert rules.reason_against(rules.crop(samples[0]))[0] == "no_seed", "half a video is not what noise became"
 
 
-@pytest.mark.parametrize("more", [["--sampler", "euler", "--eta", "1"], ["--sampler", "restart"]])
+@pytest.mark.parametrize("more", [["--sampler", "euler", "--eta", "1"], ["--sampler", "consistency"]])
 def test_a_trajectory_is_that_of_an_ode(bundle, tmp_path, more, capsys):
     argv = ["trajectories", str(bundle), str(tmp_path / "pairs"), "--prompt", "a dog", *more]
     assert prepare.main(argv) == 2 and not (tmp_path / "pairs").exists()
@@ -186,7 +186,7 @@ def test_what_an_earlier_version_began_goes_on(bundle, tmp_path):
 
 def test_pairs_of_such_a_model_are_an_odes(churning, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "launch", lambda module, argv, **_: prepare.main(argv))
-    pairs.make_pairs(
+    pairs.make_trajectories(
         tmp_path / "pairs", Bundle.open(churning), PROMPTS, count=2, num_steps=2, guidance=1.0, num_processes=1
     )
     assert DatasetInfo.read(tmp_path / "pairs" / pairs.DATASET).num_samples["train"] == 2
@@ -227,7 +227,7 @@ def test_no_prompt_and_foreign_folders_are_refused(bundle, tmp_path, capsys):
 @pytest.mark.parametrize("purpose", ["prior", "trajectories"])
 def test_every_option_reaches_the_samples(bundle, tmp_path, monkeypatch, purpose):
     asked = []
-    monkeypatch.setattr(prior, "write_shards", lambda out, pipeline, wanted, team: asked.append((pipeline, wanted)))
+    monkeypatch.setattr(prior, "write_shards", lambda out, pipeline, wanted, workers: asked.append((pipeline, wanted)))
     monkeypatch.setattr(prior, "describe_dataset", lambda *_: None)
     (tmp_path / "prompts.txt").write_text("a small dog")
     out = [purpose, str(bundle), str(tmp_path / "out")]

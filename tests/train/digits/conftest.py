@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def quick_demo(tmp_path_factory) -> Path:
-    """The folder of a demo that was hardly trained: its bundle, its judge, its data."""
+    """The folder of a demo that was hardly trained: its bundle, its classifier, its data."""
     from megadit.train.demos.digits import demo
 
     folder = tmp_path_factory.mktemp("demo") / "quick"

@@ -20,27 +20,27 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         raise UserError("seen")
 
     monkeypatch.setattr(distill_demo, "run_stages", stop)
-    monkeypatch.setattr(distill_demo.DistillDemo, "takes_first_frames", False)
+    monkeypatch.setattr(distill_demo.DistillDemo, "has_first_frame", False)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
     assert distill_demo.main([*options, "--seed", "5"]) == 2
     expected = distill_demo.DistillDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)
     assert asked == [expected]
 
 
-def demo_from(monkeypatch, *, takes_first_frames):
+def demo_from(monkeypatch, *, has_first_frame):
     """A demo of a bundle that is not there, and what its students are asked for: [arguments of `run_module`]."""
     asked = []
     monkeypatch.setattr(distill_demo, "run_module", lambda *arguments: asked.append(arguments))
-    monkeypatch.setattr(distill_demo.DistillDemo, "takes_first_frames", takes_first_frames)
+    monkeypatch.setattr(distill_demo.DistillDemo, "has_first_frame", has_first_frame)
     demo = distill_demo.DistillDemo(out=Path("out"), base=Path("base/bundle"), steps=7)
-    monkeypatch.setattr(distill_demo.DistillDemo, "judge", Path("judge"))
+    monkeypatch.setattr(distill_demo.DistillDemo, "classifier_file", Path("judge"))
     for calls in demo.calls:
         distill_demo.STUDENTS[calls].run(demo)
     return asked
 
 
 def test_students_start_and_learn_where_they_should(monkeypatch):
-    asked = demo_from(monkeypatch, takes_first_frames=False)
+    asked = demo_from(monkeypatch, has_first_frame=False)
     assert [arguments[1] for arguments in asked] == ["base/bundle"] * 3
     assert all("checkpoint.init_from=out/calls4/bundle" in arguments for arguments in asked[1:])
     assert "out/calls2/pairs/dataset" in asked[2] and "train.train_iters=7" in asked[0]
@@ -48,9 +48,9 @@ def test_students_start_and_learn_where_they_should(monkeypatch):
 
 def test_a_teacher_that_takes_first_frames_has_one_student_which_is_given_them(monkeypatch):
     """By the recipe that gives them, beside the data that its own demo left."""
-    (arguments,) = demo_from(monkeypatch, takes_first_frames=True)
-    assert arguments[arguments.index("--recipe") + 1] == "digits_given" and "base/dataset" in arguments
-    assert load_recipe("digits_given").data.given[0].startswith("first_frame")
+    (arguments,) = demo_from(monkeypatch, has_first_frame=True)
+    assert arguments[arguments.index("--recipe") + 1] == "digits_conditioned" and "base/dataset" in arguments
+    assert load_recipe("digits_conditioned").data.conditioning[0].startswith("first_frame")
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_students_are_judged_and_drawn(quick_demo, tmp_path, capsys):
 def test_a_student_is_judged_by_what_it_makes_of_first_frames(quick_demo, tmp_path, capsys):
     base, out = tmp_path / "given" / "bundle", tmp_path / "out"
     write_able_bundle(quick_demo / "bundle", base)
-    shutil.copy(quick_demo / "judge.safetensors", base.parent)
+    shutil.copy(quick_demo / "classifier.safetensors", base.parent)
     shutil.copytree(base, out / "calls4" / "bundle")
     assert distill_demo.main(["--bundle", str(base), "--out", str(out), "--stride", "48"]) == 0
     found = read_json(out / "score.json")

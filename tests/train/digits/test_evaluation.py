@@ -7,11 +7,10 @@ from safetensors.torch import save_file
 
 from megadit.infer.evaluate.evaluation import Candidate, differences
 from megadit.infer.evaluate.extractors.files import KIND
-from megadit.infer.evaluate.metrics.scorer import JudgeScorer
+from megadit.infer.evaluate.metrics.scorer import ProgramScorer
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.models.shared.errors import UserError
-from megadit.train.demos.digits import classifier as judge
-from megadit.train.demos.digits import evaluation, score
+from megadit.train.demos.digits import classifier, evaluation, score
 
 METRICS = ("fid", "kid", "fvd", "kvd", "consistency", "motion", "flicker")
 
@@ -54,25 +53,25 @@ def attributes():
 
 @pytest.fixture(scope="module")
 def of(tmp_path_factory, attributes):
-    """An evaluation against real clips, by a judge that was trained for a moment."""
+    """An evaluation against real clips, by a classifier that was trained for a moment."""
     folder = tmp_path_factory.mktemp("evaluation")
-    reader = judge.train_reader(lambda video: video, num_clips=800, num_steps=250, show_progress=False)
-    save_file(reader.state_dict(), folder / "judge.safetensors", metadata={KIND: "digits"})
+    reader = classifier.train_reader(lambda video: video, num_clips=800, num_steps=250, show_progress=False)
+    save_file(reader.state_dict(), folder / "classifier.safetensors", metadata={KIND: "digits"})
     captions = score.heldout_captions(attributes)
     real = evaluation.clip_set("real", score.real_clips(attributes, seed=5), captions)
-    return evaluation.judged_by(folder, folder / "judge.safetensors", real, METRICS)
+    return evaluation.scored_by(folder, folder / "classifier.safetensors", real, METRICS)
 
 
-def figures(of, attributes, video, label="model", captions=None):
+def contact_sheets(of, attributes, video, label="model", captions=None):
     captions = captions or score.heldout_captions(attributes)
     made = Candidate(model=label, guidance=None, videos=evaluation.clip_set(label, video, captions))
     of.look([made], ALONE, told=False)
-    return {each.metric: each for each in of.figures([made], told=False)}
+    return {each.metric: each for each in of.contact_sheets([made], told=False)}
 
 
 @pytest.fixture(scope="module")
 def clean(of, attributes):
-    return figures(of, attributes, score.real_clips(attributes, seed=1))
+    return contact_sheets(of, attributes, score.real_clips(attributes, seed=1))
 
 
 @pytest.mark.slow
@@ -80,7 +79,7 @@ def clean(of, attributes):
 def test_a_fault_is_seen_and_a_worse_one_more(of, clean, attributes, name):
     spoil, strengths, metrics = SPOILT[name]
     clips = score.real_clips(attributes, seed=1)
-    weak, strong = (figures(of, attributes, spoil(clips, strength), name) for strength in strengths)
+    weak, strong = (contact_sheets(of, attributes, spoil(clips, strength), name) for strength in strengths)
     for metric in metrics:
         _, high = clean[metric].estimate.interval
         assert strong[metric].estimate.interval[0] > high, metric
@@ -109,7 +108,7 @@ def mismatched(attributes, share, is_caption):
 def test_clips_that_show_something_else_are_seen_by_the_judge(of, clean, attributes, is_caption):
     low, _ = clean["all"].estimate.interval
     tenth, half = (
-        figures(of, attributes, clips, f"{share} mismatched", captions)["all"].estimate
+        contact_sheets(of, attributes, clips, f"{share} mismatched", captions)["all"].estimate
         for share in (0.1, 0.5)
         for clips, captions in [mismatched(attributes, share, is_caption)]
     )
@@ -119,25 +118,27 @@ def test_clips_that_show_something_else_are_seen_by_the_judge(of, clean, attribu
 
 @pytest.mark.slow
 def test_another_seed_does_not_leave_the_interval(of, clean, attributes):
-    other = figures(of, attributes, score.real_clips(attributes, seed=2), "another seed")
+    other = contact_sheets(of, attributes, score.real_clips(attributes, seed=2), "another seed")
     pairs = differences([*clean.values(), *other.values()])
     assert len(pairs) == len(clean) == len(METRICS) + 2
     for metric in ("fid", "kid", "fvd", "kvd", "all"):
         (pair,) = [each for each in pairs if each.first.metric == metric]
         assert pair.winner == "", metric
-        assert clean[metric].floor is None or clean[metric].estimate.interval[0] < clean[metric].floor.interval[1]
+        assert clean[metric].baseline is None or clean[metric].estimate.interval[0] < clean[metric].baseline.interval[1]
 
 
 def test_the_judge_is_asked_with_the_attributes_of_the_caption(attributes, tmp_path):
-    reader = judge.DigitReader().eval()
-    save_file(reader.state_dict(), tmp_path / "judge.safetensors", metadata={KIND: "digits"})
-    score.write_judge(tmp_path / "judge", tmp_path / "judge.safetensors")
+    reader = classifier.DigitReader().eval()
+    save_file(reader.state_dict(), tmp_path / "classifier.safetensors", metadata={KIND: "digits"})
+    score.write_scorer(tmp_path / "judge", tmp_path / "classifier.safetensors")
     some = attributes[:6]
     captions = score.heldout_captions(some)
-    scorer = JudgeScorer.open(tmp_path / "judge")
+    scorer = ProgramScorer.open(tmp_path / "judge")
     clips = score.real_clips(some)
     video = ((clips + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1)
-    expected = score.frames_and_clips_right(judge.judge(reader, video.permute(0, 4, 1, 2, 3).float() / 127.5 - 1), some)
+    expected = score.frames_and_clips_right(
+        classifier.classify(reader, video.permute(0, 4, 1, 2, 3).float() / 127.5 - 1), some
+    )
     assert scorer(video, captions)[:, 0].tolist() == expected["all"].float().tolist()
     assert scorer(video, captions)[:, 1].tolist() == score.right_in_every_frame(expected).float().tolist()
     with pytest.raises(UserError, match="returns no all, every_frame for a video of 'something else'"):

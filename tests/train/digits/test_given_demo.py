@@ -38,7 +38,7 @@ def test_an_edit_changes_what_it_names_and_nothing_else():
 def test_clips_before_and_after_differ_by_the_edit_alone():
     before = attributes()
     after = [replace(each, colour="white" if each.colour != "white" else "red") for each in before]
-    sources, results = given_data.draw_pairs(before, after, "train", torch.Generator().manual_seed(2))
+    sources, results = given_data.draw_edit_pairs(before, after, "train", torch.Generator().manual_seed(2))
     ink = [(video + 1).amax(1) for video in (sources, results)]
     assert ((ink[0] > 1) == (ink[1] > 1)).float().mean() > 0.99 and not torch.equal(sources, results)
 
@@ -49,7 +49,7 @@ class Knowing(DigitReader):
 
 def test_what_follows_the_first_frame_is_judged(monkeypatch):
     asked = attributes(4)
-    colours, ways = list(COLOURS), ["left", "right", "up", "down"]
+    colours, wordings = list(COLOURS), ["left", "right", "up", "down"]
     digit = torch.tensor([[each.digit] * 9 for each in asked])
     digit[0, 0] = (digit[0, 0] + 1) % 10  # the first frame counts for nothing
     digit[1, 5] = (digit[1, 5] + 1) % 10  # one of the later ones spoils every_frame
@@ -57,9 +57,9 @@ def test_what_follows_the_first_frame_is_judged(monkeypatch):
     verdicts = Verdicts(
         digit,
         torch.tensor([[colours.index(each.colour)] * 9 for each in asked]),
-        torch.tensor([ways.index(each.direction) for each in asked]),
+        torch.tensor([wordings.index(each.direction) for each in asked]),
     )
-    monkeypatch.setattr(given_score, "judge", lambda reader, video: verdicts)
+    monkeypatch.setattr(given_score, "classify", lambda reader, video: verdicts)
     found = given_score.after_first(Knowing(), torch.zeros(4, 3, 9, 32, 32), asked)
     assert found == {"digit": 0.75, "every_frame": 0.5, "colour": 1.0, "direction": 1.0}
 
@@ -80,7 +80,7 @@ def test_values_rise_as_far_as_the_clips_can_tell():
 def test_a_score_says_whether_scales_are_monotone(monkeypatch, num_right, offset, is_monotone):
     asked, scales = attributes(30), (1.0, 1.5, 2.0, 3.0)
     after = given_score.draw_edits(asked)[0]
-    ways, num_obeyed = ["left", "right", "up", "down"], [30]
+    wordings, num_obeyed = ["left", "right", "up", "down"], [30]
 
     def make_edits(pipeline, instructions, sources, *, guidance=2.0, image_guidance):
         num_obeyed[0] = num_right[scales.index(guidance)]
@@ -90,11 +90,11 @@ def test_a_score_says_whether_scales_are_monotone(monkeypatch, num_right, offset
         obeys = torch.arange(30) < num_obeyed[0]
         columns = ([each.digit for each in after], [list(COLOURS).index(each.colour) for each in after])
         digit, colour = (torch.where(obeys, torch.tensor(column), -1)[:, None].expand(30, 9) for column in columns)
-        direction = torch.where(obeys, torch.tensor([ways.index(each.direction) for each in after]), -1)
+        direction = torch.where(obeys, torch.tensor([wordings.index(each.direction) for each in after]), -1)
         return Verdicts(digit, colour, direction)
 
     monkeypatch.setattr(given_score, "make_edits", make_edits)
-    monkeypatch.setattr(given_score, "judge", shown)
+    monkeypatch.setattr(given_score, "classify", shown)
     found = given_score.edit_scales(None, Knowing(), asked, scales)
     assert (found["text_is_monotone"], found["clip_is_monotone"]) == is_monotone
     assert [found[f"text_{scale:g}_obeyed"] for scale in scales] == [round(count / 30, 4) for count in num_right]
@@ -111,7 +111,9 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
     monkeypatch.setattr(given_demo, "run_stages", stop)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
     assert given_demo.main([*options, "--seed", "5"]) == 2
-    assert asked == [given_demo.GivenDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)]
+    assert asked == [
+        given_demo.ConditioningDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)
+    ]
 
 
 @pytest.mark.slow
@@ -119,7 +121,7 @@ def test_the_demo_runs_to_its_pictures(quick_demo, tmp_path, monkeypatch):
     """From a base that was hardly trained: every stage works, whatever the figures."""
     monkeypatch.setattr(given_data, "NUM_CLIPS", 60)
     monkeypatch.setattr(
-        given_data.write_given, "__kwdefaults__", {"num_clips": 60, "num_edits": 30, "num_val": 8, "seed": 0}
+        given_data.write_conditioning, "__kwdefaults__", {"num_clips": 60, "num_edits": 30, "num_val": 8, "seed": 0}
     )
     options = ["--bundle", str(quick_demo / "bundle"), "--steps", "2", "--stride", "48"]
     assert given_demo.main(["--out", str(tmp_path / "given"), *options]) == 0

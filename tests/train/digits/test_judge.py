@@ -1,9 +1,9 @@
-"""The judge: right about real clips, and not to be had by clips that show something else or nothing."""
+"""The classifier: right about real clips, and not to be had by clips that show something else or nothing."""
 
 import pytest
 import torch
 
-from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos.digits import classifier
 from megadit.train.demos.digits import data as digits
 from megadit.train.demos.digits.classifier import NONE
 from megadit.train.demos.digits.data import COLOURS, DIRECTIONS
@@ -17,8 +17,8 @@ def clips():
 
 
 def measured(video_BCTHW):
-    """Verdicts of an untrained judge: colour and direction take no training."""
-    return judge.judge(judge.DigitReader().eval(), video_BCTHW)
+    """Verdicts of an untrained classifier: colour and direction take no training."""
+    return classifier.classify(classifier.DigitReader().eval(), video_BCTHW)
 
 
 def direction_indices(attributes):
@@ -83,11 +83,11 @@ def test_nothing_is_seen_in_the_dark():
 
 def test_crops_follow_the_ink(clips):
     _, video = clips
-    stroke = judge.strokes(video)[:, 4]
+    stroke = classifier.strokes(video)[:, 4]
     shifted = torch.zeros_like(stroke)
     shifted[:, 2:, :-1] = stroke[:, :-2, 1:]
     inside = (stroke[:, -2:].amax((1, 2)) < 0.01) & (stroke[:, :, :1].amax((1, 2)) < 0.01)
-    crops, crops_shifted = judge.centred_crops(stroke[inside]), judge.centred_crops(shifted[inside])
+    crops, crops_shifted = classifier.centred_crops(stroke[inside]), classifier.centred_crops(shifted[inside])
     assert inside.sum() > 20
     torch.testing.assert_close(crops, crops_shifted, atol=1e-3, rtol=0)
 
@@ -97,40 +97,40 @@ def test_training_is_kept_and_repeated_for_another_tokenizer(tmp_path, monkeypat
 
     def fake_training(round_trip):
         calls.append(round_trip)
-        return judge.DigitReader().eval()
+        return classifier.DigitReader().eval()
 
-    monkeypatch.setattr(judge, "train_reader", fake_training)
-    path = tmp_path / "judge.safetensors"
-    first = judge.load_or_train_reader(path, torch.clone, "tokenizer-a")
-    again = judge.load_or_train_reader(path, torch.clone, "tokenizer-a")
+    monkeypatch.setattr(classifier, "train_reader", fake_training)
+    path = tmp_path / "classifier.safetensors"
+    first = classifier.load_or_train_reader(path, torch.clone, "tokenizer-a")
+    again = classifier.load_or_train_reader(path, torch.clone, "tokenizer-a")
     assert len(calls) == 1
-    crop = torch.rand(3, judge.CROP_SIZE, judge.CROP_SIZE)
+    crop = torch.rand(3, classifier.CROP_SIZE, classifier.CROP_SIZE)
     assert torch.equal(first(crop), again(crop))
-    judge.load_or_train_reader(path, torch.clone, "tokenizer-b")
+    classifier.load_or_train_reader(path, torch.clone, "tokenizer-b")
     assert len(calls) == 2
 
 
 def test_a_short_training_is_reproducible_and_learns(clips):
     attributes, video = clips
     reader, again = (
-        judge.train_reader(torch.clone, num_clips=300, num_steps=80, show_progress=False) for _ in range(2)
+        classifier.train_reader(torch.clone, num_clips=300, num_steps=80, show_progress=False) for _ in range(2)
     )
     wanted = torch.tensor([a.digit for a in attributes])[:, None]
-    right = (judge.judge(reader, video).digit_BT == wanted).float().mean().item()
+    right = (classifier.classify(reader, video).digit_BT == wanted).float().mean().item()
     assert right > 0.75  # guessing gives 0.1
     assert torch.equal(reader.network[0].weight, again.network[0].weight)
-    mirrored = (judge.judge(reader, video.flip(-1)).digit_BT == wanted).float().mean().item()
+    mirrored = (classifier.classify(reader, video.flip(-1)).digit_BT == wanted).float().mean().item()
     assert mirrored < right - 0.2  # it reads the shape, not the place or the colour
 
 
 @pytest.mark.slow
 def test_full_training_reads_heldout_handwriting():
-    reader = judge.train_reader(torch.clone, show_progress=False)
+    reader = classifier.train_reader(torch.clone, show_progress=False)
     glyphs = digits.load_glyphs("heldout")
     attributes = [
         digits.Attributes(digit=digit, colour="white", direction="down", speed="fast")
         for digit in glyphs.digit_B.tolist()
     ]
     video = digits.render_clips(glyphs.ink_BIJ, attributes, torch.zeros(len(attributes), 2), digits.NUM_FRAMES)
-    right = judge.judge(reader, video).digit_BT == glyphs.digit_B[:, None]
+    right = classifier.classify(reader, video).digit_BT == glyphs.digit_B[:, None]
     assert right.float().mean() >= 0.985

@@ -29,7 +29,7 @@ def demo(tmp_path):
         text_encoder=HashedWordEncoder(dim=8),
         defaults=SamplingSettings(num_steps=2, guidance=2.0, num_frames=9, height=32, width=32, fps=8),
     )
-    save_file(DigitReader().state_dict(), tmp_path / "demo/judge.safetensors")
+    save_file(DigitReader().state_dict(), tmp_path / "demo/classifier.safetensors")
     return tmp_path / "demo"
 
 
@@ -53,4 +53,4 @@ def test_measures_and_draws_everything(demo, tmp_path, monkeypatch):
 
 def test_what_is_no_demo_is_told(tmp_path, capsys):
     assert sampling.main([str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "judge.safetensors does not exist" in capsys.readouterr().err
+    assert "classifier.safetensors does not exist" in capsys.readouterr().err

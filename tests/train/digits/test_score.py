@@ -21,7 +21,7 @@ def verdicts(num_digits_right: int, num_colours_right: int, direction: str = "le
 
 
 def scored(monkeypatch, verdict: Verdicts) -> dict:
-    monkeypatch.setattr(score, "judge", lambda reader, video: verdict)
+    monkeypatch.setattr(score, "classify", lambda reader, video: verdict)
     return score.score(None, torch.empty(0), [CLIP])
 
 

@@ -1,4 +1,4 @@
-"""The made-up subject: a shape that its judge tells from digits, and the demo that teaches it."""
+"""The made-up subject: a shape that its classifier tells from digits, and the demo that teaches it."""
 
 from pathlib import Path
 

@@ -20,7 +20,7 @@ from tests.train.distill.test_objectives import DEVIATION, TEACHER, of_normal, p
 
 CONFIG = DiTConfig(
     **{"num_layers": 3, "hidden_size": 24, "num_attention_heads": 2, "in_channels": 5, "patch_spatial": 1},
-    **{"crossattn_emb_size": 4, "given_sigma": 0.02},
+    **{"crossattn_emb_size": 4, "conditioning_sigma": 0.02},
 )
 DIFFUSION = DiffusionConfig()
 
@@ -35,8 +35,8 @@ def critic():
 
 def made_and_real(given=()):
     batch = pack(given)
-    is_wanted_S = batch.layout.on("cpu").is_wanted_S[:, None, None]
-    return replace(batch, real_S1P=batch.tokens_S1P + 2.0 * is_wanted_S)
+    is_target_S = batch.layout.on("cpu").is_target_S[:, None, None]
+    return replace(batch, real_S1P=batch.tokens_S1P + 2.0 * is_target_S)
 
 
 def loss_of(critic, batch, weight=1.0):
@@ -89,8 +89,8 @@ def test_the_way_to_real_is_a_gradient_and_the_critic_gets_none(critic):
 
     def value(y_S1P):
         with torch.no_grad():
-            told_S = F.softplus(-critic.judge(batch, y_S1P, sigma_G))
-        return (told_S * batch.layout.on("cpu").is_wanted_S).sum().item()
+            reported_S = F.softplus(-critic.judge(batch, y_S1P, sigma_G))
+        return (reported_S * batch.layout.on("cpu").is_target_S).sum().item()
 
     along = torch.randn(y_S1P.shape, generator=torch.Generator().manual_seed(3))
     step = 1e-2

@@ -26,7 +26,7 @@ from megadit.train.config.load import resolve_config
 from megadit.train.distill import command as distill
 from megadit.train.distill.check import Bounds, Comparison, compare, spread, spread_within
 from megadit.train.distill.command import main
-from megadit.train.distill.stages import STAGES, student_settings, student_sigmas, told_scale
+from megadit.train.distill.stages import STAGES, embedded_scale, student_settings, student_sigmas
 from tests.bundles import write_tiny_bundle
 from tests.train.test_adapter_runs import write
 
@@ -57,10 +57,10 @@ def command(teacher, data, out, *more):
 @pytest.mark.slow
 def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_dataset, tmp_path, capfd):
     told = command(teacher, tiny_dataset, tmp_path / "out", "--calls", "2", "--spread", "0.01", "100", "--nproc", "1")
-    told += ["--num_pairs", "6", "--pair_steps", "3"]
+    told += ["--num_trajectories", "6", "--trajectory_steps", "3"]
     assert main([*told, "regression.optimizer.lr=0.001", "data.num_workers=0"]) == 0
     student = Bundle.open(tmp_path / "out" / "bundle")
-    assert student.defaults.sampler == "restart" and student.defaults.guidance == 1
+    assert student.defaults.sampler == "consistency" and student.defaults.guidance == 1
     assert student.defaults.sigmas == student_sigmas(Bundle.open(teacher), 2)
     first, second = (tmp_path / "out" / name for name in ("1_guidance", "2_regression"))
     assert "objective: guidance" in (first / "config.yaml").read_text()
@@ -95,8 +95,8 @@ def test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called(teacher,
     """Beside the first teacher's weights, whichever stage; with it `generate` and `bundle --merge` do what the student
     was measured with."""
     out = tmp_path / "out"
-    told = command(teacher, tiny_dataset, out, "--calls", "2", "--spread", "0.01", "100", "--num_pairs", "6")
-    told += ["--pair_steps", "3", "--adapter_rank", "2", "data.num_workers=0", "train.adapter.alpha=4"]
+    told = command(teacher, tiny_dataset, out, "--calls", "2", "--spread", "0.01", "100", "--num_trajectories", "6")
+    told += ["--trajectory_steps", "3", "--adapter_rank", "2", "data.num_workers=0", "train.adapter.alpha=4"]
     assert main(told) == 0
     said = capfd.readouterr().out
     assert f"--adapter {out / 'adapter'}" in said and not (out / "bundle").exists()
@@ -116,7 +116,7 @@ def test_stages_of_adapters_leave_an_adapter_that_says_how_it_is_called(teacher,
     adapters = {str(out / "adapter"): 1.0}
     (video,) = TextToVideo.from_pretrained(teacher, device="cpu")(["sample number 3"], adapters=adapters)
     settings = video.settings
-    assert (settings.sampler, settings.sigmas, settings.num_steps, settings.guidance) == ("restart", sigmas, 2, 1)
+    assert (settings.sampler, settings.sigmas, settings.num_steps, settings.guidance) == ("consistency", sigmas, 2, 1)
     merge_bundle(Bundle.open(teacher), adapters, tmp_path / "merged")
     merged = Bundle.open(tmp_path / "merged")
     assert merged.defaults == settings
@@ -144,13 +144,13 @@ def test_the_levels_of_a_student(tmp_path):
     four = student_sigmas(teacher, 4)
     assert len(four) == 4 and four[0] == 80 and list(four) == sorted(four, reverse=True)
     with_others = replace(teacher.defaults, image_guidance=1.5, cache_budget=0.1, eta=0.5)
-    settings = resolve_settings(with_others, **student_settings("restart", four))
+    settings = resolve_settings(with_others, **student_settings("consistency", four))
     assert (settings.image_guidance, settings.cache_budget, settings.eta) == (1, 0, 0), "each would cost calls, or take"
     assert (settings.guidance, settings.num_steps, settings.num_frames) == (1, 4, teacher.defaults.num_frames)
     with_prompts = replace(teacher.defaults, negative_prompt="grey", second_prompt="two", second_guidance=2.0)
     for told, scale in (((1.0, 5.0), 3.0), ((4.0, 6.0), 4.0), ((1.0, 2.0), 2.0)):
         settings = resolve_settings(
-            with_prompts, **student_settings("restart", four, told_scale(teacher.defaults, told))
+            with_prompts, **student_settings("consistency", four, embedded_scale(teacher.defaults, told))
         )
         check_guidance(settings, told)
         assert (settings.guidance, settings.negative_prompt, settings.second_prompt) == (scale, "", "")
@@ -211,10 +211,16 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
     [
         (["--stages", "guidence"], "--stages guidence is unknown; did you mean 'guidance'"),
         (["--sigmas", "80", "2", "--calls", "4"], "--sigmas needs as many noise levels as --calls"),
-        (["--guidance", "2", "--guidance_range", "1", "4"], "give --guidance or --guidance_range, not both"),
-        (["--recipe", "digits_tiny", "--guidance_range", "4", "1"], "must be two scales from 1, the lower first"),
         (
-            ["--recipe", "digits_tiny", "--calls", "2", "--guidance_range", "1", "4"],
+            ["--guidance", "2", "--guidance_embedding_range", "1", "4"],
+            "give --guidance or --guidance_embedding_range, not both",
+        ),
+        (
+            ["--recipe", "digits_tiny", "--guidance_embedding_range", "4", "1"],
+            "must be two scales from 1, the lower first",
+        ),
+        (
+            ["--recipe", "digits_tiny", "--calls", "2", "--guidance_embedding_range", "1", "4"],
             "train.distill.objective=regression learns from videos made at one guidance scale",
         ),
         (["--calls", "0"], "--calls=0 must lie between 1 and 64"),
@@ -222,9 +228,15 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
         (["train.adapter.alpha=4"], "give --adapter_rank N to have adapters"),
         (["--adapter_rank", "4", "guidance.train.adapter.alpha=4"], "give train.adapter.* for all of them"),
         (["--adapter_rank", "4", "checkpoint.init_from=elsewhere"], "leave out checkpoint.init_from"),
-        (["--recipe", "digits_tiny", "--adapter_rank", "4", "model.preconditioner=flow"], "leave out model.*"),
-        (["--recipe", "digits_tiny", "--adapter_rank", "4", "--guidance_range", "1", "4"], "and --guidance_range"),
-        (["--recipe", "digits_tiny", "model.guidance_range=[1,4]"], "give --guidance_range, not model.guidance_range"),
+        (["--recipe", "digits_tiny", "--adapter_rank", "4", "model.parameterization=flow"], "leave out model.*"),
+        (
+            ["--recipe", "digits_tiny", "--adapter_rank", "4", "--guidance_embedding_range", "1", "4"],
+            "and --guidance_embedding_range",
+        ),
+        (
+            ["--recipe", "digits_tiny", "model.guidance_embedding_range=[1,4]"],
+            "give --guidance_embedding_range, not model.guidance_embedding_range",
+        ),
         (["--recipe", "digits_tiny", "--adapter_rank", "0"], "--adapter_rank=0 must be at least 1"),
         ([], "does not say which recipe made it: give --recipe NAME"),
         (["--recipe", "digits_tiny"], "give --data FOLDER, or --prompts FILE"),
@@ -244,21 +256,24 @@ def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, capsys, more
     ("more", "says"),
     [
         (["--guidance", "3"], "the teacher is guidance-distilled, and so are its students: leave out --guidance"),
-        (["--guidance_range", "1", "9"], "model.guidance_range=[1,9] exceeds "),
-        (["--adapter_rank", "4", "--guidance_range", "1", "2"], "an adapter needs the teacher's network as it is"),
+        (["--guidance_embedding_range", "1", "9"], "model.guidance_embedding_range=[1,9] exceeds "),
+        (
+            ["--adapter_rank", "4", "--guidance_embedding_range", "1", "2"],
+            "an adapter needs the teacher's network as it is",
+        ),
         (["--calls", "2"], "train.distill.objective=regression learns from videos made at one guidance scale"),
     ],
 )
 def test_what_a_told_teacher_cannot_teach_is_one_line(tmp_path, capsys, more, says):
-    bundle = write(tmp_path / "bundle", 0, guidance_range=(1.0, 4.5678912))
+    bundle = write(tmp_path / "bundle", 0, guidance_embedding_range=(1.0, 4.5678912))
     assert main([str(bundle), str(tmp_path / "out"), "--recipe", "digits_tiny", *more]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("more", [[], ["--adapter_rank", "4"], ["--guidance_range", "1.25", "4.0000001"]])
+@pytest.mark.parametrize("more", [[], ["--adapter_rank", "4"], ["--guidance_embedding_range", "1.25", "4.0000001"]])
 def test_students_of_a_told_teacher_are_told(tmp_path, monkeypatch, capsys, more):
-    bundle, asked = Bundle.open(write(tmp_path / "bundle", 0, guidance_range=(1.0, 4.5678912))), []
+    bundle, asked = Bundle.open(write(tmp_path / "bundle", 0, guidance_embedding_range=(1.0, 4.5678912))), []
     (tmp_path / "prompts.txt").write_text("a cat")
 
     def run_module(module, *arguments):
@@ -269,8 +284,10 @@ def test_students_of_a_told_teacher_are_told(tmp_path, monkeypatch, capsys, more
     given = ["--recipe", "digits_tiny", "--prompts", str(tmp_path / "prompts.txt"), *more]
     assert main([str(bundle.path), str(tmp_path / "out"), *given]) == 2
     assert "this far" in capsys.readouterr().err
-    told = (1.25, 4.0000001) if "--guidance_range" in more else bundle.config.guidance_range
-    assert asked[0].model == replace(bundle.config, guidance_range=told) and asked[0].train.distill.guidance == 1
+    told = (1.25, 4.0000001) if "--guidance_embedding_range" in more else bundle.config.guidance_embedding_range
+    assert (
+        asked[0].model == replace(bundle.config, guidance_embedding_range=told) and asked[0].train.distill.guidance == 1
+    )
     assert (asked[0].train.adapter is not None) == ("--adapter_rank" in more)
 
 
@@ -281,7 +298,7 @@ def test_every_objective_has_a_stage():
 
 
 OF_SAMPLES = {
-    "given": ("[first_frame:0.5]", ()),
+    "conditioning": ("[first_frame:0.5]", ()),
     "encode": ("on_the_fly", "precached"),
     "min_aesthetic_score": ("5.0", None),
     "max_frames": ("1", None),
@@ -293,7 +310,7 @@ OF_SAMPLES = {
 
 @pytest.mark.parametrize("is_in_file", [True, False])
 def test_what_samples_ask_for_is_not_asked_of_pairs(tmp_path, monkeypatch, is_in_file):
-    bundle, asked = write(tmp_path / "teacher", 0, given_sigma=0.02), []
+    bundle, asked = write(tmp_path / "teacher", 0, conditioning_sigma=0.02), []
 
     def run_module(module, *arguments):
         if module == "megadit.train":
@@ -310,7 +327,7 @@ def test_what_samples_ask_for_is_not_asked_of_pairs(tmp_path, monkeypatch, is_in
     values = [f"data.{name}={value}" for name, (value, _) in OF_SAMPLES.items()]
     if is_in_file:
         (tmp_path / "run.yaml").write_text(
-            OmegaConf.to_yaml(OmegaConf.from_dotlist([*values, "model.given_sigma=0.02"]))
+            OmegaConf.to_yaml(OmegaConf.from_dotlist([*values, "model.conditioning_sigma=0.02"]))
         )
         values = ["--config-file", str(tmp_path / "run.yaml")]
     more = ["--recipe", "digits_tiny", "--calls", "2", "--prompts", str(tmp_path / "prompts.txt"), "--pairs", "pairs"]
@@ -319,7 +336,7 @@ def test_what_samples_ask_for_is_not_asked_of_pairs(tmp_path, monkeypatch, is_in
     for name, (value, read) in OF_SAMPLES.items():
         assert getattr(of_pairs, name) == read, name
         assert getattr(of_samples, name) == getattr(resolve_config("digits_tiny", overrides=[
-            "model.given_sigma=0.02", f"data.{name}={value}"]).data, name), name  # fmt: skip
+            "model.conditioning_sigma=0.02", f"data.{name}={value}"]).data, name), name  # fmt: skip
 
 
 def test_every_option_reaches_its_part(tmp_path, monkeypatch):
@@ -361,16 +378,28 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     assert main([str(bundle), str(out), *more, "--spread", "0.5", "1.7", "--distance", "1.2"]) == 2
     assert not (out / "bundle").exists()
     shutil.rmtree(out)
-    told = ["--recipe", "digits", "--prompts", more[more.index("--prompts") + 1], "--guidance_range", "1", "2.5"]
+    told = [
+        "--recipe",
+        "digits",
+        "--prompts",
+        more[more.index("--prompts") + 1],
+        "--guidance_embedding_range",
+        "1",
+        "2.5",
+    ]
     assert main([str(bundle), str(out), *told, "--stages", "guidance", "continuous_consistency"]) == 0
-    of_told = {"model.guidance_range=[1.0,2.5]", "train.distill.guidance=1", "validation.sampling.guidance=2.5"}
-    assert all(of_told <= {*arguments} for module, arguments in asked[-4:] if module == "megadit.train")
+    with_guidance_embedding = {
+        "model.guidance_embedding_range=[1.0,2.5]",
+        "train.distill.guidance=1",
+        "validation.sampling.guidance=2.5",
+    }
+    assert all(with_guidance_embedding <= {*arguments} for module, arguments in asked[-4:] if module == "megadit.train")
     runs = [resolve_config(arguments[1], overrides=list(arguments[2:])) for _, arguments in asked[-4::2]]
     assert [run.train.distill.objective for run in runs] == ["guidance", "continuous_consistency"]
     assert [run.diffusion.learned_uncertainty for run in runs] == [False, True]
     assert runs[1].train.distill.teacher == str(out / "1_guidance" / "bundle")
     settings = Bundle.open(out / "bundle").defaults
-    assert (settings.guidance, settings.sampler, settings.noise_scale) == (2.5, "restart", 1)
+    assert (settings.guidance, settings.sampler, settings.noise_scale) == (2.5, "consistency", 1)
     shutil.rmtree(out)
     write_defaults(Bundle.open(bundle), replace(Bundle.open(bundle).defaults, noise_scale=0.6))
     assert main([str(bundle), str(out), *told, "--stages", "guidance"]) == 0
@@ -378,7 +407,7 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     shutil.rmtree(out)
     monkeypatch.setattr("megadit.train.distill.pairs.launch", lambda *request, **ranks: made.append((request, ranks)))
     of_pairs = ["--recipe", "digits", "--prompts", more[more.index("--prompts") + 1], "--stages", "regression"]
-    made, steps = [], ["--num_pairs", "5", "--pair_steps", "3", "--nproc", "2"]
+    made, steps = [], ["--num_trajectories", "5", "--trajectory_steps", "3", "--nproc", "2"]
     assert main([str(bundle), str(out), *of_pairs, *steps, "--guidance", "4"]) == 0
     ((module, request), ranks) = made[0]
     assert (

@@ -61,7 +61,7 @@ LAYOUTS = {
 }
 """The first word is the objective; `given`, `experts` and `axes` are what the network has, `told` says that the student
 is told scales of guidance."""
-KINDS = ("given", "experts", "axes", "told")
+KINDS = ("conditioning", "experts", "axes", "told")
 SCALES = [1.0, 6.0]
 BROKEN = {"sum over the ranks of a sample": ("matching", CP), "text left out": ("guidance", SP)}
 
@@ -75,7 +75,7 @@ def teachers(tmp_path_factory):
     )
     kinds = {
         "": plain,
-        "given": replace(plain, given_sigma=0.02),
+        "conditioning": replace(plain, conditioning_sigma=0.02),
         "experts": replace(plain, experts=ExpertConfig(**EXPERTS)),
         "axes": replace(plain, **AXES),
     }
@@ -85,7 +85,10 @@ def teachers(tmp_path_factory):
         return [write(tmp_path_factory.mktemp("network") / "bundle", each, seed) for seed, each in models.items()]
 
     pairs = {kind: two(model, model) for kind, model in kinds.items()}
-    told = {kind: two(kinds[kind], replace(kinds[kind], guidance_range=tuple(SCALES))) for kind in ("", "given")}
+    told = {
+        kind: two(kinds[kind], replace(kinds[kind], guidance_embedding_range=tuple(SCALES)))
+        for kind in ("", "conditioning")
+    }
     return pairs | {f"{kind} told".strip(): pair for kind, pair in told.items()}
 
 
@@ -110,14 +113,14 @@ def case_of(name, teachers):
     case = {"distill": {**OBJECTIVES[objective], "teacher": teacher}, "init_from": start, "steps": 5}
     case |= {"model": {"in_channels": CHANNELS}, "data": {"global_batch_size": 2}}
     case["diffusion"] = {"learned_uncertainty": objective == "continuous"}
-    if "given" in kinds:
-        case["given"] = ["first_frame:0.3", "prefix:0.2", "edit:1.0"]
+    if "conditioning" in kinds:
+        case["conditioning"] = ["first_frame:0.3", "prefix:0.2", "edit:1.0"]
     if "experts" in kinds:
         case["model"]["experts"] = EXPERTS
     if "axes" in kinds:
         case["model"] |= AXES
     if "told" in kinds:
-        case["model"]["guidance_range"], case["distill"]["guidance"] = SCALES, 1.0
+        case["model"]["guidance_embedding_range"], case["distill"]["guidance"] = SCALES, 1.0
     return case
 
 

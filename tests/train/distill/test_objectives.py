@@ -27,7 +27,7 @@ MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_dat
 
 def pack(given=()):
     """Two samples and padding; every sample has its own noise."""
-    layout = PackLayout.pack([Segment((1, 2, 2), 3, given=given), Segment((2, 2, 2), 2)], capacity=16, text_capacity=8)
+    layout = PackLayout.pack([Segment((1, 2, 2), 3, clean=given), Segment((2, 2, 2), 2)], capacity=16, text_capacity=8)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(16, 1, 5, generator=generator) * layout.on("cpu").is_sample_S[:, None, None]
     return PackedBatch(
@@ -58,14 +58,14 @@ def of_normal(mean, deviation):
     return denoise
 
 
-def teaching(objective, teacher, critic=None, model=MODEL, judge=None, **settings):
+def teaching(objective, teacher, critic=None, model=MODEL, discriminator=None, **settings):
     return Teaching(
         config=DistillConfig(teacher="", objective=objective, **settings),
         diffusion=DiffusionConfig(),
         model=model,
         teacher=teacher,
         critic=critic,
-        judge=judge,
+        discriminator=discriminator,
         sum_over_context=lambda sums: sums,
     )
 
@@ -94,12 +94,12 @@ class RawNetwork:
 
     part, dtype = WHOLE_NETWORK, torch.float32
 
-    def __init__(self, preconditioner, mean=MEAN):
-        self.config, self.mean = replace(MODEL, preconditioner=preconditioner), mean
+    def __init__(self, parameterization, mean=MEAN):
+        self.config, self.mean = replace(MODEL, parameterization=parameterization), mean
 
     def forward_packed(self, z_S1P, c_noise_R, text_L1E, fps_G, layout, **more):
         told = c_noise_R.double()[layout.on("cpu").row_of_token_S][:, None, None]
-        if self.config.preconditioner == "flow":  # z = (1 - t) x0 + t n
+        if self.config.parameterization == "flow":  # z = (1 - t) x0 + t n
             of_data, of_noise = 1 - told, told
         else:  # z = a x0 + s n, s / a = sigma of DDPM's step
             sigmas = ddpm_sigmas().log().numpy()
@@ -108,11 +108,11 @@ class RawNetwork:
             of_noise = sigma * of_data
         ratio = (z_S1P - of_data * self.mean) / (of_data**2 * DEVIATION**2 + of_noise**2)
         noise, x0 = of_noise * ratio, self.mean + of_data * DEVIATION**2 * ratio
-        return (noise - x0 if self.config.preconditioner == "flow" else noise).float()
+        return (noise - x0 if self.config.parameterization == "flow" else noise).float()
 
 
-def of_network(preconditioner, mean=MEAN):
-    dit = RawNetwork(preconditioner, mean)
+def of_network(parameterization, mean=MEAN):
+    dit = RawNetwork(parameterization, mean)
     return lambda batch, x_S1P, sigma_G: denoise_packed(dit, x_S1P, sigma_G, **batch.conditions)
 
 
@@ -130,7 +130,7 @@ def test_networks_of_every_kind_are_one_denoiser(kind):
 
 @of_every_kind
 def test_one_that_answers_as_the_teacher_has_nothing_to_learn_of_guidance(kind):
-    model = replace(MODEL, preconditioner=kind)
+    model = replace(MODEL, parameterization=kind)
     assert loss("guidance", TEACHER, TEACHERS[kind], model=model).error < 1e-9
     off = loss("guidance", lambda *asked: TEACHER(*asked) + 0.1, TEACHERS[kind], model=model)
     batch = pack()
@@ -186,7 +186,7 @@ def test_the_end_of_the_ode_is_consistent(kind):
 
 @of_every_kind
 def test_a_pair_is_weighted_as_its_students_parameterization_says(kind):
-    batch, model, sigma = pack(), replace(MODEL, preconditioner=kind), 20.0
+    batch, model, sigma = pack(), replace(MODEL, parameterization=kind), 20.0
     sums = loss("regression", lambda *_: batch.tokens_S1P + 1, None, batch=batch, model=model, sigmas=(sigma,))
     weight = parameterization_of(model).loss_weight(torch.tensor(sigma)).item()
     assert sums.error == 12 and sums.weighted == pytest.approx(12 * weight)
@@ -271,7 +271,7 @@ def test_what_is_given_stays_and_bears_no_loss():
 
 def test_what_is_given_with_noise_has_it_in_every_objective():
     """As Cosmos-1.0 sees it: its teacher and student were never asked of anything cleaner."""
-    batch, model = pack(given=((0, 2),)), replace(MODEL, given_form="augmented", given_sigma=0.01)
+    batch, model = pack(given=((0, 2),)), replace(MODEL, conditioning_mode="augmented", conditioning_sigma=0.01)
     for objective in OBJECTIVES:
         seen = []
 
@@ -287,7 +287,7 @@ def test_what_is_given_with_noise_has_it_in_every_objective():
 
 def test_a_student_that_is_told_the_scale_learns_all_of_them():
     """Its scales are drawn for each sample, and it has learnt everything when it answers as the teacher at each."""
-    seen, model = [], replace(MODEL, guidance_range=(2.0, 5.0))
+    seen, model = [], replace(MODEL, guidance_embedding_range=(2.0, 5.0))
 
     def network(batch, x_S1P, sigma_G):
         has_text = torch.tensor([float(s.text_length > 0) for s in batch.layout.segments])
@@ -313,7 +313,7 @@ def test_a_student_that_is_told_the_scale_learns_all_of_them():
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "regression"])
 def test_every_network_is_asked_at_the_students_scale(objective):
     """The student, its teacher and its critic, in the student's step and in the critic's."""
-    asked, model = {}, replace(MODEL, guidance_range=(2.0, 5.0))
+    asked, model = {}, replace(MODEL, guidance_embedding_range=(2.0, 5.0))
 
     def network(name):
         def denoise(batch, x_S1P, sigma_G):

@@ -88,7 +88,7 @@ def teachers(tmp_path_factory):
     kinds = {
         "": TINY,
         "experts": replace(TINY, experts=ExpertConfig(**EXPERTS)),
-        "told": replace(TINY, guidance_range=tuple(SCALES)),
+        "told": replace(TINY, guidance_embedding_range=tuple(SCALES)),
     }
     found = {kind: write(tmp_path_factory.mktemp("network") / "bundle", model, 3) for kind, model in kinds.items()}
     dit, generator = DiT(TINY), torch.Generator().manual_seed(5)
@@ -107,7 +107,7 @@ def case_of(name, teachers):
     }
     if kind == "chained":
         distill["teacher_adapter"] = str(teachers["adapter"])
-    has = {"experts": {"experts": EXPERTS}, "told": {"guidance_range": SCALES}}
+    has = {"experts": {"experts": EXPERTS}, "told": {"guidance_embedding_range": SCALES}}
     model = {"in_channels": CHANNELS, **has.get(kind, {})}
     return {"distill": distill, "model": model, "data": {"global_batch_size": 2}, "steps": 5, **CASES[kind]}
 

@@ -166,12 +166,12 @@ def test_a_student_goes_on_from_the_adapter_of_its_teacher(teacher, run_ranks, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preconditioner", ["flow", "vp"])
-def test_a_teacher_of_another_objective(preconditioner, run_ranks, tmp_path, read_metrics):
+@pytest.mark.parametrize("parameterization", ["flow", "vp"])
+def test_a_teacher_of_another_objective(parameterization, run_ranks, tmp_path, read_metrics):
     """A student of the teacher's own kind, and an EDM student of it: denoisers are all that they see of one another."""
-    of_teacher = write(tmp_path / "teacher", 0, preconditioner=preconditioner)
-    for ours in ("edm", preconditioner):
+    of_teacher = write(tmp_path / "teacher", 0, parameterization=parameterization)
+    for ours in ("edm", parameterization):
         out = tmp_path / ours
         command = (*COMMAND, *ALONE, "train.train_iters=2", f"train.output_dir={out}")
-        run_ranks(1, *command, f"model.preconditioner={ours}", f"train.distill.teacher={of_teacher}")
-        assert len(read_metrics(out)) == 2 and MODEL.preconditioner == "edm"
+        run_ranks(1, *command, f"model.parameterization={ours}", f"train.distill.teacher={of_teacher}")
+        assert len(read_metrics(out)) == 2 and MODEL.parameterization == "edm"

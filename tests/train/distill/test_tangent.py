@@ -13,22 +13,22 @@ from megadit.models.ops.registry import FORCED
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.train.distill import tangent
-from megadit.train.distill.tangent import EXCHANGES, derivative
+from megadit.train.distill.tangent import COMMUNICATIONS, derivative
 
 SMALL = dict(num_layers=2, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
 LEARNED = {"position_embedding": "learned", "learned_positions": (4, 8, 8)}
 NEMO = DiTConfig(**SMALL | {"hidden_size": 256}, family="nemo", position_embedding="sincos")
 NETWORKS = {
     "megadit": DiTConfig(**SMALL),
-    "given": DiTConfig(**SMALL, given_sigma=0.02),
-    "told": DiTConfig(**SMALL, guidance_range=(1.0, 6.0)),
+    "conditioning": DiTConfig(**SMALL, conditioning_sigma=0.02),
+    "told": DiTConfig(**SMALL, guidance_embedding_range=(1.0, 6.0)),
     "cosmos": DiTConfig(**SMALL, family="cosmos", adaln_lora_dim=4),
-    "wan": DiTConfig(**SMALL, family="wan", preconditioner="flow"),
-    "st_dit": DiTConfig(**SMALL, family="st_dit", preconditioner="flow"),
+    "wan": DiTConfig(**SMALL, family="wan", parameterization="flow"),
+    "st_dit": DiTConfig(**SMALL, family="st_dit", parameterization="flow"),
     "moviegen": DiTConfig(**SMALL, family="moviegen", num_query_groups=2, **LEARNED),
     "experts": DiTConfig(**SMALL, experts=ExpertConfig(num_experts=4, ffn_hidden_size=24)),
     "nemo": NEMO,
-    "vp": replace(NEMO, preconditioner="vp"),
+    "vp": replace(NEMO, parameterization="vp"),
 }
 STEP = 1e-5
 
@@ -45,8 +45,8 @@ def asked(config):
     dit = DiT(config).double()
     for parameter in dit.parameters():
         parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator).double()
-    given = () if config.given_sigma is None else ((0, 2),)
-    segments = [Segment((1, 2, 3), 3, given=given), Segment((2, 2, 2), 2)]
+    given = () if config.conditioning_sigma is None else ((0, 2),)
+    segments = [Segment((1, 2, 3), 3, clean=given), Segment((2, 2, 2), 2)]
     layout = PackLayout.pack(segments, capacity=16, text_capacity=8)
     x, direction = torch.randn(2, 16, 1, config.patch_dim, generator=generator).double()
     text_L1E = torch.randn(8, 1, 16, generator=generator).double()
@@ -74,7 +74,9 @@ def test_it_is_that_of_finite_differences(name, in_float64):
     assert (found - expected).norm() < 1e-7 * expected.norm()
     for half in ((directions[0], 0 * directions[1]), (0 * directions[0], directions[1])):
         assert (derivative(D, points, half) - expected).norm() > 1e-3 * expected.norm(), "both directions matter"
-    assert before == FORCED and not any("apply" in vars(function) for function in EXCHANGES), "nothing stays changed"
+    assert before == FORCED and not any("apply" in vars(function) for function in COMMUNICATIONS), (
+        "nothing stays changed"
+    )
 
 
 def test_fast_forms_of_the_ops_have_none(monkeypatch):

@@ -21,8 +21,7 @@ from half_products import counted_half_products, without_half_products  # noqa: 
 from megadit.train.__main__ import main as train  # noqa: E402
 from megadit.train.checkpoints import to_bundle  # noqa: E402
 from megadit.train.demos import stages  # noqa: E402
-from megadit.train.demos.digits import classifier as judge  # noqa: E402
-from megadit.train.demos.digits import demo  # noqa: E402
+from megadit.train.demos.digits import classifier, demo  # noqa: E402
 
 STEPS = ("train.train_iters=2", "train.num_threads=1", "validation.num_batches=1", "logger.curves=false")
 
@@ -36,7 +35,7 @@ def in_this_process(module: str, *arguments: str) -> None:
 
 def main(folder: Path) -> None:
     stages.run_module = in_this_process
-    judge.train_reader = partial(judge.train_reader, num_clips=22, num_steps=2)
+    classifier.train_reader = partial(classifier.train_reader, num_clips=22, num_steps=2)
     size = replace(demo.QUICK, num_clips=40, num_images=40, num_val=20, overrides=STEPS, clip_stride=48)
     small = demo.Demo(out=folder, size=size, num_ranks=1)
     found = {}

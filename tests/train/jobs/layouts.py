@@ -24,7 +24,7 @@ import safetensors.torch  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 
 from megadit.models.configs.adapter import AdapterConfig  # noqa: E402
-from megadit.models.configs.conditioning_modes import GIVEN_FORMS  # noqa: E402
+from megadit.models.configs.conditioning_modes import CONDITIONING_MODES  # noqa: E402
 from megadit.models.configs.config import DiTConfig  # noqa: E402
 from megadit.models.configs.experts import ExpertConfig  # noqa: E402
 from megadit.models.configs.text_tower import TextTowerConfig  # noqa: E402
@@ -39,7 +39,7 @@ from megadit.models.megatron.parallelism import experts as expert_parallel
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.networks import axial, experts, initialize
 from megadit.models.networks.attention import WidthNorm  # noqa: E402
-from megadit.models.networks.conditioning import Conditioning, Given  # noqa: E402
+from megadit.models.networks.conditioning import CleanLatents, Conditioning  # noqa: E402
 from megadit.models.networks.registry import build_network  # noqa: E402
 from megadit.models.ops import linear  # noqa: E402
 from megadit.models.packing import layout
@@ -78,9 +78,9 @@ def run_config(out, case):
     if "distill" in case:
         distill = {key: tuple(value) if isinstance(value, list) else value for key, value in case["distill"].items()}
         train["distill"] = DistillConfig(**distill)
-    if "given" in case:
-        data |= {"given": tuple(case["given"]), "seq_length": 128, "text_seq_length": 96}
-        model["given_sigma"] = 0.02
+    if "conditioning" in case:
+        data |= {"conditioning": tuple(case["conditioning"]), "seq_length": 128, "text_seq_length": 96}
+        model["conditioning_sigma"] = 0.02
     data |= case.get("data", {})
     data["mock_latent_shapes"] = tuple(map(tuple, data["mock_latent_shapes"]))
     is_of_noise = "distill" not in case and model.get("family") not in ("vit", "clip")
@@ -164,8 +164,8 @@ def break_it(what, training):
             parameter.shared = True
     elif what == "no loss on what is given":
         is_sample = property(lambda tensors: tensors.is_sample_S)
-        patch(layout.LayoutTensors, "is_wanted_S", is_sample)
-        patch(layout.PackLayout, "num_wanted", property(lambda pack: pack.num_tokens))
+        patch(layout.LayoutTensors, "is_target_S", is_sample)
+        patch(layout.PackLayout, "num_targets", property(lambda pack: pack.num_tokens))
     elif what == "a noise level of its own":
         patch(loss, "denoise_packed", _at_the_level_of_the_sample)
     elif what == "sum over the ranks of a sample":
@@ -189,8 +189,8 @@ def _with_own_gradient(x, tensor_parallel_output_grad, group):
 
 
 def _at_the_level_of_the_sample(dit, x, sigma_G, **conditions):
-    form = property(lambda config: replace(GIVEN_FORMS[config.given_form], has_own_level=False))
-    with mock.patch.object(DiTConfig, "given", form):
+    form = property(lambda config: replace(CONDITIONING_MODES[config.conditioning_mode], has_own_level=False))
+    with mock.patch.object(DiTConfig, "conditioning", form):
         return parameterization.denoise_packed(dit, x, sigma_G, **conditions)
 
 
@@ -301,13 +301,13 @@ def sampled(training):
     noise_BCTHW = latent_noise(torch.tensor([seed_key(1), seed_key(2)]), (model.in_channels, 2, 3, 5))
     text_BLE = torch.randn(2, 4, model.crossattn_emb_size, generator=torch.Generator().manual_seed(0))
     given = None
-    if model.given_sigma is not None:
+    if model.conditioning_sigma is not None:
         is_given = torch.zeros(3, 3, 5, dtype=torch.bool)
         is_given[0, :2], is_given[2] = True, True
-        given = Given(noise_BCTHW[:, :, [1, 0, 1]], is_given, (0.5,))
-    told_B = None if model.guidance_range is None else torch.tensor([2.0, 5.0])
+        given = CleanLatents(noise_BCTHW[:, :, [1, 0, 1]], is_given, (0.5,))
+    told_B = None if model.guidance_embedding_range is None else torch.tensor([2.0, 5.0])
     fps_B = torch.tensor([8.0, 0.0])
-    conditioning = Conditioning(text_BLE, torch.tensor([4, 0]), fps_B, given=given, guidance_B=told_B)
+    conditioning = Conditioning(text_BLE, torch.tensor([4, 0]), fps_B, clean=given, guidance_B=told_B)
     return ShardedDenoiser(training)(3 * noise_BCTHW, torch.tensor([3.0, 0.5]), conditioning)
 
 
@@ -384,9 +384,9 @@ def run(out, case):
         patch(linear, "is_mkl_slow", lambda: True)
     processes = start_processes(config)
     if case.get("apart"):
-        build_parts = setup.build_parts
-        apart = lambda config, groups, weights, form: build_parts(config, groups, weights, replace(form, base=None))  # noqa: E731
-        patch(setup, "build_parts", apart)
+        build_chunks = setup.build_chunks
+        apart = lambda config, groups, weights, form: build_chunks(config, groups, weights, replace(form, base=None))  # noqa: E731
+        patch(setup, "build_chunks", apart)
     training = build_training(config, processes)
     if "broken" in case:
         break_it(case["broken"], training)

@@ -49,8 +49,8 @@ def tensor_bytes(training) -> dict[str, int]:
         + sum(m.numel() * m.element_size() for place, m in masters.items() if place not in weights),
         "averages": sum(
             value.numel() * value.element_size()
-            for sigma_rel in training.averages.sigma_rels
-            for value in training.averages._averages[sigma_rel]
+            for sigma_rel in training.ema_weights.sigma_rels
+            for value in training.ema_weights._ema_weights[sigma_rel]
         ),
     }
 

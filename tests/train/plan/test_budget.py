@@ -105,7 +105,7 @@ def test_the_memory_of_a_7b_step_and_of_its_resume():
     assert memory.total == pytest.approx(138e9, rel=0.03)
     wide = memory_of(*seven_billion("optimizer.moments=fp32"))
     assert wide.total == pytest.approx(168e9, rel=0.03)
-    resumed = memory.parameters + memory.gradients + memory.optimizer + memory.averages
+    resumed = memory.parameters + memory.gradients + memory.optimizer + memory.ema_weights
     assert resumed < min(memory.total, 145e9)
 
 

@@ -16,7 +16,7 @@ from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.__main__ import main
 from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.plan.hardware import find_gpu
-from megadit.train.plan.warnings import doubts, reconstruction_psnr
+from megadit.train.plan.warnings import reconstruction_psnr, warnings_of
 from megadit.train.recipes import load_recipe
 
 GIB = 2**30
@@ -45,38 +45,38 @@ def blurred(tiny_dataset, tmp_path):
 
 
 def test_nothing_is_doubtful_about_the_demo():
-    assert doubts(load_recipe("digits"), None, needed=GIB, free=2 * GIB) == []
+    assert warnings_of(load_recipe("digits"), None, needed=GIB, free=2 * GIB) == []
 
 
 def test_tokens_that_hold_more_than_half_the_width():
     run = load_recipe("digits")
-    (said, _) = doubts(replace(run, model=replace(run.model, in_channels=64)), None)
+    (said, _) = warnings_of(replace(run, model=replace(run.model, in_channels=64)), None)
     assert "a token holds 64 numbers (64 channels x 1 x 1 x 1), more than half of model.hidden_size=96" in said
 
 
 def test_guidance_that_another_network_had(tmp_path):
     run = load_recipe("digits")
     other = replace(run, model=replace(run.model, num_layers=6, hidden_size=192))
-    (said,) = doubts(other, None)
+    (said,) = warnings_of(other, None)
     assert "guidance=3 and 4 steps, which recipe digits has for a network of another size" in said
     bundle = write_random_bundle(tmp_path / "bundle", guidance=2.5)
     tuned = replace(other, checkpoint=replace(run.checkpoint, init_from=str(bundle)))
-    assert f"guidance=3 (that of {bundle}: 2.5)" in doubts(tuned, None)[0]
+    assert f"guidance=3 (that of {bundle}: 2.5)" in warnings_of(tuned, None)[0]
     chosen = replace(run.validation, sampling=replace(run.validation.sampling, guidance=3.5))
-    assert doubts(replace(other, validation=chosen), None) == []
-    assert doubts(replace(run, checkpoint=tuned.checkpoint), None) == []  # a network that the recipe is for
+    assert warnings_of(replace(other, validation=chosen), None) == []
+    assert warnings_of(replace(run, checkpoint=tuned.checkpoint), None) == []  # a network that the recipe is for
 
 
 def test_memory_that_this_machine_has_not():
-    (said,) = doubts(load_recipe("digits"), None, needed=3 * GIB, free=2 * GIB)
+    (said,) = warnings_of(load_recipe("digits"), None, needed=3 * GIB, free=2 * GIB)
     assert "needs about 3 GiB, and this machine has 2 GiB for it" in said
 
 
 def test_a_tokenizer_that_loses_much(tiny_dataset, blurred):
     infos = [DatasetInfo.read(root) for root in (tiny_dataset, blurred)]
     assert [reconstruction_psnr(info) for info in infos] == [None, 21.0]
-    assert doubts(load_recipe("digits"), infos[0]) == []
-    (said,) = doubts(load_recipe("digits"), infos[1])
+    assert warnings_of(load_recipe("digits"), infos[0]) == []
+    (said,) = warnings_of(load_recipe("digits"), infos[1])
     assert "gives its videos back at 21.0 dB only (24 channels)" in said
 
 
@@ -84,11 +84,11 @@ def test_what_more_channels_would_give(blurred):
     noted = blurred / "prepare" / "channels.json"
     noted.parent.mkdir()
     noted.write_text('{"16": 19.04, "32": 25.06, "48": 27.3, "x": 1, "64": "many"}')
-    (said,) = doubts(load_recipe("digits"), DatasetInfo.read(blurred))
+    (said,) = warnings_of(load_recipe("digits"), DatasetInfo.read(blurred))
     assert said.endswith("for sharper ones; --channels 32, 48 would give 25.1, 27.3 dB")
     for broken in ("[", "[1]", '{"16": 19.0}'):
         noted.write_text(broken)
-        (said,) = doubts(load_recipe("digits"), DatasetInfo.read(blurred))
+        (said,) = warnings_of(load_recipe("digits"), DatasetInfo.read(blurred))
         assert said.endswith("for sharper ones"), broken
 
 

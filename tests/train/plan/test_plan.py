@@ -217,7 +217,7 @@ def test_a_step_of_an_adapter_costs_less_than_a_step_of_its_network():
 def test_a_teacher_that_is_told_its_scale_is_asked_once(tmp_path):
     """As its bundle says; of one that is not at hand nothing is known."""
     write_tiny_bundle(tmp_path / "plain")
-    write_tiny_bundle(tmp_path / "told", replace(CONFIG, guidance_range=(1.0, 6.0)))
+    write_tiny_bundle(tmp_path / "told", replace(CONFIG, guidance_embedding_range=(1.0, 6.0)))
 
     def linears(teacher: str) -> float:
         asked = DistillConfig(teacher=str(tmp_path / teacher), objective="guidance", guidance=3.0)

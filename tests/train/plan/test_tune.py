@@ -40,19 +40,19 @@ def programs(monkeypatch):
         lambda words, log, seconds: run_process(words, log, 0.5 if "sleep" in words[-1] else seconds),
     )
 
-    def use(*scripts):
+    def kind(*scripts):
         calls = iter(scripts)
 
-        def command(run, overrides, ranks, steps, figures):
+        def command(run, overrides, ranks, steps, contact_sheets):
             script = next(calls)
             used.append(overrides)
-            return [sys.executable, "-c", script.replace("FIGURES", str(figures))]
+            return [sys.executable, "-c", script.replace("FIGURES", str(contact_sheets))]
 
         used = []
         monkeypatch.setattr(tuning, "command", command)
         return used
 
-    return use
+    return kind
 
 
 def took(seconds):
@@ -136,10 +136,10 @@ def test_the_fastest_of_four_on_two_ranks_trains(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     real, calls = tuning.command, []
 
-    def command(run, overrides, ranks, steps, figures):
+    def command(run, overrides, ranks, steps, contact_sheets):
         calls.append(overrides)
         more = ["data.seq_length=1"] if len(calls) == 2 else []
-        return real(run, [*overrides, *more], ranks, steps, figures)
+        return real(run, [*overrides, *more], ranks, steps, contact_sheets)
 
     monkeypatch.setattr(tuning, "command", command)
     small = ["--recipe", "digits_tiny", *SMALL, f"train.output_dir={tmp_path / 'run'}", "--nproc", "2"]

@@ -101,5 +101,5 @@ def test_a_thing_is_where_the_caption_says(relation, axis, sign):
     """A red one, seen from a blue one."""
     scene = Scene(shape="star", colour="red", relation=relation, other_shape="heart", other_colour="blue")
     red, _, blue = shapes.draw_scenes([scene], generator(), 1)[0, :, 0]
-    way = [(here > there).nonzero().float().mean(0) for here, there in ((red - 0.5, blue), (blue - 0.5, red))]
-    assert (way[0] - way[1])[axis] * sign > 28
+    variant = [(here > there).nonzero().float().mean(0) for here, there in ((red - 0.5, blue), (blue - 0.5, red))]
+    assert (variant[0] - variant[1])[axis] * sign > 28

@@ -1,4 +1,4 @@
-"""The demo of scenes: its options reach it, its score is that of the judge, and every stage runs."""
+"""The demo of scenes: its options reach it, its score is that of the classifier, and every stage runs."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -9,7 +9,7 @@ from megadit.train.demos.shapes import score, subject
 from megadit.train.demos.shapes.classifier import name_backgrounds
 from megadit.train.demos.shapes.data import ACTIONS, Scene
 from megadit.train.demos.shapes.demo import real_clips
-from megadit.train.demos.shapes.edits import CHANGES, edits, score_edits, told
+from megadit.train.demos.shapes.edits import CHANGES, edits, full_caption, score_edits
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,8 @@ def test_one_thing_is_changed(scenes, change):
 def test_captions_of_edits_name_everything(scenes):
     for scene in scenes:
         assert all(
-            name in told(scene) for name in (scene.shape, scene.colour, scene.background, scene.other_shape or "")
+            name in full_caption(scene)
+            for name in (scene.shape, scene.colour, scene.background, scene.other_shape or "")
         )
 
 

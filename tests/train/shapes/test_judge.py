@@ -1,4 +1,4 @@
-"""The judge of scenes: right about real clips, and not to be had by clips that show something else or nothing."""
+"""The classifier of scenes: right about real clips, and not to be had by clips that show something else or nothing."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 
 from megadit.train.demos.shapes import data as shapes
 from megadit.train.demos.shapes import score
-from megadit.train.demos.shapes.classifier import judge
+from megadit.train.demos.shapes.classifier import classify
 from megadit.train.demos.shapes.samples import SHAPES
 
 
@@ -74,7 +74,7 @@ def test_one_thing_is_not_two_and_nothing_is_none():
     scenes, video = draw(1)
     told = [replace(each, relation="above", other_shape="star", other_colour="red") for each in scenes]
     assert score.score(video, told)["all"] == 0
-    assert [len(verdict.things) for verdict in judge(torch.full((2, 3, 9, 64, 64), -0.8))] == [0, 0]
+    assert [len(verdict.things) for verdict in classify(torch.full((2, 3, 9, 64, 64), -0.8))] == [0, 0]
 
 
 def test_noise_is_like_no_drawing():
@@ -82,5 +82,5 @@ def test_noise_is_like_no_drawing():
     blobs = torch.nn.functional.interpolate(torch.rand(20, 1, 8, 8, generator=generator), 20, mode="bicubic")
     video = torch.full((20, 3, 9, 64, 64), -0.9)
     video[..., 20:40, 20:40] = 2 * blobs[:, :, None].clamp(0, 1) - 1
-    things = [thing for verdict in judge(video) for thing in verdict.things]
+    things = [thing for verdict in classify(video) for thing in verdict.things]
     assert len(things) >= 20 and sum(thing.shape is not None for thing in things) <= 2

@@ -27,7 +27,7 @@ def test_samples_are_scenes_that_training_sees(kind):
     assert chunk.video_BCTHW.shape == (20, 3, frames, shapes.FRAME_SIZE, shapes.FRAME_SIZE)
     assert chunk.keys[0] == f"train-{kind}-000040" and len(set(chunk.keys)) == 20
     pairs = sum(sum(word in shapes.SHAPES for word in caption.split()) == 2 for caption in chunk.captions)
-    assert pairs == 12 and (chunk.given_captions is None) == (kind == "image")
+    assert pairs == 12 and (chunk.image_captions is None) == (kind == "image")
 
 
 def test_clips_show_each_action_as_often_as_its_share_says():
@@ -42,4 +42,4 @@ def test_clips_show_each_action_as_often_as_its_share_says():
 def test_the_same_seed_gives_the_same_samples():
     first, again = (SHAPES.chunk_of("val", "clip", range(4), torch.Generator().manual_seed(3)) for _ in range(2))
     assert first.captions == again.captions and torch.equal(first.video_BCTHW, again.video_BCTHW)
-    assert first.given_captions == again.given_captions
+    assert first.image_captions == again.image_captions

@@ -6,7 +6,7 @@ import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.train.slurm.__main__ import main
-from megadit.train.slurm.validate import judge
+from megadit.train.slurm.validate import faults_of
 
 SOUND = "all 8 ranks compute and communicate alike"
 NODES = [f"n{number}" for number in range(1, 5)]
@@ -35,7 +35,7 @@ def results(tmp_path):
 
 
 def test_sound_nodes_have_no_fault(results):
-    assert judge(results(dcgmi={node: (0, "Pass") for node in NODES})) == []
+    assert faults_of(results(dcgmi={node: (0, "Pass") for node in NODES})) == []
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,19 @@ def test_a_bad_node_is_named_and_no_other(results, found, said):
     if "cluster.local" in said:
         NODES[1] = "n2.cluster.local"
     try:
-        (fault,) = judge(results(**found))
+        (fault,) = faults_of(results(**found))
     finally:
         NODES[1] = "n2"
     assert fault.node.partition(".")[0] == "n2" and fault.said == said
 
 
 def test_of_a_bad_link_neither_end_is_blamed(results):
-    assert judge(results(together="slow: node 1 (n2) with node 3 (n4): 10% of the usual bandwidth")) == []
+    assert faults_of(results(together="slow: node 1 (n2) with node 3 (n4): 10% of the usual bandwidth")) == []
 
 
 def test_a_folder_of_something_else_is_told(tmp_path):
     with pytest.raises(UserError, match="holds no results of nodes"):
-        judge(tmp_path)
+        faults_of(tmp_path)
 
 
 # --- the batch script, on a cluster of two nodes that are this machine ------------------------------------------------

@@ -15,7 +15,7 @@ from megadit.models.shared.folder_lock import FolderLock
 from megadit.train.data.ingest import stages
 from megadit.train.data.ingest.clips.captions import CaptionServer
 from megadit.train.data.ingest.clips.encodings import default_encodings, read_encodings
-from megadit.train.data.ingest.clips.probe import USUAL_SIDE, look_at, side_filled
+from megadit.train.data.ingest.clips.probe import USUAL_SIDE, side_filled, summarize_sources
 from megadit.train.data.ingest.engine import choose_engine, run_on_ray, start_ray
 from megadit.train.data.ingest.lines import read_lines
 from megadit.train.data.ingest.plan import Notes, Settings, source_from_json
@@ -26,7 +26,7 @@ from megadit.train.data.ingest.sources.sources import list_folder
 from megadit.train.data.ingest.sources.webdataset import list_webdataset
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.update import changes
-from megadit.train.data.ingest.workers import Part, join_team
+from megadit.train.data.ingest.workers import Shard, join_workers
 from megadit.train.data.writer import is_prepared
 from megadit.train.dataset.dataset_info import INFO_FILE
 from megadit.train.dataset.places import is_url
@@ -138,11 +138,11 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "captions": _CAPTIONS,
     "what is left out": (
         *("min_brightness", "min_motion", "min_flow", "min_contrast", "max_duplicate_bits", "duplicates", "not_in"),
-        *("min_aesthetic_score", "min_clip_score", "judge_dir", "min_score", "max_score"),
+        *("min_aesthetic_score", "min_clip_score", "scorer_dir", "min_score", "max_score"),
         *("max_megapixels", "max_minutes"),
     ),
     "encoding": ("tokenizer", "channels", "text_encoder", "encodings", "store"),
-    "the data set": ("val_share", "seed", "shard_size", "originals", "update", "follow_links"),
+    "the data set": ("val_share", "seed", "shard_size", "source_media", "update", "follow_links"),
     "large jobs": ("part", "engine", "engine_tasks", "stages", "redo"),
 }
 _OF_FOLDERS = _GROUPS | {"captions": ("captions", "split", *_CAPTIONS)}
@@ -194,12 +194,12 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
     """Prepares a part of a source, or all of it; a task of Ray leaves the lock of the folder to its command."""
     common, notes = options.common, Notes(root=options.out)
     is_on_ray = choose_engine(common.engine) == "ray"
-    with join_team(Part.parse(common.part)) as team, ExitStack() as held:
-        if is_on_ray and not team.is_whole:
-            raise UserError("--engine ray divides the stages itself; leave out --part")
+    with join_workers(Shard.parse(common.part)) as workers, ExitStack() as held:
+        if is_on_ray and not workers.is_whole:
+            raise UserError("--engine ray divides the stages itself; leave out --shard")
         names = _stages(common)
-        if not team.is_whole and (alone := [name for name in names if name not in stages.SHARED_STAGES]):
-            raise UserError(f"--part divides {', '.join(stages.SHARED_STAGES)}; give --stages without {alone[0]}")
+        if not workers.is_whole and (alone := [name for name in names if name not in stages.SHARED_STAGES]):
+            raise UserError(f"--shard divides {', '.join(stages.SHARED_STAGES)}; give --stages without {alone[0]}")
         tables = _tables(options, notes)
         if tables and common.update:
             raise UserError(
@@ -217,7 +217,7 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
             list_sources=tables.listing if tables else _listing(kind, options),
             tables=tables,
             num_workers=default_workers() if common.num_workers is None else common.num_workers,
-            team=team,
+            workers=workers,
             is_update=common.update,
             redo=None if common.redo in (None, FAILED) else _range(common.redo),
             redo_failed=common.redo == FAILED,
@@ -229,9 +229,9 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
             stages.check_sizes(settings, preparation.encodings)
             preparation = replace(preparation, settings=settings)
         ray = start_ray() if is_on_ray else None
-        if team.is_first:
+        if workers.is_first:
             if not is_task:
-                held.enter_context(_lock(options.out, team.part))
+                held.enter_context(_lock(options.out, workers.part))
             if common.overwrite and _is_ours(notes):
                 _remove(options)  # only now that nothing is wrong with what is to take its place
             request = {
@@ -239,13 +239,13 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
                 "encodings": [_plain(encoding) for encoding in preparation.encodings],
                 "channels": common.channels,
             }
-            notes.begin(preparation.settings, request, is_alone=team.is_whole)
+            notes.begin(preparation.settings, request, is_alone=workers.is_whole)
             if chosen:
                 print(chosen, flush=True)
-        team.wait()
+        workers.wait()
         is_finished = (options.out / INFO_FILE).is_file() and common.redo is None and common.stages is None
         if is_finished and not common.update:
-            if team.is_first:
+            if workers.is_first:
                 print(_already_prepared(options, _changes(preparation)))
             return
         try:
@@ -254,18 +254,18 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
             else:
                 run_on_ray(
                     ray,
-                    partial(_prepare_part, kind, options),
+                    partial(_prepare_shard, kind, options),
                     stages=[(name, name in stages.SHARED_STAGES) for name in names],
                     num_workers=preparation.num_workers,
                     num_tasks=common.engine_tasks,
                 )
         except UserError:
-            if team.is_first and team.is_whole:
+            if workers.is_first and workers.is_whole:
                 notes.withdraw()
             raise
 
 
-def _lock(out: Path, part: Part) -> FolderLock:
+def _lock(out: Path, part: Shard) -> FolderLock:
     """Lock of one part, beside the folder, which `--overwrite` removes."""
     of = "" if part.count == 1 else f".{part.number}-{part.count}"
     return FolderLock(out, "prepares", path=out.with_name(f".{out.name}{of}.lock"))
@@ -292,7 +292,7 @@ def _already_prepared(options: Options, found: str) -> str:
     )
 
 
-def _prepare_part(kind: str, options: Options, stage: str, part: str) -> None:
+def _prepare_shard(kind: str, options: Options, stage: str, part: str) -> None:
     common = replace(options.common, stages=stage, part=part, engine="none", overwrite=False)
     prepare(kind, replace(options, common=common), is_task=True)
 
@@ -344,7 +344,7 @@ def _fitted(settings: Settings, kind: str, options: Options, notes: Notes) -> tu
     """The settings with the size that most of a folder fills, where none is named, and a line that says so."""
     if not isinstance(options, FolderOptions) or _named_sizes(options.common, notes):
         return settings, ""
-    side = side_filled(look_at(_listing(kind, options)().sources)[0])
+    side = side_filled(summarize_sources(_listing(kind, options)().sources)[0])
     chosen = f"size of samples: {side}x{side}, which nine of ten {kind} fill; --size and --sizes choose others"
     return replace(settings, sizes=((side, side),)), chosen
 

@@ -1,6 +1,6 @@
 """A preparation as tasks of Ray, for those who have a cluster of it; ours are ranks of torchrun and arrays of Slurm.
 
-Each stage that parts divide becomes so many tasks, the same command with `--part 0/N` to `--part N-1/N`; the others run
+Each stage that shards divide becomes N tasks, the same command with `--shard 0/N` to `--shard N-1/N`; the others run
 where the command was given. Bytes are those of any other way, and a task that dies is started again by Ray and goes on.
 All machines must see the source and the output under the same paths.
 """
@@ -54,9 +54,9 @@ def run_on_ray(
     Raises:
         UserError: where a task found a mistake; where no node has a core.
     """
-    cores, gpus, room = share([node["Resources"] for node in ray.nodes() if node["Alive"]], num_workers)
-    count = num_tasks or room
-    task = ray.remote(num_cpus=cores, num_gpus=gpus)(_run_part)
+    cores, gpus, tasks_that_fit = share([node["Resources"] for node in ray.nodes() if node["Alive"]], num_workers)
+    count = num_tasks or tasks_that_fit
+    task = ray.remote(num_cpus=cores, num_gpus=gpus)(_run_shard)
     for stage, is_shared in stages:
         if not is_shared:
             prepare(stage, "0/1")
@@ -81,11 +81,11 @@ def share(nodes: Sequence[dict[str, float]], num_workers: int) -> tuple[int, int
     if not able:
         raise UserError(f"--engine ray: no node of the cluster has a core{' beside its GPU' if gpus else ''}")
     cores = max(1, min(num_workers, int(max(node["CPU"] for node in able))))
-    room = (min(node["CPU"] // cores, node["GPU"] if gpus else math.inf) for node in able)
-    return cores, gpus, int(sum(room))
+    tasks_that_fit = (min(node["CPU"] // cores, node["GPU"] if gpus else math.inf) for node in able)
+    return cores, gpus, int(sum(tasks_that_fit))
 
 
-def _run_part(prepare: Callable[[str, str], None], stage: str, part: str, folder: Path) -> None:
+def _run_shard(prepare: Callable[[str, str], None], stage: str, part: str, folder: Path) -> None:
     """A task, in the folder of the command."""
     os.chdir(folder)
     prepare(stage, part)

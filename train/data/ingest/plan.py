@@ -82,14 +82,14 @@ class Settings:
         metavar="TEXT",
     )
     caption_frames: int = setting(4, "frames of a clip sent to --caption_model (default: {default})", low=1, high=64)
-    judge_dir: str | None = setting(
-        None, "folder of your judge.py, whose judge(video, caption) returns scores of a clip", metavar="DIR"
+    scorer_dir: str | None = setting(
+        None, "folder of your scorer.py, whose judge(video, caption) returns scores of a clip", metavar="DIR"
     )
     min_score: tuple[str, ...] = setting(
-        (), "drop clips whose score by --judge_dir is lower or missing", metavar="NAME=SCORE", repeated=True
+        (), "drop clips whose score by --scorer_dir is lower or missing", metavar="NAME=SCORE", repeated=True
     )
     max_score: tuple[str, ...] = setting(
-        (), "drop clips whose score by --judge_dir is higher or missing", metavar="NAME=SCORE", repeated=True
+        (), "drop clips whose score by --scorer_dir is higher or missing", metavar="NAME=SCORE", repeated=True
     )
     max_megapixels: float = setting(100.0, "megapixels above which pictures are dropped (default: {default})", above=0)
     """Applied before decoding."""
@@ -105,14 +105,16 @@ class Settings:
     seed: int = setting(0, "seed of the order and the splits (default: {default})")
     keyframes: int = setting(
         0,
-        "frames per clip, evenly up to the last, also encoded as images, for data.given=[last_frame, keyframes]",
+        "frames per clip, evenly up to the last, also encoded as images, for data.conditioning=[last_frame, keyframes]",
         low=0,
         high=MOST_FRAMES,
     )
     """Conditioning frames besides a clip's own latents (`train/data/packs/conditioning.py`)."""
     store: Literal["latents", "raw"] = setting("latents", "encode now (latents), or while training (raw)")
     """Encoded samples, or pixels that training encodes as it reads them."""
-    originals: bool = setting(False, "also store the source files, and the clips cut out of longer videos, unencoded")
+    source_media: bool = setting(
+        False, "also store the source files, and the clips cut out of longer videos, unencoded"
+    )
     """Training does not read them; `megadit prepare webdataset` of the data set does (`originals.py`)."""
 
     def __post_init__(self) -> None:

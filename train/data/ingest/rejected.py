@@ -22,7 +22,7 @@ HEIGHT = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Example:
     skip: Skip
     source: Source | None
     """Source; None if it was never fetched, or listed."""
@@ -35,10 +35,10 @@ def picture_left_out(notes: Notes, settings: Settings, num_workers: int) -> None
     sources = {
         values["name"]: source_from_json(values) for values in read_lines(notes.sources) if values["name"] in names
     }
-    wanted = [Wanted(skip, sources.get(skip.source)) for skip in chosen]
+    examples = [Example(skip, sources.get(skip.source)) for skip in chosen]
     with atomic_directory(notes.left_out) as folder, Pool(num_workers) as pool:
         write_lines(folder / "left_out.jsonl", chosen)
-        pictures = pool.map(partial(_glimpse, settings=settings), wanted, _nothing)
+        pictures = pool.map(partial(_glimpse, settings=settings), examples, _nothing)
         for number, picture_HWC in enumerate(pictures):
             if picture_HWC is not None:
                 Image.fromarray(picture_HWC).save(folder / f"{number}.jpg", quality=85)
@@ -57,15 +57,15 @@ def choose(skips: Sequence[Skip]) -> list[Skip]:
     ]
 
 
-def _glimpse(wanted: Wanted, settings: Settings) -> np.ndarray | None:
-    if wanted.source is None:
+def _glimpse(examples: Example, settings: Settings) -> np.ndarray | None:
+    if examples.source is None:
         return None
     try:
-        middle = wanted.skip.start + wanted.skip.seconds / 2
-        return read_glimpse(wanted.source, settings, middle, HEIGHT)
+        middle = examples.skip.start + examples.skip.seconds / 2
+        return read_glimpse(examples.source, settings, middle, HEIGHT)
     except UnusableSourceError:  # which may be why it was left out
         return None
 
 
-def _nothing(_: Wanted) -> None:
+def _nothing(_: Example) -> None:
     return None

@@ -56,7 +56,7 @@ class Report:
     not_used: int
     """Files that are no videos or images to be read, for reasons in `not_used_reasons`."""
     hours_read: float
-    hours_kept: float
+    hours_used: float
     samples: dict[str, int]
     """Samples of each split."""
     without_caption: int
@@ -110,7 +110,7 @@ def write_report(notes: Notes) -> Report:
         left_out=looked_at - used,
         not_used=not_used.total(),
         hours_read=round(selection["hours_read"], 6),
-        hours_kept=round(sum(seconds) / 3600, 6),
+        hours_used=round(sum(seconds) / 3600, 6),
         samples={split: len(plan) for split, plan in plans.items()},
         without_caption=words.count(-1),
         transparent=transparent,
@@ -140,7 +140,7 @@ def _num_different(hashes: Iterable[int]) -> int:
 def summary(report: Report, notes: Notes) -> str:
     """A few lines for the terminal."""
     samples = ", ".join(f"{count:,} {split}" for split, count in report.samples.items())
-    length = f"{duration(3600 * report.hours_kept)} of {duration(3600 * report.hours_read)} of video"
+    length = f"{duration(3600 * report.hours_used)} of {duration(3600 * report.hours_read)} of video"
     lines = [f"{report.sources:,} sources -> {samples} samples" + (f", {length}" if report.hours_read else "")]
     lines.append(f"{report.used:,} used, {report.left_out:,} left out, {report.not_used:,} not used")
     if report.without_caption:
@@ -210,7 +210,7 @@ def draw(path: Path, report: Report, fps: Sequence[float], seconds: Sequence[flo
     axes[5].hist(words, bins=30)
     axes[5].set_title("words of the caption")
     figure.suptitle(
-        f"{sum(report.samples.values()):,} samples of {report.sources:,} sources, {duration(3600 * report.hours_kept)}"
+        f"{sum(report.samples.values()):,} samples of {report.sources:,} sources, {duration(3600 * report.hours_used)}"
     )
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=110)

@@ -22,7 +22,7 @@ from megadit.models.bundle import check_kind
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.progress import Progress, duration
-from megadit.models.storage.components import part_folder
+from megadit.models.storage.components import component_folder
 from megadit.models.text_encoders import ClassLabels, TokenIds
 from megadit.models.text_encoders.token_ids import learned_words
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
@@ -43,9 +43,22 @@ from megadit.train.data.ingest.clips.encodings import (
 )
 from megadit.train.data.ingest.clips.fitting import drop_unfit, parse_least
 from megadit.train.data.ingest.clips.scan import scan
-from megadit.train.data.ingest.clips.scoring import NO_SCORE, judge_clips, open_judge
-from megadit.train.data.ingest.clips.select import SPLITS, Filter, add_caption, check_not_in, drop_known, select, shards
-from megadit.train.data.ingest.clips.source_media import expected, originals_bytes, originals_of, write_originals
+from megadit.train.data.ingest.clips.scoring import NO_SCORE, open_scorer, score_clips
+from megadit.train.data.ingest.clips.select import (
+    SPLITS,
+    Filter,
+    add_caption,
+    check_not_in,
+    drop_annotated,
+    select,
+    shards,
+)
+from megadit.train.data.ingest.clips.source_media import (
+    expected,
+    source_media_bytes,
+    source_media_of,
+    write_source_media,
+)
 from megadit.train.data.ingest.lines import Lines, line_starts, read_lines, write_lines
 from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, Source, source_from_json
 from megadit.train.data.ingest.pool import Pool
@@ -53,8 +66,8 @@ from megadit.train.data.ingest.rejected import picture_left_out
 from megadit.train.data.ingest.report import more_channels_in_words, summary, write_report
 from megadit.train.data.ingest.sources.listing import Listing, shorten_captions
 from megadit.train.data.ingest.tables import Tables
-from megadit.train.data.ingest.update import KeptFindings, changes, keep_findings
-from megadit.train.data.ingest.workers import Team
+from megadit.train.data.ingest.update import EarlierFindings, changes, keep_findings
+from megadit.train.data.ingest.workers import Workers
 from megadit.train.data.writer import describe_dataset
 from megadit.train.dataset.dataset_info import INFO_FILE
 
@@ -82,7 +95,7 @@ class Preparation:
     list_sources: Callable[[], Listing | None]
     """List the sources; None while not all of them are fetched."""
     num_workers: int
-    team: Team
+    workers: Workers
     tables: Tables | None = None
     """Tables whose rows are fetched first."""
     is_update: bool = False
@@ -100,26 +113,26 @@ class Preparation:
 
 def run(preparation: Preparation, stages: Sequence[str]) -> None:
     """Runs the stages in their order, each on all ranks, the short ones on the first."""
-    team = preparation.team
+    workers = preparation.workers
     for stage in (name for name in STAGES if name in stages):
         if stage in SHARED_STAGES:
             {"fetch": fetch, "scan": scan_sources, "encode": encode_shards}[stage](preparation)
-        elif team.is_first:
+        elif workers.is_first:
             {"select": select_clips, "index": index}[stage](preparation)
-        team.wait()
+        workers.wait()
 
 
 def fetch(preparation: Preparation) -> None:
     """Whoever finds all rows fetched lists the sources; what was made of fewer of them goes."""
-    notes, team = preparation.notes, preparation.team
+    notes, workers = preparation.notes, preparation.workers
     if notes.sources.is_file() and not preparation.redo_failed:
-        if team.is_first and preparation.tables is None:
+        if workers.is_first and preparation.tables is None:
             go_on(preparation)
         return
     if preparation.tables is not None:
-        preparation.tables.fetch(team, again=True)
-        team.wait()
-    listing = preparation.list_sources() if team.is_first else None
+        preparation.tables.fetch(workers, again=True)
+        workers.wait()
+    listing = preparation.list_sources() if workers.is_first else None
     if listing is None:
         return
     write_listing(preparation, listing)
@@ -165,12 +178,12 @@ def write_listing(preparation: Preparation, listing: Listing) -> None:
 
 
 def scan_sources(preparation: Preparation) -> None:
-    notes, team = preparation.notes, preparation.team
+    notes, workers = preparation.notes, preparation.workers
     _require(notes.sources, "fetch")
     starts, count = line_starts(notes.sources, SOURCES_OF_A_UNIT)
-    mine = [unit for unit in team.mine(len(starts)) if not notes.scan(unit).is_file()]
-    total, kept = sum(min(SOURCES_OF_A_UNIT, count - unit * SOURCES_OF_A_UNIT) for unit in mine), KeptFindings(notes)
-    bar = Progress(total, "scanning", enabled=team.is_first and total > 0)
+    mine = [unit for unit in workers.mine(len(starts)) if not notes.scan(unit).is_file()]
+    total, kept = sum(min(SOURCES_OF_A_UNIT, count - unit * SOURCES_OF_A_UNIT) for unit in mine), EarlierFindings(notes)
+    bar = Progress(total, "scanning", enabled=workers.is_first and total > 0)
 
     def while_waiting(seconds: float) -> None:
         bar.advance(0, **({"read": duration(seconds)} if seconds else {}))
@@ -206,7 +219,7 @@ def select_clips(preparation: Preparation) -> None:
     if not notes.clips("train"):
         report = write_report(notes)
         raise UserError(f"no clip is left to train on; {summary(report, notes)}".replace("\n", "; "))
-    if preparation.settings.originals:
+    if preparation.settings.source_media:
         print(expected(chain(*map(notes.clips, SPLITS))))
     for name, make in {HAAR: _fit, LABELS: _gather, TOKENS: _learn}.items():
         if any(encoding.encoder == name for encoding in preparation.encodings) and not (notes.folder / name).is_dir():
@@ -219,11 +232,11 @@ def _filters(preparation: Preparation) -> list[Filter]:
     """Filters, in this order: those that read captions come after those that make them."""
     notes, means = preparation.notes, {"settings": preparation.settings, "num_workers": preparation.num_workers}
     return [
-        partial(drop_known, settings=preparation.settings),
+        partial(drop_annotated, settings=preparation.settings),
         partial(add_caption, settings=preparation.settings),
         partial(caption_clips, server=preparation.caption_server, notes=notes, **means),
-        partial(judge_clips, notes=notes, **means),
-        partial(drop_unfit, device=preparation.team.device, **means),
+        partial(score_clips, notes=notes, **means),
+        partial(drop_unfit, device=preparation.workers.device, **means),
     ]
 
 
@@ -274,22 +287,22 @@ def all_shards(preparation: Preparation) -> list[tuple[Path, Lines[Clip], slice]
 
 
 def encode_shards(preparation: Preparation) -> None:
-    team, settings = preparation.team, preparation.settings
+    workers, settings = preparation.workers, preparation.settings
     _require(preparation.notes.selection, "select")
     every, redo = all_shards(preparation), preparation.redo
     if redo is not None and (not redo or redo.stop > len(every)):
         raise UserError(f"shards {redo.start}:{redo.stop} do not exist; there are 0 to {len(every) - 1}")
-    numbers = [number for number in team.mine(len(every)) if redo is None or number in redo]
+    numbers = [number for number in workers.mine(len(every)) if redo is None or number in redo]
     mine = [every[number] for number in numbers if redo is not None or _missing(preparation, every[number][0])]
     if not mine:
         return
     encoders = load_encoders(preparation) if settings.store == "latents" else []
     total = sum(part.stop - part.start for _, _, part in mine)
-    with Pool(preparation.num_workers) as pool, Progress(total, "encoding", enabled=team.is_first) as bar:
+    with Pool(preparation.num_workers) as pool, Progress(total, "encoding", enabled=workers.is_first) as bar:
         for path, plan, part in mine:
             clips = plan[part]
-            if settings.originals:
-                write_originals(path, clips, settings, pool)
+            if settings.source_media:
+                write_source_media(path, clips, settings, pool)
             if settings.store == "raw":
                 store_shard(path, clips, settings, pool)
             else:
@@ -299,7 +312,7 @@ def encode_shards(preparation: Preparation) -> None:
 
 def _missing(preparation: Preparation, shard: Path) -> list[Path]:
     """Paths of a shard and its originals that are not written yet."""
-    paths = [shard, originals_of(shard)] if preparation.settings.originals else [shard]
+    paths = [shard, source_media_of(shard)] if preparation.settings.source_media else [shard]
     return [path for path in paths if not path.is_file()]
 
 
@@ -323,13 +336,13 @@ def index(preparation: Preparation) -> None:
         describe_dataset(root, tokenizer, text_encoder, report.samples)
     notes.previous.unlink(missing_ok=True)
     print(summary(report, notes))
-    if preparation.settings.originals:
-        print(f"originals: {originals_bytes(root):,} bytes")
+    if preparation.settings.source_media:
+        print(f"originals: {source_media_bytes(root):,} bytes")
 
 
 def load_encoders(preparation: Preparation) -> list[Encoder]:
     torch.set_num_threads(1 if preparation.num_workers else torch.get_num_threads())
-    made, device = preparation.notes.folder, preparation.team.device
+    made, device = preparation.notes.folder, preparation.workers.device
     return [load_encoder(encoding, made, device) for encoding in preparation.encodings]
 
 
@@ -338,12 +351,12 @@ def check_encoders(preparation: Preparation) -> None:
     anything is decoded."""
     check_not_in(preparation.settings, preparation.root)
     check_captions(preparation.settings, preparation.caption_server)
-    open_judge(preparation.settings)
+    open_scorer(preparation.settings)
     if preparation.settings.min_clip_score is not None:
         check_kind(open_any_bundle(parse_least(preparation.settings.min_clip_score)[0]), "clip")
     for encoding in preparation.encodings:
         if encoding.modality != "video" and encoding.encoder not in (*BUILT_IN, LABELS, TOKENS):
-            part_folder(encoding.encoder, "text_encoder")
+            component_folder(encoding.encoder, "text_encoder")
     check_sizes(preparation.settings, preparation.encodings)
 
 

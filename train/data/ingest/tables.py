@@ -27,7 +27,7 @@ from megadit.train.data.ingest.sources.listing import Listing, Reading, counted
 from megadit.train.data.ingest.sources.rows import parquet_rows, read_parquet
 from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, extension_of
 from megadit.train.data.ingest.sources.webdataset import list_shards
-from megadit.train.data.ingest.workers import Team
+from megadit.train.data.ingest.workers import Workers
 
 ROWS_OF_A_UNIT = 1000
 MEDIA_COLUMNS = ("image", "video", "jpg", "png", "mp4", "img")
@@ -53,15 +53,15 @@ class Tables:
     """Whether the column `name` is one of captions."""
     downloads: Downloads = field(default_factory=Downloads)
 
-    def fetch(self, team: Team, *, again: bool = False) -> bool:
+    def fetch(self, workers: Workers, *, again: bool = False) -> bool:
         """Fetches this rank's units that are not there; with `again`, also those of which rows could not be had.
 
         Returns:
             Whether a unit was written.
         """
-        mine = [unit for unit in team.mine(self.num_units) if self._is_wanted(unit, again)]
+        mine = [unit for unit in workers.mine(self.num_units) if self._is_due(unit, again)]
         rows = sum(len(self._range(unit)) for unit in mine)
-        with Progress(rows, "fetching", enabled=team.is_first and rows > 0) as bar:
+        with Progress(rows, "fetching", enabled=workers.is_first and rows > 0) as bar:
             for unit in mine:
                 self._fetch(unit, bar)
         return bool(mine)
@@ -76,8 +76,8 @@ class Tables:
             for values in read_lines(self._skips(unit)):
                 listing.skips.append(Skip(**values))
         if not listing.sources:
-            told = counted(Counter(skip.reason for skip in listing.skips).most_common())
-            raise UserError(f"{self.root}: no row gave a picture or video: {told or 'there are none'}")
+            reasons = counted(Counter(skip.reason for skip in listing.skips).most_common())
+            raise UserError(f"{self.root}: no row gave a picture or video: {reasons or 'there are none'}")
         return listing.sorted()
 
     @property
@@ -103,9 +103,9 @@ class Tables:
 
     def _rows(self, unit: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name, row) of each."""
-        wanted, first = self._range(unit), 0
+        rows, first = self._range(unit), 0
         for path, count in self._files:
-            start, stop = max(wanted.start, first), min(wanted.stop, first + count)
+            start, stop = max(rows.start, first), min(rows.stop, first + count)
             if start < stop:
                 for number, row in enumerate(read_parquet(path, start - first, stop - first), start):
                     yield f"{number:09d}", row
@@ -117,7 +117,7 @@ class Tables:
     def _skips(self, unit: int) -> Path:
         return self.fetched / f"rows-{unit:06d}.skips.jsonl"
 
-    def _is_wanted(self, unit: int, again: bool) -> bool:
+    def _is_due(self, unit: int, again: bool) -> bool:
         if not self._tar(unit).is_file():
             return True
         shutil.rmtree(self._tar(unit).with_suffix(""), ignore_errors=True)
@@ -125,41 +125,41 @@ class Tables:
 
     def _fetch(self, unit: int, bar: Progress) -> None:
         """Writes the unit's tar file; rows without a picture are noted beside it, first."""
-        tar, pieces = self._tar(unit), self._tar(unit).with_suffix("")
-        pieces.mkdir(parents=True, exist_ok=True)
+        tar, unpacked = self._tar(unit), self._tar(unit).with_suffix("")
+        unpacked.mkdir(parents=True, exist_ok=True)
         if tar.is_file():
-            _unpack(tar, pieces)
+            _unpack(tar, unpacked)
         addresses: dict[Path, str] = {}
         descriptions: dict[Path, bytes] = {}
         skips: list[Skip] = []
         for name, row in self._rows(unit):
             check_columns(self.reading.columns, row, "the tables have")
-            piece = pieces / name
+            member = unpacked / name
             content = _media(row)
             try:
-                descriptions[piece] = self._description(row)
+                descriptions[member] = self._description(row)
             except ValueError as error:
                 content = None
                 skips.append(Skip(source=name, reason="unreadable caption", detail=str(error)))
             else:
                 if content is None:
                     skips.append(Skip(source=name, reason="row without a picture"))
-            if content is None or piece.is_file():
+            if content is None or member.is_file():
                 bar.advance()
             elif isinstance(content, bytes):
-                with atomic_path(piece) as temporary:
+                with atomic_path(member) as temporary:
                     temporary.write_bytes(content)
                 bar.advance()
             else:
-                addresses[piece] = content
+                addresses[member] = content
         reasons = download_all(addresses, self.downloads, bar.advance)
         skips += [
-            Skip(source=piece.name, reason=NOT_FETCHED + reason, detail=addresses[piece])
-            for piece, reason in reasons.items()
+            Skip(source=member.name, reason=NOT_FETCHED + reason, detail=addresses[member])
+            for member, reason in reasons.items()
         ]
         write_lines(self._skips(unit), skips)
-        _pack(tar, {piece: text for piece, text in descriptions.items() if piece.is_file()})
-        shutil.rmtree(pieces)
+        _pack(tar, {member: text for member, text in descriptions.items() if member.is_file()})
+        shutil.rmtree(unpacked)
 
     def _description(self, row: dict[str, Any]) -> bytes:
         """The `.json` beside a picture.
@@ -192,26 +192,26 @@ def _pack(tar: Path, descriptions: dict[Path, bytes]) -> None:
     from megadit.train.data.writer import write_members  # torch and safetensors, which listing files does without
 
     def members() -> Iterator[tuple[str, bytes | Path]]:
-        for piece, description in descriptions.items():
-            yield piece.name + _suffix(piece), piece
-            yield f"{piece.name}.json", description
+        for member, description in descriptions.items():
+            yield member.name + _suffix(member), member
+            yield f"{member.name}.json", description
 
     write_members(tar, members())
 
 
-def _unpack(tar: Path, pieces: Path) -> None:
+def _unpack(tar: Path, unpacked: Path) -> None:
     """The pieces of a unit that we packed, so that only what is missing is fetched."""
     with tarfile.open(tar) as archive:
         for member in archive:
             name, _, suffix = member.name.partition(".")
             if suffix != "json":
-                with atomic_path(pieces / name) as temporary, open(temporary, "wb") as file:
+                with atomic_path(unpacked / name) as temporary, open(temporary, "wb") as file:
                     shutil.copyfileobj(archive.extractfile(member), file)
 
 
-def _suffix(piece: Path) -> str:
+def _suffix(member: Path) -> str:
     """Suffix by the file's content: its name may be wrong."""
-    with open(piece, "rb") as file:
+    with open(member, "rb") as file:
         return extension_of(file.read(HEAD_BYTES))
 
 

@@ -49,7 +49,7 @@ def keep_findings(notes: Notes) -> None:
                 file.write(json.dumps([source, to_json(finding)], ensure_ascii=False) + "\n")
 
 
-class KeptFindings:
+class EarlierFindings:
     """The findings that `keep_findings` wrote, for sources that are asked about in their order."""
 
     def __init__(self, notes: Notes) -> None:

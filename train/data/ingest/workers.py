@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 
 from megadit.models.megatron.interfaces import join_ranks
-from megadit.models.shared.errors import UserError, told_once
+from megadit.models.shared.errors import UserError, report_once
 
 LONGEST_WAIT = timedelta(days=7)
 """Maximum time to wait for the slowest rank's share of a stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Shard:
     """Share of a stage's units for one of several jobs, which do not wait for each other."""
 
     number: int = 0
     count: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> "Part":
+    def parse(cls, text: str) -> "Shard":
         """`3/100` is the fourth of a hundred.
 
         Raises:
@@ -32,17 +32,17 @@ class Part:
         """
         number, slash, count = text.partition("/")
         if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-            raise UserError(f"--part: {text!r} is no part; write NUMBER/COUNT, from 0/100 to 99/100")
+            raise UserError(f"--shard: {text!r} is no part; write NUMBER/COUNT, from 0/100 to 99/100")
         return cls(number=int(number), count=int(count))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Team:
+class Workers:
     """The ranks of one part, which wait for one another after each stage."""
 
     rank: int = 0
     size: int = 1
-    part: Part = Part()  # noqa: RUF009  (it is frozen)
+    part: Shard = Shard()  # noqa: RUF009  (it is frozen)
 
     @property
     def is_first(self) -> bool:
@@ -70,19 +70,19 @@ class Team:
         try:
             dist.barrier()
         except RuntimeError as error:
-            with told_once():
+            with report_once():
                 raise UserError("a rank of this preparation has ended before its stage; see what it says") from error
 
 
 @contextmanager
-def join_team(part: Part) -> Iterator[Team]:
+def join_workers(part: Shard) -> Iterator[Workers]:
     """The team that the environment of torchrun describes."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield Team(part=part)
+        yield Workers(part=part)
         return
     join_ranks("gloo", timeout=LONGEST_WAIT)
     try:
-        yield Team(rank=dist.get_rank(), size=size, part=part)
+        yield Workers(rank=dist.get_rank(), size=size, part=part)
     finally:
         dist.destroy_process_group()

@@ -109,9 +109,9 @@ class MockLoader:
                 fps=FPS if T > 1 else 0.0,
                 seed=number + index,
             )
-            yield self._with_given(sample, number + index) if self.format.given else sample
+            yield self._with_conditioning(sample, number + index) if self.format.conditioning else sample
 
-    def _with_given(self, sample: TrainingSample, number: int) -> TrainingSample:
+    def _with_conditioning(self, sample: TrainingSample, number: int) -> TrainingSample:
         """A clip with its last frame as an image, and every third one with a clip to edit; drawn by its own key."""
         generator = torch.Generator().manual_seed(sample_key(self.format.seed, sample.sample_id, 1))
         C, T, H, W = sample.latent_CTHW.shape
@@ -119,6 +119,6 @@ class MockLoader:
             return sample
         deviation = self.format.model.sigma_data
         frames = Frames(deviation * torch.randn(C, 1, H, W, generator=generator), (float(T - 1),))
-        is_edit = "edit" in dict(self.format.given) and number % 3 == 0
+        is_edit = "edit" in dict(self.format.conditioning) and number % 3 == 0
         reference = deviation * torch.randn(C, T, H, W, generator=generator) if is_edit else None
         return replace(sample, frames=frames, reference_CTHW=reference)

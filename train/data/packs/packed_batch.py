@@ -19,7 +19,7 @@ from megadit.models.host_to_device import Need, SideStream, copy_in_turn, send_w
 from megadit.models.networks.embeddings import token_sequence
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment, TokenMesh
-from megadit.train.data.packs.conditioning import Drawn, GivenPart, draw
+from megadit.train.data.packs.conditioning import Drawn, SampleConditioning, draw
 from megadit.train.data.packs.mixup import draw_mixture
 from megadit.train.data.packs.training_sample import TrainingSample
 
@@ -71,7 +71,7 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         """Video tokens of samples at hand that are to be predicted."""
-        return self.layout.num_wanted
+        return self.layout.num_targets
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -98,10 +98,10 @@ class PackedBatch:
             self.arrival()
         return self
 
-    def noisy(self, sigma_G: Tensor, noise_S1P: Tensor, given_noise: float = 0.0) -> Tensor:
-        """x0 + sigma n, [S, 1, P]; conditioning tokens have the noise `given_noise` (`DiTConfig`), mostly none."""
+    def noisy(self, sigma_G: Tensor, noise_S1P: Tensor, conditioning_noise: float = 0.0) -> Tensor:
+        """x0 + sigma n, [S, 1, P]; conditioning tokens have the noise `conditioning_noise`, mostly none."""
         tensors = self.layout.on(sigma_G.device)
-        sigma_S = torch.where(tensors.is_given_S, given_noise, sigma_G[tensors.segment_of_token_S])
+        sigma_S = torch.where(tensors.is_clean_S, conditioning_noise, sigma_G[tensors.segment_of_token_S])
         return self.tokens_S1P + sigma_S[:, None, None] * noise_S1P
 
     def without_text(self) -> "PackedBatch":
@@ -160,9 +160,9 @@ class PackFormat:
     """Share of prior samples whose text is dropped; None is `text_dropout`."""
     needs_seed: bool = False
     """Whether samples have to be videos that a model made, of a seed that they name."""
-    given: tuple[tuple[str, float], ...] = ()
-    """Conditioning modes and shares of samples; see `given.draw`, also for `given_dropout`."""
-    given_dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    conditioning: tuple[tuple[str, float], ...] = ()
+    """Conditioning modes and shares of samples; see `given.draw`, also for `conditioning_dropout`."""
+    conditioning_dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
     mixup: float = 0.0
     """a of `mixup`; 0 mixes nothing."""
 
@@ -185,13 +185,13 @@ class PackFormat:
         """
         keys = [sample_key(self.seed, sample.sample_id, sample.occurrence) for sample in samples]
         drawn = [self._draw(sample, key) for sample, key in zip(samples, keys, strict=True)]
-        is_kept = [
+        is_read = [
             keep if one.keeps_text is None else one.keeps_text
             for one, keep in zip(drawn, self._keeps_text(samples, keys), strict=True)
         ]
         segments = [
             self._segment(sample, one, keeps_text=keep)
-            for sample, one, keep in zip(samples, drawn, is_kept, strict=True)
+            for sample, one, keep in zip(samples, drawn, is_read, strict=True)
         ]
         layout = PackLayout.pack(segments, capacity=self.seq_length, text_capacity=self.text_seq_length)
         num_padding = layout.num_segments - len(samples)
@@ -199,7 +199,7 @@ class PackFormat:
         mixture = draw_mixture(layout.segments, keys, self.mixup)
         return PackedBatch(
             tokens_S1P=self._tokens(mixture.of(latents)),
-            text_L1E=self._text([one.text_LE for one in drawn], is_kept),
+            text_L1E=self._text([one.text_LE for one in drawn], is_read),
             layout=layout,
             fps_G=torch.tensor([sample.fps for sample in samples] + [0.0] * num_padding, dtype=torch.float32),
             noise_key_G=torch.tensor(keys + [0] * num_padding, dtype=torch.long),
@@ -216,9 +216,9 @@ class PackFormat:
         )
 
     def _draw(self, sample: TrainingSample, key: int) -> Drawn:
-        if not self.given:
+        if not self.conditioning:
             return Drawn(None, sample.text_LE, None)
-        return draw(sample, key, self.given, self.given_dropout, self.model)
+        return draw(sample, key, self.conditioning, self.conditioning_dropout, self.model)
 
     def _segment(self, sample: TrainingSample, drawn: Drawn, *, keeps_text: bool) -> Segment:
         text_length = len(drawn.text_LE) if keeps_text else 0
@@ -244,15 +244,15 @@ class PackFormat:
             start += len(x_RP)
         return tokens_S1P
 
-    def _text(self, texts: Sequence[Tensor], is_kept: Sequence[bool]) -> Tensor:
+    def _text(self, texts: Sequence[Tensor], is_read: Sequence[bool]) -> Tensor:
         text_L1E = torch.zeros(self.text_seq_length, 1, self.model.crossattn_emb_size)
         null_1E = texts[0].new_zeros(1, self.model.crossattn_emb_size)
         rows_LE = torch.cat(
-            [text_LE if keep and len(text_LE) else null_1E for text_LE, keep in zip(texts, is_kept, strict=True)]
+            [text_LE if keep and len(text_LE) else null_1E for text_LE, keep in zip(texts, is_read, strict=True)]
         )
         text_L1E[: len(rows_LE), 0] = rows_LE
         return text_L1E
 
 
-def _latents(sample: TrainingSample, part: GivenPart | None) -> Tensor:
+def _latents(sample: TrainingSample, part: SampleConditioning | None) -> Tensor:
     return sample.latent_CTHW if part is None else part.latents(sample)

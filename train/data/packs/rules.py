@@ -62,7 +62,7 @@ class Rules:
             seed=None,  # its noise was that of the whole
         )
 
-    def is_kept(self, sample: TrainingSample) -> bool:
+    def is_read(self, sample: TrainingSample) -> bool:
         """Whether this pass reads the sample: decided by (seed, sample id, occurrence) alone, so that mixing by ratio
         has no state, and every sample has its turn in some pass."""
         share = 1.0
@@ -76,7 +76,7 @@ class Rules:
 
     def long_text(self, sample: TrainingSample) -> tuple[str, str] | None:
         """The reason against a text that no pack has room for: found before any buffer holds many of them."""
-        texts = [text for text in (sample.text_LE, sample.given_text_LE) if text is not None]
+        texts = [text for text in (sample.text_LE, sample.image_text_LE) if text is not None]
         return self._long_text() if max(map(len, texts)) > self.format.text_seq_length else None
 
     def _long_text(self) -> tuple[str, str]:
@@ -86,7 +86,7 @@ class Rules:
         """Reason why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
         model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
         latents = (latent_CTHW, *_others(sample))
-        texts = (text_LE, *([] if sample.given_text_LE is None else [sample.given_text_LE]))
+        texts = (text_LE, *([] if sample.image_text_LE is None else [sample.image_text_LE]))
         if not {tensor.dtype for tensor in (*latents, *texts)} <= DTYPES:
             return "other_dtype", "its latent or text is not of floating-point numbers of 16 to 64 bits"
         if latent_CTHW.shape[0] != model.in_channels:
@@ -100,12 +100,12 @@ class Rules:
         if self.format.needs_seed and sample.seed is None:
             return "no_seed", "it names no seed; train.distill.objective=regression learns of `prepare trajectories`"
         try:
-            num_tokens, text_slots = self.format.lengths(sample)
+            num_tokens, text_places = self.format.lengths(sample)
         except UserError as error:
             return "odd_size", str(error)
         if num_tokens > self.format.seq_length:
             return "too_long", f"it has more tokens than data.seq_length, {self.format.seq_length}"
-        if text_slots > self.format.text_seq_length:
+        if text_places > self.format.text_seq_length:
             return self._long_text()
         if not all(map(_is_finite, (*latents, *texts))):
             return "not_finite", "it holds NaN or infinite values"

@@ -60,13 +60,13 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
     sample = training_sample(
         crude, description, latent_CTHW, text_LE if text_LE is not None else latent_CTHW.new_empty(0, 0)
     )
-    given_text_LE = tensors.get("given_text")
-    if given_text_LE is not None and given_text_LE.ndim != 2:
-        raise UnreadableSampleError("its given_text has not two dimensions")
+    image_text_LE = tensors.get("image_text")
+    if image_text_LE is not None and image_text_LE.ndim != 2:
+        raise UnreadableSampleError("its image_text has not two dimensions")
     return replace(
         sample,
         reference_CTHW=_reference(tensors),
-        given_text_LE=given_text_LE,
+        image_text_LE=image_text_LE,
         frames=_frames(tensors, description),
     )
 

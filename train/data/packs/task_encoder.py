@@ -128,7 +128,7 @@ class LatentTaskEncoder(TaskEncoder):
         if found := self.rules.reason_against(content):
             self.refused.refuse(content.sample_id, *found, f"latent {tuple(content.latent_CTHW.shape)}")
         self.refused.accept()
-        if not self.rules.is_kept(content):
+        if not self.rules.is_read(content):
             raise SkipSample
         return sample if content is sample.content else replace(sample, content=content)
 

@@ -74,7 +74,7 @@ class TrainingSample:
     """Seed of a generated video's initial noise."""
     reference_CTHW: Tensor | None = None
     """The clip that its text, an instruction, changes into this one (`megadit prepare edits`)."""
-    given_text_LE: Tensor | None = None
+    image_text_LE: Tensor | None = None
     """Features of a caption that leaves out what the conditioning shows, used in the place of `text_LE` with it."""
     frames: Frames | None = None
     """Frames of the clip encoded as images, for conditioning besides its own latents."""

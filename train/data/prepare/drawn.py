@@ -37,7 +37,7 @@ class Chunk:
     video_BCTHW: Tensor
     captions: list[str]
     fps: float
-    given_captions: list[str] | None = None
+    image_captions: list[str] | None = None
     """Captions of samples whose conditioning frames already show the rest."""
 
 
@@ -46,7 +46,7 @@ class Drawing(NamedTuple):
 
     video_BCTHW: Tensor
     captions: list[str]
-    given_captions: list[str] | None = None
+    image_captions: list[str] | None = None
     """See `Chunk`."""
 
 
@@ -146,15 +146,15 @@ def draw_chunks(drawn: Drawn, num_clips: int, num_images: int, num_val: int, see
 def write_chunk(writer: DatasetWriter, chunk: Chunk, latents_BCTHW: Tensor) -> None:
     """Adds samples of one size, whose latents are these, with the features of their captions."""
     text = writer.text_encoder.encode(chunk.captions)
-    given_text: list[Tensor | None] = [None] * len(chunk.keys)
-    if chunk.given_captions is not None:
-        features = writer.text_encoder.encode(chunk.given_captions)
+    image_text: list[Tensor | None] = [None] * len(chunk.keys)
+    if chunk.image_captions is not None:
+        features = writer.text_encoder.encode(chunk.image_captions)
         pairs = zip(features.features_BLE, features.length_B.tolist(), strict=True)
-        given_text = [text_LE[:length] for text_LE, length in pairs]
+        image_text = [text_LE[:length] for text_LE, length in pairs]
     _, _, num_frames, height, width = chunk.video_BCTHW.shape
     lengths = text.length_B.tolist()
-    rows = zip(chunk.keys, latents_BCTHW, text.features_BLE, lengths, chunk.captions, given_text, strict=True)
-    for key, latent_CTHW, text_LE, length, caption, given_text_LE in rows:
+    rows = zip(chunk.keys, latents_BCTHW, text.features_BLE, lengths, chunk.captions, image_text, strict=True)
+    for key, latent_CTHW, text_LE, length, caption, image_text_LE in rows:
         writer.add(
             chunk.split,
             key,
@@ -165,7 +165,7 @@ def write_chunk(writer: DatasetWriter, chunk: Chunk, latents_BCTHW: Tensor) -> N
             height=height,
             width=width,
             fps=chunk.fps,
-            given_text_LE=given_text_LE,
+            image_text_LE=image_text_LE,
         )
 
 

@@ -5,7 +5,7 @@
 
 A table (CSV, JSONL, Parquet) names both files and the instruction in each row; InstructPix2Pix's folders (arXiv
 2211.09800) hold `prompt.json` and pairs `SEED_0.jpg`, `SEED_1.jpg`. Both are cut alike, the first video as long as the
-second. Recipes train on them with `data.given=[edit:1.0]`.
+second. Recipes train on them with `data.conditioning=[edit:1.0]`.
 
 Under torchrun the ranks share the shards; killed at any moment, the same command goes on and leaves the same bytes.
 """
@@ -32,7 +32,7 @@ from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 from megadit.train.data.ingest.clips.decode import fit_image, read_frames, read_image, read_timeline
 from megadit.train.data.ingest.plan import Kind, Settings, Source
 from megadit.train.data.ingest.sources.rows import read_table
-from megadit.train.data.ingest.workers import Part, Team, join_team
+from megadit.train.data.ingest.workers import Shard, Workers, join_workers
 from megadit.train.data.prepare.requests import begin, count_samples, missing_shards
 from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
 
@@ -66,7 +66,7 @@ class EditsOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
+class Edit:
     """One edit."""
 
     key: str
@@ -89,7 +89,7 @@ def command(argv: list[str]) -> int:
     )
     tokenizer, text_encoder = load_tokenizer(options.tokenizer), load_text_encoder(options.text_encoder)
     tokenizer.latent_shape(1, *options.size)  # refuses sizes before anything is written
-    pairs = list(list_pairs(options.source))
+    pairs = list(list_edits(options.source))
     if not pairs:
         raise UserError(f"{options.source} holds no pair: a table needs columns {', '.join(COLUMNS)}")
     splits = {"val": [], "train": []}
@@ -97,29 +97,29 @@ def command(argv: list[str]) -> int:
         splits["val" if int(pair.key, 16) / 2**64 < options.val_share else "train"].append(pair)
     if not splits["train"]:
         splits = {"train": splits["val"], "val": []}
-    with join_team(Part()) as team:
-        if team.is_first:
+    with join_workers(Shard()) as workers:
+        if workers.is_first:
             request = _request(options, pairs, tokenizer, text_encoder)
             begin(options.out, REQUEST_FILE, request, overwrite=options.overwrite)
-        team.wait()
+        workers.wait()
         if not is_prepared(options.out):
-            refused = _write(options, splits, tokenizer, text_encoder, team)
-            team.wait()
+            refused = _write(options, splits, tokenizer, text_encoder, workers)
+            workers.wait()
             for reason, count in refused.most_common():
                 print(f"left out {count} pairs: {reason}")
-            if team.is_first:
+            if workers.is_first:
                 counts = {split: count_samples(options.out, split) for split in ("train", "val")}
                 if not counts["train"]:
                     raise UserError(f"{options.source}: no pair can be used; see above")
                 write_encoders(options.out, tokenizer, text_encoder)
                 describe_dataset(options.out, tokenizer, text_encoder, counts)
-        if team.is_first:
-            print(f"{options.out}: train on it with data.given=[edit:1.0] and model.given_sigma=0.02")
+        if workers.is_first:
+            print(f"{options.out}: train on it with data.conditioning=[edit:1.0] and model.conditioning_sigma=0.02")
     return 0
 
 
 def _request(
-    options: EditsOptions, pairs: list[Pair], tokenizer: VideoTokenizer, text_encoder: TextEncoder
+    options: EditsOptions, pairs: list[Edit], tokenizer: VideoTokenizer, text_encoder: TextEncoder
 ) -> dict[str, Any]:
     named = "\n".join(sorted(f"{pair.key} {pair.instruction}" for pair in pairs))
     return {
@@ -136,7 +136,7 @@ def _request(
 # ------------------------------------------------------------------------------------------------------------- pairs
 
 
-def list_pairs(source: Path) -> Iterator[Pair]:
+def list_edits(source: Path) -> Iterator[Edit]:
     """The pairs of a table, or of a folder in InstructPix2Pix's layout.
 
     Raises:
@@ -154,10 +154,10 @@ def list_pairs(source: Path) -> Iterator[Pair]:
             columns = ", ".join(COLUMNS[missing[0]])
             raise UserError(f"row {number} of {source} has no {missing[0]}: name the column one of {columns}")
         paths = {name: inner_path(source.parent, found[name], follow_links=True) for name in ("before", "after")}
-        yield _pair(source.parent, paths["before"], paths["after"], found["instruction"])
+        yield _edit(source.parent, paths["before"], paths["after"], found["instruction"])
 
 
-def _published(folder: Path) -> Iterator[Pair]:
+def _published(folder: Path) -> Iterator[Edit]:
     for prompt_file in sorted(folder.glob("*/prompt.json")):
         prompt = read_json(prompt_file)
         instruction = prompt.get("edit") if isinstance(prompt, dict) else None
@@ -166,13 +166,13 @@ def _published(folder: Path) -> Iterator[Pair]:
         for before in sorted(prompt_file.parent.glob("*_0.*")):
             after = before.with_name(before.name.replace("_0.", "_1."))
             if after.is_file():
-                yield _pair(folder, before, after, instruction)
+                yield _edit(folder, before, after, instruction)
 
 
-def _pair(root: Path, before: Path, after: Path, instruction: str) -> Pair:
+def _edit(root: Path, before: Path, after: Path, instruction: str) -> Edit:
     name = "\n".join(path.relative_to(root).as_posix() for path in (before, after)) + f"\n{instruction}"
     key = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    return Pair(key=key, before=before, after=after, instruction=instruction)
+    return Edit(key=key, before=before, after=after, instruction=instruction)
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -180,26 +180,26 @@ def _pair(root: Path, before: Path, after: Path, instruction: str) -> Pair:
 
 def _write(
     options: EditsOptions,
-    splits: dict[str, list[Pair]],
+    splits: dict[str, list[Edit]],
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder,
-    team: Team,
+    workers: Workers,
 ) -> Counter[str]:
     """Writes the shards of this rank that are not there yet; why pairs were left out."""
     refused: Counter[str] = Counter()
     todo = {
         path: [pairs[number] for number in numbers]
         for split, pairs in splits.items()
-        for path, numbers in missing_shards(options.out, split, len(pairs), SHARD_SIZE, team).items()
+        for path, numbers in missing_shards(options.out, split, len(pairs), SHARD_SIZE, workers).items()
     }
-    with Progress(sum(map(len, todo.values())), "encoding pairs", enabled=team.is_first) as bar:
+    with Progress(sum(map(len, todo.values())), "encoding pairs", enabled=workers.is_first) as bar:
         for path, pairs in todo.items():
             write_members(path, _members(pairs, options, tokenizer, text_encoder, refused, bar))
     return refused
 
 
 def _members(
-    pairs: Iterable[Pair],
+    pairs: Iterable[Edit],
     options: EditsOptions,
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder,
@@ -223,7 +223,7 @@ def _members(
         bar.advance()
 
 
-def _decode(pair: Pair, options: EditsOptions, tokenizer: VideoTokenizer) -> tuple[np.ndarray, np.ndarray, float]:
+def _decode(pair: Edit, options: EditsOptions, tokenizer: VideoTokenizer) -> tuple[np.ndarray, np.ndarray, float]:
     """Both clips, uint8 THWC, equally long, and their frames per second (0 for images)."""
     settings = replace(Settings(), fps=options.fps)
     files = [Source(name=path.name, kind=pair.kind, path=str(path)) for path in (pair.before, pair.after)]

@@ -28,12 +28,12 @@ from megadit.infer.pipeline.results import checkpoint_fingerprint
 from megadit.infer.sampling.resolve import latent_size, resolve_settings
 from megadit.infer.sampling.samplers import settings_randomness
 from megadit.models.bundle import Bundle
-from megadit.models.diffusion.settings import OF_PROMPTS, UNCHANGED, GivenSettings, SamplingSettings
+from megadit.models.diffusion.settings import OF_PROMPTS, PartialSettings, SamplingSettings
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
-from megadit.train.data.ingest.workers import Part, Team, join_team
+from megadit.train.data.ingest.workers import Shard, Workers, join_workers
 from megadit.train.data.prepare.requests import begin, missing_shards
 from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
 
@@ -85,8 +85,8 @@ class PriorOptions:
     device: str = setting("auto", "device: auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
     dtype: str = setting("float32", "precision of the network (default: {default})", metavar="NAME")
     overwrite: bool = setting(False, "replace a finished folder")
-    settings: GivenSettings = group(
-        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=(*OF_PROMPTS, "churn")
+    settings: PartialSettings = group(
+        PartialSettings, "settings of sampling (default: those of the checkpoint)", only=(*OF_PROMPTS, "churn")
     )
 
 
@@ -113,11 +113,6 @@ class Prior:
             "seed": self.seed,
             "settings": settings,
         }
-
-
-def _with_all_settings(request: dict[str, Any]) -> dict[str, Any]:
-    """Complete the request of an earlier version with settings added since."""
-    return {**request, "settings": UNCHANGED | request["settings"]}
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -156,25 +151,25 @@ def _prepare(argv: list[str], purpose: Purpose) -> int:
     )
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     latent_size(prior.settings, bundle.config, tokenizer)  # refuses sizes before anything is written
-    with join_team(Part()) as team:
-        if team.is_first:
+    with join_workers(Shard()) as workers:
+        if workers.is_first:
             request = prior.request(bundle)
-            begin(options.out, purpose.request_file, request, overwrite=options.overwrite, as_of_now=_with_all_settings)
-        team.wait()
+            begin(options.out, purpose.request_file, request, overwrite=options.overwrite)
+        workers.wait()
         if not is_prepared(options.out):
             pipeline = TextToVideo.from_pretrained(
                 bundle,
-                device=str(team.device) if options.device == "auto" else options.device,
+                device=str(workers.device) if options.device == "auto" else options.device,
                 dtype=options.dtype,
                 tokenizer=tokenizer,
                 text_encoder=text_encoder,
             )
-            write_shards(options.out, pipeline, prior, team)
-            team.wait()
-            if team.is_first:
+            write_shards(options.out, pipeline, prior, workers)
+            workers.wait()
+            if workers.is_first:
                 write_encoders(options.out, tokenizer, text_encoder)
                 describe_dataset(options.out, tokenizer, text_encoder, {"train": prior.count, "val": 0})
-        if team.is_first:
+        if workers.is_first:
             print(f"{options.out}: {prior.count} samples; {purpose.next}")
     return 0
 
@@ -200,10 +195,10 @@ def _prompts(options: PriorOptions) -> list[str]:
     return prompts
 
 
-def write_shards(out: Path, pipeline: TextToVideo, prior: Prior, team: Team) -> None:
+def write_shards(out: Path, pipeline: TextToVideo, prior: Prior, workers: Workers) -> None:
     """Writes the shards of this rank that are not there yet, each whole or not at all."""
-    missing = missing_shards(out, "train", prior.count, SHARD_SIZE, team)
-    with Progress(sum(map(len, missing.values())), "making samples", enabled=team.is_first) as bar:
+    missing = missing_shards(out, "train", prior.count, SHARD_SIZE, workers)
+    with Progress(sum(map(len, missing.values())), "making samples", enabled=workers.is_first) as bar:
         for path, numbers in missing.items():
             write_members(path, _members(pipeline, prior, numbers, bar))
 

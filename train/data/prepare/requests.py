@@ -5,13 +5,12 @@ Killed at any moment, the same command goes on and leaves the same bytes; anothe
 
 import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.train.data.ingest.workers import Team
+from megadit.train.data.ingest.workers import Workers
 
 
 def begin(
@@ -20,9 +19,8 @@ def begin(
     request: dict[str, Any],
     *,
     overwrite: bool,
-    as_of_now: Callable[[dict[str, Any]], dict[str, Any]] = lambda stored: stored,
 ) -> None:
-    """Record the request in `file`, unless it was recorded before; `as_of_now` converts records of earlier versions.
+    """Record the request in `file`, unless it was recorded before.
 
     Raises:
         UserError: if something else lies there.
@@ -31,7 +29,7 @@ def begin(
     if overwrite and path.is_file():
         shutil.rmtree(out)
     if path.is_file():
-        if as_of_now(read_json(path)) != request:
+        if read_json(path) != request:
             raise UserError(f"{out} holds samples of another request; give another folder, or --overwrite")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and was not begun by this command; give another folder, or remove it")
@@ -40,11 +38,11 @@ def begin(
         write_json(path, request)
 
 
-def missing_shards(out: Path, split: str, count: int, size: int, team: Team) -> dict[Path, range]:
+def missing_shards(out: Path, split: str, count: int, size: int, workers: Workers) -> dict[Path, range]:
     """The shards of this rank that are not there yet, each with the numbers of its samples."""
     numbers = {
         out / f"{split}-{shard:06d}.tar": range(shard * size, min(count, (shard + 1) * size))
-        for shard in team.mine(-(-count // size))
+        for shard in workers.mine(-(-count // size))
     }
     return {path: of_shard for path, of_shard in numbers.items() if not path.exists()}
 

@@ -23,10 +23,9 @@ from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import Progress
-from megadit.train.demos import contact_sheets as figures
+from megadit.train.demos import contact_sheets as contact_sheets
 from megadit.train.demos.contact_sheets import spread
-from megadit.train.demos.digits import classifier as judge
-from megadit.train.demos.digits import score, subject
+from megadit.train.demos.digits import classifier, score, subject
 from megadit.train.demos.digits.data import Attributes, random_attributes, random_captions
 from megadit.train.demos.stages import Stage, check_base, run_stages, summary_of_seconds, write_blend
 
@@ -123,13 +122,13 @@ def _generate(demo: AdapterDemo) -> None:
     pipeline = TextToVideo.from_pretrained(demo.bundle, device="cpu")
     words = [subject.caption(each, demo.word) for each in demo.subject_attributes]
     captions = score.heldout_captions(demo.class_attributes)
-    wanted = [(f"subject_{name}", words, guidance) for name, guidance in GUIDANCE.items()]
-    wanted += [("class", captions, None)]
-    with Progress(len(MODELS) * sum(len(prompts) for _, prompts, _ in wanted), "generating clips") as bar:
+    runs = [(f"subject_{name}", words, guidance) for name, guidance in GUIDANCE.items()]
+    runs += [("class", captions, None)]
+    with Progress(len(MODELS) * sum(len(prompts) for _, prompts, _ in runs), "generating clips") as bar:
         for model in MODELS:
             adapters = {} if model == "before" else {str(demo.adapter(model)): 1.0}
             clips = {}
-            for name, prompts, guidance in wanted:
+            for name, prompts, guidance in runs:
                 videos = pipeline(
                     prompts, seeds=list(range(len(prompts))), guidance=guidance, batch_size=48, adapters=adapters
                 )
@@ -141,8 +140,8 @@ def _generate(demo: AdapterDemo) -> None:
 
 def _score(demo: AdapterDemo) -> None:
     tokenizer = Bundle.open(demo.bundle).load_tokenizer()
-    round_trip = judge.round_trip(tokenizer)
-    reader = judge.load_or_train_reader(demo.out / judge.FILE, round_trip, tokenizer.fingerprint())
+    round_trip = classifier.round_trip(tokenizer)
+    reader = classifier.load_or_train_reader(demo.out / classifier.FILE, round_trip, tokenizer.fingerprint())
     knows_subject = subject.train_subject_reader(round_trip)
     result: dict[str, Any] = {"word": demo.word, "guidance": GUIDANCE}
     num_shown = SUBJECT_CLIPS * subject.NUM_CLIPS
@@ -175,11 +174,11 @@ def _draw(demo: AdapterDemo) -> None:
         f"they never showed; digits kept: {kept:.0%} with the prior, {lost:.0%} without ({before:.0%} before)"
     )
     sheet = [
-        figures.SheetRow(caption=prompt if model == "before" else "", video_CTHW=clip, is_right={}, note=model)
+        contact_sheets.SheetRow(caption=prompt if model == "before" else "", video_CTHW=clip, is_right={}, note=model)
         for prompt, model, clip in rows
     ]
     by_model = [row for model in MODELS for row in sheet if row.note == model]
-    figures.contact_sheet(demo.out / "before_and_after.png", by_model, title=title, columns=len(MODELS))
+    contact_sheets.contact_sheet(demo.out / "before_and_after.png", by_model, title=title, columns=len(MODELS))
 
 
 STAGES = (
@@ -205,7 +204,7 @@ STAGES = (
         _generate,
         lambda demo: [demo.clips(model) for model in MODELS],
     ),
-    Stage("score", "judge them", _score, lambda demo: [demo.out / "score.json"]),
+    Stage("score", "classify them", _score, lambda demo: [demo.out / "score.json"]),
     Stage("figures", "draw them side by side", _draw, lambda demo: [demo.out / "before_and_after.png"]),
 )
 

@@ -24,8 +24,8 @@ from megadit.models.shared.progress import Progress
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.train.demos.digits.data import COLOURS, DIGITS, DIRECTIONS, Attributes, draw_clips, random_attributes
 
-FILE = "judge.safetensors"
-"""File name of the judge in the folder of a demo."""
+FILE = "classifier.safetensors"
+"""File name of the classifier in the folder of a demo."""
 NONE = -1
 """The verdict where a frame shows no ink, a colour that has no name here, or a clip that goes nowhere."""
 
@@ -71,7 +71,7 @@ def train_reader(
     """Trains the network on frames of real clips of training glyphs.
 
     Args:
-        round_trip: encodes and decodes clips (BCTHW in [-1, 1]) as generated ones are decoded, so that the judge
+        round_trip: encodes and decodes clips (BCTHW in [-1, 1]) as generated ones are decoded, so that the classifier
             reads digits and not the traces of compression. Half of the clips go through it.
         draw_other: draws clips (BCTHW) of a shape that is no digit, in the colours and directions of attributes: one
             more class, of one clip in eleven.
@@ -113,7 +113,7 @@ def _fit(
 ) -> None:
     optimizer = torch.optim.AdamW(reader.parameters(), lr=5e-3, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=num_steps)
-    with Progress(num_steps, "training the judge", enabled=show_progress) as bar:
+    with Progress(num_steps, "training the classifier", enabled=show_progress) as bar:
         for _ in range(num_steps):
             clip = torch.randint(len(digit_B), (BATCH_SIZE,), generator=generator)
             frame = torch.randint(stroke_BTHW.shape[1], (BATCH_SIZE,), generator=generator)
@@ -133,7 +133,7 @@ def round_trip(tokenizer: VideoTokenizer) -> Callable[[Tensor], Tensor]:
 
 
 def load_or_train_reader(path: Path, round_trip: Callable[[Tensor], Tensor], fingerprint: str) -> DigitReader:
-    """The judge's network, kept in a safetensors file; trained anew if it was trained on another tokenizer's clips."""
+    """The classifier in a safetensors file; trained anew if it was trained on another tokenizer's clips."""
     recipe = f"{fingerprint} clips={NUM_TRAINING_CLIPS} steps={NUM_TRAINING_STEPS} crop={CROP_SIZE}"
     if path.exists():
         with safe_open(path, framework="pt") as stored:
@@ -147,23 +147,22 @@ def load_or_train_reader(path: Path, round_trip: Callable[[Tensor], Tensor], fin
     return reader
 
 
-def judge_file(beside: Path, out: Path, tokenizer: VideoTokenizer) -> Path:
-    """Path of the judge in the folder of the bundle `beside`; if there is none, of one trained for its tokenizer, in
-    `out`."""
-    if (found := beside.parent / FILE).exists():
+def classifier_file(bundle: Path, out: Path, tokenizer: VideoTokenizer) -> Path:
+    """Path of the classifier in the folder of a bundle; or of one trained for its tokenizer, in `out`."""
+    if (found := bundle.parent / FILE).exists():
         return found
     load_or_train_reader(out / FILE, round_trip(tokenizer), tokenizer.fingerprint())
     return out / FILE
 
 
 def load_reader(path: Path) -> DigitReader:
-    """The judge's network in a safetensors file."""
+    """The classifier's network in a safetensors file."""
     reader = DigitReader().eval().requires_grad_(False)
     reader.load_state_dict(load_file(path))
     return reader
 
 
-def judge(reader: DigitReader, video_BCTHW: Tensor) -> Verdicts:
+def classify(reader: DigitReader, video_BCTHW: Tensor) -> Verdicts:
     """Judge what each clip (BCTHW in [-1, 1]) shows."""
     stroke_BTHW = strokes(video_BCTHW)
     return Verdicts(

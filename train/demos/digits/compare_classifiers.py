@@ -1,4 +1,4 @@
-"""Comparison of the demo's judge with a ViT of clips, on the same clips of writers that neither has seen.
+"""Comparison of the demo's classifier with a ViT of clips, on the same clips of writers that neither has seen.
 
     python -m megadit.train.demos.digits.compare_classifiers runs/vit_digits_clips
 
@@ -20,12 +20,11 @@ from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
-from megadit.train.demos.digits import classifier as judge
-from megadit.train.demos.digits import score
+from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import DIGITS, FPS, Attributes
 from megadit.train.demos.digits.samples import DIGITS as DRAWN
 
-PARTS = "digit", "colour", "direction"
+ATTRIBUTES = "digit", "colour", "direction"
 NUM_TIMED = 48
 """Clips judged at once where the time of one is taken."""
 NUM_REPEATS = 9
@@ -37,15 +36,19 @@ Right = Callable[[Tensor, Sequence[Attributes]], dict[str, Tensor]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
     bundle: str = setting(help="bundle of a ViT of clips, or the folder of its run", positional=True, metavar="BUNDLE")
-    num_clips: int = setting(judge.NUM_TRAINING_CLIPS, "clips that the demo's judge is trained on ({default})", low=1)
-    num_steps: int = setting(judge.NUM_TRAINING_STEPS, "training steps of the demo's judge ({default})", low=1)
+    num_clips: int = setting(
+        classifier.NUM_TRAINING_CLIPS, "clips that the demo's classifier is trained on ({default})", low=1
+    )
+    num_steps: int = setting(
+        classifier.NUM_TRAINING_STEPS, "training steps of the demo's classifier ({default})", low=1
+    )
 
 
-def by_reader(reader: judge.DigitReader) -> Right:
+def by_reader(reader: classifier.DigitReader) -> Right:
     """Digit and colour by the majority of frames."""
 
     def right(video_BTHWC: Tensor, attributes: Sequence[Attributes]) -> dict[str, Tensor]:
-        verdicts = judge.judge(reader, video_BTHWC.permute(0, 4, 1, 2, 3).float() / 127.5 - 1)
+        verdicts = classifier.classify(reader, video_BTHWC.permute(0, 4, 1, 2, 3).float() / 127.5 - 1)
         found = score.frames_and_clips_right(verdicts, attributes)
         most = {name: found[name].float().mean(1) > 0.5 for name in ("digit", "colour")}
         return most | {"direction": found["direction"]}
@@ -72,7 +75,7 @@ def by_classifier(classifier: Classifier) -> Right:
 def shares(right: Right, video_BTHWC: Tensor, attributes: Sequence[Attributes]) -> dict[str, float]:
     """Shares of the clips, 0..1, in which each of `PARTS` is right, and `all` of them."""
     found = right(video_BTHWC, attributes)
-    found["all"] = torch.stack([found[name] for name in PARTS]).all(0)
+    found["all"] = torch.stack([found[name] for name in ATTRIBUTES]).all(0)
     return {name: is_right_B.float().mean().item() for name, is_right_B in found.items()}
 
 
@@ -93,23 +96,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> None:
     options = read_options(
-        CompareOptions, argv, prog="compare_judges", description="The demo's judge beside a ViT of clips."
+        CompareOptions, argv, prog="compare_classifiers", description="The demo's classifier beside a ViT of clips."
     )
-    judges = {"vit": by_classifier(Classifier(open_any_bundle(options.bundle)))}
-    round_trip = judge.round_trip(DRAWN.fit_tokenizer(0))
+    classifiers = {"vit": by_classifier(Classifier(open_any_bundle(options.bundle)))}
+    round_trip = classifier.round_trip(DRAWN.fit_tokenizer(0))
     start = time.perf_counter()
     asked = {"num_clips": options.num_clips, "num_steps": options.num_steps, "show_progress": False}
-    judges["demo"] = by_reader(judge.train_reader(round_trip, **asked))
+    classifiers["demo"] = by_reader(classifier.train_reader(round_trip, **asked))
     print(f"demo: trained in {time.perf_counter() - start:.1f} s")
     attributes = [each for some in score.scored_attributes() for each in some]
     drawn_BCTHW = score.real_clips(attributes)
     for name, video_BCTHW in {"as drawn": drawn_BCTHW, "round trip": round_trip(drawn_BCTHW)}.items():
         video_BTHWC = ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1).contiguous()
-        for of, right in judges.items():
+        for of, right in classifiers.items():
             found = shares(right, video_BTHWC, attributes)
-            told = ", ".join(f"{part} {share:.1%}" for part, share in found.items())
-            print(f"{of}, {len(attributes)} clips {name}: {told}")
-    for of, right in judges.items():
+            rows = ", ".join(f"{part} {share:.1%}" for part, share in found.items())
+            print(f"{of}, {len(attributes)} clips {name}: {rows}")
+    for of, right in classifiers.items():
         for count in (1, NUM_TIMED):
             taken = seconds_of_a_clip(right, video_BTHWC[:count], attributes[:count])
             print(f"{of}, {count} at once: {1000 * taken:.2f} ms a clip")

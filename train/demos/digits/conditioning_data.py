@@ -23,12 +23,12 @@ CHUNK = 500
 FRAMES = keyframe_places(digits.NUM_FRAMES, 2)
 """Frames of a clip that are encoded as images besides, for `last_frame` and `keyframes`."""
 NEUTRAL_WORDINGS = (
-    "a digit moving {pace} {way}",
-    "something moving {way} {pace}",
-    "a digit that slides {pace} {way}",
-    "the digit moves {way} {pace}",
-    "it drifts {pace} {way}",
-    "a video of a digit drifting {way} {pace}",
+    "a digit moving {pace} {direction}",
+    "something moving {direction} {pace}",
+    "a digit that slides {pace} {direction}",
+    "the digit moves {direction} {pace}",
+    "it drifts {pace} {direction}",
+    "a video of a digit drifting {direction} {pace}",
 )
 """Captions of clips without the digit and its colour."""
 INSTRUCTIONS = {
@@ -42,14 +42,18 @@ INSTRUCTIONS = {
 def neutral_caption(attributes: Attributes, generator: torch.Generator) -> str:
     """A caption that names neither digit nor colour; the pace is said in half of them."""
     paces = ("", digits.PACES[attributes.speed])
-    choices = list(product(NEUTRAL_WORDINGS, digits.WAYS[attributes.direction], paces))
-    wording, way, pace = choices[_draw(len(choices), generator)]
-    return " ".join(wording.format(way=way, pace=pace).split())
+    choices = list(product(NEUTRAL_WORDINGS, digits.DIRECTION_WORDINGS[attributes.direction], paces))
+    wording, direction, pace = choices[_draw(len(choices), generator)]
+    return " ".join(wording.format(direction=direction, pace=pace).split())
 
 
 def change(attributes: Attributes, name: str, generator: torch.Generator) -> tuple[Attributes, str]:
     """The attributes after an edit of `name`, and an instruction that asks for it."""
-    values = {"colour": list(digits.COLOURS), "digit": list(range(len(digits.DIGITS))), "direction": list(digits.WAYS)}
+    values = {
+        "colour": list(digits.COLOURS),
+        "digit": list(range(len(digits.DIGITS))),
+        "direction": list(digits.DIRECTION_WORDINGS),
+    }
     others = [value for value in values[name] if value != getattr(attributes, name)]
     value = others[_draw(len(others), generator)]
     wordings = INSTRUCTIONS[name]
@@ -60,14 +64,14 @@ def change(attributes: Attributes, name: str, generator: torch.Generator) -> tup
 def _word(name: str, value: str | int, generator: torch.Generator) -> str:
     if name == "digit":
         return (digits.DIGITS[value], str(value))[_draw(2, generator)]
-    return digits.WAYS[value][_draw(2, generator)] if name == "direction" else value
+    return digits.DIRECTION_WORDINGS[value][_draw(2, generator)] if name == "direction" else value
 
 
 def _draw(count: int, generator: torch.Generator) -> int:
     return int(torch.randint(count, (1,), generator=generator))
 
 
-def draw_pairs(
+def draw_edit_pairs(
     before: Sequence[Attributes], after: Sequence[Attributes], split: digits.Split, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Clips before and after edits, BCTHW in [-1, 1] each: on one path, and of one glyph unless the digit differs."""
@@ -77,7 +81,7 @@ def draw_pairs(
     return clips, digits.draw_clips(after, split, generator)
 
 
-def write_given(
+def write_conditioning(
     out: Path,
     bundle: Bundle,
     *,
@@ -86,7 +90,7 @@ def write_given(
     num_val: int = NUM_VAL,
     seed: int = 0,
 ) -> None:
-    """A data set for the recipe `digits_given`, by the encoders of the model that goes on learning."""
+    """A data set for the recipe `digits_conditioned`, by the encoders of the model that goes on learning."""
     generator = torch.Generator().manual_seed(seed + 2)
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     with (
@@ -119,8 +123,8 @@ def _write_clips(writer: DatasetWriter, split: str, numbers: range, generator: t
         encode_frames(writer.tokenizer.encode, clips, FRAMES).half(),
         strict=True,
     )
-    for key, latent, text, given_text_LE, frames in rows:
-        _add(writer, split, key, latent, text, given_text_LE=given_text_LE, frames=Frames(frames, times))
+    for key, latent, text, image_text_LE, frames in rows:
+        _add(writer, split, key, latent, text, image_text_LE=image_text_LE, frames=Frames(frames, times))
 
 
 def _write_edits(writer: DatasetWriter, split: str, numbers: range, generator: torch.Generator) -> None:
@@ -129,14 +133,16 @@ def _write_edits(writer: DatasetWriter, split: str, numbers: range, generator: t
     after, instructions = zip(
         *(change(each, name, generator) for each, name in zip(before, names, strict=True)), strict=True
     )
-    sources, results = draw_pairs(before, after, "train", generator)
+    sources, results = draw_edit_pairs(before, after, "train", generator)
     keys = [f"{split}-edit-{number:06d}" for number in numbers]
     latents = zip(_latents(writer, results), _latents(writer, sources), strict=True)
     for key, (latent, source), row in zip(keys, latents, _texts(writer, list(instructions)), strict=True):
         _add(writer, split, key, latent, row, reference_CTHW=source)
 
 
-def _add(writer: DatasetWriter, split: str, key: str, latent_CTHW: Tensor, text: tuple[str, Tensor], **given) -> None:
+def _add(
+    writer: DatasetWriter, split: str, key: str, latent_CTHW: Tensor, text: tuple[str, Tensor], **conditioning
+) -> None:
     caption, text_LE = text
     writer.add(
         split,
@@ -148,7 +154,7 @@ def _add(writer: DatasetWriter, split: str, key: str, latent_CTHW: Tensor, text:
         height=digits.FRAME_SIZE,
         width=digits.FRAME_SIZE,
         fps=digits.FPS,
-        **given,
+        **conditioning,
     )
 
 

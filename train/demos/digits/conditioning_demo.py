@@ -1,6 +1,6 @@
-"""`megadit demo-given`: the demo's model is trained further with conditioning by frames, clips, masks and edits.
+"""`megadit demo-conditioning`: the demo's model is trained further with conditioning by frames, clips, masks and edits.
 
-megadit demo-given                # from the bundle of `megadit demo`, into runs/demo-given
+megadit demo-conditioning                # from the bundle of `megadit demo`, into runs/demo-conditioning
 """
 
 import sys
@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megadit.infer.conditioning.items import GivenVideo, Media
+from megadit.infer.conditioning.items import ConditioningItem, Media
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.progress import Progress
-from megadit.train.demos import contact_sheets as figures
-from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos import contact_sheets as contact_sheets
+from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits import conditioning_data as given_data
 from megadit.train.demos.digits import conditioning_score as given_score
-from megadit.train.demos.digits import score
 from megadit.train.demos.digits.conditioning_score import generate, neutral_captions, pixels, video_of
 from megadit.train.demos.digits.data import Attributes
 from megadit.train.demos.stages import (
@@ -37,7 +36,7 @@ GRID_SCALES = (1.0, 1.5, 2.0, 3.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenDemo(FollowingDemo):
+class ConditioningDemo(FollowingDemo):
     """The folder of this demo and what goes into it."""
 
     @property
@@ -48,20 +47,20 @@ class GivenDemo(FollowingDemo):
 # --- stages -------------------------------------------------------------------------------------------------------
 
 
-def _prepare(demo: GivenDemo) -> None:
-    given_data.write_given(demo.dataset, Bundle.open(demo.base))
+def _prepare(demo: ConditioningDemo) -> None:
+    given_data.write_conditioning(demo.dataset, Bundle.open(demo.base))
 
 
-def _settings(demo: GivenDemo) -> list[str]:
+def _settings(demo: ConditioningDemo) -> list[str]:
     steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
     return [f"checkpoint.init_from={demo.base}", f"train.seed={demo.seed}", *steps]
 
 
-def _score(demo: GivenDemo) -> None:
+def _score(demo: ConditioningDemo) -> None:
     """Score the network on each conditioning mode, and the base, which is held to a first frame while sampling."""
     attributes, pipeline = demo.attributes, TextToVideo.from_pretrained(demo.bundle, device="cpu")
     base, clips = TextToVideo.from_pretrained(demo.base, device="cpu"), score.real_clips(demo.attributes)
-    reader = judge.load_reader(judge.judge_file(demo.base, demo.out, pipeline.tokenizer))
+    reader = classifier.load_reader(classifier.classifier_file(demo.base, demo.out, pipeline.tokenizer))
     measures = {
         "first_frame": lambda: given_score.first_frame(pipeline, reader, attributes, clips),
         "first_frame_overwritten": lambda: given_score.first_frame(base, reader, attributes, clips),
@@ -87,10 +86,10 @@ def _score(demo: GivenDemo) -> None:
     write_json(demo.out / "score.json", result)
 
 
-def _draw(demo: GivenDemo) -> None:
+def _draw(demo: ConditioningDemo) -> None:
     """Draw one row for each mode: the conditioning, then the result."""
     pipeline = TextToVideo.from_pretrained(demo.bundle, device="cpu")
-    chosen = figures.spread(range(len(demo.attributes)), 3)
+    chosen = contact_sheets.spread(range(len(demo.attributes)), 3)
     rows = [row for place in chosen for row in _rows(pipeline, demo.attributes[place], seed=place)]
     found = read_json(demo.out / "score.json")
     title = (
@@ -98,30 +97,40 @@ def _draw(demo: GivenDemo) -> None:
         f"{found['first_frame']['digit']:.0%} (overwriting: {found['first_frame_overwritten']['digit']:.0%}); "
         f"instructions obeyed: {found['edits']['obeyed']:.0%}"
     )
-    figures.contact_sheet(demo.out / "given.png", rows, title=title, columns=len(chosen))
+    contact_sheets.contact_sheet(demo.out / "given.png", rows, title=title, columns=len(chosen))
     _draw_scales(demo, pipeline)
 
 
-def _rows(pipeline: TextToVideo, attributes: Attributes, seed: int) -> list[figures.SheetRow]:
+def _rows(pipeline: TextToVideo, attributes: Attributes, seed: int) -> list[contact_sheets.SheetRow]:
     (clip,) = pixels(score.real_clips([attributes], seed))
     (caption,) = neutral_captions([attributes], seed)
     after, (instruction,), source = given_score.draw_edits([attributes], seed)
     mask = np.zeros((1, *clip.shape[1:3]), dtype=bool)
-    mask[:, :, given_score.HALF :] = True
+    mask[:, :, given_score.MIDDLE :] = True
     hidden = np.where(mask[..., None], np.uint8(60), clip)
     still = np.zeros_like(clip)
     cases: list[tuple[str, str, Media, np.ndarray]] = [
-        ("first frame", caption, (GivenVideo(frames=clip[:1], use="first_frame"),), _only(clip, still, slice(0, 1))),
-        ("last frame", caption, (GivenVideo(frames=clip[-1:], use="last_frame"),), _only(clip, still, slice(-1, None))),
-        ("continuation", caption, (GivenVideo(frames=clip[:5], use="prefix"),), _only(clip, still, slice(0, 5))),
-        ("inpainting", caption, (GivenVideo(frames=clip, use="inpaint", mask=mask),), hidden),
-        ("edit", instruction, (GivenVideo(frames=pixels(source)[0], use="edit"),), pixels(source)[0]),
+        (
+            "first frame",
+            caption,
+            (ConditioningItem(frames=clip[:1], kind="first_frame"),),
+            _only(clip, still, slice(0, 1)),
+        ),
+        (
+            "last frame",
+            caption,
+            (ConditioningItem(frames=clip[-1:], kind="last_frame"),),
+            _only(clip, still, slice(-1, None)),
+        ),
+        ("continuation", caption, (ConditioningItem(frames=clip[:5], kind="prefix"),), _only(clip, still, slice(0, 5))),
+        ("inpainting", caption, (ConditioningItem(frames=clip, kind="inpaint", mask=mask),), hidden),
+        ("edit", instruction, (ConditioningItem(frames=pixels(source)[0], kind="edit"),), pixels(source)[0]),
     ]
     found = []
     for name, prompt, media, shown in cases:
         made = generate(pipeline, [prompt], [media])[0]
-        found.append(figures.SheetRow(caption=prompt, video_CTHW=video_of([shown])[0], is_right={}, note=name))
-        found.append(figures.SheetRow(caption="", video_CTHW=made, is_right={}, note=""))
+        found.append(contact_sheets.SheetRow(caption=prompt, video_CTHW=video_of([shown])[0], is_right={}, note=name))
+        found.append(contact_sheets.SheetRow(caption="", video_CTHW=made, is_right={}, note=""))
     return found
 
 
@@ -131,11 +140,11 @@ def _only(clip: np.ndarray, still: np.ndarray, shown: slice) -> np.ndarray:
     return frames
 
 
-def _draw_scales(demo: GivenDemo, pipeline: TextToVideo) -> None:
+def _draw_scales(demo: ConditioningDemo, pipeline: TextToVideo) -> None:
     """One edit at every pair of scales: text from left to right, the clip from top to bottom."""
     _, (instruction,), source = given_score.draw_edits([demo.attributes[len(demo.attributes) // 3]])
     rows = [
-        figures.SheetRow(
+        contact_sheets.SheetRow(
             caption=instruction,
             video_CTHW=_edited(pipeline, instruction, source, by_text, by_clip),
             is_right={},
@@ -145,7 +154,7 @@ def _draw_scales(demo: GivenDemo, pipeline: TextToVideo) -> None:
         for by_clip in GRID_SCALES
     ]
     title = "one clip, one instruction: guidance by the text grows to the right, guidance by the clip downwards"
-    figures.contact_sheet(demo.out / "edit_scales.png", rows, title=title, columns=len(GRID_SCALES))
+    contact_sheets.contact_sheet(demo.out / "edit_scales.png", rows, title=title, columns=len(GRID_SCALES))
 
 
 def _edited(pipeline: TextToVideo, instruction: str, source: Tensor, by_text: float, by_clip: float) -> Tensor:
@@ -155,7 +164,7 @@ def _edited(pipeline: TextToVideo, instruction: str, source: Tensor, by_text: fl
 
 STAGES = (
     Stage("prepare", "draw clips with frames to give, and clips to edit", _prepare, lambda demo: [demo.dataset]),
-    *training_stages("digits_given", "from the demo's model", _settings),
+    *training_stages("digits_conditioned", "from the demo's model", _settings),
     Stage("score", "give it frames, clips, masks and instructions", _score, lambda demo: [demo.out / "score.json"]),
     Stage(
         "figures",
@@ -170,13 +179,13 @@ STAGES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `megadit demo-given`; returns its exit code."""
+    """Runs `megadit demo-conditioning`; returns its exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
     description = "Teaches the demo's model to take first and last frames, clips, masks and instructions."
-    demo = following_demo(GivenDemo, argv, name="demo-given", description=description)
+    demo = following_demo(ConditioningDemo, argv, name="demo-conditioning", description=description)
     seconds = run_stages(demo, STAGES)
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'given.png'} and {demo.out / 'edit_scales.png'}.")

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.infer.conditioning.items import GivenVideo, Media
+from megadit.infer.conditioning.items import ConditioningItem, Media
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.windows import stream_windows
 from megadit.train.demos.digits import data as digits
-from megadit.train.demos.digits.classifier import DigitReader, Verdicts, centres_of_mass, judge, strokes
-from megadit.train.demos.digits.conditioning_data import INSTRUCTIONS, change, draw_pairs, neutral_caption
+from megadit.train.demos.digits.classifier import DigitReader, Verdicts, centres_of_mass, classify, strokes
+from megadit.train.demos.digits.conditioning_data import INSTRUCTIONS, change, draw_edit_pairs, neutral_caption
 from megadit.train.demos.digits.data import Attributes, load_glyphs
 from megadit.train.demos.digits.score import frames_and_clips_right, heldout_captions, real_clips, score
 
@@ -25,7 +25,7 @@ GUIDANCE = 2.0
 """Guidance scale with conditioning: less than for text alone, which has everything to say."""
 LONG, BACK = 65, {"left": "right", "right": "left", "up": "down", "down": "up"}
 """Frames of a continuation, and where a digit goes in the next window, so that it stays in view."""
-HALF = digits.FRAME_SIZE // 2
+MIDDLE = digits.FRAME_SIZE // 2
 
 
 def pixels(video_BCTHW: Tensor) -> np.ndarray:
@@ -33,11 +33,11 @@ def pixels(video_BCTHW: Tensor) -> np.ndarray:
     return ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1).numpy()
 
 
-def generate(pipeline: TextToVideo, prompts: Sequence[str], given: Sequence[Media], **settings) -> Tensor:
+def generate(pipeline: TextToVideo, prompts: Sequence[str], conditioning: Sequence[Media], **settings) -> Tensor:
     """Clips, BCTHW in [-1, 1], of the seeds 0, 1, ..."""
     settings = {"guidance": GUIDANCE} | settings
     seeds = list(range(len(prompts)))
-    results = pipeline(list(prompts), seeds=seeds, given=list(given), batch_size=BATCH, **settings)
+    results = pipeline(list(prompts), seeds=seeds, conditioning=list(conditioning), batch_size=BATCH, **settings)
     return video_of([result.video for result in results])
 
 
@@ -68,7 +68,7 @@ def after_first(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[A
 
     `digit` and `colour` by the majority of the later frames; `every_frame`: the digit in each of them.
     """
-    verdicts = judge(reader, video_BCTHW)
+    verdicts = classify(reader, video_BCTHW)
     later = Verdicts(verdicts.digit_BT[:, 1:], verdicts.colour_BT[:, 1:], verdicts.direction_B)
     right = frames_and_clips_right(later, attributes)
     found = {
@@ -89,8 +89,8 @@ def first_frame(
 
 def make_from_first(pipeline: TextToVideo, attributes: Sequence[Attributes], clips: Tensor, **settings) -> Tensor:
     """Clips, BCTHW, of the same attributes from the first frames of `clips`, BCTHW."""
-    given = [(GivenVideo(frames=frames[:1], use="first_frame"),) for frames in pixels(clips)]
-    return generate(pipeline, neutral_captions(attributes), given, **settings)
+    conditioning = [(ConditioningItem(frames=frames[:1], kind="first_frame"),) for frames in pixels(clips)]
+    return generate(pipeline, neutral_captions(attributes), conditioning, **settings)
 
 
 def neutral_captions(attributes: Sequence[Attributes], seed: int = 0) -> list[str]:
@@ -101,9 +101,9 @@ def neutral_captions(attributes: Sequence[Attributes], seed: int = 0) -> list[st
 def last_frame(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes]) -> dict:
     """`off`: pixels between the centres of the last frame made and the one asked for; `floor`: the tokenizer's."""
     clips = real_clips(attributes)
-    given = [(GivenVideo(frames=frames[-1:], use="last_frame"),) for frames in pixels(clips)]
+    conditioning = [(ConditioningItem(frames=frames[-1:], kind="last_frame"),) for frames in pixels(clips)]
     captions = neutral_captions(attributes)
-    made, free = generate(pipeline, captions, given), generate(pipeline, captions, [()] * len(captions))
+    made, free = generate(pipeline, captions, conditioning), generate(pipeline, captions, [()] * len(captions))
     decoded = pipeline.tokenizer.decode(pipeline.tokenizer.encode(clips))
     off = {name: _off(video, clips) for name, video in (("off", made), ("off_without", free), ("floor", decoded))}
     return {"digit": after_first(reader, made, attributes)["digit"], **off}
@@ -125,9 +125,9 @@ def continuation(
     frames, generator = pixels(real_clips(attributes)), torch.Generator().manual_seed(0)
     stories = []
     for each in attributes:
-        ways = [each.direction, BACK[each.direction]] * (LONG // 8)
-        captions = [neutral_caption(replace(each, direction=way), generator) for way in ways]
-        instructions = [f"let it move {digits.WAYS[way][0]}" for way in ways]
+        directions = [each.direction, BACK[each.direction]] * (LONG // 8)
+        captions = [neutral_caption(replace(each, direction=direction), generator) for direction in directions]
+        instructions = [f"let it move {digits.DIRECTION_WORDINGS[direction][0]}" for direction in directions]
         stories.append([captions[0], *(instructions if keep_first else captions)[1:]])
     windows = stream_windows(
         pipeline,
@@ -136,13 +136,13 @@ def continuation(
         total_frames=LONG,
         keep_first=keep_first,
         seeds=[1000 * place for place in range(len(stories))],
-        given=[(GivenVideo(frames=clip[:1], use="first_frame"),) for clip in frames],
+        conditioning=[(ConditioningItem(frames=clip[:1], kind="first_frame"),) for clip in frames],
         batch_size=BATCH,
     )
     long = video_of([np.concatenate(parts) for parts in zip(*windows, strict=True)])
     shares = {}
     for name, part in (("all_frames", long[:, :, 1:]), ("last_8", long[:, :, -8:])):
-        right = frames_and_clips_right(judge(reader, part), attributes)
+        right = frames_and_clips_right(classify(reader, part), attributes)
         shares[name] = (right["digit"].float().mean(1) > 0.5) & (right["colour"].float().mean(1) > 0.5)
     return {name: round(share.float().mean().item(), 4) for name, share in shares.items()}
 
@@ -151,11 +151,11 @@ def inpainting(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[
     """The right half is made anew: the digit of the left half, its colour and motion; `kept`: error of the left."""
     clips = real_clips(attributes)
     mask = np.zeros((1, digits.FRAME_SIZE, digits.FRAME_SIZE), dtype=bool)
-    mask[:, :, HALF:] = True
-    given = [(GivenVideo(frames=frames, use="inpaint", mask=mask),) for frames in pixels(clips)]
-    made = generate(pipeline, neutral_captions(attributes), given)
+    mask[:, :, MIDDLE:] = True
+    conditioning = [(ConditioningItem(frames=frames, kind="inpaint", mask=mask),) for frames in pixels(clips)]
+    made = generate(pipeline, neutral_captions(attributes), conditioning)
     decoded = pipeline.tokenizer.decode(pipeline.tokenizer.encode(video_of(pixels(clips)))).clamp(-1, 1)
-    error = (made - decoded)[..., :HALF].abs().max().item() * 127.5
+    error = (made - decoded)[..., :MIDDLE].abs().max().item() * 127.5
     scored = score(reader, made, attributes)
     return {name: scored[name] for name in ("digit", "colour", "direction", "all")} | {"kept_within": round(error, 2)}
 
@@ -165,7 +165,7 @@ class Edited(NamedTuple):
 
     obeyed_B: Tensor
     """bool: the clip shows what its instruction names."""
-    kept_BN: Tensor
+    fixed_BN: Tensor
     """bool: it shows what its instruction does not name."""
     distance_B: Tensor
     """Mean difference of pixels in [-1, 1] from the clip before."""
@@ -176,7 +176,7 @@ class Edited(NamedTuple):
 def edited(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], **settings) -> Edited:
     after, instructions, sources = draw_edits(attributes)
     made = make_edits(pipeline, instructions, sources, **settings)
-    right = frames_and_clips_right(judge(reader, made), after)
+    right = frames_and_clips_right(classify(reader, made), after)
     shows = {
         "digit": right["digit"].float().mean(1) > 0.5,
         "colour": right["colour"].float().mean(1) > 0.5,
@@ -185,7 +185,7 @@ def edited(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attr
     named = [list(INSTRUCTIONS)[place % len(INSTRUCTIONS)] for place in range(len(attributes))]
     return Edited(
         obeyed_B=torch.stack([shows[name][place] for place, name in enumerate(named)]),
-        kept_BN=torch.stack(
+        fixed_BN=torch.stack(
             [torch.stack([shows[other][i] for other in shows if other != name]) for i, name in enumerate(named)]
         ),
         distance_B=(made - video_of(pixels(sources))).abs().flatten(1).mean(1),
@@ -199,16 +199,16 @@ def edits(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attri
     `distance` is the mean of `Edited.distance_B`, `within` half of its 95 % interval.
     """
     found = edited(pipeline, reader, attributes, **settings)
-    means = {"obeyed": found.obeyed_B, "kept": found.kept_BN, "distance": found.distance_B}
+    means = {"obeyed": found.obeyed_B, "kept": found.fixed_BN, "distance": found.distance_B}
     shares = {name: value.float().mean().item() for name, value in means.items()}
-    shares["within"] = half_interval(found.distance_B)
+    shares["within"] = interval_95(found.distance_B)
     for name in INSTRUCTIONS:
         is_named_B = torch.tensor([each == name for each in found.named])
         shares[name] = found.obeyed_B[is_named_B].float().mean().item()
     return {name: round(value, 4) for name, value in shares.items()}
 
 
-def half_interval(value_B: Tensor) -> float:
+def interval_95(value_B: Tensor) -> float:
     """Half of the 95 % interval of the mean."""
     return 1.96 * value_B.float().std().item() / len(value_B) ** 0.5
 
@@ -229,7 +229,7 @@ def edit_scales(
     for name, value_SB in (("text_{}_obeyed", obeyed_SB), ("clip_{}_distance", distance_SB)):
         for scale, value_B in zip(scales, value_SB, strict=True):
             found[name.format(f"{scale:g}")] = round(value_B.mean().item(), 4)
-            found[f"{name[:5]}{scale:g}_within"] = round(half_interval(value_B), 4)
+            found[f"{name[:5]}{scale:g}_within"] = round(interval_95(value_B), 4)
     return found | {"text_is_monotone": rises(obeyed_SB), "clip_is_monotone": rises(-distance_SB)}
 
 
@@ -240,8 +240,8 @@ def rises(value_SB: Tensor) -> bool:
     intervals are those of differences between values of the same clip.
     """
     whole_B, steps = value_SB[-1] - value_SB[0], value_SB.diff(dim=0)
-    has_fallen = any(step_B.mean().item() < -half_interval(step_B) for step_B in steps)
-    return not has_fallen and whole_B.mean().item() > half_interval(whole_B)
+    has_fallen = any(step_B.mean().item() < -interval_95(step_B) for step_B in steps)
+    return not has_fallen and whole_B.mean().item() > interval_95(whole_B)
 
 
 def draw_edits(attributes: Sequence[Attributes], seed: int = 0) -> tuple[list[Attributes], list[str], Tensor]:
@@ -251,14 +251,14 @@ def draw_edits(attributes: Sequence[Attributes], seed: int = 0) -> tuple[list[At
         change(each, list(INSTRUCTIONS)[place % len(INSTRUCTIONS)], generator) for place, each in enumerate(attributes)
     ]
     after = [each for each, _ in changes]
-    sources, _ = draw_pairs(attributes, after, "heldout", generator)
+    sources, _ = draw_edit_pairs(attributes, after, "heldout", generator)
     return after, [words for _, words in changes], sources
 
 
 def make_edits(pipeline: TextToVideo, instructions: Sequence[str], sources: Tensor, **settings) -> Tensor:
     """Clips, BCTHW, that instructions make of `sources`, BCTHW."""
-    given = [(GivenVideo(frames=frames, use="edit"),) for frames in pixels(sources)]
-    return generate(pipeline, instructions, given, **settings)
+    conditioning = [(ConditioningItem(frames=frames, kind="edit"),) for frames in pixels(sources)]
+    return generate(pipeline, instructions, conditioning, **settings)
 
 
 def text_to_video(

@@ -112,14 +112,14 @@ def seen_combinations() -> list[Attributes]:
 
 
 CLIP_WORDINGS = (
-    "a {colour} {digit} moving {pace} {way}",
-    "a {digit} in {colour} moving {way} {pace}",
-    "a {colour} {digit} that slides {pace} {way}",
-    "the {colour} digit {digit} moves {way} {pace}",
-    "the digit {digit} in {colour} drifts {pace} {way}",
-    "the number {digit} coloured {colour} goes {way} {pace}",
-    "{colour} {digit} {pace} sliding {way}",
-    "a video of a {colour} {digit} drifting {way} {pace}",
+    "a {colour} {digit} moving {pace} {direction}",
+    "a {digit} in {colour} moving {direction} {pace}",
+    "a {colour} {digit} that slides {pace} {direction}",
+    "the {colour} digit {digit} moves {direction} {pace}",
+    "the digit {digit} in {colour} drifts {pace} {direction}",
+    "the number {digit} coloured {colour} goes {direction} {pace}",
+    "{colour} {digit} {pace} sliding {direction}",
+    "a video of a {colour} {digit} drifting {direction} {pace}",
 )
 IMAGE_WORDINGS = (
     "a {colour} {digit}",
@@ -129,7 +129,7 @@ IMAGE_WORDINGS = (
     "a picture of a {colour} {digit}",
     "{colour} {digit}",
 )
-WAYS = {
+DIRECTION_WORDINGS = {
     "left": ("left", "to the left"),
     "right": ("right", "to the right"),
     "up": ("up", "upwards"),
@@ -147,11 +147,11 @@ def captions(attributes: Attributes, split: Split) -> tuple[str, ...]:
     """
     digit_words = (DIGITS[attributes.digit], str(attributes.digit))
     wordings = IMAGE_WORDINGS if attributes.direction is None else CLIP_WORDINGS
-    ways = ("",) if attributes.direction is None else WAYS[attributes.direction]
+    directions = ("",) if attributes.direction is None else DIRECTION_WORDINGS[attributes.direction]
     paces = ("",) if attributes.speed is None else ("", PACES[attributes.speed])
     worded = (
-        _tidy(wording.format(digit=digit, colour=attributes.colour, way=way, pace=pace))
-        for wording, digit, way, pace in product(wordings, digit_words, ways, paces)
+        _tidy(wording.format(digit=digit, colour=attributes.colour, direction=direction, pace=pace))
+        for wording, digit, direction, pace in product(wordings, digit_words, directions, paces)
     )
     return tuple(caption for caption in worded if _is_heldout(caption) == (split == "heldout"))
 
@@ -162,7 +162,8 @@ def attributes_in(prompt: str) -> Attributes | None:
     digit = next((number for number, name in enumerate(DIGITS) if {name, str(number)} & set(words)), None)
     colour = next((colour for colour in COLOURS if colour in words), None)
     direction = next(
-        (way for way, wordings in WAYS.items() if {each.split()[-1] for each in wordings} & set(words)), None
+        (name for name, wordings in DIRECTION_WORDINGS.items() if {each.split()[-1] for each in wordings} & set(words)),
+        None,
     )
     if digit is None or colour is None:
         return None
@@ -240,12 +241,12 @@ def draw_clips(attributes: Sequence[Attributes], split: Split, generator: torch.
 def draw_images(attributes: Sequence[Attributes], split: Split, generator: torch.Generator, *, zoom: int = 1) -> Tensor:
     """Images with these attributes, BCTHW of one frame, anywhere that a clip's digit may pass; `zoom` as above."""
     ink_BIJ = _choose_ink(attributes, split, generator)
-    way = torch.tensor(list(DIRECTIONS.values()))[
+    direction = torch.tensor(list(DIRECTIONS.values()))[
         torch.randint(len(DIRECTIONS), (len(attributes),), generator=generator)
     ]
     travelled = (torch.rand(len(attributes), 1, generator=generator) - 0.5) * (NUM_FRAMES - 1) * max(SPEEDS.values())
     middle_B2 = (torch.rand(len(attributes), 2, generator=generator) * 2 - 1) * MAX_OFF_CENTRE
-    return render_clips(ink_BIJ, attributes, middle_B2 + travelled * way, 1, zoom=zoom)
+    return render_clips(ink_BIJ, attributes, middle_B2 + travelled * direction, 1, zoom=zoom)
 
 
 def draw_glyphs(split: Split, index_B: Tensor, middle_B2: Tensor) -> tuple[Tensor, list[str]]:

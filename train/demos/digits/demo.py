@@ -22,14 +22,13 @@ from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.prepare.drawn import prepare_drawn
-from megadit.train.demos import contact_sheets as figures
+from megadit.train.demos import contact_sheets as contact_sheets
 from megadit.train.demos.clips import make_clips, read_clips, write_clips
-from megadit.train.demos.digits import classifier as judge
-from megadit.train.demos.digits import score
+from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import FPS, Attributes
 from megadit.train.demos.digits.evaluation import ALL_GUIDANCES, evaluate_bundle
 from megadit.train.demos.digits.samples import DIGITS
-from megadit.train.demos.stages import Stage, TrainingDemo, run_stages, summary_of_seconds, takes, training_stages
+from megadit.train.demos.stages import Stage, TrainingDemo, run_stages, seconds_of, summary_of_seconds, training_stages
 from megadit.train.monitoring.curves import MetricsFile, training_curves
 
 MP4_ZOOM = 8
@@ -112,9 +111,9 @@ def _write_videos(demo: Demo) -> None:
 
 def _score(demo: Demo) -> None:
     tokenizer = load_tokenizer(demo.dataset / "tokenizer")
-    round_trip = judge.round_trip(tokenizer)
-    reader = judge.load_or_train_reader(demo.out / judge.FILE, round_trip, tokenizer.fingerprint())
-    score.write_judge(demo.out / score.JUDGE_DIR, demo.out / judge.FILE)
+    round_trip = classifier.round_trip(tokenizer)
+    reader = classifier.load_or_train_reader(demo.out / classifier.FILE, round_trip, tokenizer.fingerprint())
+    score.write_scorer(demo.out / score.SCORER_DIR, demo.out / classifier.FILE)
     seen, unseen = demo.attributes
     clips = read_clips(demo.generated)
     result = score.score(reader, clips[: len(seen)], seen)
@@ -127,16 +126,16 @@ def _score(demo: Demo) -> None:
 def _evaluate(demo: Demo) -> None:
     seen, _ = demo.attributes
     clips = load_file(demo.generated)["video_BCTHW"][: len(seen)]
-    evaluate_bundle(demo.evaluation, Bundle.open(demo.bundle), demo.out / judge.FILE, clips, seen, demo.guidances)
+    evaluate_bundle(demo.evaluation, Bundle.open(demo.bundle), demo.out / classifier.FILE, clips, seen, demo.guidances)
 
 
-def _draw_figures(demo: Demo) -> None:
+def _draw_plots(demo: Demo) -> None:
     clips, attributes, captions = _showcase(demo)
-    reader = judge.load_reader(demo.out / judge.FILE)
-    verdicts = score.frames_and_clips_right(judge.judge(reader, clips), attributes)
+    reader = classifier.load_reader(demo.out / classifier.FILE)
+    verdicts = score.frames_and_clips_right(classifier.classify(reader, clips), attributes)
     unseen = {a.combination for a in demo.attributes[1]}
     rows = [
-        figures.SheetRow(
+        contact_sheets.SheetRow(
             caption=caption,
             video_CTHW=clip_CTHW,
             is_right={name: verdicts[name][i].float().mean().item() > 0.5 for name in ("digit", "colour", "direction")},
@@ -149,7 +148,7 @@ def _draw_figures(demo: Demo) -> None:
         f"{result['all']:.0%} of {result['num_clips']} clips show digit, colour and direction of their caption; "
         f"{result['unseen_combinations']['all']:.0%} where training never saw the three together (unseen)"
     )
-    figures.contact_sheet(demo.out / "contact_sheet.png", rows, title=title)
+    contact_sheets.contact_sheet(demo.out / "contact_sheet.png", rows, title=title)
     records = MetricsFile(demo.training / "metrics.jsonl").read()
     training_curves(demo.out / "curves.png", records, title="training on handwritten digits")
 
@@ -164,7 +163,7 @@ STAGES = (
         "draw captioned clips and write them as shards",
         _prepare,
         lambda demo: [demo.dataset],
-        takes(1.1e-3, of=lambda demo: demo.size.num_clips + demo.size.num_images),
+        seconds_of(1.1e-3, of=lambda demo: demo.size.num_clips + demo.size.num_images),
     ),
     *training_stages("digits", "on Megatron-core", lambda demo: demo.size.overrides, is_timed=True),
     Stage(
@@ -172,23 +171,23 @@ STAGES = (
         "make a clip of each held-out caption",
         _generate,
         lambda demo: [demo.generated],
-        takes(0.12, of=_clips),
+        seconds_of(0.12, of=_clips),
     ),
-    Stage("videos", "write mp4 files", _write_videos, lambda demo: [demo.videos], takes(8)),
-    Stage("score", "judge every frame", _score, lambda demo: [demo.out / "score.json"], takes(30)),
+    Stage("videos", "write mp4 files", _write_videos, lambda demo: [demo.videos], seconds_of(8)),
+    Stage("score", "classify every frame", _score, lambda demo: [demo.out / "score.json"], seconds_of(30)),
     Stage(
         "evaluate",
         "measure distances from real clips, at several guidances",
         _evaluate,
         lambda demo: [demo.evaluation / "report.json"],
-        takes(0.035, of=lambda demo: _clips(demo) * len(demo.guidances)),
+        seconds_of(0.035, of=lambda demo: _clips(demo) * len(demo.guidances)),
     ),
     Stage(
         "figures",
         "draw the contact sheet and the curves",
-        _draw_figures,
+        _draw_plots,
         lambda demo: [demo.out / "contact_sheet.png", demo.out / "curves.png"],
-        takes(4),
+        seconds_of(4),
     ),
 )
 
@@ -199,7 +198,10 @@ STAGES = (
 def _showcase(demo: Demo) -> tuple[Tensor, list[Attributes], list[str]]:
     """Up to 24 clips to look at, evenly spread over those that are scored: 18 seen combinations, 6 unseen."""
     seen, unseen = demo.attributes
-    chosen = [*figures.spread(range(len(seen)), 18), *figures.spread(range(len(seen), len(seen) + len(unseen)), 6)]
+    chosen = [
+        *contact_sheets.spread(range(len(seen)), 18),
+        *contact_sheets.spread(range(len(seen), len(seen) + len(unseen)), 6),
+    ]
     attributes, captions = seen + unseen, score.heldout_captions(seen + unseen)
     return read_clips(demo.generated)[chosen], [attributes[i] for i in chosen], [captions[i] for i in chosen]
 

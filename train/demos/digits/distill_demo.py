@@ -1,7 +1,7 @@
 """`megadit demo-distill`: students of the demo's model that make a clip in four calls, two, or one.
 
 megadit demo-distill              # from the bundle of `megadit demo`, into runs/demo-distill
-megadit demo-distill --bundle runs/demo-given/bundle --out runs/distill-given    # a student that takes first frames
+megadit demo-distill --bundle runs/demo-conditioning/bundle --out runs/distill-image    # a student of first frames
 
 A model that takes given frames has a student of four calls alone: those of fewer learn from pairs of noise and clip, in
 which nothing is given.
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadit.infer.commands.tune_sampler import num_evaluations
+from megadit.infer.commands.tune_sampler import num_function_evaluations
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.metrics.distances import frechet, moments
 from megadit.infer.pipeline.pipeline import TextToVideo
@@ -28,8 +28,8 @@ from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.cli.command import run_command, run_module
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import Progress
-from megadit.train.demos import contact_sheets as figures
-from megadit.train.demos.digits import classifier as judge
+from megadit.train.demos import contact_sheets as contact_sheets
+from megadit.train.demos.digits import classifier as classifier_file
 from megadit.train.demos.digits import conditioning_score as given_score
 from megadit.train.demos.digits import score
 from megadit.train.demos.digits.data import Attributes
@@ -37,9 +37,9 @@ from megadit.train.demos.stages import FollowingDemo, Stage, following_demo, run
 from megadit.train.distill.check import spread, spread_within
 
 TEACHER = "teacher"
-TWENTY_EVALUATIONS = {"sampler": "euler", "num_steps": 10, "eta": 1.0}
+TWENTY_STEPS = {"sampler": "euler", "num_steps": 10, "eta": 1.0}
 """Sampler of the teacher, with guidance, whatever its bundle's defaults are."""
-PAIRS_OF_STEP = 8
+REGRESSION_MICRO_BATCH = 8
 """Pairs per training step where --steps asks for few, so that making them is not most of the time."""
 TWICE = 3
 """Stride of the scored captions with two clips each, whose difference is the diversity."""
@@ -60,13 +60,13 @@ class DistillDemo(FollowingDemo):
         return self.out / f"calls{calls}"
 
     @cached_property
-    def takes_first_frames(self) -> bool:
-        return "first_frame" in Bundle.open(self.base).takes
+    def has_first_frame(self) -> bool:
+        return "first_frame" in Bundle.open(self.base).conditionings
 
     @property
     def calls(self) -> tuple[int, ...]:
         """Function evaluations of each student."""
-        return (4,) if self.takes_first_frames else (4, 2, 1)
+        return (4,) if self.has_first_frame else (4, 2, 1)
 
     @property
     def models(self) -> dict[str, Path]:
@@ -76,11 +76,11 @@ class DistillDemo(FollowingDemo):
     def settings(self, name: str) -> SamplingSettings:
         """Sampling settings of a model."""
         defaults = Bundle.open(self.models[name]).defaults
-        return resolve_settings(defaults, **TWENTY_EVALUATIONS) if name == TEACHER else defaults
+        return resolve_settings(defaults, **TWENTY_STEPS) if name == TEACHER else defaults
 
     @cached_property
-    def judge(self) -> Path:
-        return judge.judge_file(self.base, self.out, Bundle.open(self.base).load_tokenizer())
+    def classifier_file(self) -> Path:
+        return classifier_file.classifier_file(self.base, self.out, Bundle.open(self.base).load_tokenizer())
 
     def clips(self, name: str) -> Path:
         return self.out / f"{name.replace(' ', '-')}.safetensors"
@@ -115,19 +115,19 @@ def _one(demo: DistillDemo) -> None:
 
 
 def _from_four(demo: DistillDemo) -> tuple[str, ...]:
-    pairs = [] if demo.steps is None else ["--num_pairs", str(PAIRS_OF_STEP * demo.steps)]
+    pairs = [] if demo.steps is None else ["--num_trajectories", str(REGRESSION_MICRO_BATCH * demo.steps)]
     return f"checkpoint.init_from={demo.student(4) / 'bundle'}", "--noise_scale", str(NOISE_SCALE), *pairs
 
 
 def _distill(demo: DistillDemo, calls: int, stage: str, *more: str) -> None:
     steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
-    recipe, own = ("digits_given", []) if demo.takes_first_frames else ("digits", ["data.keep=[image:0.1]"])
+    recipe, own = ("digits_conditioned", []) if demo.has_first_frame else ("digits", ["data.keep=[image:0.1]"])
     overrides = [*own, f"train.seed={demo.seed}", *steps, *more]
     run_module(
         "megadit.train.distill.command",
         *(str(demo.base), str(demo.student(calls)), *overrides, "--data", str(demo.base.parent / "dataset")),
         *("--stages", stage, "--calls", str(calls), "--recipe", recipe, "--nproc", str(demo.num_ranks)),
-        *("--extractors", str(demo.judge)),
+        *("--extractors", str(demo.classifier_file)),
     )
 
 
@@ -146,9 +146,9 @@ def _generate(demo: DistillDemo) -> None:
 
 
 def _score(demo: DistillDemo) -> None:
-    extractors = open_extractors(demo.judge, torch.device("cpu"))
+    extractors = open_extractors(demo.classifier_file, torch.device("cpu"))
     reader, seer = extractors[0].reader, next(each for each in extractors if each.sees == "clips")
-    round_trip = judge.round_trip(Bundle.open(demo.base).load_tokenizer())
+    round_trip = classifier_file.round_trip(Bundle.open(demo.base).load_tokenizer())
     real = _features(seer, _as_uint8(round_trip(score.real_clips(demo.seen))))
     found, count, digit_N = {}, len(demo.seen), torch.tensor([each.digit for each in demo.seen])
     of_real = spread_within(real[:, None], digit_N)
@@ -157,20 +157,20 @@ def _score(demo: DistillDemo) -> None:
         first, unseen, second = video_BCTHW.split([count, len(demo.unseen), len(range(0, count, TWICE))])
         made, again = _features(seer, first), _features(seer, second)
         found[name] = {
-            "evaluations": num_evaluations(demo.settings(name), Bundle.open(bundle).config),
+            "evaluations": num_function_evaluations(demo.settings(name), Bundle.open(bundle).config),
             "seen": score.score(reader, _as_float(first), demo.seen),
             "unseen": score.score(reader, _as_float(unseen), demo.unseen),
             "distance": frechet(moments(made[:, None]), moments(real[:, None])),
             "spread": spread(torch.cat([made[::TWICE], again])[:, None]),
             "spread_of_a_digit": spread_within(made[:, None], digit_N) / of_real if of_real else None,
-            **_given_first(demo, name, reader),
+            **_first_frame_scores(demo, name, reader),
         }
     write_json(demo.out / "score.json", found)
 
 
-def _given_first(demo: DistillDemo, name: str, reader: judge.DigitReader) -> dict[str, Any]:
+def _first_frame_scores(demo: DistillDemo, name: str, reader: classifier_file.DigitReader) -> dict[str, Any]:
     """Score a model on given first frames, where the teacher takes these."""
-    if not demo.takes_first_frames:
+    if not demo.has_first_frame:
         return {}
     pipeline, settings = TextToVideo.from_pretrained(demo.models[name], device="cpu"), demo.settings(name).to_dict()
     return {
@@ -193,18 +193,18 @@ def _as_float(video_BCTHW: Tensor) -> Tensor:
 
 def _draw(demo: DistillDemo) -> None:
     """Draw clips of the same prompts and noise, a column for each model."""
-    found, chosen = read_json(demo.out / "score.json"), figures.spread(range(len(demo.seen)), SHOWN)
+    found, chosen = read_json(demo.out / "score.json"), contact_sheets.spread(range(len(demo.seen)), SHOWN)
     captions, rows = score.heldout_captions(demo.seen), []
     for name in demo.models:
         video_BCTHW = _as_float(load_file(demo.clips(name))["video_BCTHW"])
         count = found[name]["evaluations"]
         note = f"{count} evaluation{'s' * (count > 1)}"
         rows += [
-            figures.SheetRow(caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=note)
+            contact_sheets.SheetRow(caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=note)
             for place in chosen
         ]
     title = f"the same prompts and noise: the teacher, and students of {', '.join(map(name_of, demo.calls))}"
-    figures.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(demo.models))
+    contact_sheets.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(demo.models))
 
 
 def _student_stage(calls: int, purpose: str, run: Any) -> Stage[DistillDemo]:
@@ -217,9 +217,11 @@ STUDENTS: dict[int, Stage[DistillDemo]] = {
     1: _student_stage(1, "and in one", _one),
 }
 """Stages of students, by their number of calls."""
-JUDGED: Sequence[Stage[DistillDemo]] = (
+SCORED: Sequence[Stage[DistillDemo]] = (
     Stage("generate", "make clips of held-out captions", _generate, lambda demo: [demo.clips(list(demo.models)[-1])]),
-    Stage("score", "judge every frame, and how various the clips are", _score, lambda demo: [demo.out / "score.json"]),
+    Stage(
+        "score", "classify every frame, and how various the clips are", _score, lambda demo: [demo.out / "score.json"]
+    ),
     Stage("figures", "draw the same prompts by all of them", _draw, lambda demo: [demo.out / "distilled.png"]),
 )
 
@@ -235,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     description = "Trains students of the demo's model that make a clip in four calls, two, or one."
     demo = following_demo(DistillDemo, argv, name="demo-distill", description=description)
-    seconds = run_stages(demo, [*(STUDENTS[calls] for calls in demo.calls), *JUDGED])
+    seconds = run_stages(demo, [*(STUDENTS[calls] for calls in demo.calls), *SCORED])
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'distilled.png'}.")
     print(
@@ -255,11 +257,11 @@ def summary_table(found: dict[str, Any]) -> str:
     of_teacher = found[TEACHER]
     for name, values in found.items():
         shares = [values[part][share] for part in ("seen", "unseen") for share in ("all", "every_frame")]
-        beside = [values[figure] / of_teacher[figure] for figure in ("distance", "spread")]
+        compared = [values[figure] / of_teacher[figure] for figure in ("distance", "spread")]
         of_digit = values.get("spread_of_a_digit")
         of_digit = "-" if of_digit is None else f"{of_digit:.2f}"
-        beside = f"{beside[0]:10.2f}{beside[1]:8.2f}{of_digit:>12}"
-        numbers = "".join(f"{share:8.1%}" for share in shares) + beside
+        compared = f"{compared[0]:10.2f}{compared[1]:8.2f}{of_digit:>12}"
+        numbers = "".join(f"{share:8.1%}" for share in shares) + compared
         if "first_frame" in values:
             numbers += f"   {values['first_frame']['digit']:18.1%}{values['first_frame']['every_frame']:8.1%}"
         lines.append(f"{name:12}{values['evaluations']:12}{numbers}")

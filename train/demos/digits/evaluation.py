@@ -1,4 +1,4 @@
-"""The demo's figures: distances between generated and real clips as the judge's network sees them, with intervals.
+"""The demo's figures: distances between generated and real clips as the classifier's network sees them, with intervals.
 
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """
@@ -15,7 +15,7 @@ from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.features import FeatureStore
 from megadit.infer.evaluate.generated import BundleMaker, Request, made_videos, make_videos
 from megadit.infer.evaluate.metrics.motion import MotionClips
-from megadit.infer.evaluate.metrics.scorer import JudgeScorer
+from megadit.infer.evaluate.metrics.scorer import ProgramScorer
 from megadit.infer.evaluate.report.show import write_report
 from megadit.infer.evaluate.videos import VideoSet, videos_in_memory
 from megadit.infer.evaluate.window import Window
@@ -38,10 +38,10 @@ def clip_set(label: str, video_BCTHW: Tensor, captions: Sequence[str]) -> VideoS
     return videos_in_memory(label, video_BCTHW.permute(0, 2, 3, 4, 1).contiguous().numpy(), captions, FPS)
 
 
-def judged_by(folder: Path, judge_file: Path, real: VideoSet, metrics: Sequence[str] = ()) -> Evaluation:
-    """Evaluation of digits: the judge's extractors, optical flow, and the judge itself."""
-    extractors = open_extractors(judge_file, torch.device("cpu"))
-    scorer = JudgeScorer(score.judge_of_prompts(judge_file), score.BETTER, extractors[0].fingerprint)
+def scored_by(folder: Path, classifier_file: Path, real: VideoSet, metrics: Sequence[str] = ()) -> Evaluation:
+    """Evaluation of digits: the classifier's extractors, optical flow, and the classifier itself."""
+    extractors = open_extractors(classifier_file, torch.device("cpu"))
+    scorer = ProgramScorer(score.scorer_of_prompts(classifier_file), score.BETTER, extractors[0].fingerprint)
     store = FeatureStore(folder / "features", WINDOW)
     return Evaluation(
         store=store, real=real, extractors=[*extractors, MotionClips()], scorers=[scorer], metrics=metrics
@@ -51,14 +51,14 @@ def judged_by(folder: Path, judge_file: Path, real: VideoSet, metrics: Sequence[
 def evaluate_bundle(
     out: Path,
     bundle: Bundle,
-    judge_file: Path,
+    classifier_file: Path,
     video_BCTHW: Tensor,
     attributes: Sequence[Attributes],
     guidances: Sequence[float] = ALL_GUIDANCES,
 ) -> None:
     """Writes the report of a digits bundle: its clips of `attributes` at its own guidance, and those at `guidances`.
 
-    Real clips are what the tokenizer leaves of them: the judge learnt to read such, and no network makes sharper ones.
+    Real clips are what the tokenizer leaves of them: the classifier learnt those, and no network makes sharper ones.
 
     Args:
         video_BCTHW: clips of the bundle's defaults that are there already (the seed of each its place), uint8 BCTHW.
@@ -69,12 +69,12 @@ def evaluate_bundle(
     for guidance in guidances:
         settings = resolve_settings(bundle.defaults, guidance=guidance)
         request = Request(maker=maker, prompts=captions, settings=settings)
-        make_videos(out / "videos", request, ALONE, told=True)
+        make_videos(out / "videos", request, ALONE, shows_progress=True)
         made.append(Candidate(model="demo", guidance=guidance, videos=made_videos(out / "videos", request, "demo")))
     made.sort(key=lambda candidate: candidate.guidance)
     real = clip_set("real clips", round_trip(bundle.load_tokenizer())(score.real_clips(attributes)), captions)
-    of = judged_by(out, judge_file, real)
+    of = scored_by(out, classifier_file, real)
     of = replace(of, metrics=of.possible(len(captions)))
-    of.look(made, ALONE)
-    figures = of.figures(made)
-    write_report(out, of, made, figures, differences(figures), {})
+    of.compute_features(made, ALONE)
+    metric_values = of.metric_values(made)
+    write_report(out, of, made, metric_values, differences(metric_values), {})

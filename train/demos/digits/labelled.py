@@ -124,7 +124,7 @@ def clip_label(attributes: digits.Attributes) -> str:
 
 
 def _all_shown() -> list[digits.Attributes]:
-    """All contents of clips, in the order of classes: a judge must also know those that the demo's training leaves
+    """All contents of clips, in the order of classes: a classifier must also know those that the demo's training leaves
     out."""
     return [
         digits.Attributes(digit=digit, colour=colour, direction=direction)

@@ -23,8 +23,7 @@ from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
 from megadit.models.shared.progress import Progress
-from megadit.train.demos.digits import classifier as judge
-from megadit.train.demos.digits import score
+from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import COLOURS, Attributes
 from megadit.train.monitoring.curves import BACKGROUND, FAINT, GRID, TEXT
 
@@ -43,7 +42,7 @@ class Bench:
     """Pipeline, judge and prompts of a measurement."""
 
     pipeline: TextToVideo
-    reader: judge.DigitReader
+    reader: classifier.DigitReader
     attributes: list[Attributes]
     captions: list[str]
 
@@ -79,8 +78,8 @@ def negative_prompt(bench: Bench, count: int) -> dict[str, Any]:
     red = list(COLOURS).index("red")
 
     def shares(**settings: Any) -> dict[str, float]:
-        colour_BT = judge.judge(bench.reader, bench.clips([""] * count, **settings)).colour_BT
-        matches = {"red": colour_BT == red, "coloured": colour_BT != judge.NONE}
+        colour_BT = classifier.classify(bench.reader, bench.clips([""] * count, **settings)).colour_BT
+        matches = {"red": colour_BT == red, "coloured": colour_BT != classifier.NONE}
         return {name: (is_BT.float().mean(1) > 0.5).float().mean().item() for name, is_BT in matches.items()}
 
     negative = [{"scale": scale, **shares(negative_prompt="red", guidance=scale)} for scale in NEGATIVE_SCALES]
@@ -102,14 +101,14 @@ def guidance(bench: Bench, weaker: str | None, bar: Progress) -> list[dict[str, 
     rows = []
     for scale in SCALES:
         for name, settings in kinds.items():
-            evaluations = _evaluations(bench, settings)
+            function_evaluations = _function_evaluations(bench, settings)
             right = bench.share_right(sampler="euler", guidance=scale, **settings)
-            rows.append({"guidance": name, "scale": scale, "evaluations": evaluations, **right})
+            rows.append({"guidance": name, "scale": scale, "evaluations": function_evaluations, **right})
             bar.advance(1, right=right["all"])
     return rows
 
 
-def _evaluations(bench: Bench, settings: dict[str, Any]) -> int:
+def _function_evaluations(bench: Bench, settings: dict[str, Any]) -> int:
     """Network evaluations of one video with guidance, by counting the rows that the network is asked for."""
     count, denoiser = 0, bench.pipeline.denoiser
 
@@ -148,17 +147,17 @@ def draw(path: Path, result: dict[str, list[dict[str, float]]]) -> None:
 
 
 def load_bench(demo: Path, count: int) -> Bench:
-    """The bundle, the judge and `count` scored captions, spread over all of them.
+    """The bundle, the classifier and `count` scored captions, spread over all of them.
 
     Raises:
         UserError: if `demo` is not what `make demo` leaves.
     """
-    weights = demo / judge.FILE
+    weights = demo / classifier.FILE
     if not weights.exists():
         raise UserError(
             f"{weights} does not exist: give the folder that `make demo` left, once it has scored its clips"
         )
-    reader = judge.DigitReader().eval().requires_grad_(False)
+    reader = classifier.DigitReader().eval().requires_grad_(False)
     reader.load_state_dict(load_file(weights))
     seen, _ = score.scored_attributes()
     if not 1 <= count <= len(seen):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.train.demos.digits.classifier import NONE, DigitReader, Verdicts, judge, load_reader
+from megadit.train.demos.digits.classifier import NONE, DigitReader, Verdicts, classify, load_reader
 from megadit.train.demos.digits.data import (
     COLOURS,
     DIRECTIONS,
@@ -43,7 +43,7 @@ def heldout_captions(attributes: Sequence[Attributes], seed: int = 0) -> list[st
 
 
 def real_clips(attributes: Sequence[Attributes], seed: int = 0) -> Tensor:
-    """Clips with these attributes of handwriting that neither training nor the judge saw, BCTHW in [-1, 1]."""
+    """Clips with these attributes of handwriting that neither training nor the classifier saw, BCTHW in [-1, 1]."""
     return draw_clips(attributes, "heldout", torch.Generator().manual_seed(seed))
 
 
@@ -55,12 +55,12 @@ def frames_and_clips_right(verdicts: Verdicts, attributes: Sequence[Attributes])
     move.
     """
     colours, directions = list(COLOURS), list(DIRECTIONS)
-    wanted_digit_B = torch.tensor([a.digit for a in attributes])
-    wanted_colour_B = torch.tensor([colours.index(a.colour) for a in attributes])
-    wanted_direction_B = torch.tensor([directions.index(a.direction) if a.direction else NONE for a in attributes])
-    digit_BT = verdicts.digit_BT == wanted_digit_B[:, None]
-    colour_BT = verdicts.colour_BT == wanted_colour_B[:, None]
-    direction_B = verdicts.direction_B == wanted_direction_B
+    expected_digit_B = torch.tensor([a.digit for a in attributes])
+    expected_colour_B = torch.tensor([colours.index(a.colour) for a in attributes])
+    expected_direction_B = torch.tensor([directions.index(a.direction) if a.direction else NONE for a in attributes])
+    digit_BT = verdicts.digit_BT == expected_digit_B[:, None]
+    colour_BT = verdicts.colour_BT == expected_colour_B[:, None]
+    direction_B = verdicts.direction_B == expected_direction_B
     all_B = _in_most_frames(digit_BT) & _in_most_frames(colour_BT) & direction_B
     return {"digit": digit_BT, "colour": colour_BT, "direction": direction_B, "all": all_B}
 
@@ -81,7 +81,7 @@ def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attribu
     `digit`: of frames. `colour`, `direction`, `all`: of clips, by the majority of frames. `every_frame`: of clips
     whose digit and colour are right in every single frame, and their direction: what a clip that morphs fails.
     """
-    right = frames_and_clips_right(judge(reader, video_BCTHW), attributes)
+    right = frames_and_clips_right(classify(reader, video_BCTHW), attributes)
     shares = {
         "digit": right["digit"],
         "colour": _in_most_frames(right["colour"]),
@@ -95,45 +95,44 @@ def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attribu
     }
 
 
-_JUDGE = '''"""The judge of digits, for a service, and for figures.
+_SCORER = '''"""The classifier of digits, for a service, and for figures.
 
-    megadit serve build-repository BUNDLE OUT --judge_dir THIS_FOLDER
-    megadit evaluate BUNDLE --real REAL --out OUT --judge_dir THIS_FOLDER
+    megadit serve build-repository BUNDLE OUT --scorer_dir THIS_FOLDER
+    megadit evaluate BUNDLE --real REAL --out OUT --scorer_dir THIS_FOLDER
 """
 
 from pathlib import Path
 
-from megadit.train.demos.digits.score import BETTER, judge_of_prompts
+from megadit.train.demos.digits.score import BETTER, scorer_of_prompts
 
-judge = judge_of_prompts(Path(__file__).with_name("judge.safetensors"))
+score = scorer_of_prompts(Path(__file__).with_name("classifier.safetensors"))
 '''
 """The program that `infer/hooks/scorer.py` runs."""
-JUDGE_DIR = "judge"
+SCORER_DIR = "scorer"
 """The folder of that program, beside a demo's bundle."""
 BETTER = {"all": "higher", "every_frame": "higher"}
 """Names of the scores that are metrics."""
 
 
-def write_judge(folder: Path, reader_file: Path) -> None:
-    """The folder of a judge by the network in a file, which it gets a copy of."""
+def write_scorer(folder: Path, reader_file: Path) -> None:
+    """The folder of a classifier by the network in a file, which it gets a copy of."""
     folder.mkdir(exist_ok=True)
-    shutil.copy(reader_file, folder / "judge.safetensors")
-    (folder / "judge.py").write_text(_JUDGE)
+    shutil.copy(reader_file, folder / "classifier.safetensors")
+    (folder / "scorer.py").write_text(_SCORER)
 
 
-def judge_of_prompts(path: Path) -> Callable[[np.ndarray, str], dict[str, float]]:
-    """The judge of a service, by the network in a file: of a video (uint8 THWC) the shares, 0..1, of frames whose digit
-    and colour are those of its prompt, and whether its direction, and all three, are right, the latter in every frame
-    too; nothing of other prompts.
+def scorer_of_prompts(path: Path) -> Callable[[np.ndarray, str], dict[str, float]]:
+    """A scorer of videos (uint8 THWC) by the classifier in a file: shares, 0..1, of frames with the prompt's digit and
+    colour, and whether its direction, and all three, are right, these in every frame too; {} for other prompts.
     """
     reader = load_reader(path)
 
     def scores(video_THWC: np.ndarray, prompt: str) -> dict[str, float]:
-        wanted = attributes_in(prompt)
-        if wanted is None:
+        expected = attributes_in(prompt)
+        if expected is None:
             return {}
         video_1CTHW = torch.from_numpy(video_THWC).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
-        right = frames_and_clips_right(judge(reader, video_1CTHW), [wanted])
+        right = frames_and_clips_right(classify(reader, video_1CTHW), [expected])
         right["every_frame"] = right_in_every_frame(right)
         return {name: share.float().mean().item() for name, share in right.items()}
 

@@ -1,4 +1,4 @@
-"""A made-up subject, a shape that is no digit: its ten clips, and a judge of clips that are to show it.
+"""A made-up subject, a shape that is no digit: its ten clips, and a classifier of clips that are to show it.
 
 Shapes: B clips, C colour channels, T/H/W frames, height, width, I/J rows and columns of a glyph.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megadit.models.bundle import Bundle
 from megadit.train.data.prepare.drawn import write_few
-from megadit.train.demos.digits.classifier import DigitReader, Verdicts, centred_crops, judge, strokes, train_reader
+from megadit.train.demos.digits.classifier import DigitReader, Verdicts, centred_crops, classify, strokes, train_reader
 from megadit.train.demos.digits.data import (
     COLOURS,
     DIGITS,
@@ -80,7 +80,7 @@ def write_subject(out: Path, bundle: Bundle, word: str, *, seed: int = 0) -> Non
 
 
 def train_subject_reader(round_trip: Callable[[Tensor], Tensor], *, show_progress: bool = True) -> DigitReader:
-    """The judge's network with an eleventh class, the subject."""
+    """The classifier's network with an eleventh class, the subject."""
     return train_reader(round_trip, draw_other=draw_subject, show_progress=show_progress)
 
 
@@ -89,7 +89,7 @@ def score_subject(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence
 
     `right`: most frames read as the subject, colour and direction are right. `strict`: most frames are also like it.
     """
-    verdicts: Verdicts = judge(reader, video_BCTHW)
+    verdicts: Verdicts = classify(reader, video_BCTHW)
     right_B = frames_and_clips_right(verdicts, attributes)["all"]
     strict_B = right_B & ((likeness(video_BCTHW) > LIKENESS).float().mean(1) > 0.5)
     return {"right": right_B.float().mean().item(), "strict": strict_B.float().mean().item()}

@@ -79,11 +79,11 @@ class Verdict:
 
 def relation(mover: Seen, other: Seen) -> str:
     """Position of `mover` seen from `other`."""
-    way = np.subtract(mover.middle_2, other.middle_2)
-    return max(RELATIONS, key=lambda name: float(np.dot(way, RELATIONS[name].way)))
+    direction = np.subtract(mover.middle_2, other.middle_2)
+    return max(RELATIONS, key=lambda name: float(np.dot(direction, RELATIONS[name].direction)))
 
 
-def judge(video_BCTHW: Tensor) -> list[Verdict]:
+def classify(video_BCTHW: Tensor) -> list[Verdict]:
     """Judge what each clip (BCTHW in [-1, 1]) shows."""
     return [Verdict(_things(video_CTHW)) for video_CTHW in (video_BCTHW + 1) / 2]
 
@@ -155,8 +155,8 @@ def _name_action(travel_2: Tensor, degrees: float, growth: float, recoloured: bo
     """The action of which most was done, None where it is less than half."""
     done = {"recolour": 0.9 * recoloured}
     for name, action in ACTIONS.items():
-        if action.way != (0, 0):
-            done[name] = float(travel_2 @ torch.tensor(action.way, dtype=torch.float32)) / FULL_SCALE["travel"]
+        if action.direction != (0, 0):
+            done[name] = float(travel_2 @ torch.tensor(action.direction, dtype=torch.float32)) / FULL_SCALE["travel"]
         elif action.degrees:
             done[name] = degrees / FULL_SCALE["degrees"]
         elif action.growth != 1:

@@ -53,7 +53,7 @@ class Action(NamedTuple):
     """Movement or change of a thing from the first frame to the last."""
 
     verbs: tuple[str, ...]
-    way: tuple[int, int] = (0, 0)
+    direction: tuple[int, int] = (0, 0)
     """Along (height, width)."""
     degrees: float = 0.0
     """Rotation, clockwise."""
@@ -65,10 +65,10 @@ class Action(NamedTuple):
 
 
 ACTIONS = {
-    "left": Action(("moves left", "slides left"), way=(0, -1)),
-    "right": Action(("moves right", "slides right"), way=(0, 1)),
-    "up": Action(("rises", "climbs"), way=(-1, 0)),
-    "down": Action(("falls", "sinks"), way=(1, 0)),
+    "left": Action(("moves left", "slides left"), direction=(0, -1)),
+    "right": Action(("moves right", "slides right"), direction=(0, 1)),
+    "up": Action(("rises", "climbs"), direction=(-1, 0)),
+    "down": Action(("falls", "sinks"), direction=(1, 0)),
     "turn": Action(("turns", "spins"), degrees=90.0, share=2),
     "grow": Action(("grows", "swells"), growth=1.8),
     "shrink": Action(("shrinks", "dwindles"), growth=1 / 1.8),
@@ -87,7 +87,7 @@ class Relation(NamedTuple):
     wordings: tuple[str, ...]
     one: str
     """Phrase in place of its name."""
-    way: tuple[int, int]
+    direction: tuple[int, int]
     """Along (height, width)."""
 
 
@@ -280,11 +280,11 @@ def draw_scenes(scenes: Sequence[Scene], generator: torch.Generator, num_frames:
 def _paint(video_BCTHW: Tensor, scenes: Sequence[Scene], place_B2: Tensor, size_B: Tensor, progress_T: Tensor) -> None:
     """Draws the thing of each scene that acts over a video in 0..1; `place_B2` is the middle of its way."""
     actions = [ACTIONS[scene.action] if scene.action else Action(()) for scene in scenes]
-    way_B2 = TRAVEL * torch.tensor([action.way for action in actions])
+    direction_B2 = TRAVEL * torch.tensor([action.direction for action in actions])
     growth_B1 = torch.tensor([[action.growth] for action in actions])
     covered_BTHW = draw_things(
         torch.tensor([list(GLYPHS).index(scene.shape) for scene in scenes]),
-        place_B2[:, None] + progress_T[:, None] * way_B2[:, None],
+        place_B2[:, None] + progress_T[:, None] * direction_B2[:, None],
         size_B[:, None] * growth_B1**progress_T,
         torch.tensor([[action.degrees] for action in actions]) * progress_T,
     )
@@ -298,9 +298,11 @@ def _paint(video_BCTHW: Tensor, scenes: Sequence[Scene], place_B2: Tensor, size_
 
 def _places(scenes: Sequence[Scene], generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Middles (height, width) of the way of the thing that acts, and of the other, from the middle of the frame."""
-    ways_B2 = torch.tensor([RELATIONS[s.relation].way if s.relation else (0, 0) for s in scenes]) * APART / 2
+    directions_B2 = (
+        torch.tensor([RELATIONS[s.relation].direction if s.relation else (0, 0) for s in scenes]) * APART / 2
+    )
     jitter_2B2 = (2 * torch.rand(2, len(scenes), 2, generator=generator) - 1) * JITTER
-    return ways_B2 + jitter_2B2[0], -ways_B2 + jitter_2B2[1]
+    return directions_B2 + jitter_2B2[0], -directions_B2 + jitter_2B2[1]
 
 
 def backgrounds(names: Iterable[str]) -> Tensor:

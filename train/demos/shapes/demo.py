@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megadit.infer.conditioning.items import GivenVideo
+from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.media.video_io import write_video
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.command import run_command, run_module
@@ -25,11 +25,11 @@ from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.train.data.prepare.drawn import prepare_drawn
-from megadit.train.demos import contact_sheets as figures
+from megadit.train.demos import contact_sheets as contact_sheets
 from megadit.train.demos.clips import make_clips, read_clips, wall, watchable, write_clips
 from megadit.train.demos.digits.classifier import round_trip
 from megadit.train.demos.shapes import edits, score, subject
-from megadit.train.demos.shapes.classifier import judge
+from megadit.train.demos.shapes.classifier import classify
 from megadit.train.demos.shapes.data import FPS, Scene, draw_scenes, neutral_caption
 from megadit.train.demos.shapes.samples import SHAPES
 from megadit.train.demos.stages import (
@@ -125,16 +125,17 @@ def _continue(demo: ShapesDemo) -> None:
     """Generate clips from first frames of real ones, and captions that name neither things nor colours."""
     scenes = _all(demo.scenes)
     frames = _pixels(real_clips(scenes)[:, :, :1])
-    given = [GivenVideo(frames=frame, use="first_frame") for frame in frames]
-    make_clips(demo.clips("first_frame"), demo.bundle, neutral_captions(scenes), given)
+    conditioning = [ConditioningItem(frames=frame, kind="first_frame") for frame in frames]
+    make_clips(demo.clips("first_frame"), demo.bundle, neutral_captions(scenes), conditioning)
 
 
 def _edit(demo: ShapesDemo) -> None:
     """Real clips, each told anew."""
     before, after = zip(*_all(demo.edited), strict=True)
-    given = [GivenVideo(frames=clip, strength=edits.STRENGTH) for clip in _pixels(real_clips(before))]
+    conditioning = [ConditioningItem(frames=clip, strength=edits.STRENGTH) for clip in _pixels(real_clips(before))]
     levels = {"sigmas": edits.SIGMAS, "num_steps": len(edits.SIGMAS)}
-    make_clips(demo.clips("edited"), demo.bundle, [edits.told(scene) for scene in after], given, **levels)
+    captions = [edits.full_caption(scene) for scene in after]
+    make_clips(demo.clips("edited"), demo.bundle, captions, conditioning, **levels)
 
 
 def _teach(demo: ShapesDemo) -> None:
@@ -150,7 +151,7 @@ def _teach(demo: ShapesDemo) -> None:
     run_module("megadit.train.checkpoints.to_bundle", str(run), str(demo.adapter))
 
 
-def _use(demo: ShapesDemo) -> None:
+def _print_next_steps(demo: ShapesDemo) -> None:
     captions = score.scored_captions(_all(demo.taught))
     for name, adapters in (("adapter", {str(demo.adapter): 1.0}), ("no_adapter", {})):
         make_clips(demo.clips(name), demo.bundle, captions, adapters=adapters)
@@ -179,7 +180,7 @@ def _draw(demo: ShapesDemo) -> None:
     kinds = {"single": "captions of one thing", "pair": "of two", "pair_unseen": "of two never seen together"}
     shares = [f"{found[kind]['all']:.0%} of {found[kind]['num_clips']} {name}" for kind, name in kinds.items()]
     rows = [_row(*asked[place], clips[place]) for place in chosen]
-    figures.contact_sheet(demo.out / "contact_sheet.png", rows, title=f"shown as told: {', '.join(shares)}")
+    contact_sheets.contact_sheet(demo.out / "contact_sheet.png", rows, title=f"shown as told: {', '.join(shares)}")
     _draw_edits(demo)
     _draw_subject(demo)
 
@@ -187,19 +188,19 @@ def _draw(demo: ShapesDemo) -> None:
 def _draw_edits(demo: ShapesDemo) -> None:
     """Draw the conditioning on the left and the result on the right."""
     found, pairs = read_json(demo.out / "score.json")["edited"], _all(demo.edited)
-    chosen, clips = figures.spread(range(len(pairs)), NUM_EDITS), read_clips(demo.clips("edited"))
+    chosen, clips = contact_sheets.spread(range(len(pairs)), NUM_EDITS), read_clips(demo.clips("edited"))
     before = real_clips([pairs[place][0] for place in chosen])
-    given = [figures.SheetRow(caption="given", video_CTHW=clip, is_right={}) for clip in before]
-    made = [_row(pairs[place][1], edits.told(pairs[place][1]), clips[place]) for place in chosen]
+    conditioning = [contact_sheets.SheetRow(caption="conditioning", video_CTHW=clip, is_right={}) for clip in before]
+    made = [_row(pairs[place][1], edits.full_caption(pairs[place][1]), clips[place]) for place in chosen]
     shares = ", ".join(f"{values['all']:.0%} where the {change} changes" for change, values in found.items())
-    figures.contact_sheet(demo.out / "edited.png", [*given, *made], title=f"edited as told: {shares}")
+    contact_sheets.contact_sheet(demo.out / "edited.png", [*conditioning, *made], title=f"edited as told: {shares}")
 
 
 def _draw_subject(demo: ShapesDemo) -> None:
     """Left without the adapter, right with it."""
     found, scenes = read_json(demo.out / "score.json"), _all(demo.taught)
     captions = score.scored_captions(scenes)
-    chosen = [*figures.spread(range(len(scenes) - demo.size.num_scored), NUM_EDITS - 1), len(scenes) - 1]
+    chosen = [*contact_sheets.spread(range(len(scenes) - demo.size.num_scored), NUM_EDITS - 1), len(scenes) - 1]
     rows = [
         _row(scenes[place], captions[place], read_clips(demo.clips(name))[place])
         for name in ("no_adapter", "adapter")
@@ -207,7 +208,7 @@ def _draw_subject(demo: ShapesDemo) -> None:
     ]
     share, before = (found[name]["subject"]["all"] for name in ("adapter", "no_adapter"))
     title = f"learnt from ten clips: {share:.0%} as told in colours and actions that they lack ({before:.0%} before)"
-    figures.contact_sheet(demo.out / "adapter.png", rows, title=title)
+    contact_sheets.contact_sheet(demo.out / "adapter.png", rows, title=title)
 
 
 STAGES: Sequence[Stage[ShapesDemo]] = (
@@ -217,8 +218,10 @@ STAGES: Sequence[Stage[ShapesDemo]] = (
     Stage("continue", "go on from first frames", _continue, lambda demo: [demo.clips("first_frame")]),
     Stage("edit", "change what clips show", _edit, lambda demo: [demo.clips("edited")]),
     Stage("teach", "train an adapter on ten clips of another thing", _teach, lambda demo: [demo.adapter]),
-    Stage("use", "make clips with it", _use, lambda demo: [demo.clips("adapter"), demo.clips("no_adapter")]),
-    Stage("score", "judge every clip", _score, lambda demo: [demo.out / "score.json"]),
+    Stage(
+        "use", "make clips with it", _print_next_steps, lambda demo: [demo.clips("adapter"), demo.clips("no_adapter")]
+    ),
+    Stage("score", "classify every clip", _score, lambda demo: [demo.out / "score.json"]),
     Stage(
         "figures", "draw the contact sheets and write videos", _draw, lambda demo: [demo.out / name for name in SHEETS]
     ),
@@ -260,16 +263,16 @@ def _showcase(demo: ShapesDemo) -> list[int]:
     """Clips to look at, evenly spread over those that are scored."""
     first, chosen = 0, []
     for kind, scenes in demo.scenes.items():
-        chosen += figures.spread(range(first, first + len(scenes)), SHOWN[kind])
+        chosen += contact_sheets.spread(range(first, first + len(scenes)), SHOWN[kind])
         first += len(scenes)
     return chosen
 
 
-def _row(scene: Scene, caption: str, video_CTHW: Tensor) -> figures.SheetRow:
-    (verdict,) = judge(video_CTHW[None])
+def _row(scene: Scene, caption: str, video_CTHW: Tensor) -> contact_sheets.SheetRow:
+    (verdict,) = classify(video_CTHW[None])
     is_right = score.right(verdict, scene)
     wrong = {name: False for name, is_so in is_right.items() if not is_so and name != "all"}
-    return figures.SheetRow(
+    return contact_sheets.SheetRow(
         caption=caption,
         video_CTHW=video_CTHW,
         is_right=wrong or {"as told": True},

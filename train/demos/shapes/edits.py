@@ -43,7 +43,7 @@ def _another(names: Iterable[str], taken: set[str | None], turn: int) -> str:
     return free[turn % len(free)]
 
 
-def told(scene: Scene) -> str:
+def full_caption(scene: Scene) -> str:
     """A caption that names everything, the background too."""
     return captions(scene)[1]
 

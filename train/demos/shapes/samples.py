@@ -16,7 +16,7 @@ def _draw(split: str, kind: str, count: int, generator: torch.Generator) -> Draw
     return Drawing(
         video_BCTHW=shapes.draw_scenes(scenes, generator, 1 if images else shapes.NUM_FRAMES),
         captions=shapes.random_captions(scenes, generator),
-        given_captions=None if images else [shapes.neutral_caption(scene, generator) for scene in scenes],
+        image_captions=None if images else [shapes.neutral_caption(scene, generator) for scene in scenes],
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.evaluate.metrics.intervals import wilson
-from megadit.train.demos.shapes.classifier import Seen, Verdict, judge, relation
+from megadit.train.demos.shapes.classifier import Seen, Verdict, classify, relation
 from megadit.train.demos.shapes.data import Scene, random_captions, random_scenes
 
 GROUPS: dict[str, tuple[int, bool]] = {
@@ -63,7 +63,7 @@ def _right(mover: Seen, other: Seen | None, scene: Scene, one_acts: bool) -> dic
 
 def score(video_BCTHW: Tensor, scenes: Sequence[Scene]) -> dict[str, float | int | list[float]]:
     """Shares, 0..1, of clips (BCTHW in [-1, 1]) that show their scene; `interval`: Wilson's, of `all`."""
-    rows = [right(verdict, scene) for verdict, scene in zip(judge(video_BCTHW), scenes, strict=True)]
+    rows = [right(verdict, scene) for verdict, scene in zip(classify(video_BCTHW), scenes, strict=True)]
     shares = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
     interval = [round(end, 4) for end in wilson(shares["all"], len(rows))]
     return {**{name: round(share, 4) for name, share in shares.items()}, "interval": interval, "num_clips": len(rows)}

@@ -43,7 +43,7 @@ def asked() -> dict[str, list[Scene]]:
     """Scored scenes: colours and actions that its clips lack, alone, and beside another thing, as training never
     shows it."""
     alone = _alone()[NUM_CLIPS:]
-    beside = [
+    neighbours = [
         Scene(
             shape=NAME,
             colour=each.colour,
@@ -55,7 +55,7 @@ def asked() -> dict[str, list[Scene]]:
         )
         for number, each in enumerate(alone)
     ]
-    return {"subject": alone, "subject_beside": beside}
+    return {"subject": alone, "subject_beside": neighbours}
 
 
 def write_subject(out: Path, bundle: Bundle) -> None:

@@ -31,7 +31,7 @@ from megadit.models.megatron.parallel_sizes import ParallelSizes  # noqa: E402
 from megadit.models.megatron.parallelize import parallelize  # noqa: E402
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.megatron.transformer_config import transformer_config  # noqa: E402
-from megadit.models.networks.dit import Part  # noqa: E402
+from megadit.models.networks.dit import Chunk  # noqa: E402
 from megadit.models.networks.registry import build_network  # noqa: E402
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "crossattn_emb_size": 16, "in_channels": 2}
@@ -87,14 +87,14 @@ def marks(config, sizes, table=plan.PLAN, adapter=None, impl="local"):
     """{case: {parameter: its marks}} of each part of the network."""
     groups, found = process_groups.initialize(sizes, config), {}
     try:
-        for index in range(sizes.num_parts):
+        for index in range(sizes.num_chunks):
             with torch.device("meta"):
-                dit = build_network(config, Part(index, sizes.num_parts))
+                dit = build_network(config, Chunk(index, sizes.num_chunks))
             if adapter is not None:
                 attach(dit, adapter)
             megatron = transformer_config(config, sizes, dtype=torch.float32)
             parallelize(dit, megatron, groups, device=torch.device("cpu"), plan=table, impl=impl)
-            found[f" {index}" if sizes.num_parts > 1 else ""] = {
+            found[f" {index}" if sizes.num_chunks > 1 else ""] = {
                 name: in_words(dit.get_submodule(name.rpartition(".")[0]), parameter)
                 for name, parameter in dit.named_parameters()
             }

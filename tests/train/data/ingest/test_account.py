@@ -173,7 +173,7 @@ def test_whoever_prepares_a_folder_and_however_often_it_ends_the_bytes_are_the_s
         assert {process.returncode for process in processes} == {code}, said
         for stage in STAGES if code == 0 else ():
             for part in range(parts if stage in SHARED_STAGES else 1):
-                words = ["--part", f"{part}/{parts}"] if stage in SHARED_STAGES else []
+                words = ["--shard", f"{part}/{parts}"] if stage in SHARED_STAGES else []
                 assert prepare.main([*shared, "--stages", stage, *words]) == 0
         found = [_bytes_under(Path(outer, str(number))) for number in range(5 if code == 0 else 4)]
         assert all(each == found[0] for each in found)

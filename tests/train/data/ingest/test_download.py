@@ -24,7 +24,7 @@ AT_ONCE = 16
 PREPARE = ("--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "8", "--private_addresses")
 
 
-class Answers(BaseHTTPRequestHandler):
+class AnnotationCache(BaseHTTPRequestHandler):
     """What the path says: /404, /busy (twice, then well), /cut, /drip, /hang, /large, /circle, /to/URL, /ftp,
     /together (once `AT_ONCE` ask), or a picture."""
 
@@ -103,7 +103,7 @@ def picture(seed: str) -> bytes:
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), AnnotationCache)
     server.request_queue_size = 128
     server.daemon_threads = True
     server.asked, server.lost, server.stopped, server.delay = Counter(), set(), threading.Event(), 0
@@ -184,7 +184,7 @@ def test_a_private_address_is_refused_before_it_is_asked_anything(server, tmp_pa
     file = tmp_path / "file"
     assert download_all({file: server.url + "/picture"}, shy) == {file: "private address"}
     monkeypatch.setattr(download, "is_public", lambda address: address == "127.0.0.1")
-    other_server = ThreadingHTTPServer(("127.0.0.2", 0), Answers)
+    other_server = ThreadingHTTPServer(("127.0.0.2", 0), AnnotationCache)
     other_server.asked, other_server.lost, other_server.delay = Counter(), set(), 0
     threading.Thread(target=other_server.serve_forever, daemon=True).start()
     other = f"http://127.0.0.2:{other_server.server_port}/picture"
@@ -252,7 +252,7 @@ def test_parts_in_any_order_leave_what_one_process_leaves(table, tmp_path, count
             assert prepare_hf(table, parts, "--stages", stage) == 0
         else:
             for number in reversed(range(count)):
-                assert prepare_hf(table, parts, "--stages", stage, "--part", f"{number}/{count}") == 0
+                assert prepare_hf(table, parts, "--stages", stage, "--shard", f"{number}/{count}") == 0
     assert fetched(parts) == fetched(tmp_path / "whole") and len(fetched(parts)) == 6
     assert (parts / "train-000000.tar").read_bytes() == (tmp_path / "whole" / "train-000000.tar").read_bytes()
     assert (parts / "megadit.json").is_file()
@@ -267,18 +267,18 @@ def test_parts_may_begin_at_once(table, tmp_path, monkeypatch):
     def look(path):
         if others == ["not yet"]:
             others.clear()
-            others.append(prepare_hf(table, out, "--stages", "fetch", "--part", "1/2"))
+            others.append(prepare_hf(table, out, "--stages", "fetch", "--shard", "1/2"))
         return is_whole_file(path)
 
     monkeypatch.setattr(plan, "_is_whole_file", look)
-    assert prepare_hf(table, out, "--stages", "fetch", "--part", "0/2") == 0 and others == [0]
+    assert prepare_hf(table, out, "--stages", "fetch", "--shard", "0/2") == 0 and others == [0]
 
 
 def test_a_part_divides_only_what_can_be_divided(table, tmp_path, capsys):
-    assert prepare_hf(table, tmp_path / "out", "--part", "0/2") == 2
-    assert "--part divides fetch, scan, encode; give --stages without select" in capsys.readouterr().err
+    assert prepare_hf(table, tmp_path / "out", "--shard", "0/2") == 2
+    assert "--shard divides fetch, scan, encode; give --stages without select" in capsys.readouterr().err
     for text in ("2/2", "1", "a/b"):
-        assert prepare_hf(table, tmp_path / "out", "--part", text) == 2
+        assert prepare_hf(table, tmp_path / "out", "--shard", text) == 2
         assert "from 0/100 to 99/100" in capsys.readouterr().err
 
 
@@ -289,10 +289,10 @@ def test_an_interrupted_unit_asks_for_no_file_twice(table, server, tmp_path, mon
         root=str(table), fetched=tmp_path / "out/prepare/fetched", downloads=Downloads(private_addresses=True)
     )
     with pytest.raises(KeyboardInterrupt):
-        rows.fetch(tables.Team())
+        rows.fetch(tables.Workers())
     assert sum(server.asked.values()) == 8
     monkeypatch.setattr(tables, "_pack", pack)
-    rows.fetch(tables.Team())
+    rows.fetch(tables.Workers())
     assert set(server.asked.values()) == {1} and len(server.asked) == 20
     assert prepare_hf(table, tmp_path / "whole", "--stages", "fetch") == 0
     assert fetched(tmp_path / "out") == fetched(tmp_path / "whole")
@@ -327,7 +327,7 @@ def test_each_way_to_fail_is_counted_by_its_reason(server, tmp_path, quick, monk
     parquet.write_table(pyarrow.table(rows), tmp_path / "table" / "train.parquet")
     out = tmp_path / "out"
     options = ("--download_seconds", "4", "--val_share", "0")
-    with ThreadingHTTPServer(("127.0.0.2", server.server_port), Answers) as other:
+    with ThreadingHTTPServer(("127.0.0.2", server.server_port), AnnotationCache) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         assert prepare.main(["hf", str(tmp_path / "table"), str(out), *PREPARE[:-1], *options]) == 0
         other.shutdown()
@@ -363,7 +363,7 @@ def test_killed_anywhere_it_leaves_the_same_bytes(table, server, start_ranks, wa
     def start(stage: str) -> list:
         parts = tasks if stage in ("fetch", "scan", "encode") else 1
         words = [program, "hf", table, out, *PREPARE, "--downloads", "2", "--stages", stage]
-        return [rank for part in range(parts) for rank in start_ranks(ranks, *words, "--part", f"{part}/{parts}")]
+        return [rank for part in range(parts) for rank in start_ranks(ranks, *words, "--shard", f"{part}/{parts}")]
 
     num_killed = 0
     for stage in ("fetch", "scan", "select", "encode", "index"):

@@ -51,7 +51,7 @@ def test_tasks_of_ray_leave_the_same_bytes(ray, videos, tmp_path, capsys):
     ("source", "mistake", "told"),
     [
         ("clips", ("--sizes", "50x50"), "a multiple of 8"),
-        ("clips", ("--part", "1/2"), "--part"),
+        ("clips", ("--shard", "1/2"), "--shard"),
         ("nowhere", (), "nowhere does not exist"),
         ("out/clips", (), "give another OUT"),
     ],
@@ -102,8 +102,8 @@ def test_mistakes_are_told(tmp_path, capsys, monkeypatch):
     command = ["videos", str(tmp_path), str(tmp_path / "out"), *OPTIONS]
     assert prepare.main([*command, "--engine", "rey"]) == 2
     assert "did you mean 'ray'" in capsys.readouterr().err
-    assert prepare.main([*command, "--engine", "ray", "--part", "0/2"]) == 2
-    assert "leave out --part" in capsys.readouterr().err
+    assert prepare.main([*command, "--engine", "ray", "--shard", "0/2"]) == 2
+    assert "leave out --shard" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)
     assert prepare.main([*command, "--engine", "ray"]) == 2
     assert "pip install 'megadit[ray]'" in capsys.readouterr().err

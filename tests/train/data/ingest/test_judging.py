@@ -1,4 +1,4 @@
-"""`--judge_dir DIR --min_score NAME=SCORE --max_score NAME=SCORE`: a program of the user's own judges clips."""
+"""`--scorer_dir DIR --min_score NAME=SCORE --max_score NAME=SCORE`: a program of the user's own judges clips."""
 
 import json
 
@@ -19,7 +19,7 @@ import numpy
 HERE = pathlib.Path(__file__).parent
 SCALE = json.loads((HERE / "scale.json").read_text())
 
-def judge(video, caption):
+def score(video, caption):
     assert video.dtype == numpy.uint8 and video.shape == (1, 32, 32, 3)
     with open(HERE / "asked.txt", "a") as file:
         file.write(caption + "\\n")
@@ -30,11 +30,11 @@ def judge(video, caption):
 
 
 @pytest.fixture
-def judge(tmp_path):
+def score(tmp_path):
     """A folder with a program and what it needs."""
     folder = tmp_path / "judge"
     folder.mkdir()
-    (folder / "judge.py").write_text(JUDGE)
+    (folder / "scorer.py").write_text(JUDGE)
     (folder / "scale.json").write_text(json.dumps({"full": 255, "fails": []}))
     return folder
 
@@ -54,7 +54,7 @@ def run(judge, tmp_path):
     def run(*options: str) -> int:
         command = ["images", str(source), str(tmp_path / "out"), "--sizes", "32x32", "--tokenizer", "pixels"]
         command += ["--num_workers", "0", "--val_share", "0", "--max_duplicate_bits", "-1", "--num_frames", "1"]
-        return prepare.main([*command, "--judge_dir", str(judge), *options])
+        return prepare.main([*command, "--scorer_dir", str(judge), *options])
 
     return run
 
@@ -107,7 +107,7 @@ def test_what_a_judge_failed_at_is_left_out_until_it_is_tried_again(run, judge, 
         (["--min_score", "read=0.2"], "no score 'read' for 8 clips; its scores: blue, red"),
         (["--min_score", "red"], "--min_score red: write NAME=SCORE"),
         (["--max_score", "red=nan"], "--max_score red=nan: write NAME=SCORE"),
-        (["--judge_dir", "nowhere"], "there is no judge.py"),
+        (["--scorer_dir", "nowhere"], "there is no scorer.py"),
     ],
 )
 def test_a_mistake_is_one_line(run, options, message, capsys):
@@ -117,4 +117,4 @@ def test_a_mistake_is_one_line(run, options, message, capsys):
 
 def test_limits_without_a_judge_are_refused(tmp_path, capsys):
     assert prepare.main(["images", str(tmp_path), str(tmp_path / "out"), "--min_score", "red=0.5"]) == 2
-    assert "give --judge_dir DIR, too" in capsys.readouterr().err
+    assert "give --scorer_dir DIR, too" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from megadit.train.data.ingest.lines import LongList, line_starts, read_lines
 from megadit.train.data.ingest.plan import Notes, Settings, Source, source_from_json
 from megadit.train.data.ingest.sources import files
 from megadit.train.data.ingest.sources.sources import list_folder
-from megadit.train.data.ingest.update import KeptFindings, keep_findings
+from megadit.train.data.ingest.update import EarlierFindings, keep_findings
 
 
 def source(number: int, caption: str = "") -> Source:
@@ -68,7 +68,7 @@ def test_a_row_takes_few_bytes_in_each_stage(captions, tmp_path, monkeypatch):
             lambda notes=notes: select(notes, Settings(duplicates="any_caption"), []),
             lambda notes=notes: report.write_report(notes),
             lambda notes=notes: keep_findings(notes),
-            lambda notes=notes: all(map(KeptFindings(notes).of, map(source_from_json, read_lines(notes.sources)))),
+            lambda notes=notes: all(map(EarlierFindings(notes).of, map(source_from_json, read_lines(notes.sources)))),
         )
         if not peaks:  # imports
             [function() for function in traced]

@@ -1,4 +1,4 @@
-"""`megadit prepare --originals`: files as they were found beside the samples, from which others are encoded later."""
+"""`megadit prepare --source_media`: files as they were found, beside the samples, to encode others from later."""
 
 import io
 import json
@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from megadit.infer.inspect import info
-from megadit.train.data.ingest.clips import source_media as originals
-from megadit.train.data.ingest.clips.source_media import originals_bytes
+from megadit.train.data.ingest.clips import source_media as source_media
+from megadit.train.data.ingest.clips.source_media import source_media_bytes
 from megadit.train.data.loader import build_train_loader
 from megadit.train.data.prepare import command as prepare
 from tests.train.data.ingest.test_encodings import run_of
@@ -67,11 +67,11 @@ def clips(tmp_path_factory, make_clip, make_pan):
 
 def test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut(clips, tmp_path, capsys):
     out, plain = tmp_path / "out", tmp_path / "plain"
-    assert prepare.main(["videos", str(clips), str(out), *VIDEO, "--originals"]) == 0
+    assert prepare.main(["videos", str(clips), str(out), *VIDEO, "--source_media"]) == 0
     said = capsys.readouterr().out
     whole = sum((clips / name).stat().st_size for name in ("short.mp4", "moving.webp"))
     assert f"originals: 2 files of about {whole / 1e6:,.1f} MB together, and 2 clips that are cut out" in said
-    assert f"originals: {originals_bytes(out):,} bytes" in said
+    assert f"originals: {source_media_bytes(out):,} bytes" in said
     kept = by_source(members(out))
     assert kept["short.mp4#0"] == ("mp4", (clips / "short.mp4").read_bytes())
     assert kept["moving.webp#0"] == ("webp", (clips / "moving.webp").read_bytes())
@@ -86,7 +86,7 @@ def test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut(clips, tmp_path, 
 
 def test_another_tokenizer_encodes_what_was_kept(clips, tmp_path):
     out, again = tmp_path / "out", tmp_path / "again"
-    assert prepare.main(["videos", str(clips), str(out), *VIDEO, "--originals"]) == 0
+    assert prepare.main(["videos", str(clips), str(out), *VIDEO, "--source_media"]) == 0
     other = [*VIDEO[:6], "--channels", "16", *VIDEO[8:]]
     assert prepare.main(["webdataset", str(out), str(again), *other]) == 0
     first, second = (json.loads((root / "report.json").read_text()) for root in (out, again))
@@ -97,7 +97,7 @@ def test_another_tokenizer_encodes_what_was_kept(clips, tmp_path):
 
 def test_what_is_missing_is_made_again_as_it_was(clips, tmp_path, monkeypatch):
     """Killed between the two files of a shard, or before them."""
-    command = ["videos", str(clips), str(tmp_path / "out"), *VIDEO, "--originals"]
+    command = ["videos", str(clips), str(tmp_path / "out"), *VIDEO, "--source_media"]
     assert prepare.main([*command, "--stages", "fetch,scan,select,encode"]) == 0
     shard, kept = tmp_path / "out" / "train-000000.tar", tmp_path / "out" / "originals" / "train-000000.tar"
     before = shard.read_bytes(), kept.read_bytes()
@@ -108,10 +108,10 @@ def test_what_is_missing_is_made_again_as_it_was(clips, tmp_path, monkeypatch):
         assert (shard.read_bytes(), kept.read_bytes()) == before
         (tmp_path / "out" / "megadit.json").unlink()
     parts = tmp_path / "parts"
-    command = ["videos", str(clips), str(parts), *VIDEO, "--originals"]
+    command = ["videos", str(clips), str(parts), *VIDEO, "--source_media"]
     assert prepare.main([*command, "--stages", "fetch,scan,select"]) == 0
     for part in ("1/2", "0/2"):
-        assert prepare.main([*command, "--part", part, "--stages", "encode"]) == 0
+        assert prepare.main([*command, "--shard", part, "--stages", "encode"]) == 0
     assert prepare.main(command) == 0
     assert members(parts) == members(tmp_path / "out")
 
@@ -123,13 +123,13 @@ def test_pictures_keep_their_bytes_and_training_does_not_open_them(tmp_path, mon
         Image.fromarray(grain).save(tmp_path / "in" / name / f"0.{suffix}")
     gif = tmp_path / "in" / "fox" / "0.gif"
     gif.rename(gif.with_suffix(".png"))  # a name that says something else
-    options = [*IMAGE, "--captions", "folders", "--max_duplicate_bits", "-1", "--originals"]
+    options = [*IMAGE, "--captions", "folders", "--max_duplicate_bits", "-1", "--source_media"]
     assert prepare.main(["images", str(tmp_path / "in"), str(tmp_path / "out"), *options]) == 0
     kept = by_source(members(tmp_path / "out"))
     assert kept["owl/0.jpg#0"] == ("jpeg", (tmp_path / "in/owl/0.jpg").read_bytes())
     assert kept["bee/0.webp#0"] == ("webp", (tmp_path / "in/bee/0.webp").read_bytes())
     assert kept["fox/0.png#0"][0] == "png" and Image.open(io.BytesIO(kept["fox/0.png#0"][1])).size == (8, 8)
-    monkeypatch.setattr(originals, "MOST_BYTES", 10)  # all are larger: pixels are kept in their place
+    monkeypatch.setattr(source_media, "MOST_BYTES", 10)  # all are larger: pixels are kept in their place
     assert prepare.main(["images", str(tmp_path / "in"), str(tmp_path / "large"), *options]) == 0
     assert {suffix for suffix, _ in by_source(members(tmp_path / "large")).values()} == {"png"}
     for path in (tmp_path / "out" / "originals").iterdir():

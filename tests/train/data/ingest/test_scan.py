@@ -135,14 +135,14 @@ def test_small_things_move_before_plain_grounds(tmp_path, make_clip, frames):
     assert scan(video(make_clip(tmp_path / "a.mp4", frames)), SETTINGS).clips
 
 
-@pytest.mark.parametrize(("brightness", "is_kept"), [(200, True), (60, True), (5, False)])
-def test_a_figure_on_black_is_kept_and_black_is_not(tmp_path, make_clip, brightness, is_kept):
+@pytest.mark.parametrize(("brightness", "is_read"), [(200, True), (60, True), (5, False)])
+def test_a_figure_on_black_is_kept_and_black_is_not(tmp_path, make_clip, brightness, is_read):
     frames = np.zeros((9, 128, 128, 3), np.uint8)
     for number, frame in enumerate(frames):
         frame[50:80, 20 + 4 * number : 55 + 4 * number] = brightness
     assert frames.mean() < Settings().min_brightness * (brightness / 140 + 1)
     finding = scan(video(make_clip(tmp_path / "a.mp4", frames)), SETTINGS)
-    assert bool(finding.clips) == is_kept and [skip.reason for skip in finding.skips] == ["black"] * (not is_kept)
+    assert bool(finding.clips) == is_read and [skip.reason for skip in finding.skips] == ["black"] * (not is_read)
 
 
 @pytest.mark.parametrize("strength", [0, 3, 6])
@@ -223,14 +223,14 @@ def first_like(kept, number, caption, *, max_bits):
 @pytest.mark.parametrize("max_bits", [0, 7, 9, 40])
 def test_duplicates_are_those_that_looking_at_all_finds(max_bits):
     generator = np.random.default_rng(max_bits)
-    originals = [generator.integers(0, 2, 192) for _ in range(6)]
-    for bits in originals[:3]:
-        bits[24:48] = originals[3][24:48]  # a band that several share
-    originals[4][:] = 0
-    originals[5][:100] = 0
+    source_media = [generator.integers(0, 2, 192) for _ in range(6)]
+    for bits in source_media[:3]:
+        bits[24:48] = source_media[3][24:48]  # a band that several share
+    source_media[4][:] = 0
+    source_media[5][:100] = 0
     clips, kept, expected = [], [], []
     for count in range(600):
-        bits = originals[generator.integers(6)].copy()
+        bits = source_media[generator.integers(6)].copy()
         bits[generator.choice(192, generator.integers(0, max_bits + 2), replace=False)] ^= 1
         number, caption = int(np.packbits(bits).tobytes().hex(), 16), generator.choice(["", "a cat", "a dog", "a fox"])
         clips.append((f"{number:048x}", str(caption)))

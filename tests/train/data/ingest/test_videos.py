@@ -200,7 +200,9 @@ def test_pixels_can_be_stored_instead(videos, tmp_path):
     latent = tokenizer.encode(to_video(frames[None]))[0]
     assert first.grid == latent.shape[1:]
     torch.testing.assert_close(batch.tokens_S1P[:num_tokens, 0], latent.flatten(1).T, rtol=0, atol=1e-5)
-    given = replace(config, data=replace(config.data, given=("last_frame:1",)), model=replace(DIT, given_sigma=0.02))
+    given = replace(
+        config, data=replace(config.data, conditioning=("last_frame:1",)), model=replace(DIT, conditioning_sigma=0.02)
+    )
     batch = next(iter(build_train_loader(given, rank=0, world_size=1)))
     segment, num_frames = batch.layout.segments[0], latent.shape[1]
     assert segment.grid[0] == num_frames + 1 and segment.times[-1] == (len(frames) - 1) / tokenizer.temporal_compression

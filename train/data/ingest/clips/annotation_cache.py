@@ -9,7 +9,7 @@ from typing import Any
 from megadit.train.data.ingest.plan import Clip
 
 
-class Answers:
+class AnnotationCache:
     """Answers of a server or a program about clips, one line each, written at once so that nothing is asked twice.
 
     They are looked up in a temporary database, most of which is not in memory.
@@ -17,8 +17,8 @@ class Answers:
 
     def __init__(self, path: Path) -> None:
         self._path, self._count, whole = path, 0, 0
-        self._known = sqlite3.connect("")
-        self._known.execute("CREATE TABLE answers (name TEXT PRIMARY KEY, answer TEXT)")
+        self._database = sqlite3.connect("")
+        self._database.execute("CREATE TABLE answers (name TEXT PRIMARY KEY, answer TEXT)")
         if not path.is_file():
             return
         with open(path, "rb") as file:
@@ -33,7 +33,7 @@ class Answers:
 
     def of(self, clip: Clip) -> Any:
         """The answer about a clip, or None."""
-        found = self._known.execute("SELECT answer FROM answers WHERE name = ?", [self._name(clip)]).fetchone()
+        found = self._database.execute("SELECT answer FROM answers WHERE name = ?", [self._name(clip)]).fetchone()
         return found and json.loads(found[0])
 
     def add(self, clip: Clip, answer: Any) -> None:
@@ -42,7 +42,7 @@ class Answers:
             file.write(json.dumps([self._name(clip), answer], ensure_ascii=False) + "\n")
 
     def _know(self, name: str, answer: Any) -> None:
-        self._known.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", [name, json.dumps(answer)])
+        self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", [name, json.dumps(answer)])
         self._count += 1
 
     @staticmethod

@@ -22,13 +22,13 @@ from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
-from megadit.train.data.ingest.clips.annotation_cache import Answers
+from megadit.train.data.ingest.clips.annotation_cache import AnnotationCache
 from megadit.train.data.ingest.clips.encode import decoded_clips
 from megadit.train.data.ingest.clips.select import divide
 from megadit.train.data.ingest.lines import LongList
 from megadit.train.data.ingest.plan import Clip, Notes, Settings, Skip, clip_from_json
 from megadit.train.data.ingest.pool import Pool
-from megadit.train.data.ingest.sources.http_retries import FailedError, ask, exchange_all, pieces
+from megadit.train.data.ingest.sources.http_retries import FailedError, ask, chunks, exchange_all
 
 NOT_CAPTIONED = "not captioned: "
 KEY = "MEGADIT_CAPTION_KEY"
@@ -77,7 +77,7 @@ def caption_clips(
     """
     if settings.caption_model is None:
         return clips, []
-    captions, asked = Answers(notes.captions), LongList(clip_from_json)
+    captions, asked = AnnotationCache(notes.captions), LongList(clip_from_json)
     asked.extend(clip for clip in clips if not clip.source.caption and captions.of(clip) is None)
     reasons = _ask(asked, captions, settings, num_workers, server)
     captioned = (
@@ -91,7 +91,7 @@ def caption_clips(
 
 
 def _ask(
-    clips: Sequence[Clip], captions: Answers, settings: Settings, num_workers: int, server: CaptionServer
+    clips: Sequence[Clip], captions: AnnotationCache, settings: Settings, num_workers: int, server: CaptionServer
 ) -> dict[str, str]:
     """Adds to the captions; why not, by the keys of those clips that got none."""
     if not clips:
@@ -105,7 +105,7 @@ def _ask(
 
     async def exchange(http: httpx.AsyncClient, item: tuple[Clip, dict[str, Any]]) -> None:
         async with ask(http, "POST", address, json=item[1]) as answer:
-            body = b"".join([piece async for piece in pieces(answer, MAX_BYTES)])
+            body = b"".join([chunk async for chunk in chunks(answer, MAX_BYTES)])
         captions.add(item[0], caption_of(body))
 
     with Progress(len(clips), "captioning", enabled=True) as bar:

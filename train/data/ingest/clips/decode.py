@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from megadit.infer.decoding.animations import WebpVideo
 from megadit.infer.decoding.frame import Frame
-from megadit.infer.decoding.pictures import NOT_KNOWN, read_picture
+from megadit.infer.decoding.pictures import UNREADABLE, read_picture
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import sampled
 from megadit.infer.decoding.video import Video, open_video
@@ -28,7 +28,7 @@ from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, unknown_picture
 
 THUMBNAIL = 32
 """Side of the grey pictures that clips are judged by."""
-SECONDS_TOLD = 10.0
+SECONDS_REPORTED = 10.0
 """Length of video after which its reading is reported."""
 
 
@@ -117,7 +117,7 @@ def read_image(source: Source, settings: Settings) -> Image.Image:
         try:
             return read_picture(file, rules_of(settings), formats)
         except UnusableSourceError as error:
-            if error.detail != NOT_KNOWN:
+            if error.detail != UNREADABLE:
                 raise
         file.seek(0)
         raise UnusableSourceError(*unknown_picture(file.read(HEAD_BYTES)))
@@ -173,16 +173,16 @@ def read_timeline(source: Source, settings: Settings, most: Callable[[float], in
 
 
 def _within(frames: Iterator[Frame], time_base: Fraction, settings: Settings) -> Iterator[Frame]:
-    first = told = None
-    tick, most, sign = float(time_base), 60 * settings.max_minutes, SECONDS_TOLD / time_base
+    first = reported = None
+    tick, most, sign = float(time_base), 60 * settings.max_minutes, SECONDS_REPORTED / time_base
     for frame in frames:
         if first is None:
-            first = told = frame.time
+            first = reported = frame.time
         if (frame.time - first) * tick > most:
             raise UnusableSourceError("long", f"it runs for more than {settings.max_minutes:g} minutes")
-        if frame.time - told >= sign:
-            have_read((frame.time - told) * tick)
-            told = frame.time
+        if frame.time - reported >= sign:
+            have_read((frame.time - reported) * tick)
+            reported = frame.time
         yield frame
 
 
@@ -194,20 +194,20 @@ def read_frames(
     Raises:
         UnusableSourceError: if they are not all there.
     """
-    wanted = set(pts)
+    pts_left = set(pts)
     for start in (pts[0], pts[0] - 1, None) if is_regular else (None,):
         found: dict[int, np.ndarray] = {}
         with _open_video(source, settings) as video:
             if start is not None and not video.seek(start):
                 continue
             for number, frame in enumerate(video.frames()):
-                if frame.time in wanted:
+                if frame.time in pts_left:
                     if number == 0 and frame.is_deinterlaced and start is not None:
                         break  # the frame before helps to make it whole
                     found[frame.time] = frame.fitted(height, width)
-                if len(found) == len(wanted) or frame.time > pts[-1]:
+                if len(found) == len(pts_left) or frame.time > pts[-1]:
                     break
-        if len(found) == len(wanted):
+        if len(found) == len(pts_left):
             return np.stack([found[time] for time in pts])
     raise UnusableSourceError("changed", f"frames that were there are gone; was {source.path} replaced?")
 

@@ -177,6 +177,6 @@ def fit_haar(videos: Iterable[Tensor], channels: int) -> tuple[HaarTokenizer, di
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in another order would give other bytes
     try:
-        return HaarTokenizer.fit_beside(videos, channels, USUAL_CHANNELS)
+        return HaarTokenizer.fit_at_most(videos, channels, USUAL_CHANNELS)
     finally:
         torch.set_num_threads(threads)

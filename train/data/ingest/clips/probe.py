@@ -35,7 +35,7 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
+class FolderSummary:
     """Summary of a folder's contents."""
 
     kind: Kind
@@ -49,7 +49,7 @@ class Look:
     """Captions that are not empty."""
 
 
-def look(root: str, table: str | None = None) -> Look:
+def summarize(root: str, table: str | None = None) -> FolderSummary:
     """Looks at a folder as `megadit prepare videos` would, or `images` where it holds no video.
 
     Raises:
@@ -63,14 +63,14 @@ def look(root: str, table: str | None = None) -> Look:
         raise UserError(f"{root} holds neither videos ({', '.join(SUFFIXES['video'])}) nor images; give another folder")
     kind: Kind = kinds[0] if kinds else "image"
     sources = list_folder(root, kind, table).sources
-    seen, unusable = look_at(sources)
+    seen, unusable = summarize_sources(sources)
     if not seen:
         raise UserError(f"none of {min(len(sources), LOOKED_AT)} {kind}s of {root} can be read ({', '.join(unusable)})")
     captions = tuple(source.caption for source in sources if source.caption)
-    return Look(kind=kind, count=len(sources), seen=tuple(seen), unusable=dict(unusable), captions=captions)
+    return FolderSummary(kind=kind, count=len(sources), seen=tuple(seen), unusable=dict(unusable), captions=captions)
 
 
-def look_at(sources: Sequence[Source]) -> tuple[list[Seen], Counter[str]]:
+def summarize_sources(sources: Sequence[Source]) -> tuple[list[Seen], Counter[str]]:
     """Open some of the sources, evenly over all; return their properties, and the reasons why others cannot be read."""
     count = min(len(sources), LOOKED_AT)
     seen, unusable = [], Counter()

@@ -1,6 +1,6 @@
-"""Clips that a program of the user's own gives bad scores: `--judge_dir DIR --min_score beauty=5 --max_score text=0.1`.
+"""Clips to which a user's program gives bad scores: `--scorer_dir DIR --min_score beauty=5 --max_score text=0.1`.
 
-The folder holds `judge.py`, as `hooks/scorer.py` describes it: `judge(video, caption)` gives scores by their names,
+The folder holds `scorer.py`, as `hooks/scorer.py` describes it: `score(video, caption)` gives scores by their names,
 of whatever models lie beside it (beauty, watermarks, share of text). Scores are kept in `prepare/scores.jsonl`.
 """
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megadit.infer.hooks.scorer import Judge
+from megadit.infer.hooks.scorer import Scorer
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
-from megadit.train.data.ingest.clips.annotation_cache import Answers
+from megadit.train.data.ingest.clips.annotation_cache import AnnotationCache
 from megadit.train.data.ingest.clips.encode import decoded_clips
 from megadit.train.data.ingest.clips.select import divide
 from megadit.train.data.ingest.lines import LongList
@@ -62,21 +62,21 @@ def _named(flag: str, text: str) -> tuple[str, float]:
     return name, value
 
 
-def open_judge(settings: Settings) -> Judge | None:
+def open_scorer(settings: Settings) -> Scorer | None:
     """Load the judge, if there is one in the settings.
 
     Raises:
         UserError: if there is none in its folder, or only limits are given, which nothing would be held to.
     """
     limits = read_limits(settings)
-    if settings.judge_dir is not None:
-        return Judge.load(settings.judge_dir)
+    if settings.scorer_dir is not None:
+        return Scorer.load(settings.scorer_dir)
     if limits:
-        raise UserError("--min_score and --max_score need the scores of a judge; give --judge_dir DIR, too")
+        raise UserError("--min_score and --max_score need the scores of a judge; give --scorer_dir DIR, too")
     return None
 
 
-def judge_clips(
+def score_clips(
     clips: Sequence[Clip], settings: Settings, num_workers: int, notes: Notes
 ) -> tuple[Sequence[Clip], Sequence[Skip]]:
     """Keep clips whose scores are within all limits, in their order; a clip that lacks a score is dropped.
@@ -84,17 +84,17 @@ def judge_clips(
     Raises:
         UserError: if no clip has a score of a name; for a source that has changed since it was scanned.
     """
-    judge = open_judge(settings)
-    if judge is None:
+    scorer = open_scorer(settings)
+    if scorer is None:
         return clips, []
-    limits, scores = read_limits(settings), Answers(notes.scores)
+    limits, scores = read_limits(settings), AnnotationCache(notes.scores)
     asked = LongList(clip_from_json)
     asked.extend(clip for clip in clips if scores.of(clip) is None)
     with Pool(num_workers) as pool, Progress(len(asked), "judging", enabled=bool(asked)) as bar:
         for number, decoded in enumerate(decoded_clips(asked, settings, pool), 1):
             # a failure, which gives no scores, is not kept: it may be mended
-            if given := judge.scores(decoded.frames_THWC, decoded.clip.source.caption):
-                scores.add(decoded.clip, given)
+            if values := scorer.scores(decoded.frames_THWC, decoded.clip.source.caption):
+                scores.add(decoded.clip, values)
             bar.advance()
             if number == min(LOOKED_AT, len(asked)):
                 # of earlier runs too: where only clips are asked about at which it failed before, it fails again
@@ -104,9 +104,9 @@ def judge_clips(
     return divide(clips, (found[0] if found else None for found in broken))
 
 
-def _check_names(limits: Sequence[Limit], given: Iterable[Mapping[str, float]]) -> None:
+def _check_names(limits: Sequence[Limit], values: Iterable[Mapping[str, float]]) -> None:
     known, count = set(), 0
-    for count, scores in enumerate(given, 1):  # noqa: B007
+    for count, scores in enumerate(values, 1):  # noqa: B007
         known |= scores.keys()
     for limit in limits:
         if limit.name not in known:

@@ -140,8 +140,8 @@ def drop_duplicates(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence
         return clips, []
     any_caption = settings.duplicates == "any_caption"
     prints = ((clip.fingerprint, "" if any_caption else clip.source.caption) for clip in clips)
-    originals = Fingerprints(prints, settings.max_duplicate_bits).duplicates()
-    return divide(clips, (None if each is None else ("near-duplicate", clips[each].place) for each in originals))
+    source_media = Fingerprints(prints, settings.max_duplicate_bits).duplicates()
+    return divide(clips, (None if each is None else ("near-duplicate", clips[each].place) for each in source_media))
 
 
 def check_not_in(settings: Settings, root: Path) -> None:
@@ -158,7 +158,7 @@ def check_not_in(settings: Settings, root: Path) -> None:
             )
 
 
-def drop_known(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Clip], Sequence[Skip]]:
+def drop_annotated(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Clip], Sequence[Skip]]:
     """Keep clips that look like none of the clips of the data sets `settings.not_in`, in their order.
 
     Raises:
@@ -173,8 +173,8 @@ def drop_known(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Clip
     seen = Fingerprints(((fingerprint, "") for fingerprint in prints), settings.max_duplicate_bits)
     for number in range(len(known)):
         seen.remember(number)
-    originals = map(seen.find, range(len(known), len(known) + len(clips)))
-    return divide(clips, (None if each is None else ("in another data set", known[each][1]) for each in originals))
+    source_media = map(seen.find, range(len(known), len(known) + len(clips)))
+    return divide(clips, (None if each is None else ("in another data set", known[each][1]) for each in source_media))
 
 
 def _clips_of(dataset: str) -> Iterator[Clip]:

@@ -1,4 +1,4 @@
-"""Originals beside the encodings (`--originals`), so that another tokenizer or judge can be run without a download.
+"""Originals beside the encodings (`--source_media`), so that another tokenizer or judge can be run without a download.
 
 `originals/train-000000.tar` holds, for every sample of `train-000000.tar` that is not the mirror image of another, its
 description and what it was made from:
@@ -22,7 +22,7 @@ from megadit.train.data.ingest.lines import LongList
 from megadit.train.data.ingest.plan import Clip, Settings, Source, source_from_json
 from megadit.train.data.ingest.pool import Pool
 from megadit.train.data.ingest.sources.files import file_size, open_file
-from megadit.train.data.ingest.sources.webdataset import ORIGINALS
+from megadit.train.data.ingest.sources.webdataset import SOURCE_MEDIA
 from megadit.train.data.writer import write_members
 
 MOST_BYTES = 1 << 26
@@ -32,23 +32,23 @@ LOOKED_AT = 1000
 _ANIMATIONS = ((b"\x89PNG", "apng"), (b"RIFF", "webp"), (b"GIF8", "gif"))
 
 
-def originals_of(shard: Path) -> Path:
+def source_media_of(shard: Path) -> Path:
     """Path of the originals of a shard."""
-    return shard.parent / ORIGINALS / shard.name
+    return shard.parent / SOURCE_MEDIA / shard.name
 
 
-def originals_bytes(root: Path) -> int:
+def source_media_bytes(root: Path) -> int:
     """Size of the originals in a data set's folder; 0: it keeps none."""
-    return sum(path.stat().st_size for path in (root / ORIGINALS).glob("[!.]*.tar"))
+    return sum(path.stat().st_size for path in (root / SOURCE_MEDIA).glob("[!.]*.tar"))
 
 
-def write_originals(shard: Path, clips: Sequence[Clip], settings: Settings, pool: Pool) -> None:
+def write_source_media(shard: Path, clips: Sequence[Clip], settings: Settings, pool: Pool) -> None:
     """Writes the originals of one shard, whole or not at all, in the order of `clips`.
 
     Raises:
         UserError: for a source that has changed since it was scanned.
     """
-    path = originals_of(shard)
+    path = source_media_of(shard)
     path.parent.mkdir(exist_ok=True)
     write_members(path, _members(list(_own(clips)), settings, pool))
 

@@ -13,7 +13,7 @@ import httpx
 from megadit.models.shared.addresses import is_public
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.files import atomic_path
-from megadit.train.data.ingest.sources.http_retries import FailedError, ask, exchange_all, pieces
+from megadit.train.data.ingest.sources.http_retries import FailedError, ask, chunks, exchange_all
 
 MAX_BYTES = 1 << 28
 SILENCE = 30.0
@@ -49,8 +49,8 @@ def download_all(
         path, url = item
         async with ask(http, "GET", url, extensions=extensions) as answer:
             with atomic_path(path) as temporary, open(temporary, "wb") as file:
-                async for piece in pieces(answer, MAX_BYTES):
-                    file.write(piece)
+                async for chunk in chunks(answer, MAX_BYTES):
+                    file.write(chunk)
 
     def note(item: tuple[Path, str], reason: str) -> None:
         if reason:

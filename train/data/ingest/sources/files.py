@@ -16,7 +16,7 @@ from megadit.models.shared.files import is_inner_name
 from megadit.models.shared.outside import HIDDEN, Found, is_litter, walk
 from megadit.train.dataset.places import is_url
 
-PART = 1 << 16
+CHUNK_BYTES = 1 << 16
 """Names that are sorted at once: sorting holds a key of each."""
 BLOCK_BYTES = 1 << 22
 """Read from a store at a time."""
@@ -76,7 +76,10 @@ class Folder:
 
     @cached_property
     def _by_stem(self) -> list[str]:
-        parts = (sorted(self._names[start : start + PART], key=stem_of) for start in range(0, len(self._names), PART))
+        parts = (
+            sorted(self._names[start : start + CHUNK_BYTES], key=stem_of)
+            for start in range(0, len(self._names), CHUNK_BYTES)
+        )
         return list(merge(*parts, key=stem_of))
 
 

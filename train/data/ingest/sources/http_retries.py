@@ -115,7 +115,7 @@ async def ask(http: httpx.AsyncClient, method: str, url: str, **request: Any) ->
         raise FailedError("cut short" if has_begun else "not http", again=True) from None
 
 
-async def pieces(answer: httpx.Response, most_bytes: int) -> AsyncIterator[bytes]:
+async def chunks(answer: httpx.Response, most_bytes: int) -> AsyncIterator[bytes]:
     """The body as it comes.
 
     Raises:
@@ -125,11 +125,11 @@ async def pieces(answer: httpx.Response, most_bytes: int) -> AsyncIterator[bytes
     if announced.isdecimal() and int(announced) > most_bytes:
         raise FailedError("too large")
     num_bytes = 0
-    async for piece in answer.aiter_raw():
-        num_bytes += len(piece)
+    async for span in answer.aiter_raw():
+        num_bytes += len(span)
         if num_bytes > most_bytes:
             raise FailedError("too large")
-        yield piece
+        yield span
 
 
 def _asked_pause(answer: httpx.Response) -> float | None:

@@ -28,7 +28,7 @@ from megadit.models.shared.documents import check_pickle, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import files_under
 from megadit.models.shared.progress import Progress
-from megadit.models.shared.tar_files import ForeignTarFile
+from megadit.models.shared.tar_files import UntrustedTarFile
 from megadit.models.storage.tensor_source import load_pickled
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
@@ -163,7 +163,7 @@ def iter_samples(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes
         current, members = None, {}
         place = shard.relative_to(root).with_suffix("").as_posix()  # folders may hold shards of the same name
         try:
-            with ForeignTarFile.open(shard, "r:") as tar:
+            with UntrustedTarFile.open(shard, "r:") as tar:
                 for member in tar:
                     key, _, suffix = member.name.rpartition(".")
                     key = key.rstrip(".")  # NeMo's keys end in a dot

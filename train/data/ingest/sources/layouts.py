@@ -101,7 +101,7 @@ def _is_of_media(folder: Folder, whole: str) -> bool:
     return any(each.rpartition(".")[0] == whole and is_media_name(each) for each in folder.called(stem))
 
 
-def given_table(folder: Folder, path: str) -> Table:
+def named_table(folder: Folder, path: str) -> Table:
     """The table that a user named."""
     inner = path.removeprefix(f"{folder.root}/")
     if inner != path and inner in folder:
@@ -185,18 +185,18 @@ def _only(names: Iterable[str]) -> str | None:
 # --- captions beside files ----------------------------------------------------------------------------------------
 
 
-def beside(folder: Folder, name: str, extensions: Sequence[str] = ()) -> list[str]:
+def caption_files(folder: Folder, name: str, extensions: Sequence[str] = ()) -> list[str]:
     """The files that may hold the caption of one, the first one first."""
     path = PurePosixPath(name)
     stem = str(path.with_suffix(""))
     suffixes = (*extensions, *SIDE_SUFFIXES)
-    wanted = [f"{name}.json", *(stem + suffix for suffix in suffixes), *(name + suffix for suffix in suffixes)]
+    names = [f"{name}.json", *(stem + suffix for suffix in suffixes), *(name + suffix for suffix in suffixes)]
     if path.parent.name.lower() in MEDIA_FOLDERS:
         parent = path.parent.parent
-        wanted += [str(parent / texts / f"{path.stem}{suffix}") for texts in TEXT_FOLDERS for suffix in suffixes]
-    found = [each for each in dict.fromkeys(wanted) if each in folder]
+        names += [str(parent / texts / f"{path.stem}{suffix}") for texts in TEXT_FOLDERS for suffix in suffixes]
+    found = [each for each in dict.fromkeys(names) if each in folder]
     if not found:  # .TXT, as some systems write
-        upper = [each[: each.rfind(".")] + each[each.rfind(".") :].upper() for each in wanted]
+        upper = [each[: each.rfind(".")] + each[each.rfind(".") :].upper() for each in names]
         found = [each for each in dict.fromkeys(upper) if each in folder]
     return found
 
@@ -212,17 +212,17 @@ def extensions_named(folder: Folder) -> tuple[dict[str, str], tuple[str, ...]]:
                 document = tomllib.loads(file.read(MAX_CAPTION_BYTES).decode())
             except (ValueError, RecursionError):
                 continue
-        for part in _parts(document):
+        for part in _dicts_in(document):
             if isinstance(suffix := part.get("caption_extension"), str) and suffix.strip("."):
                 found[name] = f".{suffix.strip('. ')}"
     return found, tuple(dict.fromkeys(found.values()))
 
 
-def _parts(document: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+def _dicts_in(document: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
     if depth < 5 and isinstance(document, dict):
         yield document
         for value in document.values():
-            yield from _parts(value, depth + 1)
+            yield from _dicts_in(value, depth + 1)
     elif depth < 5 and isinstance(document, list):
         for value in document:
-            yield from _parts(value, depth + 1)
+            yield from _dicts_in(value, depth + 1)

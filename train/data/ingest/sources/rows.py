@@ -149,9 +149,9 @@ def read_parquet(path: str, start: int = 0, stop: int | None = None) -> Iterator
         groups = [n for n, (first, end) in enumerate(zip(starts, ends, strict=True)) if first < stop and end > start]
         number = starts[groups[0]] if groups else 0
         for batch in table.iter_batches(batch_size=64, row_groups=groups):
-            wanted = batch.slice(max(0, start - number), max(0, stop - max(start, number)))
+            rows = batch.slice(max(0, start - number), max(0, stop - max(start, number)))
             number += len(batch)
-            yield from wanted.to_pylist()
+            yield from rows.to_pylist()
 
 
 @contextmanager

@@ -33,10 +33,10 @@ from megadit.train.data.ingest.sources.layouts import (
     SIDE_SUFFIXES,
     Resolver,
     Table,
-    beside,
+    caption_files,
     extensions_named,
     find_tables,
-    given_table,
+    named_table,
     split_of,
 )
 from megadit.train.data.ingest.sources.listing import Listing, Reading, as_text, stamp_of
@@ -101,7 +101,7 @@ class _Lister:
     reading: Reading
     split: str
     listing: Listing = field(default_factory=Listing)
-    _uses: array = field(init=False)
+    _last_asked: array = field(init=False)
     """Use of each of the folder's names, in their order: a number in the listing, or `NEW`, `LEFT_OUT` or `READ`."""
     _moving: set[str] = field(default_factory=set)
     """Pictures of several frames."""
@@ -109,20 +109,20 @@ class _Lister:
     """Folder of which a table names the files -> that table."""
 
     def __post_init__(self) -> None:
-        self._uses = array("i", [NEW]) * len(self.folder.names())
+        self._last_asked = array("i", [NEW]) * len(self.folder.names())
 
-    def _use(self, name: str) -> int:
-        return self._uses[self.folder.place(name)]
+    def _rank_of(self, name: str) -> int:
+        return self._last_asked[self.folder.place(name)]
 
     def _mark(self, name: str, use: int) -> None:
         if (place := self.folder.place(name)) is not None:
-            self._uses[place] = use
+            self._last_asked[place] = use
 
     def listing_with(self, table: str | None) -> Listing:
         labels = self._labels() if table == BY_FOLDER else None
         others = self._other_splits()
         if labels is None:
-            found = [given_table(self.folder, table)] if table else self._found_tables()
+            found = [named_table(self.folder, table)] if table else self._found_tables()
             for each in found:
                 if each.base.partition("/")[0] not in others:
                     self._read_table(each, is_named=table is not None)
@@ -130,7 +130,7 @@ class _Lister:
         for name in extensions:
             self._mark(name, READ)
         for name in self.folder.names():
-            if self._use(name) != NEW or name.partition("/")[0] in others:
+            if self._rank_of(name) != NEW or name.partition("/")[0] in others:
                 continue
             if not self._is_of_kind(name):
                 continue
@@ -181,7 +181,7 @@ class _Lister:
         columns: dict[str, None] = {}
         has_captions, first, inside, short = False, len(self.listing.sources), True, PurePosixPath(table.name).name
         must_be_one = is_named or PurePosixPath(table.name).stem.lower() == METADATA
-        for number, row in enumerate(_told(table.rows(self.reading.caption_encoding), table.name)):
+        for number, row in enumerate(_with_messages(table.rows(self.reading.caption_encoding), table.name)):
             columns |= dict.fromkeys(each for each in row if each != REST)
             files = file_columns(tuple(row))
             if not files and must_be_one:
@@ -213,7 +213,7 @@ class _Lister:
 
     def _take_row(self, name: str, row: dict[str, Any], place: str, first: int) -> bool:
         """Whether it is this table that gives the file its captions; `first` is the number of its first source."""
-        use = self._use(name)
+        use = self._rank_of(name)
         is_new = use == NEW
         if not is_new and use < first:
             return False
@@ -252,7 +252,7 @@ class _Lister:
 
     def _add_with_side_caption(self, name: str, suffixes: tuple[str, ...]) -> None:
         captions, score, trouble = (), None, ""
-        for side in beside(self.folder, name, suffixes):
+        for side in caption_files(self.folder, name, suffixes):
             if captions:
                 break
             try:
@@ -300,7 +300,7 @@ class _Lister:
         for name, reason in self.folder.not_used.items():
             self.listing.pass_over(name, reason)
         for name in self.folder.names():
-            if self._use(name) == NEW:
+            if self._rank_of(name) == NEW:
                 other = others.get(name.partition("/")[0])
                 self.listing.pass_over(name, f"of the split {other} (--split)" if other else self._why_not(name))
 
@@ -316,7 +316,7 @@ class _Lister:
         return suffix or "file without a suffix"
 
 
-def _told(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
+def _with_messages(rows: Iterable[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
     """The rows, with a line that says how many were read where these are many."""
     rows = iter(rows)
     yield from islice(rows, QUIET_ROWS)

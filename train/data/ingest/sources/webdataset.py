@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from megadit.models.shared.captions import MAX_CAPTION_BYTES
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.outside import HIDDEN, is_litter
-from megadit.models.shared.tar_files import ForeignTarFile
+from megadit.models.shared.tar_files import UntrustedTarFile
 from megadit.train.data.ingest.plan import Kind, Source
 from megadit.train.data.ingest.sources.files import file_size, open_file, open_folder
 from megadit.train.data.ingest.sources.layouts import SIDE_SUFFIXES
@@ -24,8 +24,8 @@ from megadit.train.data.ingest.sources.sources import caption_of
 from megadit.train.dataset.dataset_info import INFO_FILE
 from megadit.train.dataset.places import is_url
 
-ORIGINALS = "originals"
-"""The folder of a data set where `megadit prepare --originals` keeps them."""
+SOURCE_MEDIA = "originals"
+"""The folder of a data set where `megadit prepare --source_media` keeps them."""
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 GZIP = b"\x1f\x8b"
 FIELDS = frozenset(
@@ -63,7 +63,7 @@ def _shards(root: str | Path, reading: Reading, listing: Listing) -> dict[str, s
         return {}
     names = [name for name in folder.names() if name.endswith(".tar")]
     if INFO_FILE in folder:  # a data set of ours: what it was made from, where it is kept
-        names = [name for name in names if name.startswith(f"{ORIGINALS}/")] or names
+        names = [name for name in names if name.startswith(f"{SOURCE_MEDIA}/")] or names
     else:
         for name in sorted(set(folder.names()) - set(names)):
             is_compressed = name.lower().endswith(COMPRESSED)
@@ -192,7 +192,7 @@ def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.
                 listing.skip(shard, "compressed tar file (unpack it: gunzip)", "it is gzip, whatever its name says")
                 return
             file.seek(0)
-            tar = ForeignTarFile.open(fileobj=file, mode="r:")  # noqa: SIM115  (it holds nothing but the file)
+            tar = UntrustedTarFile.open(fileobj=file, mode="r:")  # noqa: SIM115  (it holds nothing but the file)
             for member in tar:
                 if member.isdir():
                     continue
