@@ -69,11 +69,11 @@ def _left_out(dataset: Path) -> Iterator[str]:
         return
     rows = [(reason, f"{count:,}", duration(seconds[reason])) for reason, count in counts.most_common()]
     yield table_of(rows, ("reason", "sources, or stretches of one", "of video"))
-    figures: defaultdict[str, list[str]] = defaultdict(list)
+    pictures: defaultdict[str, list[str]] = defaultdict(list)
     for number, skip in enumerate(_lines(shown)):
-        figures[skip.reason].append(_skip(skip, shown.with_name(f"{number}.jpg")))
+        pictures[skip.reason].append(_skip(skip, shown.with_name(f"{number}.jpg")))
     for reason, count in counts.most_common():
-        if of_reason := figures[reason]:
+        if of_reason := pictures[reason]:
             yield f"<h2>Left out: {escape(reason)}, {len(of_reason)} of {count:,}</h2>{''.join(of_reason)}"
 
 

@@ -168,10 +168,10 @@ def adapter_cache(
     """
     if runtime == TORCH:
         parts = experts_of(denoiser)
-        takes_adapters = has_plain_blocks and all(
+        can_adapt = has_plain_blocks and all(
             isinstance(part, (AdaptableDenoiser, DistributedDenoiser)) for part in parts
         )
-        return AdapterCache(denoiser, bundle, cached_bytes) if takes_adapters else None
+        return AdapterCache(denoiser, bundle, cached_bytes) if can_adapt else None
     slots = None if is_distributed else adapter_inputs(bundle, runtime)
     return None if slots is None else AdapterCache(denoiser, bundle, cached_bytes, slots)
 

@@ -51,14 +51,14 @@ class FlowLevels:
 
     levels: Callable[[int, float], np.ndarray]
     """(num_steps, shift) -> t."""
-    takes_whole_steps: bool
+    has_whole_steps: bool
     """Whether the network's input, STEPS t, is cut to a whole number."""
 
 
 FLOW_LEVELS = {
-    "wan": FlowLevels(wan, takes_whole_steps=True),
-    "wan_diffusers": FlowLevels(wan_diffusers, takes_whole_steps=True),
-    "flow_match_euler": FlowLevels(flow_match_euler, takes_whole_steps=False),
+    "wan": FlowLevels(wan, has_whole_steps=True),
+    "wan_diffusers": FlowLevels(wan_diffusers, has_whole_steps=True),
+    "flow_match_euler": FlowLevels(flow_match_euler, has_whole_steps=False),
 }
 """Schedules of published programs by name."""
 
@@ -95,7 +95,7 @@ def with_whole_steps(denoise: Denoise, settings: SamplingSettings, config: Netwo
     (state - D) / t', and the estimate at the level itself is state - t velocity.
     """
     known = FLOW_LEVELS.get(settings.schedule)
-    if known is None or not known.takes_whole_steps or settings.sigmas or config.parameterization != "flow":
+    if known is None or not known.has_whole_steps or settings.sigmas or config.parameterization != "flow":
         return denoise
     t = known.levels(settings.num_steps, settings.shift)
     inputs = dict(zip(flow_level_sigmas(settings)[:-1].float().tolist(), np.floor(t * STEPS) / STEPS, strict=True))

@@ -309,12 +309,12 @@ class DiT(nn.Module):
         if self.config.position_embedding != "rope":
             return None
         if self.config.structure.fps == "rotary":
-            return layout.per_condition(DiT._paced_rotary, self, fps, layout, device)
+            return layout.per_condition(DiT._scaled_rotary, self, fps, layout, device)
         return layout.memo(_rotary, self.config, device, self.dtype)
 
-    def _paced_rotary(self, fps: Tensor, layout: Layout, device: torch.device) -> Rotary:
-        pace = _pace(fps, layout)
-        return rotary_table(layout.on(device).positions_S3, self.config, self.dtype, pace)
+    def _scaled_rotary(self, fps: Tensor, layout: Layout, device: torch.device) -> Rotary:
+        time_scale = _time_scale(fps, layout)
+        return rotary_table(layout.on(device).positions_S3, self.config, self.dtype, time_scale)
 
     def _axial(self, layout: Layout, rotary: Rotary | None, device: torch.device) -> dict[str, AxialInputs]:
         """Inputs of attention along time and along space; {} unless the blocks are ST-DiT's."""
@@ -345,7 +345,7 @@ def _rotary(layout: Layout, config: DiTConfig, device: torch.device, dtype: torc
     return rotary_table(layout.on(device).positions_S3, config, dtype)
 
 
-def _pace(fps: Tensor, layout: Layout) -> Tensor:
+def _time_scale(fps: Tensor, layout: Layout) -> Tensor:
     """How fast rotary time runs: base rate / frame rate for videos, 1 for images; [1, B], for a pack [S, 1]."""
-    pace = torch.where(fps > 0, BASE_FPS / fps.clamp(min=1e-6), torch.ones_like(fps)).float()
-    return pace if isinstance(layout, DenseLayout) else pace[layout.on(fps.device).segment_of_token_S]
+    time_scale = torch.where(fps > 0, BASE_FPS / fps.clamp(min=1e-6), torch.ones_like(fps)).float()
+    return time_scale if isinstance(layout, DenseLayout) else time_scale[layout.on(fps.device).segment_of_token_S]

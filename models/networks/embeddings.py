@@ -254,7 +254,7 @@ class Rotary(NamedTuple):
     """Negative in the first half."""
 
 
-def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, pace: Tensor | None = None) -> Rotary:
+def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, time_scale: Tensor | None = None) -> Rotary:
     """3D rotary position embedding (arXiv 2104.09864, one share of the head per axis).
 
     Height and width take floor(K/6) pairs of channels each, time the rest. Angles are computed in float32 from the
@@ -264,7 +264,7 @@ def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, pac
     num_frequencies = config.dim_per_head // 2
     num_spatial = config.dim_per_head // 6
     t_SB, h_SB, w_SB = position_S3.float()[:, None].unbind(-1)
-    positions = (t_SB if pace is None else t_SB * pace, h_SB, w_SB)
+    positions = (t_SB if time_scale is None else t_SB * time_scale, h_SB, w_SB)
     shares = (num_frequencies - 2 * num_spatial, num_spatial, num_spatial)
     angles = []
     stretches = zip(config.rope_scale, config.rope_interpolation, strict=True)

@@ -176,7 +176,7 @@ class _VideoTab:
     ) -> Iterator[dict]:
         yield {
             self.stage: view.waiting_stage(_size(request)),
-            self.facts: view.facts(request, note=note, variant=self.studio.told(variant)),
+            self.facts: view.facts(request, note=note, variant=self.studio.described(variant)),
             self.make: gr.Button(interactive=False),
             self.again: gr.Button(interactive=False),
             self.download: gr.DownloadButton(interactive=False),
@@ -200,7 +200,7 @@ class _VideoTab:
         return {
             self.stage: _finished_stage(take),
             self.facts: view.facts(
-                take.again(), take.seconds, note, take.scores, variant=self.studio.told(take.variant)
+                take.again(), take.seconds, note, take.scores, variant=self.studio.described(take.variant)
             ),
             self.again: gr.Button(interactive=True),
             self.download: gr.DownloadButton(value=str(take.path), interactive=True),
@@ -251,7 +251,7 @@ class _CompareTab:
         yield {
             **{stage: view.waiting_stage(_size(first)) for stage in self.stages},
             **{
-                facts: view.facts(each, variant=self.studio.told(variant))
+                facts: view.facts(each, variant=self.studio.described(variant))
                 for facts, each, variant in zip(self.facts, requests, variants, strict=True)
             },
             self.seed.number: first.seed,
@@ -265,7 +265,7 @@ class _CompareTab:
             else:
                 take = self.studio.keep(requests[side], event, variants[side])
                 facts = view.facts(
-                    take.request, take.seconds, scores=take.scores, variant=self.studio.told(take.variant)
+                    take.request, take.seconds, scores=take.scores, variant=self.studio.described(take.variant)
                 )
                 yield {self.stages[side]: _finished_stage(take), self.facts[side]: facts}
         yield {self.make: gr.Button(interactive=True)}
@@ -297,7 +297,7 @@ def _failed_stage(request: VideoRequest, error: ServiceError | UserError) -> str
     return view.message_stage(_size(request), "That did not work", text, is_error=True)
 
 
-def _pictures(takes: list[Take]) -> gr.Gallery:
+def _pictures(gallery: list[Take]) -> gr.Gallery:
     """Click one to see it again, with its settings."""
-    items = [(str(take.picture), take.request.text) for take in takes]
+    items = [(str(take.picture), take.request.text) for take in gallery]
     return gr.Gallery(value=items, visible=True, selected_index=None)

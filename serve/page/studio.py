@@ -73,7 +73,7 @@ class Studio:
         """Folder of visitors' files and the copies of videos that are shown: gone with the page."""
         return self.folder / "gradio"
 
-    def told(self, variant: str) -> str:
+    def described(self, variant: str) -> str:
         """Return the name of a way for labels; "" where there is no choice."""
         return variant if self.has_variants else ""
 

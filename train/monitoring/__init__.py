@@ -1,1 +1,1 @@
-"""What a run reports: metrics, trackers, curves, the console, anomalies, and the watchdog."""
+"""Reports of a run: metrics, trackers, curves, the console, anomalies, and the watchdog."""

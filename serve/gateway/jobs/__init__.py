@@ -1,1 +1,1 @@
-"""What the gateway does in the background: jobs to Triton servers, their videos, pictures and webhooks."""
+"""Background work of the gateway: jobs to Triton servers, their videos, pictures and webhooks."""

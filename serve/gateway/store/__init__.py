@@ -1,1 +1,1 @@
-"""What the gateway keeps: jobs, keys, quotas and rates in a database, and the videos."""
+"""State of the gateway: jobs, keys, quotas and rates in a database, and the videos."""
