@@ -1,13 +1,13 @@
-"""A bundle: the directory that holds all it takes to turn a prompt into a video, or to name the class of an image.
+"""A bundle: the directory with everything that is needed to generate a video from a prompt, or to classify an image.
 
-megadit.json      which parts, versions, sampling defaults, how it was trained, size and checksum of every file
+megadit.json      components, versions, sampling defaults, training, size and checksum of every file
 transformer/      config.json, model.safetensors (of a U-Net, too)
-transformer_2/    the same, of two networks that of low noise levels
+transformer_2/    the same, of a low-noise expert
 tokenizer/        config.json, model.safetensors (where it has tensors)
 text_encoder/     config.json, model.safetensors (where it has tensors)
-image_encoder/    config.json (of networks that read features of a given image)
-vocabulary.json        those of the training captions, where prompts can be compared with them
-notices/          license files of published weights, where the bundle was made of them
+image_encoder/    config.json (for networks that read features of a conditioning image)
+vocabulary.json   the vocabulary of the training captions, to compare prompts with
+notices/          license files of published weights, where the bundle was made from them
 """
 
 import os
@@ -48,15 +48,15 @@ KINDS: dict[Task, Kind] = {"denoise": "video", "classify": "classifier", "match"
 USED_BY: dict[Kind, str] = {
     "video": "makes videos: see `megadit generate`",
     "classifier": "names the classes of images: see `megadit classify`",
-    "clip": "tells how well texts fit images: see `megadit similarity`",
+    "clip": "scores how well texts fit images: see `megadit similarity`",
 }
-"""Kind of a bundle -> what it does, and what takes it."""
+"""Kind of a bundle -> what it does, and the command for it."""
 _COMPONENTS = ("transformer", "tokenizer", "text_encoder")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An opened bundle; its parts are loaded when asked for."""
+    """An opened bundle; its components are loaded when asked for."""
 
     path: Path
     manifest: dict[str, Any]
@@ -82,18 +82,18 @@ class Bundle:
 
     @property
     def longest_caption(self) -> int | None:
-        """Words of the longest that it was trained on, where that is known."""
+        """Number of words in the longest training caption, where known."""
         found = (self.manifest.get("training") or {}).get("longest_caption")
         return found if isinstance(found, int) else None
 
     @property
     def networks(self) -> tuple[str, ...]:
-        """The folders of its networks: one, or one for high and one for low noise levels."""
+        """The folders of its networks: one, or a high-noise and a low-noise expert."""
         return ("transformer",) if self.boundary is None else ("transformer", LOW_NOISE)
 
     @property
     def boundary(self) -> float | None:
-        """The lowest sigma of the first of two networks; None: it has one."""
+        """The lowest sigma of the high-noise expert; None: there is a single network."""
         t = self.manifest.get("boundary")
         return None if t is None else t / (1 - t)
 
@@ -105,7 +105,7 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | os.PathLike, *, verify: bool = False) -> "Bundle":
-        """Reads the manifest and checks that every file is there in its full size; `verify` compares checksums too.
+        """Reads the manifest and checks that every file exists in its full size; `verify` compares checksums too.
 
         Raises:
             UserError: if `path` is no bundle, a newer version wrote it, or a file is missing or was changed.
@@ -121,38 +121,38 @@ class Bundle:
         )
 
     def load_network(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> SavedNetwork:
-        """Its one network, that of videos.
+        """Load the single network of a video bundle.
 
         Raises:
-            UserError: if it has two, or a classifier; see also `weights.load_network`.
+            UserError: if there are two networks, or a classifier; see also `weights.load_network`.
         """
         check_single(self)
         check_kind(self, "video")
         return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
 
     def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
-        """Its one network, a transformer.
+        """Load the single network of a video bundle, a transformer.
 
         Raises:
-            UserError: if it is none; see also `load_network`.
+            UserError: if it is not a transformer; see also `load_network`.
         """
-        check_transformer(self, "this takes a transformer's blocks")
+        check_transformer(self, "this command needs the blocks of a transformer")
         return self.load_network(device, dtype)
 
     def load_classifier(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ViT:
-        """Its network, that names classes.
+        """Load the network of a classifier bundle.
 
         Raises:
-            UserError: if it is none; see also `weights.load_network`.
+            UserError: if it is no classifier; see also `weights.load_network`.
         """
         check_kind(self, "classifier")
         return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
 
     def load_clip(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> CLIP:
-        """Its network, that matches images and texts.
+        """Load the network of a CLIP bundle.
 
         Raises:
-            UserError: if it is none; see also `weights.load_network`.
+            UserError: if it is no CLIP; see also `weights.load_network`.
         """
         check_kind(self, "clip")
         return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
@@ -169,7 +169,7 @@ class Bundle:
 
 
 def check_single(bundle: Bundle) -> None:
-    """Raises UserError for a bundle of two networks, for what takes one."""
+    """Raises UserError for a bundle of two experts, in commands that take a single network."""
     if bundle.boundary is not None:
         raise UserError(
             f"{bundle.path} has two experts, for high and for low noise, which can be sampled, exported, served and "
@@ -178,16 +178,16 @@ def check_single(bundle: Bundle) -> None:
 
 
 def check_transformer(bundle: Bundle, reason: str) -> None:
-    """Raises UserError, with the reason, for a bundle of another network than a transformer."""
+    """Raises UserError, with the reason, for a bundle whose network is not a transformer."""
     if not isinstance(bundle.config, DiTConfig):
         raise UserError(
-            f"the network of {bundle.path} is {bundle.config.outline}, which is sampled from, converted, exported and "
+            f"the network of {bundle.path} is {bundle.config.outline}, which can be sampled, converted, exported and "
             f"served: {reason}"
         )
 
 
 def check_kind(bundle: Bundle, kind: Kind) -> None:
-    """Raises UserError for a bundle of another kind, with the command that takes it."""
+    """Raises UserError for a bundle of another kind, with the command for it."""
     if bundle.kind != kind:
         raise UserError(f"{bundle.path} {USED_BY[bundle.kind]}")
 
@@ -214,13 +214,14 @@ def write_bundle(
 ) -> None:
     """Writes a bundle, whole or not at all; one already at `out` is replaced.
 
-    `training` tells where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them;
-    `license` is that of published weights, whose files travel along. `low_noise` are the weights of a second network of
-    this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`; `words` are those of its training
-    (`words.py`).
+    `training` says where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them;
+    `license` is that of published weights, whose files are copied. `low_noise` are the weights of a low-noise expert
+    with
+    this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`; `words` is the vocabulary of the
+    training captions.
 
     Raises:
-        UserError: if the parts do not fit each other, or if `out` is a directory that holds something else.
+        UserError: if the components do not fit each other, or if `out` is a directory that holds something else.
     """
     out = Path(out)
     check_replaceable(out)
@@ -270,7 +271,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not is_bundle(path):
         raise UserError(
             f"{path} is not a bundle: expected a directory with {MANIFEST_FILE}, {'/, '.join(_COMPONENTS)}/; "
-            "`megadit bundle CHECKPOINT OUT` makes one of a training checkpoint"
+            "`megadit bundle CHECKPOINT OUT` makes one from a training checkpoint"
         )
     manifest = read_json(file)
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
@@ -283,15 +284,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     if version < FORMAT_VERSION:
         raise UserError(
-            f"{path} has format version {version}, of before the first release; this one reads {FORMAT_VERSION}: "
-            "write it anew from its run (`megadit bundle`), or convert its weights again"
+            f"{path} has format version {version}, from before the first release; this version reads {FORMAT_VERSION}: "
+            "write it again from its run (`megadit bundle`), or convert its weights again"
         )
     missing = {"components", "fingerprints", "defaults", "files"} - manifest.keys()
     if missing:
         raise UserError(f"{file} lacks {', '.join(sorted(missing))}")
     boundary = manifest.get("boundary", 0.5)
     if not isinstance(boundary, float) or not 0 < boundary < 1:
-        raise UserError(f"{file}: boundary is {boundary!r:.60}, not a share of the noise between 0 and 1")
+        raise UserError(f"{file}: boundary is {boundary!r:.60}, not a noise level t between 0 and 1")
     for name in ("components", "fingerprints", "defaults", "files", "training", "license"):
         if not isinstance(manifest.get(name) or {}, dict):
             raise UserError(f"{file}: {name} is {manifest[name]!r:.60}, not names and values")
@@ -305,7 +306,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _defaults(path: Path, values: Mapping[str, Any]) -> SamplingSettings:
-    """Read the sampling defaults of a bundle, which is not trusted: they may open no other file.
+    """Read the sampling defaults of a bundle, which is untrusted: they may not name other files.
 
     Raises:
         UserError: for invalid settings, and for a path.
@@ -313,8 +314,8 @@ def _defaults(path: Path, values: Mapping[str, Any]) -> SamplingSettings:
     defaults = SamplingSettings.from_dict(values)
     if defaults.autoguidance:
         raise UserError(
-            f"{path / MANIFEST_FILE}: defaults.autoguidance={defaults.autoguidance!r:.100} names a checkpoint beside "
-            'the bundle, which none may; make it "", and give --autoguidance PATH'
+            f"{path / MANIFEST_FILE}: defaults.autoguidance={defaults.autoguidance!r:.100} names a checkpoint outside "
+            'the bundle, which is not allowed; set it to "", and give --autoguidance PATH'
         )
     return defaults
 
@@ -331,7 +332,7 @@ def _check_components_fit(
             raise UserError(f"model.{setting}={ours} does not fit the {part}: {theirs}")
     if config.pooled_size not in (None, text_encoder.pooled_dim):
         raise UserError(
-            f"the network reads a pooled feature {config.pooled_size} wide, and the text encoder's is "
+            f"the network reads a pooled feature of width {config.pooled_size}, and the text encoder's is "
             f"{text_encoder.pooled_dim}"
         )
     frames = tokenizer.frames_covering(defaults.num_frames)

@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 def memo_key(function: Callable[..., Any], args: tuple[Hashable, ...]) -> Hashable:
-    """(function, args), by which two different values can never be found.
+    """(function, args, types of args), a key that is different for different values.
 
     Raises:
-        TypeError: for a function that may capture what `args` does not say, and for arguments that are not hashable or
+        TypeError: for a function that may capture variables, and for arguments that are not hashable or
             compared by identity.
     """
     name = getattr(function, "__qualname__", "<unnamed>")
     if "<" in name:
         raise TypeError(f"{name} cannot be a key: give a function of the module or class, and its arguments")
     if any(isinstance(arg, Tensor) for arg in args):
-        raise TypeError(f"a tensor cannot be a key of {name}: another one would be computed anew, or mistaken for it")
+        raise TypeError(f"a tensor cannot be a key of {name}: tensors are compared by identity")
     hash(args)
     return function, args, tuple(map(type, args))  # 1 == 1.0 == True
 
@@ -27,7 +27,7 @@ class TensorCache:
     """Cache of tensors computed for a dense batch, up to a size in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`room` is in bytes."""
+        """`max_bytes` limits the size of all cached tensors together."""
         self._values: dict[Hashable, Any] = {}
         self._free_bytes = max_bytes
 
@@ -45,7 +45,7 @@ class TensorCache:
 
 
 class ObjectCache(WeakKeyDictionary):
-    """Cache of values computed for an object, which lives as long as that; a copy or a pickle begins empty."""
+    """Cache of values computed for an object, which live as long as the object; a copy or a pickle starts empty."""
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), ()

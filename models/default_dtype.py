@@ -1,4 +1,4 @@
-"""float32 where a tensor is made without a dtype, whatever torch's default is (`torch.set_default_dtype`)."""
+"""float32 for tensors that are created without a dtype, whatever torch's default is (`torch.set_default_dtype`)."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ import torch
 Item = TypeVar("Item")
 _lock = threading.Lock()
 _within: list[torch.dtype] = []
-"""The default before, once for each that is within: it is one of the process, not of a thread."""
+"""The previous defaults, one for each active context: the default is one of the process, not of a thread."""
 
 
 @contextmanager
 def float32_by_default() -> Iterator[None]:
-    """Within, torch's default is float32; the last to leave puts back what was before the first."""
+    """Context in which torch's default is float32; the last one to end restores what was before the first."""
     with _lock:
         _within.append(_within[0] if _within else torch.get_default_dtype())
         if torch.get_default_dtype() != torch.float32:
@@ -31,8 +31,9 @@ def float32_by_default() -> Iterator[None]:
 
 
 def each_in_float32(generator: Callable[..., Iterator[Item]]) -> Callable[..., Iterator[Item]]:
-    """Marks a function whose items are each made within `float32_by_default`; who takes them finds the default as it
-    was."""
+    """Decorates a generator whose items are each computed within `float32_by_default`; between items, the caller's
+    default
+    applies."""
 
     @wraps(generator)
     def made(*args: Any, **named: Any) -> Iterator[Item]:

@@ -1,10 +1,10 @@
-"""Arithmetic of a network and of its training.
+"""Floating-point operations of a network and of its training.
 
-Counted are the multiplications and additions (two operations) of matrix products: all linears of the network as it is,
-once for each video token, word or sample that they read, of experts those that are chosen; self-attention, whose cost
+Counted are the multiplications and additions (two operations) of matrix products: all linears of the network,
+once for each video token, text token or sample that they read (only chosen experts); self-attention, whose cost
 is the square of each sample's tokens (or, along one axis, its tokens times those of a line); cross-attention, its
-tokens times its text. Padding, norms and activations count nothing. The backward takes twice the forward; where an
-adapter alone is trained, the network's linears take in it as much as forward, for the gradients of what they read.
+tokens times its text. Padding, norms and activations are not counted. The backward takes twice the forward; where only
+an adapter is trained, the backward of the network's linears costs as much as their forward, for gradients of inputs.
 """
 
 from functools import lru_cache
@@ -19,18 +19,20 @@ from megadit.models.packing.segments import Segment
 from megadit.models.storage.weights import network_shapes
 
 _TABLES = ("positions.", "class_embedder.", "x_embedder.positions", "x_embedder.words")
-"""Rows of these are looked up, not multiplied."""
+"""Parameters whose rows are looked up, not multiplied."""
 _OF_CONDITION = (
     *("sigma_embedder.", "fps_embedder.", "guidance_embedder.", "shared_embedder.", "shared_modulation.", "head."),
 )
-"""Prefixes of matrices that read the condition of a sample, or its class token."""
+"""Prefixes of matrices that read the conditioning of a sample, or its class token."""
 
 
 def training_flops(
     layout: PackLayout, model: DiTConfig, adapter: AdapterConfig | None = None, forwards: float = 0
 ) -> int:
-    """Floating-point operations of forward and backward for the samples of a pack; of `adapter` alone, if given; plus
-    `forwards` further forward passes of whole networks.
+    """Floating-point operations of forward and backward for the samples of a pack, plus `forwards` further forward
+    passes.
+
+    With `adapter`, only the adapter is trained.
     """
     segments = [segment for segment in layout.segments if not segment.is_padding]
     forward = sum(forward_flops(segment, model) for segment in segments)
@@ -43,13 +45,13 @@ def training_flops(
 
 
 def adapter_flops(segment: Segment, model: DiTConfig, adapter: AdapterConfig) -> int:
-    """Floating-point operations that an adapter adds to the forward of one sample."""
+    """Floating-point operations that an adapter adds to the forward pass of one sample."""
     sizes = _adapter_readers(model, adapter)
     return 2 * sum(rows * sizes[reader] for reader, rows in _rows(segment).items())
 
 
 def forward_flops(segment: Segment, model: DiTConfig) -> int:
-    """Floating-point operations of the forward of one sample."""
+    """Floating-point operations of the forward pass of one sample."""
     sizes = _readers(model)
     linears = 2 * sum(rows * sizes[reader] for reader, rows in _rows(segment).items())
     return linears + _expert_flops(segment.num_tokens, model) + attention_flops(segment, model)
@@ -69,13 +71,13 @@ def attention_flops(segment: Segment, model: DiTConfig) -> int:
 
 
 def _rows(segment: Segment) -> dict[str, int]:
-    """How often each reader of matrices comes in a sample."""
+    """How often a sample is multiplied with the matrices of each group."""
     return {"token": segment.num_tokens, "word": segment.text_places, "sample": 1}
 
 
 @lru_cache(maxsize=64)
 def _readers(model: DiTConfig) -> dict[str, int]:
-    """Numbers in the matrices that every video token, every word or every sample is multiplied with."""
+    """Number of elements of the matrices that read every video token, every text token or every sample."""
     sizes = {"token": 0, "word": 0, "sample": 0}
     for name, shape in network_shapes(model).items():
         if len(shape) == 2 and not in_tower(name).startswith(_TABLES):
@@ -85,7 +87,7 @@ def _readers(model: DiTConfig) -> dict[str, int]:
 
 @lru_cache(maxsize=64)
 def _adapter_readers(model: DiTConfig, adapter: AdapterConfig) -> dict[str, int]:
-    """The same of an adapter: those of one linear are multiplied together, [R, I] and [O, R]."""
+    """The same for an adapter, as products with its two matrices, [R, I] and [O, R]."""
     shapes, sizes = network_shapes(model), {"token": 0, "word": 0, "sample": 0}
     for target in chosen_targets(model, adapter.targets).values():
         sizes[_reader(f"{target.linear}.weight")] += adapter.rank * sum(shapes[f"{target.linear}.weight"])

@@ -1,8 +1,8 @@
-"""Small tensors from the CPU to a GPU, many by one copy that nobody waits for.
+"""Asynchronous copies of small tensors from the CPU to a GPU, many by one copy.
 
-A copy from ordinary memory stops the host until the GPU has done all that it was told before. Memory that is pinned is
-copied in its turn, while the host goes on; torch gives it to others only when the copy is done. On a `SideStream` it is
-copied beside what the GPU computes meanwhile.
+A copy from pageable memory stops the host until the GPU has done all queued work. Pinned memory is copied in stream
+order, while the host goes on; torch reuses it only after the copy. On a `SideStream`, copies overlap with
+computation.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,11 +19,11 @@ from megadit.models.cache import memo_key
 Tree = TypeVar("Tree")
 
 _ALIGNMENT = 64
-"""Bytes: every tensor begins where kernels may read it at full speed."""
+"""Alignment in bytes at which kernels read tensors at full speed."""
 
 
 Copy = Callable[[Tensor, Tensor], None]
-"""(there, here): copies from pinned memory to as many bytes on a device."""
+"""Copies bytes from pinned memory (second argument) to a device (first argument)."""
 
 
 def copy_in_turn(there: Tensor, here: Tensor) -> None:
@@ -32,27 +32,27 @@ def copy_in_turn(there: Tensor, here: Tensor) -> None:
 
 
 class SideStream:
-    """A GPU's stream for copies that no kernel waits for but those that read what was copied."""
+    """A CUDA stream for copies; only kernels that read the copied tensors wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def copy(self, there: Tensor, here: Tensor) -> None:
-        """`copy_in_turn`, on this stream: of bytes, [n] -> [n]."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # whatever had this memory is done with it
+        """`copy_in_turn`, on this stream: bytes, [n] -> [n]."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # earlier users of this memory are done
         with torch.cuda.stream(self._stream):
             copy_in_turn(there, here)
 
     def arrival(self) -> Callable[[], None]:
-        """Makes the current stream wait for all that has been copied until now; the host waits for nothing."""
+        """A function that makes the current stream wait for all copies so far; the host does not wait."""
         copied = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
 
 def sent_together(tensors: Sequence[Tensor], device: torch.device | str, copy: Copy = copy_in_turn) -> list[Tensor]:
-    """The same tensors, of any shapes and types, on another device; those that are there, themselves.
+    """The same tensors, of any shapes and types, on another device; tensors that are already there are returned as is.
 
-    Those of the CPU share one block of memory, which lives as long as any of them.
+    Tensors from the CPU share one block of memory, which lives as long as any of them.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -74,7 +74,7 @@ def _sent_in_one_block(tensors: Sequence[Tensor], device: torch.device, copy: Co
 
 
 def pinned(size: int, device: torch.device) -> Tensor:
-    """Memory of the host from which a GPU copies by itself, uint8 [size]."""
+    """Pinned host memory, uint8 [size]."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda" and torch.cuda.is_available())
 
 
@@ -89,7 +89,7 @@ Numbers = float | tuple["Numbers", ...]
 
 
 def constant(numbers: Numbers, device: torch.device) -> Tensor:
-    """Numbers that are read again and again, of any shape; sent to a device once."""
+    """Constant numbers, of any shape, as a tensor that is copied to a device once."""
     return torch.tensor(numbers) if device.type == "cpu" else _sent_constant(numbers, device)
 
 
@@ -99,7 +99,7 @@ def _sent_constant(numbers: Numbers, device: torch.device) -> Tensor:
 
 
 def levels_on(level_B: Tensor, device: torch.device) -> Tensor:
-    """The same noise levels, [B], on a device; of one that all of a batch are at nothing is sent there."""
+    """Noise levels [B] on a device; without a copy if the whole batch has the same level."""
     if level_B.device == device or not level_B.is_cpu:
         return level_B.to(device)
     level = level_B[0].item()
@@ -112,16 +112,16 @@ class Keeper(Protocol):
     """An object that caches the values computed from it: a layout."""
 
     sent: dict[tuple[torch.device, Hashable], Any]
-    """Values that are on other devices already."""
+    """Cached values on other devices."""
 
     def memo(self, function: Callable[..., Any], *args: Hashable) -> Any: ...
 
     def keep(self, device: torch.device, key: Hashable, there: Any) -> None:
-        """Store a value that has arrived on `device` in `sent`."""
+        """Store in `sent` a value that has arrived on `device`."""
 
 
 class Need(NamedTuple):
-    """compute(layout, *args): tensors that are made on the CPU and read on another device."""
+    """compute(layout, *args): tensors that are computed on the CPU and read on another device."""
 
     layout: Keeper
     compute: Callable[..., Any]
@@ -141,9 +141,9 @@ class Need(NamedTuple):
 
 
 def send_with(needs: Sequence[Need], tree: Tree, device: torch.device, copy: Copy = copy_in_turn) -> Tree:
-    """The tensors of `tree` on a device, by one copy with all that is needed there.
+    """The tensors of `tree` on a device, in one copy with the values of `needs`.
 
-    On the CPU nothing is copied, and what is needed is computed at its first use.
+    On the CPU nothing is copied, and the values are computed at their first use.
     """
     if device.type == "cpu":
         return tree

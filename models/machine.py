@@ -1,4 +1,4 @@
-"""The machine that figures are measured on: what it is, how fast it multiplies matrices, what its memory holds."""
+"""The machine that measurements run on: hardware, matrix product speed and memory."""
 
 import os
 import platform
@@ -33,27 +33,27 @@ DATASHEET = {
     ("A100", torch.bfloat16): 312e12,
     ("L40S", torch.bfloat16): 362e12,
 }
-"""Dense operations per second from NVIDIA's data sheets, by a part of the device's name; the first match counts."""
+"""Dense operations per second from NVIDIA's data sheets, by a substring of the device's name; first match."""
 
 LIBRARIES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "diffusers", "onnxruntime", "tensorrt")
 
 
 def datasheet_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations per second that the maker promises; None where that is not known."""
+    """Operations per second by the data sheet; None if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for (part, of), flops in DATASHEET.items() if part in name and of == dtype), None)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of one device: the data sheet's where it is known, else measured in a large product."""
+    """Operations per second of one device: by the data sheet where known, else measured in a large product."""
     return datasheet_flops(device, dtype) or matmul_flops(device, dtype)
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.0) -> float:
-    """Operations per second of large square matrix products: the best of five, or of what `seconds` have room for."""
-    on_cpu = 1024 if multiplies(dtype) else 256  # without instructions for it, a large one takes seconds
+    """Operations per second of large square matrix products: the best of five or more, within `seconds`."""
+    on_cpu = 1024 if multiplies(dtype) else 256  # without hardware support, a large product takes seconds
     size = 8192 if device.type == "cuda" else on_cpu
-    a = torch.randn(size, size, device=device).to(dtype)  # equal bits take less power, and so run faster
+    a = torch.randn(size, size, device=device).to(dtype)  # constant inputs take less power, and so run faster
     best, left, begin = float("inf"), 5, time.perf_counter()
     while left > 0 or time.perf_counter() - begin < seconds:
         synchronize(device)
@@ -66,8 +66,9 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.0)
 
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies matrices of a dtype. Others are computed number by number, some ten times as
-    slow as float32, or refused by oneDNN. The answer is its instructions', not a measurement's: ranks must agree."""
+    """Whether this processor multiplies matrices of a dtype natively. Other dtypes are some ten times as slow as
+    float32,
+    or refused by oneDNN. It depends on the processor's instructions, not on a measurement: ranks must agree."""
     return dtype.itemsize >= torch.float32.itemsize or _has_products(dtype)
 
 
@@ -79,13 +80,14 @@ def _has_products(dtype: torch.dtype) -> bool:
 
 
 def computing_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """`dtype` where this device multiplies it, else float32, which holds the same numbers and more."""
+    """`dtype` where this device multiplies it natively, else float32."""
     return dtype if device.type != "cpu" or multiplies(dtype) else torch.float32
 
 
 def small_operations_speed() -> float:
-    """How fast one thread of this CPU is at what is no product: norms, activations and the calls themselves, forward
-    and backward; 1 is one core of an Intel Xeon with AMX (family 6, model 143)."""
+    """Speed of one thread of this CPU in small operations (norms, activations, dispatch), forward and backward; 1 is
+    one
+    core of an Intel Xeon with AMX (family 6, model 143)."""
     x, scale, threads = torch.randn(1920, 192, requires_grad=True), torch.randn(192), torch.get_num_threads()
     seconds = []
     torch.set_num_threads(1)
@@ -104,7 +106,7 @@ def auto_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     half = torch.bfloat16 if stored.itemsize == 1 else stored
     if half not in (torch.bfloat16, torch.float16):
         return torch.float32
-    if device.type == "cpu":  # of float16 the range is too small for some networks, and time is all there is to gain
+    if device.type == "cpu":  # float16's range is too small for some networks, and only saves time
         return half if half == torch.bfloat16 and multiplies(half) else torch.float32
     return half if half == torch.float16 or torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
 
@@ -125,7 +127,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """`peak_memory` forgets what came before (on a CPU, where Linux allows it)."""
+    """Make `peak_memory` start again from now (on a CPU, where Linux allows it)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -134,7 +136,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that torch held on the GPU; on a CPU, that the process had in memory."""
+    """Bytes: the most that torch allocated on the GPU; on a CPU, the process's peak resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -145,8 +147,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a process can still take: of the GPU; on a CPU, its share of what is left of the machine's memory or
-    of its control group's, whichever is less."""
+    """Bytes that a process can still allocate: on the GPU; on a CPU, its fraction of the free memory of the machine or
+    of
+    its control group, whichever is less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -160,7 +163,7 @@ NO_MEMORY = (
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error is an out-of-memory error, of a GPU or a CPU."""
+    """Whether an error is an out-of-memory error, on a GPU or a CPU."""
     has_guidance_embedding = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return has_guidance_embedding or any(words in str(error) for words in NO_MEMORY)
 
@@ -181,14 +184,14 @@ def enough_memory(remedy: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # each library has one of its own
+    except Exception as error:  # each library has its own class
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"no memory for this ({said_of_memory(error)}): {remedy}") from error
+        raise UserError(f"not enough memory ({said_of_memory(error)}): {remedy}") from error
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Hardware, versions and commit, as JSON values; None for what is not there."""
+    """Hardware, versions and commit, as JSON values; None if unknown."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "gpu": gpu.name if gpu else None,
@@ -205,7 +208,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def describe_in_words(about: dict[str, Any]) -> str:
-    """`describe` in a line."""
+    """`describe` as one line."""
     return ", ".join(f"{name} {value}" for name, value in about.items() if value is not None)
 
 
@@ -225,7 +228,7 @@ def commit() -> str | None:
 
 
 def processor() -> str:
-    """The name of its model."""
+    """The processor's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

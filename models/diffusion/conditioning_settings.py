@@ -102,9 +102,9 @@ def check_conflicts(values: Mapping[str, Any]) -> None:
 
 
 def check_combination(values: Mapping[str, Any], prompt: str, conditionings: Collection[str]) -> None:
-    """Raises UserError for what a request gives that does not go together, or that the network cannot take.
+    """Raises UserError for options of a request that exclude each other, or that the network does not support.
 
-    `takes` are the uses that it was trained for.
+    `conditionings` are the kinds of conditioning that it was trained for.
     """
     check_conflicts(values)
     for name, needed in NEEDED.items():
@@ -120,7 +120,7 @@ def check_combination(values: Mapping[str, Any], prompt: str, conditionings: Col
 
 
 def plain_bytes(value: bytes) -> bytes:
-    """The bytes of a file, which may have come as a data URL, as JSON cannot hold them otherwise.
+    """The bytes of a file, decoded if they are a data URL: JSON cannot hold bytes otherwise.
 
     Raises:
         UserError: for a malformed one.

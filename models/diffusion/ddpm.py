@@ -39,10 +39,10 @@ def ddpm_sigmas(betas: BetasName = "ddpm") -> Tensor:
 
 
 def ddpm_step(sigma: Tensor, betas: BetasName = "ddpm") -> Tensor:
-    """t(sigma), the inverse of `ddpm_sigmas`, of noise levels of any shape, in their precision: linear in log sigma
-    between two steps; beyond the first and last it is theirs.
+    """t(sigma), the inverse of `ddpm_sigmas`, for noise levels of any shape, in their precision.
 
-    Of a single one without a dimension the host would ask a GPU for its place in the table.
+    Linear in log sigma between two steps; clamped to the first and last step. Pass a tensor with a dimension: for a
+    scalar, the host would wait for a GPU to index the table.
     """
     sigmas, log_ratios = _ddpm_steps(betas, sigma.dtype, sigma.device)
     within = sigma.clamp(sigmas[0], sigmas[-1])
@@ -55,6 +55,6 @@ def ddpm_step(sigma: Tensor, betas: BetasName = "ddpm") -> Tensor:
 
 @cache
 def _ddpm_steps(betas: BetasName, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`ddpm_sigmas` in this precision, and the logarithm of the ratio of each to the next; sent to a device once."""
+    """`ddpm_sigmas` in this precision, and the logarithm of the ratio of each to the next; copied to a device once."""
     sigmas = ddpm_sigmas(betas).to(dtype)
     return sigmas.to(device), sigmas.double().log().diff().to(device, dtype)

@@ -25,8 +25,8 @@ class EDMDenoiser(nn.Module):
     ) -> Tensor:
         """Estimates the clean latents x0 (BCTHW, float32) in `x_BCTHW`, whose noise has standard deviation sigma.
 
-        The network reads clean latents as `config.conditioning` says; where they are among the noisy, the estimate
-        has no meaning. `layout`: see `DiT.forward`.
+        The network reads conditioning latents as `config.conditioning` says. Where they are in place of noisy latents,
+        the estimate has no meaning. `layout`: see `DiT.forward`.
         """
         x_BCTHW, config = x_BCTHW.float(), self.dit.config
         sigma_B1111 = sigma_B.float().reshape(-1, 1, 1, 1, 1)

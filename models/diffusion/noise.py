@@ -34,27 +34,27 @@ class Stream(IntEnum):
     SIGMA = 1
     TEXT_DROPOUT = 2
     WORD = 3
-    """Vectors of words (hashed text features)."""
+    """Normal vectors of words (hashed text features)."""
     KEEP = 4
-    """Whether a pass over the data reads a sample."""
+    """Whether an epoch reads a sample."""
     CONDITIONING = 5
-    """Choice of a sample's conditioning places."""
+    """Choice of a sample's conditioning latents."""
     LEVEL = 6
-    """Choice of a student's noise level, from a list."""
+    """A student's noise level, drawn from a list."""
     CONDITIONING_NOISE = 7
     """Noise added to conditioning latents, in networks that read them noised."""
     MIXUP = 8
-    """Weight of a sample into which another is mixed."""
+    """Weight in mixup of two samples."""
     GUIDANCE = 9
     """Guidance scale of a sample that a guidance-distilled student is conditioned on."""
     DERIVED = 1 << 8
-    """The first of the streams of derived keys: the n-th further use of a sample takes DERIVED + n."""
+    """First of the streams of derived keys: the n-th further key of a sample takes DERIVED + n."""
     STEP = 1 << 16
-    """The first of the streams of noise that sampling adds on its way: its n-th use of noise takes STEP + n."""
+    """First of the streams of noise that a sampler adds between steps: the n-th noise takes STEP + n."""
 
 
 def sample_key(seed: int, sample_id: str, occurrence: int) -> int:
-    """The key of a training sample, a signed 64-bit integer; `occurrence` counts how often it was seen before."""
+    """The key of a training sample, a signed 64-bit integer; `occurrence` counts how often it was drawn before."""
     return _hash64(f"sample {seed} {occurrence} {sample_id}")
 
 
@@ -64,7 +64,7 @@ def seed_key(seed: int) -> int:
 
 
 def derived_keys(key_R: Tensor, number: int) -> Tensor:
-    """Keys of the `number`-th (0, 1, ...) further use of each sample, int64 [R], with randomness of its own."""
+    """Keys of the `number`-th (0, 1, ...) further random draw of each sample, int64 [R], independent of the others."""
     words_R14 = _words(key_R, torch.zeros_like(key_R), 1, Stream.DERIVED + number)
     return words_R14[:, 0, 0] << 32 | words_R14[:, 0, 1]
 
@@ -91,8 +91,7 @@ def uniform(key_R: Tensor, position_R: Tensor, width: int, *, stream: int) -> Te
 
 
 def uniform_numbers(key: int, width: int, *, stream: int) -> list[float]:
-    """The row of `uniform` that belongs to one key and position 0, computed without tensors: for so few numbers, making
-    tensors takes longer than everything else."""
+    """The row of `uniform` for one key and position 0, computed without tensors: for few numbers that is faster."""
     key_words = key & _WORD, key >> 32 & _WORD
     words = [word for block in range(-(-width // 4)) for word in philox4x32((block, 0, 0, stream), key_words)]
     return [((word >> 9) + 0.5) * 2.0**-23 for word in words[:width]]

@@ -1,6 +1,6 @@
 """Parameterizations, the target that a network predicts at a noise level, and the denoiser of a pack built on them.
 
-Shapes: S video tokens, P patch dim, L text tokens, E text feature width, G segments of a pack, R condition rows.
+Shapes: S video tokens, P patch dim, L text tokens, E text feature width, G segments of a pack, R modulation rows.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class EDM:
     target_name = "a mixture of x0 and noise"
 
     def scalings(self, sigma: Tensor) -> Scalings:
-        """Equation 7's, of noise levels of any shape."""
+        """Scalings of equation 7, for noise levels of any shape."""
         variance = sigma**2 + self.sigma_data**2
         return Scalings(
             c_skip=self.sigma_data**2 / variance,
@@ -113,7 +113,7 @@ class Flow:
     target_name = "noise minus x0"
 
     def scalings(self, sigma: Tensor) -> Scalings:
-        """c_noise is t, from 0 to 1; of noise levels of any shape."""
+        """Scalings for noise levels of any shape; c_noise is t, from 0 to 1."""
         return Scalings(
             c_skip=1 / (1 + sigma), c_out=-sigma / (1 + sigma), c_in=1 / (1 + sigma), c_noise=sigma / (1 + sigma)
         )
@@ -145,7 +145,8 @@ def denoise_packed(
 ) -> Tensor:
     """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
 
-    `config.conditioning` says how clean tokens are treated. `before`, [S, 1, D], `more`: see `DiT.forward_packed`.
+    `config.conditioning` says how conditioning tokens are read. For `before`, [S, 1, D], and `more` see
+    `DiT.forward_packed`.
     """
     config, tensors, scalings = dit.config, layout.on(sigma_G.device), parameterization_of(dit.config).scalings
     sigma_R = sigma_G[tensors.segment_of_row_R]

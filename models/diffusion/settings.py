@@ -1,9 +1,9 @@
-"""How a video is sampled: every setting, said once.
+"""How a video is sampled: every setting, defined once.
 
 `SamplingSettings` decides the options of `megadit generate` and `megadit serve ask`, the keys of a prompt file's lines,
 the inputs of the Triton model, the schema of the gateway, and what a bundle and a video's record store. Nothing here
-imports torch. Second names of a setting are those of diffusers, NeMo and InstructPix2Pix; commands, prompt files and
-services take them all.
+imports torch. Aliases of settings are their names in diffusers, NeMo and InstructPix2Pix; commands, prompt files and
+services accept them.
 """
 
 import math
@@ -50,17 +50,17 @@ SAMPLERS: dict[str, SamplerTraits] = {
     "consistency": SamplerTraits(renews_noise=True, aliases=("lcm",)),
 }
 INSTEAD = {
-    "ddim": "euler takes the same steps (and eta adds its noise)",
-    "plms": "dpmpp_2m, dpmpp_3m and res_2ab remember earlier steps as it does",
+    "ddim": "euler takes the same steps, and --eta adds its noise",
+    "plms": "use a multistep sampler: dpmpp_2m, dpmpp_3m or res_2ab",
 }
-"""Samplers of other programs that are none here, and what to use."""
+"""Samplers of other programs that do not exist here -> what to use instead."""
 STOCHASTIC = tuple(name for name, traits in SAMPLERS.items() if traits.adds_noise)
 SCHEDULES = (
     *("karras", "log_linear", "exponential", "linear", "flow", "wan", "wan_diffusers", "flow_match_euler"),
     *("ddpm", "stable_diffusion"),
 )
 AUTO_SHIFTS = ("auto", "auto_video")
-"""Values of `shift` that fit it to the pixels of a frame, or to those of all frames (see `fitting_shift`)."""
+"""Values of `shift` that choose it by the pixels of a frame, or by those of all frames (see `fitting_shift`)."""
 OF_TWO_CALLS: dict[str, Any] = {
     **{"negative_prompt": "", "second_prompt": "", "autoguidance": ""},
     **{"guidance_interval": (), "guidance_rescale": 0.0, "image_guidance": 1.0},
@@ -73,7 +73,7 @@ _OF_SCHEDULE = ("num_steps", "schedule", "sigma_min", "sigma_max", "rho")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSettings:
-    """All that decides a video beside its prompt, seed and network; sizes are those of the decoded video.
+    """All settings of a video except its prompt, seed and network; sizes are those of the decoded video.
 
     Raises:
         UserError: for a value outside its range.
@@ -118,8 +118,8 @@ class SamplingSettings:
     )
     """More than 1 suits more pixels than were trained on (arXiv 2403.03206, section 5.3.2)."""
     noise_scale: float = setting(1.0, "scale of the initial noise; below 1 trades diversity for fidelity", above=0)
-    """A temperature below 1 (arXiv 1807.03039), for few-step networks and ODE solvers; noise that a sampler adds later
-    is not scaled."""
+    """Temperature (arXiv 1807.03039), for few-step networks and ODE solvers; noise that a sampler adds later is not
+    scaled."""
     churn: float = setting(0.0, f"S_churn: noise added before steps ({', '.join(STOCHASTIC)})", low=0)
     """arXiv 2206.00364, algorithm 2."""
     churn_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which churn acts", nargs=2)
@@ -205,21 +205,21 @@ OF_ADAPTERS: dict[str, Setting] = {
         "eta": {},
     }.items()
 }
-"""Settings that an adapter may override, with bounds: adapters are untrusted, and most settings could make the machine
-work, or open files, without limit."""
+"""Settings that an adapter may override, with bounds. Adapters are untrusted, and other settings could start unlimited
+computation, or open files."""
 _MOST_SIGMAS = 1000
 _SWITCHED_OFF = {**OF_TWO_CALLS, **_ADDED_NOISE, "second_guidance": 0.0, "cache_budget": 0.0}
-"""Settings that an adapter may switch off, which students do, and the values that do so."""
+"""Settings that an adapter may switch off, as few-step students need, and the values that do so."""
 PartialSettings = partial_dataclass("PartialSettings", SamplingSettings)
-"""Sampling settings that may be left out (None)."""
+"""Sampling settings that may be None."""
 ServedSettings = partial_dataclass("ServedSettings", SamplingSettings, only=SERVED)
 
 
 def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **asked: Any) -> SamplingSettings:
     """Merge the settings that a user set (not None) into the defaults.
 
-    `trained` are the checkpoint's defaults, where `defaults` are others (a record's): a shift that fits itself starts
-    from them.
+    `trained` are the checkpoint's defaults, where `defaults` are others (a record's): an automatic shift is relative to
+    them.
 
     Raises:
         UserError: for an unknown name, a value outside its range, and settings that exclude each other.
@@ -247,8 +247,8 @@ def switched_off(
 ) -> dict[str, Any]:
     """Return the defaults that the user's settings make meaningless, with the values that switch them off.
 
-    Churn and eta suit the default sampler; another sampler that cannot add noise runs without. Sigmas replace the
-    default schedule; asking for another schedule means its levels.
+    Churn and eta suit the default sampler; another sampler that cannot add noise runs without them. `sigmas` replaces
+    the default schedule; asking for another schedule ignores it.
     """
     off: dict[str, Any] = {}
     sampler = _sampler_key(asked["sampler"]) if asked.get("sampler") else None
@@ -296,7 +296,8 @@ def check_asked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def check_guidance(settings: SamplingSettings, guidance_embedding_range: tuple[float, float] | None) -> None:
-    """Raise UserError for guidance that a guidance-distilled network lacks; `told` is its range (None: other)."""
+    """Raise UserError for guidance that a guidance-distilled network lacks; `guidance_embedding_range` is None for
+    others."""
     if guidance_embedding_range is None:
         return
     check_embedded_guidance(settings.guidance, guidance_embedding_range)
@@ -318,7 +319,7 @@ def check_embedded_guidance(guidance: float, guidance_embedding_range: Sequence[
 
 
 def find_sampler(name: str) -> str:
-    """The sampler that `name` means, whatever its capitals.
+    """The sampler called `name`, in any case.
 
     Raises:
         UserError: for an unknown name; lists those that exist.
@@ -330,7 +331,7 @@ def find_sampler(name: str) -> str:
 
 
 def find_schedule(name: str) -> str:
-    """The schedule that `name` means, whatever its capitals.
+    """The schedule called `name`, in any case.
 
     Raises:
         UserError: for an unknown name; lists those that exist.
@@ -339,7 +340,8 @@ def find_schedule(name: str) -> str:
 
 
 def fitting_shift(kind: str, size: Mapping[str, Any], usual: Mapping[str, Any]) -> float:
-    """The shift of one of `AUTO_SHIFTS` for a size (num_frames, height, width) where `usual` was trained on."""
+    """The shift of one of `AUTO_SHIFTS` for a size (num_frames, height, width), where the network was trained on
+    `usual`."""
     expected, trained = (
         of["height"] * of["width"] * (of["num_frames"] if kind == "auto_video" else 1) for of in (size, usual)
     )
@@ -347,8 +349,10 @@ def fitting_shift(kind: str, size: Mapping[str, Any], usual: Mapping[str, Any]) 
 
 
 def resolution_shift(pixels: int, reference_pixels: int) -> float:
-    """sqrt(pixels / reference_pixels): the noise that hides as much of a picture with more pixels (arXiv 2403.03206,
-    eq. 23), for pixels in a frame (or in all frames) and in one of the training resolution."""
+    """sqrt(pixels / reference_pixels) (arXiv 2403.03206, eq. 23): this shift hides an image of more pixels as much.
+
+    Count the pixels of a frame, or of all frames; `reference_pixels` are those of the training resolution.
+    """
     return math.sqrt(pixels / reference_pixels)
 
 

@@ -1,6 +1,6 @@
 """Self- and cross-attention: projections, per-head norms and rotation around `ops.attention`.
 
-Shapes: S video tokens, L text tokens, I tokens of an image, B batch, D width, N heads, K head dim, G groups of heads.
+Shapes: S video tokens, L text tokens, I image tokens, B batch, D width, N heads, K head dim, G groups of heads.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, Layout, bool], Tensor]
 
 
 class QKNorm(nn.Module):
-    """x / rms(x) * weight per head (arXiv 2302.05442, with RMSNorm), turned by each token's angles (arXiv 2104.09864).
+    """x / rms(x) * weight per head (arXiv 2302.05442, with RMSNorm), then rotary embedding (arXiv 2104.09864).
 
-    Without `qk_layernorm` it only rotates.
+    Without `qk_layernorm`, only rotary embedding.
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -49,7 +49,7 @@ class WidthNorm(nn.Module):
         self.width = num_heads * config.dim_per_head
         self.weight = nn.Parameter(torch.ones(self.width))
         self.sum_over_ranks: Callable[[Tensor], Tensor] = _of_all_heads
-        """`megatron.parallelize` exchanges it where ranks share the heads."""
+        """Replaced by `megatron.parallelize` where ranks share the heads."""
 
     def forward(self, x_SBNK: Tensor) -> Tensor:
         """Normed heads, shaped like `x_SBNK`."""
@@ -60,7 +60,7 @@ class WidthNorm(nn.Module):
 
 
 def _of_all_heads(squares: Tensor) -> Tensor:
-    """The sum as it is, where all heads are here."""
+    """Return the sum unchanged: all heads are on this rank."""
     return squares
 
 
@@ -73,7 +73,7 @@ def width_norm(config: DiTConfig, num_heads: int) -> nn.Module:
 class SelfAttention(nn.Module):
     """Every video token attends to all tokens of its own sample.
 
-    Heads are grouped by the keys and values they share: the rows of the fused projection are
+    Heads are grouped by shared keys and values (grouped-query attention). The rows of the fused projection are
     (groups, [q ... q k v], K), so that any run of them is whole groups. Kernels see keys and values repeated.
     """
 
@@ -105,9 +105,9 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Every video token attends to the text of its own sample, laid out head by head: (N, [k v], K).
+    """Every video token attends to the text of its own sample; rows are laid out head by head: (N, [k v], K).
 
-    Where a network reads features of a given image, it attends to these apart; both results are added.
+    A network that reads image features attends to them separately, and adds both results.
     """
 
     def __init__(self, config: DiTConfig) -> None:

@@ -1,9 +1,10 @@
-"""Attention along time or along space alone: every column of pixels over time, or every frame, is a segment ("line").
+"""Attention along time or space only: every column of pixels over time, or every frame, is a segment ("line").
 
 Where n ranks share the tokens of a sample, each has T H W / n of them in the order of the sequence ("home"). Attention
 along one axis needs whole lines: T tokens each of H W / n columns ("time"), or H W tokens each of T / n frames
 ("space"). The tokens move from one of these arrangements to another, once, and the attention itself sends nothing.
-Lines are dealt out like tokens (`TokenMesh.span`): remainders go to ranks round-robin, on from the last sample's.
+Lines are distributed like tokens (`TokenMesh.span`): remainders go to ranks round-robin, continuing after the last
+sample's rank.
 
 Sequence parallelism cuts the tokens of a context-parallel rank, in whatever arrangement, into equal slices.
 
@@ -52,9 +53,9 @@ def axial_inputs(
 
 
 def axial_layout(layout: Layout, axis: Axis) -> Layout:
-    """The layout whose segments are the lines along `axis`; its condition rows are still those of the samples.
+    """The layout whose segments are the lines along `axis`; its modulation rows are still those of the samples.
 
-    It has all slices of a context-parallel rank: attention sees all of their tokens.
+    It has all SP shards of a context-parallel rank: attention needs all of their tokens.
     """
     if isinstance(layout, DenseLayout):
         return replace(layout, over=axis)
@@ -69,7 +70,7 @@ def _axial_layout(layout: PackLayout, axis: Axis) -> PackLayout:
 def _axial_rotary(
     layout: PackLayout, axis: Axis, config: DiTConfig, device: torch.device, dtype: torch.dtype
 ) -> Rotary:
-    """The rotation of each token by its position in its sample, not in its line."""
+    """Rotary embedding of each token by its position in its sample, not in its line."""
     return rotary_table(Need(layout, _plan).on(device).position_of_axis[axis], config, dtype)
 
 
@@ -77,11 +78,11 @@ class _Lines(NamedTuple):
     """The lines of a context-parallel rank."""
 
     index_S: Tensor
-    """int64: the index of each token in the whole sequence; -1 for tokens added."""
+    """int64: the index of each token in the whole sequence; -1 for padding tokens."""
     segments: tuple[Segment, ...]
     """Every line."""
     spans: tuple[TokenSpan, ...]
-    """The tokens of each condition row."""
+    """The tokens of each modulation row."""
 
 
 def _lines(layout: PackLayout, axis: Axis) -> _Lines:
@@ -89,15 +90,17 @@ def _lines(layout: PackLayout, axis: Axis) -> _Lines:
 
 
 def _of_all_slices(mesh: TokenMesh) -> TokenMesh:
-    """The mesh as the first slice sees it: one key for all slices of a context-parallel rank."""
+    """The mesh as the first SP rank sees it: one key for all SP shards of a context-parallel rank."""
     return replace(mesh, rank=mesh.context_rank * mesh.slices)
 
 
 def _gather_lines(whole: PackLayout, axis: Axis, mesh: TokenMesh) -> _Lines:
     """The lines of one context-parallel rank.
 
-    The sequence's own padding is left out; tokens are added until the slices are equal and not empty. They have the
-    condition row of the last sample, to which they send no gradient, and attend to one another, so that a rank without
+    The sequence's own padding is left out; tokens are added until the SP shards are equal and not empty. Added tokens
+    have
+    the modulation row of the last sample, to which they send no gradient, and attend to one another, so that a rank
+    without
     lines has gradients, too (of zero).
     """
     tokens, segments, dealt = [torch.empty(0, dtype=torch.long)], [], 0
@@ -135,7 +138,7 @@ class Move(NamedTuple):
     """int64: new local indices of the tokens received, sender after sender."""
     num_received: tuple[int, ...]
     size: int
-    """Local tokens after the move; those that nobody sends are zero."""
+    """Local tokens after the move; those that no rank sends are zero."""
 
 
 def move(
@@ -143,7 +146,7 @@ def move(
 ) -> Tensor:
     """This rank's tokens [S', B', D] in another arrangement.
 
-    `group` has the ranks of `layout.mesh` in order, None of one rank.
+    `group` has the ranks of `layout.mesh` in order; None for one rank.
     """
     if isinstance(layout, DenseLayout):
         return x_SBD
@@ -157,7 +160,7 @@ def axial_needs(layout: PackLayout) -> list[Need]:
 
 
 class _Plan(NamedTuple):
-    """Tensors of axial attention that neither layout holds: moves between arrangements, and positions."""
+    """Tensors of axial attention that no layout holds: moves between arrangements, and positions."""
 
     move_of_ends: dict[tuple[Arrangement, Arrangement], Move]
     position_of_axis: dict[Axis, Tensor]
@@ -196,7 +199,7 @@ def find_move(layout: PackLayout, source: Arrangement, target: Arrangement) -> M
 
 
 def _tokens(whole: PackLayout, at: Arrangement, mesh: TokenMesh) -> Tensor:
-    """int64: the index in the sequence of each token that the rank of `mesh` has; -1 for tokens added."""
+    """int64: the index in the sequence of each token that the rank of `mesh` has; -1 for padding tokens."""
     first = _of_all_slices(mesh)
     tokens_S = whole.memo(_home_tokens, first) if at == "home" else whole.memo(_gather_lines, at, first).index_S
     return tokens_S.chunk(mesh.slices)[mesh.slice]

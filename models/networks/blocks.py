@@ -1,6 +1,6 @@
 """The blocks a video DiT is stacked from.
 
-Shapes: S video tokens, L text tokens, I tokens of an image, B batch, D width, G condition rows (of a pack, or the
+Shapes: S video tokens, L text tokens, I image tokens, B batch, D width, G modulation rows (of a pack, or the
 batch).
 """
 
@@ -30,7 +30,7 @@ from megadit.models.packing.segments import ConditionRows
 TokenMove = Callable[[Tensor, Layout, Arrangement, Arrangement], Tensor]
 """Signature of `axial.move`; `megatron.parallelize` sets one that sends tokens between ranks."""
 MLP_SLICE = 8192
-"""Most tokens that go through an MLP at once: enough to keep any device busy."""
+"""Maximum tokens that go through an MLP at once: enough to keep any device busy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +39,10 @@ class BlockInputs:
 
     layout: Layout
     condition_GD: Tensor | None = None
-    """Noise level and frame rate, or class, of each condition row; None in networks that denoise nothing."""
+    """Embedding of noise level and frame rate, or class, for each modulation row; None in networks without
+    denoising."""
     text_LBD: Tensor | None = None
-    """Text features for keys and values; None where the sample is conditioned on a class, or on nothing."""
+    """Text features for keys and values; None where the sample is conditioned on a class, or unconditional."""
     image_IBD: Tensor | None = None
     """Features of a conditioning image for keys and values, in networks that attend to one."""
     rotary: Rotary | None = None
@@ -59,7 +60,8 @@ register_dataclass(BlockInputs)
 
 
 class MLP(nn.Module):
-    """Two linears around an activation: GELU, or SwiGLU with the rows of both factors in turn, (M, [gate value])."""
+    """Two linears around an activation: GELU, or SwiGLU with the rows of both factors interleaved, (M, [gate
+    value])."""
 
     def __init__(self, config: DiTConfig, hidden: int) -> None:
         super().__init__()
@@ -70,10 +72,10 @@ class MLP(nn.Module):
         self.gelu_form = _gelu_form(config)
 
     def forward(self, x_SBD: Tensor, layout: Layout | None = None) -> Tensor:
-        """fc2(activation(fc1(x))), each token by itself: which sample it belongs to makes no difference."""
+        """fc2(activation(fc1(x))) of each token; `layout` is not used."""
         # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors;
         # a compiled or exported graph has no fixed number of slices, and plans its own memory
-        is_one = torch.compiler.is_compiling() or len(x_SBD) <= MLP_SLICE  # of one piece the gradient would be a copy
+        is_one = torch.compiler.is_compiling() or len(x_SBD) <= MLP_SLICE  # one slice copies the gradient
         parts = [x_SBD] if is_one else x_SBD.split(MLP_SLICE)
         slices = [self.fc2(self._hidden(x)) for x in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
@@ -102,7 +104,7 @@ def _activation(config: DiTConfig) -> Callable[[Tensor], Tensor]:
 
 
 def _gelu_form(config: DiTConfig) -> str | None:
-    """`approximate` of `F.gelu`; None where the MLP has another activation."""
+    """`approximate` for `F.gelu`; None where the MLP has another activation."""
     if config.structure.gated_mlp or config.quick_gelu:
         return None
     return "tanh" if config.structure.gelu_tanh else "none"
@@ -120,7 +122,7 @@ def build_mlp(config: DiTConfig) -> nn.Module:
 def norm(
     x_SBD: Tensor, vectors: Vectors, eps: float, rows: ConditionRows | None, weight_D: Tensor | None = None
 ) -> Tensor:
-    """LayerNorm(x) * (1 + scale) + shift; with `weight_D` of the RMS norm that it belongs to."""
+    """LayerNorm(x) * (1 + scale) + shift; `weight_D`: RMSNorm with this weight instead."""
     shift, scale, *_ = vectors
     return modulated_norm(x_SBD, shift, scale, eps, rows, weight_D)
 
@@ -148,7 +150,7 @@ class DiTBlock(nn.Module):
         self.mlp = build_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
-        # calls are nested: a name for what lies between would keep it in memory
+        # calls are nested: names for intermediate values would keep them in memory
         """Tokens after this block, [S, B, D]."""
         sa, ca, mlp = self.modulation(c.condition_GD, c.shared_GM)
         rows, eps = c.layout.rows, self.eps
@@ -179,7 +181,7 @@ class ClassDiTBlock(nn.Module):
 
 
 class MovieGenBlock(nn.Module):
-    """Llama's block with text between (arXiv 2410.13720, section 3.1.2), RMS norms and grouped queries:
+    """Llama's block with cross-attention to text (arXiv 2410.13720, section 3.1.2), RMS norms and grouped queries:
 
         x = x + positions
         x = x + gate SelfAttention(modulated norm(x))
@@ -247,8 +249,9 @@ class WanBlock(nn.Module):
 class STDiTBlock(nn.Module):
     """Self-attention over all tokens, along time and along space, then text and an MLP, each modulated and gated.
 
-    Where ranks share the tokens of a sample, these move so that each rank has whole columns of time, then whole frames:
-    both attentions along one axis send nothing (`axial.py`).
+    Where ranks share the tokens of a sample, tokens move so that each rank has whole columns of time, then whole
+    frames:
+    both attentions along one axis need no communication (`axial.py`).
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -283,7 +286,7 @@ class STDiTBlock(nn.Module):
 
 
 class ViTBlock(nn.Module):
-    """Self-attention and an MLP behind norms of their own (arXiv 2010.11929, eq. 2 and 3):
+    """Pre-norm self-attention and an MLP (arXiv 2010.11929, eq. 2 and 3):
 
     x = x + SelfAttention(norm(x))
     x = x + MLP(norm(x))
@@ -310,21 +313,21 @@ BLOCKS: dict[str, type[nn.Module]] = {
     "wan": WanBlock,
     "vit": ViTBlock,
 }
-"""`Structure.block` -> what a network is stacked from."""
+"""`Structure.block` -> the class of a network's blocks."""
 
 
 class BlockStack(nn.ModuleDict):
-    """Blocks in order, each under its global index, so that keys do not depend on who holds which."""
+    """Blocks in order, each under its global index, so that keys do not depend on the pipeline stage."""
 
     def forward(self, x: Tensor, *context) -> Tensor:
-        """Tokens [S, B, D] after all blocks, of tokens [S, B, D]."""
+        """Apply all blocks to tokens [S, B, D]."""
         for block in self.values():
             with cheap_values_recomputed():
                 x = block(x, *context)
         return x
 
     def first(self, count: int) -> "BlockStack":
-        """The first of them, the same modules, computed as here."""
+        """Return the first `count` blocks as a stack that shares their modules."""
         return BlockStack(dict(islice(self.items(), count)))
 
 
@@ -353,5 +356,5 @@ class FinalLayer(nn.Module):
         out = self.linear(x_SBD)
         if self.out_channels == self.in_channels:
             return out
-        # of each pixel the mean comes first, then the variance, which sampling along the ODE does not need
+        # the mean comes first, then the variance, which ODE sampling does not need
         return out.unflatten(-1, (-1, self.out_channels))[..., : self.in_channels].flatten(-2)

@@ -1,10 +1,10 @@
-"""CLIP (arXiv 2103.00020): a tower of images and one of texts, whose embeddings are near where they belong together.
+"""CLIP (arXiv 2103.00020): an image tower and a text tower, whose embeddings are near for matching images and texts.
 
-The tower of images is the ViT; that of texts has the same blocks, in which a token sees those before it alone, and its
-last token stands for the text. Tokens come as digits where text features do (`embeddings.class_digits`).
+The image tower is the ViT. The text tower has the same blocks with causal attention, and its last token represents the
+text. Token ids are stored as digits in place of text features (`embeddings.class_digits`).
 
-Shapes: B batch, C channels, T/H/W frames (of an image 1), height, width, S tokens, P patch dim, L tokens of texts, D
-width, G segments of a pack, E width of embeddings, I images, J texts.
+Shapes: B batch, C channels, T/H/W frames (1 for an image), height, width, S tokens, P patch dim, L text tokens, D
+width, G segments of a pack, E embedding width, I images, J texts.
 """
 
 import math
@@ -24,18 +24,18 @@ from megadit.models.packing.layout import Layout, PackLayout
 from megadit.models.packing.segments import Segment
 
 HIGHEST_SCALE = 100.0
-"""Cosines are multiplied by at most this: more makes training unstable (section 2.5)."""
+"""Upper bound of the factor of cosines: more makes training unstable (section 2.5)."""
 
 
 def text_config(config: DiTConfig) -> DiTConfig:
-    """The blocks of the text tower, as a network of their own would be configured."""
+    """The configuration of the text tower's blocks, as of a separate network."""
     text = config.text_tower
     sizes = {name: getattr(text, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
     return replace(config, **sizes, ffn_hidden_size=text.ffn_hidden_size, head_dim=None, num_query_groups=None)
 
 
 class WordEmbedder(nn.Module):
-    """A learned vector for each token, and one for each place."""
+    """A learned vector for each token id, and one for each position."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ class WordEmbedder(nn.Module):
         self.positions = nn.Parameter(torch.zeros(text.max_length, text.hidden_size))
 
     def forward(self, token_LB: Tensor, place_L1: Tensor) -> Tensor:
-        """[L, B, D] of tokens int64; `place_L1` is each token's place in its text."""
+        """[L, B, D] of token ids (int64); `place_L1` is each token's position in its text."""
         place_L1 = place_L1.clamp(max=len(self.positions) - 1)  # only a pack's padding is beyond
         return F.embedding(token_LB, self.words) + F.embedding(place_L1, self.positions)
 
 
 class TextTower(nn.Module):
-    """Texts to embeddings [B, E], of any length."""
+    """Maps texts of any length to embeddings [B, E]."""
 
     def __init__(self, config: DiTConfig, part: Chunk = WHOLE_NETWORK) -> None:
         super().__init__()
@@ -61,11 +61,11 @@ class TextTower(nn.Module):
         make_block = BLOCKS[of_text.structure.block]
         self.blocks = BlockStack({str(index): make_block(of_text) for index in part.blocks(of_text.num_layers)})
         self.head = ClassHead(of_text) if part.is_last else None
-        # `megatron.parallelize` exchanges these where ranks share the tokens
+        # `megatron.parallelize` replaces these where ranks share the tokens
         self.enter, self.leave = nn.Identity(), nn.Identity()
 
     def forward(self, token_BL: Tensor, length_B: Tensor) -> Tensor:
-        """[B, E] of tokens int64, of which the first `length_B` of each text count."""
+        """[B, E] of token ids (int64), of which only the first `length_B` of each text are read."""
         device, length = token_BL.device, token_BL.shape[1]
         no_text_BL = torch.zeros(token_BL.shape[0], 0, dtype=torch.bool, device=device)
         layout = DenseLayout((1, 1, length), no_text_BL, device, over="before")
@@ -74,9 +74,9 @@ class TextTower(nn.Module):
         return self.head(x_LBD.gather(0, last_1BD)[0])
 
     def forward_packed(self, text_L1E: Tensor, layout: PackLayout) -> Tensor:
-        """[G, E] of the texts of a pack; those of padding, and of samples without text, have no meaning.
+        """[G, E] of the texts of a pack; rows of padding, and of samples without text, have no meaning.
 
-        Parts of a network take and give activations (L1D) as in `ViT.forward_packed`.
+        Model chunks take and return activations (L1D) as in `ViT.forward_packed`.
         """
         texts = layout.memo(texts_as_segments)
         tensors = texts.on(text_L1E.device)
@@ -85,21 +85,21 @@ class TextTower(nn.Module):
         return self.head(x_L1D[tensors.last_token_G, 0]) if self.part.is_last else x_L1D
 
     def _transform(self, tokens: Tensor, place_L1: Tensor, layout: Layout) -> Tensor:
-        """[L, B, D] of `tokens`, int64 [L, B]; after the first part of the network of its activations [L, B, D]."""
+        """[L, B, D] of `tokens`: ids, int64 [L, B], or, after the first model chunk, activations [L, B, D]."""
         x_LBD = self.enter(self.x_embedder(tokens, place_L1)) if self.part.is_first else tokens
         x_LBD = self.blocks(x_LBD, BlockInputs(layout=layout))
         return self.leave(x_LBD) if self.part.is_last else x_LBD
 
 
 def texts_as_segments(layout: PackLayout) -> PackLayout:
-    """The texts of a pack in the place of its samples, in the same order; each token sees those before it."""
+    """A layout whose segments are the texts of a pack, in the order of its samples, with causal attention."""
     slots = zip(layout.segments, layout.text_places, strict=True)
     segments = tuple(Segment((1, 1, count), 0, is_padding=segment.is_padding) for segment, count in slots)
     return PackLayout(segments, is_causal=True).shard(layout.mesh)
 
 
 class CLIP(nn.Module):
-    """Two towers; `scale` and `offset` make of cosines what the loss reads."""
+    """Image and text towers; `scale` and `offset` turn cosines into logits for the loss."""
 
     def __init__(self, config: DiTConfig, part: Chunk = WHOLE_NETWORK) -> None:
         super().__init__()
@@ -121,11 +121,11 @@ class CLIP(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """Factor of the cosines (inverse temperature), [1], float32: at most 100."""
+        """Factor of the cosines (inverse temperature), [1], float32; at most 100."""
         return bounded(self.log_scale.float(), math.log(HIGHEST_SCALE)).exp()
 
     def embed_images(self, x_BCTHW: Tensor) -> Tensor:
-        """Unit vectors [B, E], float32; pixels are in [-1, 1], or as the bundle's tokenizer gives them."""
+        """Unit vectors [B, E], float32; pixels are in [-1, 1], or latents of the bundle's tokenizer."""
         return F.normalize(self.image_tower(x_BCTHW).float(), dim=-1)
 
     def embed_texts(self, token_BL: Tensor, length_B: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class CLIP(nn.Module):
         return F.normalize(self.text_tower(token_BL, length_B).float(), dim=-1)
 
     def forward(self, x_BCTHW: Tensor, token_JL: Tensor, length_J: Tensor) -> Tensor:
-        """Scores [B, J]: cosines, scaled."""
+        """Scores [I, J]: scaled cosines."""
         return self.scale * self.embed_images(x_BCTHW) @ self.embed_texts(token_JL, length_J).T
 
     def forward_packed(
@@ -159,7 +159,7 @@ class CLIP(nn.Module):
 
 
 class _Bounded(torch.autograd.Function):
-    """min(x, most); beyond the bound only a gradient that leads back to it passes."""
+    """min(x, most); beyond the bound only gradients that lead back to it pass."""
 
     @staticmethod
     def forward(ctx, x, most):
@@ -174,5 +174,5 @@ class _Bounded(torch.autograd.Function):
 
 
 def bounded(x: Tensor, most: float) -> Tensor:
-    """min(x, most) of any shape, which a gradient still leads back from beyond the bound."""
+    """min(x, most) of any shape, with gradients that lead back below the bound."""
     return _Bounded.apply(x, most)

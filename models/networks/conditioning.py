@@ -1,7 +1,7 @@
 """The conditioning of a batch: text, image and class features, conditioning latents, frame rate, guidance scale.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E feature width, P width of a
-pooled feature, I tokens of an image, M marks.
+pooled feature, I image tokens, M mask channels.
 """
 
 from collections.abc import Hashable, Mapping
@@ -20,7 +20,7 @@ from megadit.models.packing.segments import Segment, Span
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CleanLatents:
-    """Conditioning latents of a batch: clean latents among the noisy ones, in the same places of all videos."""
+    """Conditioning latents of a batch: clean latents among the noisy ones, at the same positions in all videos."""
 
     latents_BCTHW: Tensor
     """float32: latents of the video, then of extra conditioning frames; read only where `is_clean_THW` is True."""
@@ -29,7 +29,7 @@ class CleanLatents:
     extra_times: tuple[float, ...] = ()
     """Times of the extra conditioning frames, in latent frames of the video."""
     marks_MTHW: Tensor | None = None
-    """bool: which of the M pixel frames of a latent are conditioning; None: all or none, as `is_clean_THW` says."""
+    """bool: which of a latent's M pixel frames are conditioning; None: all or none, as `is_clean_THW` says."""
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -55,18 +55,18 @@ class CleanLatents:
 
     @property
     def places(self) -> Hashable:
-        """A key that two conditionings share exactly where they have the same mask and the same times."""
+        """A key that is equal for two conditionings exactly if they have the same mask and the same times."""
         masks = (mask for mask in (self.is_clean_THW, self.marks_MTHW) if mask is not None)
         return self.extra_times, *((tuple(mask.shape), on_host(mask).numpy().tobytes()) for mask in masks)
 
     @classmethod
     def nothing(cls, x_BCTHW: Tensor) -> "CleanLatents":
-        """Nothing of videos like `x_BCTHW`."""
+        """An all-False mask for videos like `x_BCTHW`."""
         return cls(torch.zeros_like(x_BCTHW), torch.zeros(x_BCTHW.shape[2:], dtype=torch.bool, device=x_BCTHW.device))
 
     @staticmethod
     def concatenate(parts: "list[CleanLatents | None]") -> "CleanLatents | None":
-        """Concatenate batches that have the same `places`, or no conditioning."""
+        """Concatenate batches that have the same `places`, or no conditioning latents."""
         first, *_ = parts
         return first and replace(first, latents_BCTHW=torch.cat([part.latents_BCTHW for part in parts]))
 
@@ -74,8 +74,9 @@ class CleanLatents:
 def with_conditioning(
     config: DiTConfig, is_clean_THW: Tensor, extra_times: tuple[float, ...] = (), text_length: int = 0
 ) -> Segment:
-    """Return a sample with conditioning latents (bool THW), the last ones at `extra_times`, in latent frames. A token
-    is conditioning if all of its latents are, and has the time of the first.
+    """Return a sample with conditioning latents (bool THW), the last ones at `extra_times`, in latent frames.
+
+    A token is conditioning if all of its latents are, and has the time of the first.
 
     Raises:
         UserError: if the latents are not a whole number of patches.
@@ -96,7 +97,7 @@ _ON_HOST = WeakTensorKeyDictionary()
 
 
 def on_host(mask: Tensor) -> Tensor:
-    """A mask of any shape on the CPU, for which its device is waited for once."""
+    """A mask of any shape on the CPU; the host waits for its device once."""
     if mask.is_cpu or torch.compiler.is_compiling():
         return mask.cpu()
     if mask not in _ON_HOST:
@@ -105,14 +106,14 @@ def on_host(mask: Tensor) -> Tensor:
 
 
 def conditioning_tokens(is_clean_THW: Tensor, config: DiTConfig) -> Tensor:
-    """int32 [S]: 1 for each token whose latents are all given (bool THW), else 0."""
+    """int32 [S]: 1 for each token whose latents are all conditioning (bool THW), else 0."""
     patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
     return reduce(is_clean_THW.int(), "(T pt) (H ph) (W pw) -> (T H W)", "min", **patch)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Conditioning:
-    """The conditions of a batch of videos, compared by identity."""
+    """The conditioning of a batch of videos, compared by identity."""
 
     text_BLE: Tensor
     """Text features, L >= 1; rows beyond each length are ignored."""
@@ -121,7 +122,7 @@ class Conditioning:
     fps_B: Tensor
     """float32, frames per second of the decoded video; 0 for images."""
     adapter_scale_B: Mapping[str, Tensor] = field(default_factory=dict)
-    """Adapter name -> scale for each video, float32; adapters that are not named have scale 0."""
+    """Adapter name -> scale for each video, float32; other adapters have scale 0."""
     clean: CleanLatents | None = None
     """Conditioning latents; None: none."""
     image_BIE: Tensor | None = None
@@ -129,19 +130,20 @@ class Conditioning:
     pooled_BP: Tensor | None = None
     """Pooled text features, for networks that read them."""
     guidance_B: Tensor | None = None
-    """float32: the guidance scale, input of guidance-distilled networks; None for others."""
+    """float32: the guidance scale (guidance embedding of guidance-distilled networks); None for others."""
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]
 
     @property
     def text_mask_BL(self) -> Tensor:
-        """bool: True where a text token may be attended; the first one is, which stands for no text."""
+        """bool: True where a text token may be attended; always the first, which the null token replaces without
+        text."""
         slot_L = torch.arange(self.text_BLE.shape[1], device=self.text_BLE.device)
         return slot_L < self.text_length_B.clamp(min=1)[:, None]
 
     def segment(self, config: DiTConfig, size: tuple[int, int, int]) -> Segment:
-        """One of the samples, whose latents have this size (T, H, W), with what is given of it, without its text.
+        """Return one sample with latents of this size (T, H, W) and its conditioning latents, without its text.
 
         Raises:
             UserError: if the latents are not a whole number of patches.
@@ -180,7 +182,8 @@ class Conditioning:
 
     @staticmethod
     def concatenate(parts: "list[Conditioning]") -> "Conditioning":
-        """One batch from several with the same adapters and places given, whose text may differ in length."""
+        """One batch from several with the same adapters and conditioning positions, whose texts may differ in
+        length."""
         longest = max(part.text_BLE.shape[1] for part in parts)
         padded = [F.pad(part.text_BLE, (0, 0, 0, longest - part.text_BLE.shape[1])) for part in parts]
         return Conditioning(

@@ -1,7 +1,7 @@
-"""A uniform batch as a pack, and back: so that ranks which share the tokens of a pack can sample, too.
+"""A uniform batch as a pack, and back, so that ranks which share the tokens of a pack can sample, too.
 
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width, S video tokens, P patch dim, L text tokens,
-E text feature width, G segments, Q numbers of given channels in a token.
+E text feature width, G segments, Q conditioning channels of a token.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ class DensePack(NamedTuple):
     fps_G: Tensor
     layout: PackLayout
     attached_S1Q: Tensor | None = None
-    """Given channels beside the tokens, in networks that have them there."""
+    """Conditioning as extra channels of the tokens, in networks that read it there."""
     guidance_G: Tensor | None = None
     """Guidance scales, for guidance-distilled networks."""
 
@@ -65,7 +65,8 @@ def _filled_up(tokens_S1P: Tensor, capacity: int) -> Tensor:
 
 
 def unpack_dense(tokens_S1P: Tensor, layout: PackLayout, like_BCTHW: Tensor, config: DiTConfig) -> Tensor:
-    """The latents, BCTHW, of the tokens of such a pack, without extra conditioning frames; inverts `pack_dense`."""
+    """The latents, BCTHW, of the tokens of such a pack, without extra conditioning frames; the inverse of
+    `pack_dense`."""
     grid, batch = config.token_grid(*like_BCTHW.shape[2:]), len(like_BCTHW)
     samples = [segment.num_tokens for segment in layout.segments[:batch]]
     tokens_SBP = rearrange(tokens_S1P[: sum(samples)], "(B S) 1 P -> S B P", B=batch)
@@ -73,13 +74,13 @@ def unpack_dense(tokens_S1P: Tensor, layout: PackLayout, like_BCTHW: Tensor, con
 
 
 def pad_segments(values_B: Tensor, layout: PackLayout, value: float = 0.0) -> Tensor:
-    """One number for each segment: those of the samples, and `value` for the padding where there is some."""
+    """One number for each segment: the samples' values, then `value` for padding segments."""
     padding = values_B.new_full((layout.num_segments - len(values_B),), value)
     return torch.cat([values_B, padding])
 
 
 def gather_tokens(tokens_S1P: Tensor, layout: PackLayout, group: dist.ProcessGroup) -> Tensor:
-    """All tokens of a pack, [S, 1, P], from the CP shard that each rank of `group` has (`layout` says which)."""
+    """All tokens of a pack, [S, 1, P], from the CP shards of the ranks of `group`; `layout` is this rank's."""
     if group.size() == 1:
         return tokens_S1P
     whole = tokens_S1P.new_zeros(layout.whole.capacity, *tokens_S1P.shape[1:])

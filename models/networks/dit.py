@@ -4,9 +4,9 @@ Plain torch on one device; `config.family` decides which of the published struct
 `megatron.parallelize` how ranks share it.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, L text tokens, P patch dim,
-D width, E feature width, I tokens of an image, F width of the frame rate's embedding, G segments of a pack, or the
-samples of a dense batch, R condition rows (those of G, then one for each of them of which a part is given), M width of
-the shared modulation, Q numbers that channels of what is given add to a token.
+D width, E feature width, I image tokens, F width of the frame rate's embedding, G segments of a pack, or the samples of
+a dense batch, R modulation rows (those of G, then one for each of them with conditioning tokens), M width of the shared
+modulation, Q extra conditioning channels of a token.
 """
 
 from typing import NamedTuple
@@ -55,16 +55,16 @@ class Chunk(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether the network begins here: with patches, not with the activations of the previous chunk."""
+        """Whether the network begins here: the input is patches, not the activations of the previous chunk."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends here: in patches."""
+        """Whether the network ends here: the output is patches."""
         return self.index == self.count - 1
 
     def blocks(self, num_layers: int) -> range:
-        """The global indices of its blocks."""
+        """The global indices of the chunk's blocks."""
         size = num_layers // self.count
         return range(self.index * size, (self.index + 1) * size)
 
@@ -110,7 +110,7 @@ class DiT(nn.Module):
         self.blocks = BlockStack({str(index): make_block(config) for index in part.blocks(config.num_layers)})
         if part.is_last:
             self.final_layer = FinalLayer(config)
-        # `megatron.parallelize` exchanges these where ranks share the tokens
+        # `megatron.parallelize` replaces these where ranks share the tokens
         self.enter, self.leave = nn.Identity(), nn.Identity()
 
     @property
@@ -127,10 +127,11 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Predicts F (BCTHW) for a uniform batch; `c_noise_B` is the noise level, scaled as its parameterization says.
 
-        Where parts of the samples are given among the others, `x_BCTHW` has them in their places (`Given.among`), and
-        `c_noise_B` is [2 B]: their noise level, after that of what is wanted.
+        With conditioning latents in place of noisy ones, `x_BCTHW` contains them (`CleanLatents.among`), and
+        `c_noise_B` is
+        [2 B]: the noise levels of the noisy latents, then those of the conditioning.
         `padding_mask_B1THW` is 1 where the video is padding (`config.padding_mask_channel`); None means nowhere.
-        `layout` is what `dense_layout` gave for these conditions and this size; None means that they come once.
+        `layout` is the result of `dense_layout` for this conditioning and size; None: it is computed for this call.
 
         Raises:
             UserError: if the latents are not a whole number of patches, or more than the network has positions for.
@@ -166,7 +167,8 @@ class DiT(nn.Module):
     ) -> DenseLayout:
         """Lay out a uniform batch of latents of `size` (T, H, W), with any extra conditioning frames.
 
-        `kept` caches what is the same at every noise level (positions, keys and values of the text), from the first
+        `kept` caches values that are the same at every noise level (positions, keys and values of the text), from the
+        first
         call of `forward` with this layout on; it is valid while the network's parameters do not change.
 
         Raises:
@@ -196,12 +198,13 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Predicts F (S1P) for a pack: row g of `fps_G` and `guidance_G` belongs to segment g of `layout`.
 
-        `c_noise_R` is of the condition rows: of the segments, then of what is given in some of them.
-        `attached_S1Q` are conditioning channels (`config.conditioning_dim`), where it is not among the tokens; else
-        these follow from the layout.
-        A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
-        one that is not the last gives its own. With `through`, what comes out of so many blocks is given (S1D), and no
-        more is computed.
+        `c_noise_R` has one value for each modulation row: of the segments, then of their conditioning tokens.
+        `attached_S1Q` are extra conditioning channels (`config.conditioning_dim`); conditioning tokens follow from the
+        layout.
+        A model chunk that is not the first takes the activations (S1D) of the previous chunk in place of tokens; one
+        that
+        is not the last returns its own activations. With `through`, only so many blocks run, and their output (S1D) is
+        returned.
         """
         for segment in layout.segments:
             if not segment.is_padding:
@@ -226,7 +229,7 @@ class DiT(nn.Module):
 
     def _check_guidance(self, guidance: Tensor | None) -> Tensor | None:
         """Guidance scales of samples or segments, for a guidance-distilled network; None for others."""
-        assert self.guidance_embedder is None or guidance is not None, "the network is told a scale of guidance"
+        assert self.guidance_embedder is None or guidance is not None, "the network needs a guidance scale"
         return None if self.guidance_embedder is None else guidance
 
     def _embed_condition(
@@ -237,7 +240,7 @@ class DiT(nn.Module):
         is_null_R: Tensor,
         guidance_R: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(condition_RD, shared_RM or None); the first text token is read where it stands for a class."""
+        """(condition_RD, shared_RM or None); class-conditional networks read the class from the first text token."""
         condition_RD = self.sigma_embedder(c_noise_R, self.dtype)
         if self.fps_embedder is not None:
             fps_RF = self.fps_embedder(fps_R, self.dtype)
@@ -254,7 +257,7 @@ class DiT(nn.Module):
         return condition_RD, shared_RM
 
     def _embed_text(self, text_LBE: Tensor, is_null: Tensor) -> Tensor | None:
-        """Text features for keys and values, null text where `is_null`; None without cross-attention."""
+        """Text features for keys and values, the null token where `is_null`; None without cross-attention."""
         if not self.config.structure.cross_attention:
             return None
         text_LBE = text_LBE.to(self.dtype)
@@ -298,14 +301,14 @@ class DiT(nn.Module):
 
     def _embed(self, tokens_SBP: Tensor, layout: Layout) -> Tensor:
         """This rank's tokens, with fixed positions added where the network has them."""
-        missing = self.config.token_dim - tokens_SBP.shape[-1]  # nothing is given, or no mask
+        missing = self.config.token_dim - tokens_SBP.shape[-1]  # no conditioning, or no padding mask
         x_SBD = self.x_embedder(F.pad(tokens_SBP, (0, missing)) if missing else tokens_SBP)
         if self.config.position_embedding == "sincos":
             x_SBD = x_SBD + layout.memo(_sincos, self.config, x_SBD.device, x_SBD.dtype)
         return self.enter(x_SBD)
 
     def _rotary(self, fps: Tensor, layout: Layout, device: torch.device) -> Rotary | None:
-        """The rotation of each token, where positions are rotary."""
+        """Rotary embedding of each token; None without rotary positions."""
         if self.config.position_embedding != "rope":
             return None
         if self.config.structure.fps == "rotary":
@@ -332,7 +335,7 @@ class DiT(nn.Module):
         # only a pack's padding is beyond the largest grid
         axes = zip(layout.on(device).positions_S3.unbind(-1), self.config.learned_positions, strict=True)
         position_S3 = torch.stack([at.clamp(max=size - 1) for at, size in axes], dim=-1)
-        if position_S3.is_floating_point():  # frames between two positions take the nearest
+        if position_S3.is_floating_point():  # frames at fractional times take the nearest position
             position_S3 = position_S3.round().long()
         return self.enter(self.positions(position_S3))
 
@@ -346,6 +349,6 @@ def _rotary(layout: Layout, config: DiTConfig, device: torch.device, dtype: torc
 
 
 def _time_scale(fps: Tensor, layout: Layout) -> Tensor:
-    """How fast rotary time runs: base rate / frame rate for videos, 1 for images; [1, B], for a pack [S, 1]."""
+    """Speed of rotary time: base rate / frame rate for videos, 1 for images; [1, B], for a pack [S, 1]."""
     time_scale = torch.where(fps > 0, BASE_FPS / fps.clamp(min=1e-6), torch.ones_like(fps)).float()
     return time_scale if isinstance(layout, DenseLayout) else time_scale[layout.on(fps.device).segment_of_token_S]

@@ -1,7 +1,7 @@
 """Embeddings: latents to tokens and back; noise level, frame rate and class to vectors; positions.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, P patch dim (pt*ph*pw*C),
-D width, E feature width, I tokens of an image, N heads, K head dim, G condition rows (of a pack, or the batch).
+D width, E feature width, I image tokens, N heads, K head dim, G modulation rows (of a pack, or the batch).
 """
 
 import math
@@ -17,10 +17,10 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.ops.linear import Linear
 
 FPS_WIDTH = 256
-"""Width of NeMo's embedding of the frame rate, before zeros are added."""
+"""Width of NeMo's embedding of the frame rate, before padding with zeros."""
 CLASS_BASE = 256
-"""A class travels where text does, as one token: the two digits of its index in this base, which every
-floating-point type in use holds exactly."""
+"""A class index is stored like text, as one token: two digits in this base, which every floating-point type in use
+represents exactly."""
 
 
 def patchify(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
@@ -35,7 +35,7 @@ def patchify(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
 
 
 def token_sequence(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
-    """Samples as they lie in the sequence, [S, B, P]: their patches, behind an empty place for a class token."""
+    """Samples as sequences, [S, B, P]: their patches, after an empty position for a class token where there is one."""
     tokens_SBP = patchify(x_BCTHW, config)
     return tokens_SBP if config.denoises else F.pad(tokens_SBP, (0, 0, 0, 0, 1, 0))
 
@@ -59,7 +59,7 @@ def unpatchify(x_SBP: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> 
 class Sinusoids:
     """Sines and cosines of `scale * value` at frequencies 10000^(-i / (n - shift)), i < n (arXiv 1706.03762, 3.5).
 
-    `scale` sets the finest change that they tell apart.
+    `scale` sets the finest difference that they resolve.
     """
 
     num_frequencies: int = 128
@@ -81,7 +81,7 @@ class Sinusoids:
 
 
 class ScalarEmbedder(nn.Module):
-    """A number as a vector: its sinusoids, then a two-layer MLP of `width` and `out_width`."""
+    """A number as a vector: its sinusoids, then a two-layer MLP with `width` and `out_width` outputs."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class TextMLP(nn.Module):
 
 
 class ImageMLP(nn.Module):
-    """Features of an image in the network's width: two linears around GELU, normalised before and after (Wan 2.1)."""
+    """Image features in the network's width: two linears around GELU, normalised before and after (Wan 2.1)."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -171,18 +171,18 @@ class ClassEmbedder(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_classes + 1, hidden_size))
 
     def forward(self, digits_G2: Tensor, is_null_G: Tensor) -> Tensor:
-        """Embeddings [G, D] of class labels, kept in two numbers each."""
+        """Embeddings [G, D] of class labels, each stored as two digits."""
         index_G = class_index(digits_G2, self.num_classes)
         return F.embedding(index_G.masked_fill(is_null_G, self.num_classes), self.weight)
 
 
 def class_digits(index: int) -> tuple[float, float]:
-    """A class index as `ClassEmbedder` reads it."""
+    """A class index as the two digits that `ClassEmbedder` reads."""
     return float(index // CLASS_BASE), float(index % CLASS_BASE)
 
 
 def class_index(digits_G2: Tensor, num_classes: int) -> Tensor:
-    """The inverse of `class_digits` for labels [G, 2]: int64 [G], the nearest that exists."""
+    """The inverse of `class_digits` for labels [G, 2]: int64 [G], clamped to existing classes."""
     high, low = digits_G2.float().round().long().unbind(-1)
     return (CLASS_BASE * high + low).clamp(0, num_classes - 1)
 
@@ -226,8 +226,9 @@ def guidance_embedder(config: DiTConfig) -> nn.Module | None:
 
 
 class LearnedPositions(nn.Module):
-    """One vector for each place along each axis; a token's is their sum (MovieGen), brought to unit mean square
-    (Cosmos) where `is_normalized`."""
+    """One vector for each position along each axis; a token's embedding is their sum (MovieGen), scaled to unit mean
+    square
+    where `is_normalized` (Cosmos)."""
 
     eps = 1e-6
 
@@ -254,11 +255,13 @@ class Rotary(NamedTuple):
     """Negative in the first half."""
 
 
-def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, time_scale: Tensor | None = None) -> Rotary:
-    """3D rotary position embedding (arXiv 2104.09864, one share of the head per axis).
+def rotary_table(
+    position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, time_scale: Tensor | None = None
+) -> Rotary:
+    """3D rotary position embedding (arXiv 2104.09864), with some channels of the head for each axis.
 
     Height and width take floor(K/6) pairs of channels each, time the rest. Angles are computed in float32 from the
-    positions themselves, so that no grid is too large and no two positions share an entry. `pace` ([S or 1, B])
+    positions themselves, so that a grid may have any size and fractional times are exact. `time_scale` ([S or 1, B])
     multiplies the positions in time.
     """
     num_frequencies = config.dim_per_head // 2
@@ -281,9 +284,9 @@ def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, tim
 
 
 def sincos_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype) -> Tensor:
-    """Fixed sines and cosines of each token's (t, h, w), [S, 1, D], in shares that the family chooses.
+    """Fixed sines and cosines of each token's (t, h, w), [S, 1, D]; the family decides the channels of each axis.
 
-    Ours and NeMo's: a quarter of D for time, the rest for space. Channels that do not divide evenly stay zero.
+    MegaDiT and NeMo: a quarter of D for time, the rest for space. Channels that do not divide evenly stay zero.
     """
     axes = config.structure.sincos_axes
     total = sum(share for _, share in axes)

@@ -1,11 +1,11 @@
 """A mixture of experts in place of an MLP: each token is computed by a few of many small MLPs.
 
-    p = softmax(W x)                        how well each expert suits a token, in float32
+    p = softmax(W x)                        weight of each expert for a token, in float32
     chosen                                  by the tokens, or by the experts (`ExpertConfig.routing`)
     y = sum of p_e FFN_e(x) over chosen e   and FFN_shared(x), where there is a shared expert
 
-Shapes: S video tokens of this rank, B batch, D width, E experts, M width of an expert, N tokens sorted by their experts
-(one that several experts compute is there several times).
+Shapes: S video tokens of this rank, B batch, D width, E experts, M width of an expert, N tokens sorted by expert
+(repeated for each expert that computes them).
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from megadit.models.packing.segments import ConditionRows, LengthGroup
 
 
 class Experts(nn.Module):
-    """MLPs of one shape, each of which computes tokens of its own.
+    """MLPs of one shape, each of which computes its own tokens.
 
-    Their first linears give as many numbers for each hidden one as the activation takes: one, or two in turn (SwiGLU).
+    The first linears have one output for each hidden number, or two interleaved ones (SwiGLU).
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Experts(nn.Module):
         self.fc2 = nn.Parameter(torch.empty(num_experts, width, hidden))
 
     def forward(self, x_ND: Tensor, weight_N: Tensor, counts_E: Tensor) -> Tensor:
-        """weight * FFN_e(x): expert e computes `counts_E[e]` of the tokens, from where the one before ended."""
+        """weight * FFN_e(x): expert e computes `counts_E[e]` consecutive tokens, after those of expert e - 1."""
         return self._compute(x_ND, weight_N[:, None], lambda x, weight: linear(x, weight, None, None, counts_E))
 
     def on_all_tokens(self, x_SBD: Tensor, weight_SBE: Tensor) -> Tensor:
-        """sum of weight_e FFN_e(x) over all experts: as many times the work, and none of it depends on values."""
+        """sum of weight_e FFN_e(x) over all experts: E times the work, but no shape depends on values."""
 
         def of_expert(index: int) -> Tensor:
             return self._compute(x_SBD, weight_SBE[..., index, None], lambda x, weight: linear(x, weight[index]))
@@ -54,7 +54,7 @@ class Experts(nn.Module):
 
 
 def compute_here(experts: Experts, x_SBD: Tensor, weight_SBE: Tensor, chosen_SBE: Tensor) -> Tensor:
-    """sum of weight_e FFN_e(x), [S, B, D], over each token's chosen experts, all of which are here."""
+    """sum of weight_e FFN_e(x), [S, B, D], over each token's chosen experts, all of which are on this rank."""
     if torch.compiler.is_exporting():  # a graph has no tensors whose size depends on values
         return experts.on_all_tokens(x_SBD, weight_SBE * chosen_SBE)
     x_TD, chosen_ET = x_SBD.flatten(0, 1), chosen_SBE.flatten(0, 1).T
@@ -71,7 +71,7 @@ def chosen_by_tokens(score_SBE: Tensor, experts: ExpertConfig) -> Tensor:
 
 
 def chosen_by_experts(score_SBE: Tensor, layout: Layout, *, experts: ExpertConfig) -> Tensor:
-    """bool [S, B, E]: the tokens that each expert takes of every sample (arXiv 2410.02098, section 3.2)."""
+    """bool [S, B, E]: the tokens that each expert chooses in every sample (arXiv 2410.02098, section 3.2)."""
     if layout.groups is None:
         best = score_SBE.topk(experts.capacity(score_SBE.shape[0]), dim=0).indices
         return torch.zeros_like(score_SBE, dtype=torch.bool).scatter(0, best, True)
@@ -91,14 +91,14 @@ def _samples(x_S1E: Tensor, group: LengthGroup) -> Tensor:
 ExpertCompute = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
 """Signature of `compute_here`; `megatron.parallelize` sets one that sends tokens to their experts' ranks."""
 ExpertChoice = Callable[[Tensor, Layout], Tensor]
-"""Maps scores [S, B, E] of this rank's tokens to the tokens that each expert takes; `megatron.parallelize` sets one
+"""Maps scores [S, B, E] of this rank's tokens to the tokens that each expert chooses; `megatron.parallelize` sets one
 that chooses among the tokens of all ranks."""
 
 
 class ExpertLoad:
-    """How many tokens each expert of a layer computes: in the whole step before, and so far in this one, here.
+    """Number of tokens that each expert of a layer computes: in the whole previous step, and so far in this step here.
 
-    The share of the step before is the same on all ranks and for all micro-batches, whichever way a batch is divided.
+    The fractions of the previous step are the same on all ranks and for all micro-batches, however a batch is divided.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -109,22 +109,24 @@ class ExpertLoad:
         self._counts_E = self._counts_E.to(chosen_SBE.device) + chosen_SBE.sum((0, 1))
 
     def take_counts(self) -> Tensor:
-        """int64 [E]: what was counted since the last call."""
+        """int64 [E]: the counts since the last call."""
         counts_E, self._counts_E = self._counts_E, torch.zeros_like(self._counts_E)
         return counts_E
 
     def set_counts(self, counts_E: Tensor) -> None:
-        """Set the experts' shares from the token counts of a whole step."""
+        """Set the experts' fractions from the token counts of a whole step."""
         if counts_E.sum() > 0:
             self.share_E = (counts_E.double() / counts_E.sum()).float()
 
 
 class _Balance(torch.autograd.Function):
-    """Gives scores back as they are; their gradient gets that of a loss which keeps the experts' loads equal.
+    """Returns scores unchanged; adds the gradient of the load-balancing loss to theirs.
 
-    coefficient * E * sum_e f_e p_e for each token (arXiv 2101.03961, eq. 4), f_e the share of expert e in the step
-    before. It is added here, as the gradient of a sum over tokens: a stage of a pipeline has no other place for it. The
-    backward runs once, however often the forward is computed, and so counts the tokens too.
+    The loss is coefficient * E * sum_e f_e p_e for each token (arXiv 2101.03961, eq. 4), f_e the fraction of expert e
+    in
+    the previous step. It is added as a gradient because a pipeline stage has no loss to add it to. The backward runs
+    once,
+    also with recomputation, and therefore counts the tokens too.
     """
 
     @staticmethod
@@ -143,7 +145,7 @@ class _Balance(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """softmax(W x), at least in float32."""
+    """softmax(W x), in float32 or more."""
 
     def __init__(self, width: int, num_experts: int) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class Router(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """Experts, of which a router chooses some for each token, and a shared one where there is one."""
+    """Experts, some of which a router chooses for each token, and optionally a shared expert."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Initial weights that do not depend on how the network is split.
 
-Every tensor is drawn whole from a generator of its own, seeded by (seed, name), and then cut to the part a rank
-holds: any layout starts from the same network.
+Every tensor is drawn whole from its own generator, seeded by (seed, name), and then cut to the shard of a rank: any
+layout starts from the same network.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ CONSTANTS = {"log_scale": math.log(1 / 0.07), "score_offset": -10.0}
 """Initial scale and offset of CLIP's scores (arXiv 2103.00020, section 2.5; 2303.15343, section 3.2)."""
 
 MOST_THREADS = 8
-"""Threads that compute initial values; each holds one whole float32 tensor beside the network."""
+"""Threads that compute initial values; each holds one whole float32 tensor in addition to the network."""
 
 ZERO = (
     *("final_layer.linear.", "head.linear.", "shared_modulation."),
@@ -32,9 +32,12 @@ ZERO = (
 
 
 def is_zero_initialised(name: str) -> bool:
-    """adaLN-Zero (arXiv 2212.09748, section 3.2): modulation and output start at zero, every block as identity; what is
-    told of guidance, too, so that a student starts as its teacher."""
-    if name.endswith("modulation.down.weight"):  # of a product of two matrices, one must not be zero
+    """adaLN-Zero (arXiv 2212.09748, section 3.2): modulation and output start at zero, so that every block is the
+    identity.
+
+    The guidance embedding starts at zero, too, so that a student starts equal to its teacher.
+    """
+    if name.endswith("modulation.down.weight"):  # the other matrix of the product is zero
         return False
     return "modulation." in name or name.startswith(ZERO) or name.endswith("bias")
 
@@ -52,12 +55,12 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def normal_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """float32 of this shape and of variance 1 / fan_in."""
+    """Normal float32 values of this shape and variance 1 / fan_in."""
     return torch.randn(shape, generator=generator_of(name, seed), device="cpu") / math.sqrt(shape[-1])
 
 
 def generator_of(name: str, seed: int) -> torch.Generator:
-    """One on the CPU that gives each name numbers of its own."""
+    """A generator on the CPU, seeded by name and seed."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
 
@@ -75,12 +78,12 @@ def initialize_(
     """Fills the parameters of a network in place.
 
     Args:
-        model: a plain network; its parameters' names are the canonical ones.
-        seed: the same seed gives the same network in any layout.
-        full_shape: the shape of a parameter before it was split over ranks.
-        fill: sets what is held here of a parameter from the whole tensor.
-        given: the whole tensor of a name, where weights exist; `seed` then changes nothing.
-        wanted: whether the parameter of a name is filled; the others stay as they are.
+            model: a plain network; its parameters' names are the canonical ones.
+            seed: the same seed gives the same network in any layout.
+            full_shape: the shape of a parameter before it was split over ranks.
+            fill: copies this rank's shard of the whole tensor into a parameter.
+            read: returns the whole tensor of a name, where weights exist; `seed` then changes nothing.
+            selects: whether the parameter of a name is filled; the others are left unchanged.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if selects(name)}
 
@@ -93,10 +96,11 @@ def initialize_(
 
 
 def computed_ahead(value: Callable[[str], Tensor], names: Iterable[str]) -> Iterator[Tensor]:
-    """value(name) of each name, of any shape, in order, by threads that are at most one tensor each ahead.
+    """value(name) for each name, in order, computed by threads that are at most one tensor each ahead.
 
-    A generator draws by one thread, however large its tensor: 7B are 4.5e9 normals, half a minute and more for one
-    core. As each name has a generator of its own, any number of threads gives the same bits.
+    A generator uses one thread, however large its tensor: the 4.5e9 normals of a 7B network take one core half a minute
+    or
+    more. As each name has its own generator, any number of threads gives the same bits.
     """
     num_threads = min(MOST_THREADS, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if num_threads < 2:

@@ -1,6 +1,6 @@
-"""Modulation of a block by the condition: shift, scale and gate of each sublayer, and the norms' own factors.
+"""Modulation of a block by its conditioning: shift, scale and gate of each sublayer, and the weights of norms.
 
-Shapes: G rows of conditioning (segments of a pack, or the batch), D width, M width of the shared modulation.
+Shapes: G modulation rows (segments of a pack, or the batch), D width, M width of the shared modulation.
 """
 
 import torch
@@ -15,7 +15,7 @@ Vectors = tuple[Tensor, ...]
 
 
 class NormWeight(nn.Module):
-    """The learned factors of an RMS norm, [D]."""
+    """The learned weight of an RMS norm, [D]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class NormWeight(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Linear(SiLU(condition)) in `sublayers` times `vectors` parts (adaLN-Zero, arXiv 2212.09748, section 3.2)."""
+    """Linear(SiLU(condition)) as `sublayers` times `vectors` vectors (adaLN-Zero, arXiv 2212.09748, section 3.2)."""
 
     def __init__(self, config: DiTConfig, sublayers: int, vectors: int) -> None:
         super().__init__()
@@ -32,15 +32,16 @@ class Modulation(nn.Module):
         self.linear = Linear(width, sublayers * vectors * width, bias=config.structure.linear_bias)
 
     def forward(self, condition_GD: Tensor, shared_GM: Tensor | None = None) -> tuple[Vectors, ...]:
-        """The vectors of each sublayer; nothing is shared."""
+        """The vectors of each sublayer; `shared_GM` is not used."""
         parts = self.linear(F.silu(condition_GD)).chunk(self.sublayers * self.vectors, dim=-1)
         return _by_sublayer(parts, self.vectors)
 
 
 class LowRankModulation(nn.Module):
-    """`Modulation` through a bottleneck (adaLN-LoRA, arXiv 2501.03575, section 5.2.1), in `groups` with one each.
+    """`Modulation` through a bottleneck (adaLN-LoRA, arXiv 2501.03575, section 5.2.1), with one bottleneck for each
+    group.
 
-    Each group adds the beginning of the vector that all modulations share, where there is one.
+    Each group adds the first vectors of the shared modulation, where there is one.
     """
 
     def __init__(self, config: DiTConfig, sublayers: int, vectors: int, groups: int) -> None:
@@ -62,9 +63,9 @@ class LowRankModulation(nn.Module):
 
 
 class TableModulation(nn.Module):
-    """A learned table, added to what one linear makes for all blocks (adaLN-single, arXiv 2310.00426, section 2.3).
+    """A learned table, added to the output of one linear shared by all blocks (adaLN-single, arXiv 2310.00426, 2.3).
 
-    The last layer, whose vectors are shift and scale alone, adds its table to the condition itself.
+    The last layer, which has only shift and scale, adds its table to the condition itself.
     """
 
     def __init__(self, config: DiTConfig, sublayers: int, vectors: int) -> None:
@@ -80,7 +81,7 @@ class TableModulation(nn.Module):
 
 
 class SharedModulation(nn.Module):
-    """Linear(SiLU(condition)), [G, M]: what `TableModulation` of every block adds to."""
+    """Linear(SiLU(condition)), [G, M]: each block's `TableModulation` is added to it."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ def _by_sublayer(parts: "tuple[Tensor, ...] | list[Tensor]", vectors: int) -> tu
 
 
 def build_modulation(config: DiTConfig, *, sublayers: int, vectors: int = 3, groups: int = 1) -> nn.Module:
-    """`Modulation`; its low-rank form where `config.adaln_lora_dim` is set; a table where all blocks share the rest."""
+    """`Modulation`; low-rank where `config.adaln_lora_dim` is set; a table where all blocks share a modulation."""
     if config.structure.single_modulation:
         return TableModulation(config, sublayers, vectors)
     if config.adaln_lora_dim is None:

@@ -20,25 +20,25 @@ OF_TASK: dict[Task, type[Network]] = {"denoise": DiT, "classify": ViT, "match": 
 
 
 def build_network(config: DiTConfig, part: Chunk = WHOLE_NETWORK) -> Network:
-    """The network, or one part of it."""
+    """The network, or one model chunk of it."""
     return OF_TASK[config.task](config, part)
 
 
 OF_CONFIG: dict[type, Callable[[Any], SavedNetwork]] = {DiTConfig: build_network, UNetConfig: UNet}
-"""Class of a configuration -> what builds its network."""
+"""Configuration class -> function that builds its network."""
 
 
 def build_without_memory(config: NetworkConfig) -> SavedNetwork:
-    """The whole network, whose tensors have shapes alone."""
+    """The whole network on the meta device: shapes without memory."""
     with torch.device("meta"):
         return OF_CONFIG[type(config)](config)
 
 
 def towers(network: Network) -> tuple[DiT | ViT | TextTower, ...]:
-    """Its stacks of blocks with what stands around them, each with tokens of its own."""
+    """The network's stacks of blocks, each with its own tokens: two of a CLIP, else one."""
     return network.towers if isinstance(network, CLIP) else (network,)
 
 
 def in_tower(name: str) -> str:
-    """The name of a parameter in its tower, of networks that have two; else as it is."""
+    """The name of a parameter within its tower, for networks with two; else unchanged."""
     return name.removeprefix("image_tower.").removeprefix("text_tower.")

@@ -1,7 +1,7 @@
 """Stable Diffusion's U-Net by diffusers' own class, called like a `DiT`.
 
-Shapes: B batch, C latent channels, H/W latent height, width (T = 1), L text tokens, E text feature width, P width of
-the pooled feature.
+Shapes: B batch, C latent channels, T/H/W latent frames (1), height, width, L text tokens, E text feature width, P
+width of the pooled feature.
 """
 
 import torch
@@ -14,7 +14,7 @@ from megadit.models.shared.errors import UserError, library_errors
 
 
 class UNet(nn.Module):
-    """F of an image. All rows of the text are attended: CLIP's have no padding that would be left out."""
+    """F of an image. Every text token is attended to, as CLIP text encoders expect."""
 
     def __init__(self, config: UNetConfig) -> None:
         """Raises UserError if diffusers is not installed, or cannot build such a network."""
@@ -27,14 +27,14 @@ class UNet(nn.Module):
         return next(self.parameters()).dtype
 
     def forward(self, x_BCTHW: Tensor, c_noise_B: Tensor, conditioning: Conditioning, layout: None = None) -> Tensor:
-        """Predicts F (BCTHW) for images; `c_noise_B` are DDPM's steps. `layout` is `dense_layout`'s, which is None."""
+        """Predicts F (BCTHW) for images; `c_noise_B` are DDPM's steps. `layout` is always None."""
         added = {}
         if self.config.pooled_size is not None:
             height, width = (side * self.config.pixels_per_latent for side in x_BCTHW.shape[3:])
-            # as if the picture had always been of its size, with nothing cut off
+            # as if the image originally had this size and were not cropped
             sides = (height, width, 0, 0, height, width)
-            sizes = torch.stack([x_BCTHW.new_full((), side) for side in sides])  # made there: nothing is sent
-            # float32 as the features of sizes that it is put beside: exporters convert neither
+            sizes = torch.stack([x_BCTHW.new_full((), side) for side in sides])  # created on the device: no copy
+            # float32 as the embeddings of sizes next to it: exporters convert neither
             pooled_BP = conditioning.pooled_BP.float()
             added = {"text_embeds": pooled_BP, "time_ids": sizes.expand(x_BCTHW.shape[0], -1)}
         text_BLE = conditioning.text_BLE.to(x_BCTHW.dtype)
@@ -48,7 +48,7 @@ class UNet(nn.Module):
         device: torch.device,
         kept: TensorCache | None = None,
     ) -> None:
-        """Nothing that depends on conditions and size (T, H, W) alone is kept.
+        """Return None: nothing is cached for a size (T, H, W).
 
         Raises:
             UserError: for a size that the network cannot take.

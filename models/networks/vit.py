@@ -1,16 +1,16 @@
-"""The vision transformer (arXiv 2010.11929): pixels in [-1, 1] of an image or a clip, or any latents, to logits of
-its class.
+"""The vision transformer (arXiv 2010.11929): from pixels in [-1, 1] of an image or a clip, or any latents, to class
+logits.
 
     z_0 = [x_class; x_1 W; ...; x_N W] + positions      (eq. 1)
     z_l = block(z_(l-1))                                (eqs. 2 and 3)
     logits = head(LayerNorm(class token of z_L))        (eq. 4)
 
-A patch x_n is `patch_temporal` frames of `patch_spatial` squared pixels: of a clip the same network has places along
-time, too (`learned_positions`). In the sequence an empty patch stands before those of a sample, where the class token
-goes. Linears, attention and MLP are those of the DiT, so ranks share them in the same ways.
+A patch x_n is `patch_temporal` frames of `patch_spatial` squared pixels; for clips there are positions along time, too
+(`learned_positions`). In the sequence, an empty patch before those of a sample holds the position of the class token.
+Linears, attention and MLP are those of the DiT, so ranks split them in the same way.
 
-Shapes: B batch, C channels, T/H/W frames (of an image 1), height, width, S tokens, P patch dim, D width, G segments of
-a pack, K classes, E width of the space that texts and images share.
+Shapes: B batch, C channels, T/H/W frames (1 for an image), height, width, S tokens, P patch dim, D width, G segments of
+a pack, K classes, E embedding width of CLIP.
 """
 
 import torch
@@ -29,7 +29,7 @@ from megadit.models.packing.segments import Grid
 
 
 class PatchEmbedder(nn.Module):
-    """z_0: patches in the network's width with the class token before them; every place adds a learned position."""
+    """z_0: the class token, then patches in the network's width, each plus the learned position of its place."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class PatchEmbedder(nn.Module):
         self.layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon) if has_norm else nn.Identity()
 
     def forward(self, tokens_SBP: Tensor, place_S1: Tensor) -> Tensor:
-        """[S, B, D] of patches [S, B, P]; `place_S1` is each token's place in its sample, that of the class token 0."""
+        """[S, B, D] of patches [S, B, P]; `place_S1` is each token's position in its sample; the class token has 0."""
         place_S1 = place_S1.clamp(max=len(self.positions) - 1)  # only a pack's padding is beyond
         tokens_SBP = tokens_SBP.to(self.linear.weight.dtype)
         x_SBD = torch.where(place_S1[..., None] == 0, self.class_token, self.linear(tokens_SBP))
@@ -48,8 +48,10 @@ class PatchEmbedder(nn.Module):
 
 
 def resized_positions(positions_SD: Tensor, grid: Grid, target: Grid) -> Tensor:
-    """The positions [S, D] of the places of one grid (t, h, w) as those of another: bicubic, as of pictures, along
-    height and width; of frames the nearest. That of the class token comes first and stays."""
+    """Position embeddings [S, D] resized from one grid (t, h, w) to another: bicubic in space, nearest in time.
+
+    The embedding of the class token comes first and is unchanged.
+    """
     places_TDHW = rearrange(positions_SD[1:], "(T H W) D -> T D H W", T=grid[0], H=grid[1])
     if grid[1:] != target[1:]:
         places_TDHW = F.interpolate(places_TDHW.float(), target[1:], mode="bicubic", align_corners=False)
@@ -59,8 +61,8 @@ def resized_positions(positions_SD: Tensor, grid: Grid, target: Grid) -> Tensor:
 
 
 class ClassHead(nn.Module):
-    """The normalised class token (of a text its last), and its logits where the network has classes, or its place in
-    the space that texts and images share."""
+    """The normalised class token (the last token of a text), mapped to logits in networks with classes, or to CLIP's
+    embedding."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ class ClassHead(nn.Module):
 
 
 class ViT(nn.Module):
-    """`forward` takes a uniform batch (judging, export), `forward_packed` a pack (training): by the same blocks."""
+    """`forward` takes a uniform batch (inference, export), `forward_packed` a pack (training): by the same blocks."""
 
     def __init__(self, config: DiTConfig, part: Chunk = WHOLE_NETWORK) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class ViT(nn.Module):
         make_block = BLOCKS[config.structure.block]
         self.blocks = BlockStack({str(index): make_block(config) for index in part.blocks(config.num_layers)})
         self.head = ClassHead(config) if part.is_last else None
-        # `megatron.parallelize` exchanges these where ranks share the tokens
+        # `megatron.parallelize` replaces these where ranks share the tokens
         self.enter, self.leave = nn.Identity(), nn.Identity()
 
     @property
@@ -94,10 +96,10 @@ class ViT(nn.Module):
         return next(self.parameters()).dtype
 
     def forward(self, x_BCTHW: Tensor) -> Tensor:
-        """Logits [B, K], or features [B, D] of a network without classes; pixels are in [-1, 1].
+        """Logits [B, K], or features [B, D] in a network without classes; pixels are in [-1, 1].
 
         Raises:
-            UserError: for another size than that of `config.learned_positions`.
+            UserError: if the size is not that of `config.learned_positions`.
         """
         grid, device = self.config.sample_grid(*x_BCTHW.shape[2:]), x_BCTHW.device
         tokens_SBP = token_sequence(x_BCTHW, self.config)
@@ -106,10 +108,11 @@ class ViT(nn.Module):
         return self.head(self._transform(tokens_SBP, place_S1, DenseLayout(grid, no_text_BL, device))[0])
 
     def forward_packed(self, tokens_S1P: Tensor, layout: PackLayout) -> Tensor:
-        """Logits [G, K], or features, of the segments of a pack; those of padding have no meaning.
+        """Logits [G, K], or features, of the segments of a pack; rows of padding have no meaning.
 
-        A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
-        one that is not the last gives its own.
+        A model chunk that is not the first takes the activations (S1D) of the previous chunk in place of tokens; one
+        that is
+        not the last returns its own activations.
         """
         tensors = layout.on(tokens_S1P.device)
         x_S1D = self._transform(tokens_S1P, tensors.position_in_segment_S[:, None], layout)

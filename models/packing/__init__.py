@@ -1,1 +1,1 @@
-"""Packs: which sample, position and text each token of a sequence has."""
+"""Packs: the sample, position and text of each token of a sequence."""

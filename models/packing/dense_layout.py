@@ -1,6 +1,6 @@
 """The layout of a uniform batch, with a cache of values that are the same at all noise levels.
 
-Shapes: S video tokens, L text slots, I tokens of an image, B batch, D width.
+Shapes: S video tokens, L text places, I image tokens, B batch, D width.
 """
 
 from collections.abc import Callable, Hashable
@@ -43,7 +43,7 @@ class DenseLayout:
     """A uniform batch: every sample has the same grid. The form in which sampling and export run."""
 
     grid: Grid
-    """Tokens along time, height and width, those that are only given among them."""
+    """Tokens along time, height and width, extra conditioning frames included."""
     text_mask_BL: Tensor
     """bool: True where a text token may be attended."""
     device: torch.device
@@ -55,7 +55,7 @@ class DenseLayout:
     times: tuple[float, ...] | Tensor | None = None
     """Time of each frame of tokens, float32 [T]; None: 0, 1, 2, ..."""
     kept: TensorCache | None = None
-    """Cache of values that depend on conditions and sizes alone, for sampling at many noise levels; None: no cache."""
+    """Cache of values that are the same at all noise levels, for sampling; None: no cache."""
 
     @property
     def is_causal(self) -> bool:
@@ -68,23 +68,23 @@ class DenseLayout:
         return None
 
     def seeing(self, image_IBD: Tensor) -> "DenseLayout":
-        """The same batch with an image of each sample in the place of its text; all of [I, B, D] may be attended."""
+        """The same batch with image tokens in place of its text; all of [I, B, D] may be attended to."""
         return replace(self, text_mask_BL=torch.ones(image_IBD.shape[1::-1], dtype=torch.bool, device=self.device))
 
     def on(self, device: torch.device) -> DenseTensors:
         return DenseTensors(self, device)
 
     def memo(self, function: Callable[..., Any], *args: Hashable) -> Any:
-        """function(self, *args); see `PackLayout.memo`. Computed again where the batch is seen once."""
+        """function(self, *args), cached if there is a cache; see `PackLayout.memo`."""
         if self.kept is None:
             return function(self, *args)
         return self.kept.cached(memo_key(function, args), function, self, *args)
 
     def per_condition(self, function: Callable[..., Any], owner: Hashable, *inputs: Any) -> Any:
-        """function(owner, *inputs), which the parameters of `owner`, sizes and conditions decide: the same at every
-        noise level.
+        """function(owner, *inputs), for a result that is the same at every noise level: it depends on the parameters of
+        `owner`, sizes and conditioning.
 
-        For one layout `inputs` must always be the same values: they are not part of the key.
+        For one layout, `inputs` must always be the same values: they are not part of the key.
         """
         if self.kept is None:
             return function(owner, *inputs)

@@ -1,10 +1,10 @@
-"""Layouts: which sample, position and text each token of a sequence has, described by plain integers.
+"""Layouts: the sample, position and text of each token of a sequence, described by plain integers.
 
-Everything a kernel reads about boundaries is computed here, once per pack and on the CPU, and goes to a GPU by one
-copy; nothing asks the device for it again and nothing builds an S x S mask.
+All boundaries that kernels read are computed here, once per pack on the CPU, and copied to a GPU at once; nothing
+reads them back, and nothing builds an S x S mask.
 
-Shapes: S video tokens, L text slots, G segments of a pack (padding included), R condition rows, P runs of tokens with
-one row, c segments of a length group, l slots of their longest text.
+Shapes: S video tokens, L text places, G segments of a pack (padding included), R modulation rows, P runs of tokens with
+one row, c segments of a length group, l places of their longest text.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -37,32 +37,31 @@ from megadit.models.shared.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class PackLayout:
-    """The places of tokens and text in a pack, or in several packs that form one micro-batch.
+    """The positions of tokens and text in a pack, or in several packs that form one micro-batch.
 
-    Everything about tokens is about this rank's CP shard; `segments` and text are whole; `rows` alone is about the
-    SP shard.
+    Tokens are those of this rank's CP shard; `segments` and text are whole; only `rows` are of the SP shard.
     """
 
     segments: tuple[Segment, ...]
     mesh: TokenMesh = ONE_RANK
     spans: tuple[TokenSpan, ...] = ()
-    """The condition rows of the tokens; empty: those of the segments. Segment g has row g; the conditioning tokens of
+    """The modulation rows of the tokens; empty: those of the segments. Segment g has row g; the conditioning tokens of
     the j-th segment that has some have row G + j."""
     is_causal: bool = False
-    """Each token attends to those before it in its segment, and itself; else to all."""
+    """True: each token attends to itself and those before it in its segment; False: to all of them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves behind, when sent to another process, what was computed here."""
+        """Pickles without cached values."""
         return PackLayout, (self.segments, self.mesh, self.spans, self.is_causal)
 
     @classmethod
     def pack(cls, segments: Sequence[Segment], *, capacity: int, text_capacity: int) -> "PackLayout":
         """Lays out segments in order and fills the tail with one padding segment.
 
-        The padding segment takes what is left of both the video tokens and the text slots.
+        The padding segment takes the remaining video tokens and text places.
 
         Raises:
-            UserError: if the segments need more tokens or text slots than the pack holds.
+            UserError: if the segments need more tokens or text places than the pack holds.
         """
         tokens = sum(segment.num_tokens for segment in segments)
         slots = sum(segment.text_places for segment in segments)
@@ -83,12 +82,12 @@ class PackLayout:
 
     @cached_property
     def without_text(self) -> "PackLayout":
-        """The same samples as this rank has them, with the null token in place of their texts."""
+        """The same samples on this rank, with the null token in place of their texts."""
         segments = tuple(replace(segment, text_length=0) for segment in self.segments)
         return PackLayout(segments).shard(self.mesh)
 
     def shard(self, mesh: TokenMesh) -> "PackLayout":
-        """The same pack as `mesh` divides it."""
+        """This rank's layout of the same pack, divided by `mesh`."""
         if mesh == self.mesh:
             return self
         made = PackLayout(self.segments, mesh, is_causal=self.is_causal)
@@ -121,7 +120,7 @@ class PackLayout:
 
     @cached_property
     def text_places(self) -> tuple[int, ...]:
-        # the padding segment may have no slot left to itself
+        # the padding segment may have no text place of its own
         return tuple(s.text_length if s.is_padding else s.text_places for s in self.segments)
 
     @cached_property
@@ -143,7 +142,7 @@ class PackLayout:
 
     @cached_property
     def segment_of_row(self) -> tuple[int, ...]:
-        """The segment of each condition row."""
+        """The segment of each modulation row."""
         return (*range(self.num_segments), *(index for index, segment in enumerate(self.segments) if segment.clean))
 
     @property
@@ -174,13 +173,13 @@ class PackLayout:
 
     @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
-        """The segments as length groups: what attention batches."""
+        """The segments as length groups, which attention batches."""
         items = enumerate(zip(self.lengths, self.segments, strict=True))
         return length_groups([(TokenSpan(index, length, segment.is_padding),) for index, (length, segment) in items])
 
     @cached_property
     def rows(self) -> ConditionRows:
-        """The condition rows of the tokens of this rank's SP shard: what modulation reads."""
+        """The modulation rows of the tokens of this rank's SP shard."""
         length, rest = divmod(self.capacity, self.mesh.slices)
         assert rest == 0, f"{self.capacity} tokens do not split over {self.mesh.slices} ranks"
         spans = [(span,) for span in self.spans] or self._segment_spans
@@ -189,12 +188,12 @@ class PackLayout:
 
     @cached_property
     def _segment_spans(self) -> tuple[tuple[TokenSpan, ...], ...]:
-        clean_row = {index: row for row, index in enumerate(self.segment_of_row)}  # the last row is of what is given
+        clean_row = {index: row for row, index in enumerate(self.segment_of_row)}  # the last row: conditioning
         items = enumerate(zip(self.segments, self.segment_bounds, strict=True))
         return tuple(segment.spans(span, index, clean_row[index]) for index, (segment, span) in items)
 
     def on(self, device: torch.device | str) -> "LayoutTensors":
-        """Tensors of this layout on a device, each made at its first use and kept."""
+        """Tensors of this layout on a device, each made at its first use and cached."""
         return LayoutTensors(self, torch.device(device))
 
     def memo(self, function: Callable[..., Any], *args: Hashable) -> Any:
@@ -215,17 +214,18 @@ class PackLayout:
 
     @cached_property
     def sent(self) -> dict[tuple[torch.device, Hashable], Any]:
-        """Values computed from this layout that are on a GPU already; see `Need`."""
+        """Cached values of this layout on GPUs; see `Need`."""
         return {}
 
     def keep(self, device: torch.device, key: Hashable, there: Any) -> None:
-        """Takes what is on a GPU now."""
+        """Caches a value that is on a GPU now."""
         self.sent[device, key] = there
         if isinstance(there, Computed):
             self.rows.keep(device, there.row_of_token_S, there.starts_of_runs_P)
 
     def per_condition(self, function: Callable[..., Any], owner: Hashable, *inputs: Any) -> Any:
-        """function(owner, *inputs): parameters and conditions are others for every pack; see `DenseLayout`."""
+        """function(owner, *inputs), not cached: parameters and conditioning differ for every pack; see
+        `DenseLayout`."""
         return function(owner, *inputs)
 
 
@@ -237,7 +237,7 @@ _COMPUTED: list[Callable[["LayoutTensors"], Tensor]] = []
 
 
 def _tensor(compute: Callable[["LayoutTensors"], Tensor]) -> property:
-    """Makes a method that computes a tensor on the CPU a property: computed once, copied to each device once."""
+    """Turns a method that computes a tensor on the CPU into a property, cached and copied to each device once."""
     _COMPUTED.append(compute)
     return property(lambda tensors: tensors.layout.memo(_on, compute, tensors.device), doc=compute.__doc__)
 
@@ -249,7 +249,7 @@ def _on(layout: PackLayout, compute: Callable[["LayoutTensors"], Tensor], device
 
 
 class Computed(NamedTuple):
-    """Everything that is computed of any layout."""
+    """All values that are computed for any layout."""
 
     tensors: tuple[Tensor, ...]
     """Results of the functions in `_COMPUTED`."""
@@ -265,7 +265,7 @@ def _compute(layout: PackLayout) -> Computed:
 
 
 def computed(layout: PackLayout) -> Need:
-    """The tensors of a layout, as one."""
+    """The tensors of a layout, as one `Need`."""
     return Need(layout, _compute)
 
 
@@ -282,19 +282,19 @@ class LayoutTensors(NamedTuple):
 
     @_tensor
     def segment_of_row_R(self) -> Tensor:
-        """int64: the segment of each condition row."""
+        """int64: the segment of each modulation row."""
         return torch.tensor(self.layout.segment_of_row)
 
     @_tensor
     def row_of_token_S(self) -> Tensor:
-        """int64: each token's condition row."""
+        """int64: each token's modulation row."""
         spans = [span for spans in self.layout._segment_spans for span in spans]
         rows, lengths, _ = torch.tensor(spans).unbind(-1)
         return rows.repeat_interleave(lengths)
 
     @_tensor
     def is_target_S(self) -> Tensor:
-        """bool: True for the tokens of samples that are not given."""
+        """bool: True for generated tokens: neither padding nor conditioning."""
         return self.is_sample_S & ~self.is_clean_S
 
     @_tensor
@@ -336,7 +336,7 @@ class LayoutTensors(NamedTuple):
 
     @_tensor
     def null_text_L(self) -> Tensor:
-        """bool: the text slots where the learned null token stands."""
+        """bool: the text places of the learned null token."""
         pairs = zip(self.layout.text_starts, self.layout.segments, strict=True)
         slots = [start for start, segment in pairs if segment.text_length == 0 and not segment.is_padding]
         mask_L = torch.zeros(self.layout.text_capacity, dtype=torch.bool)
@@ -345,17 +345,17 @@ class LayoutTensors(NamedTuple):
 
     @_tensor
     def first_text_G(self) -> Tensor:
-        """int64: the first text slot of each segment; padding may have none, and gets any."""
+        """int64: the first text place of each segment; arbitrary for padding without text."""
         return torch.tensor(self.layout.text_starts).clamp(max=self.layout.text_capacity - 1)
 
     @_tensor
     def first_token_G(self) -> Tensor:
-        """int64: the first token of each segment; padding may have none, and gets any."""
+        """int64: the first token of each segment; arbitrary for padding without tokens."""
         return torch.tensor(self.layout.starts).clamp(max=self.layout.capacity - 1)
 
     @_tensor
     def last_token_G(self) -> Tensor:
-        """int64: the last token of each segment; padding may have none, and gets any."""
+        """int64: the last token of each segment; arbitrary for padding without tokens."""
         ends = zip(self.layout.starts, self.layout.lengths, strict=True)
         return torch.tensor([start + length - 1 for start, length in ends]).clamp(min=0)
 
@@ -366,17 +366,17 @@ class LayoutTensors(NamedTuple):
 
     @_tensor
     def bounds(self) -> Tensor:
-        """int32 [G + 1]: the first token of each segment, and the number of all."""
+        """int32 [G + 1]: the first token of each segment, and the total number."""
         return torch.tensor((0, *accumulate(self.layout.lengths)), dtype=torch.int32)
 
     @_tensor
     def text_bounds(self) -> Tensor:
-        """int32 [G + 1]: the first text slot of each segment, and the number of all."""
+        """int32 [G + 1]: the first text place of each segment, and the total number."""
         return torch.tensor((0, *accumulate(self.layout.text_places)), dtype=torch.int32)
 
     @_tensor
     def num_tokens_G(self) -> Tensor:
-        """int64: the tokens of each segment, whichever ranks have them; padding may have none."""
+        """int64: the tokens of each segment on all ranks together; padding may have none."""
         return torch.tensor([segment.num_tokens for segment in self.layout.segments])
 
     @_tensor

@@ -1,4 +1,4 @@
-"""The parts of a pack: segments, pieces, groups of equal length, and the ranks that share its tokens.
+"""The elements of a pack: segments, token spans, length groups, and the ranks that share its tokens.
 
 A pack holds whole samples ("segments") one after another; its tail is one padding segment, so that shapes never
 change from step to step.
@@ -20,8 +20,8 @@ from megadit.models.host_to_device import sent_together
 
 CPU = torch.device("cpu")
 LONGEST_RUN = 32
-"""Tokens that one program of a kernel takes: 8,192 of them keep a GPU of 132 processors busy, and what a program leaves
-behind, some float32 rows, is a sixteenth of what it reads."""
+"""Maximum tokens of a kernel's program. 8,192 keep a GPU with 132 multiprocessors busy, and a program's output, some
+float32 rows, is a sixteenth of what it reads."""
 
 Grid = tuple[int, int, int]
 Span = tuple[int, int]
@@ -33,14 +33,14 @@ class Segment:
     """One sample of a pack: a grid of video tokens and the text it is conditioned on."""
 
     grid: Grid
-    """Tokens along time, height and width; frames that are only given come after those of the video."""
+    """Tokens along time, height and width; extra conditioning frames come after those of the video."""
     text_length: int
     """Text tokens; 0 means no text, and one learned null token stands in."""
     is_padding: bool = False
     clean: tuple[Span, ...] = ()
     """Runs of conditioning tokens, clean among the noisy ones: in order, and not adjacent."""
     times: tuple[float, ...] = ()
-    """When each frame of tokens is; empty: 0, 1, 2, ..."""
+    """Time of each frame of tokens; empty: 0, 1, 2, ..."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +48,7 @@ class Segment:
 
     @property
     def text_places(self) -> int:
-        """Places this segment takes in the text of the pack."""
+        """Number of text places of this segment in the pack."""
         return max(1, self.text_length)
 
     @property
@@ -57,7 +57,7 @@ class Segment:
         return self.grid if not self.times else (ceil(max(self.times)) + 1, *self.grid[1:])
 
     def spans(self, span: Span, row: int, clean_row: int) -> "tuple[TokenSpan, ...]":
-        """Its tokens within `span`: generated ones have one condition row, conditioning ones another."""
+        """Its tokens within `span`: generated ones have one modulation row, conditioning ones another."""
         edges = [0, *(edge for run in self.clean for edge in run), self.num_tokens]
         inner = [min(max(edge, span[0]), span[1]) for edge in edges]
         rows = [clean_row if index % 2 else row for index in range(len(inner) - 1)]
@@ -66,7 +66,7 @@ class Segment:
 
 
 class TokenSpan(NamedTuple):
-    """Neighbouring tokens with one condition row."""
+    """Consecutive tokens with one modulation row."""
 
     row: int
     num_tokens: int
@@ -75,18 +75,18 @@ class TokenSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LengthGroup:
-    """Neighbours with equally many tokens, segments or pieces: kernels treat them as one uniform batch."""
+    """Consecutive segments or token spans of equal length, which kernels compute as one uniform batch."""
 
     start: int
     """First token."""
     first: int
-    """First segment, or condition row of the first piece; the others follow it."""
+    """First segment, or modulation row of the first span; the others follow it."""
     count: int
     length: int
-    """Tokens of each."""
+    """Tokens of each member."""
     is_padding: bool = False
     gap: int = 0
-    """Tokens between one and the next, which are other pieces of the same segments."""
+    """Tokens between two members, which belong to other spans of the same segments."""
 
     @property
     def stop(self) -> int:
@@ -95,27 +95,27 @@ class LengthGroup:
 
     @property
     def members(self) -> slice:
-        """The segments, or the condition rows."""
+        """The segments, or the modulation rows."""
         return slice(self.first, self.first + self.count)
 
     def tokens_of(self, x_S: Tensor) -> Tensor:
-        """Their tokens as a uniform batch: a view [count, length, ...] of [S, ...]."""
+        """The group's tokens as a uniform batch: a view [count, length, ...] of [S, ...]."""
         return x_S[self.start : self.stop].unfold(0, self.length, self.length + self.gap).movedim(-1, 1)
 
 
 class GroupTexts(NamedTuple):
-    """The text of every length group, made rectangular."""
+    """The text of every length group, padded to a rectangle."""
 
     slots: Tensor
-    """int64: the text slots of all groups, one group after another."""
+    """int64: the text places of all groups, one group after another."""
     shapes: tuple[torch.Size, ...]
     """(c, l) of each group."""
     masks: tuple[Tensor | None, ...]
-    """bool [c, 1, 1, l] of each group: which of its slots have text; None: all."""
+    """bool [c, 1, 1, l] of each group: which of its places have text; None: all."""
 
     @classmethod
     def of(cls, groups: "Sequence[LengthGroup]", starts: Sequence[int], lengths: Sequence[int]) -> "GroupTexts":
-        """Build the texts of segments whose text slots begin at `starts` and have these `lengths`."""
+        """Build the texts of segments whose text begins at `starts` and has these `lengths`."""
         found = [text_of_group(group, starts, lengths) for group in groups]
         slots, are_valid = zip(*found, strict=True)
         masks = tuple(None if valid.all() else valid[:, None, None] for valid in are_valid)
@@ -124,7 +124,7 @@ class GroupTexts(NamedTuple):
 
 
 def text_of_group(group: LengthGroup, starts: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A group's text slots, made rectangular: (indices int64, is valid bool), [c, l]; none of padding."""
+    """A group's text places, padded to a rectangle: (indices int64, is valid bool), [c, l]; empty for padding."""
     adapters_c1 = torch.tensor(lengths[group.members])[:, None]
     starts_c1 = torch.tensor(starts[group.members])[:, None]
     offset_l = torch.arange(0 if group.is_padding else int(adapters_c1.max()))
@@ -133,12 +133,12 @@ def text_of_group(group: LengthGroup, starts: Sequence[int], lengths: Sequence[i
 
 
 def offsets(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Offsets of consecutive pieces of these lengths."""
+    """Offsets of consecutive spans of these lengths."""
     return tuple(accumulate(lengths, initial=0))[:-1]
 
 
 def cut_spans(segments: Sequence[Sequence[TokenSpan]], first: int, last: int) -> Iterator[tuple[TokenSpan, ...]]:
-    """The pieces of the tokens `first` to `last` (excluded); others have no tokens left."""
+    """The spans of the tokens `first` to `last` (excluded), cut at both ends; spans outside become empty."""
     stop = 0
 
     def cut(span: TokenSpan) -> TokenSpan:
@@ -151,13 +151,13 @@ def cut_spans(segments: Sequence[Sequence[TokenSpan]], first: int, last: int) ->
 
 
 def length_groups(segments: Iterable[Sequence[TokenSpan]]) -> tuple[LengthGroup, ...]:
-    """Groups the pieces of neighbouring segments that are cut alike and whose rows follow one another.
+    """Groups the spans of neighbouring segments that are cut alike and whose rows are consecutive.
 
-    Pieces without tokens are left out.
+    Empty spans are left out.
     """
     groups, start = [], 0
     filled = [tuple(span for span in spans if span.num_tokens > 0) for spans in segments]
-    # rows that follow one another are at the same distance from their segment's index in the list
+    # consecutive rows have the same difference to their segment's index in the list
     keyed = [
         (tuple((span.num_tokens, span.is_padding, span.row - index) for span in spans), spans)
         for index, spans in enumerate(filter(None, filled))
@@ -174,13 +174,13 @@ def length_groups(segments: Iterable[Sequence[TokenSpan]]) -> tuple[LengthGroup,
 
 @dataclass(frozen=True, eq=False)
 class ConditionRows:
-    """The condition row of each of a rank's tokens: which shift, scale and gate modulate it."""
+    """The modulation row of each of a rank's tokens: which shift, scale and gate modulate it."""
 
     groups: tuple[LengthGroup, ...]
 
     @cached_property
     def are_cut(self) -> bool:
-        """Whether some segments have several rows, since they have conditioning tokens."""
+        """Whether some segments have several rows, because they have conditioning tokens."""
         return any(group.gap for group in self.groups)
 
     def of_token(self, device: torch.device) -> Tensor:
@@ -195,7 +195,7 @@ class ConditionRows:
         return self._of_token[device]
 
     def starts_of_runs(self, device: torch.device) -> Tensor:
-        """int32 [P + 1]: where each run of at most `LONGEST_RUN` neighbours with one row begins, and S."""
+        """int32 [P + 1]: the start of each run of at most `LONGEST_RUN` consecutive tokens with one row, and S."""
         if device not in self._starts and device.type != "cpu":
             [self._starts[device]] = sent_together([self.starts_of_runs(CPU)], device)
         if device not in self._starts:
@@ -207,7 +207,7 @@ class ConditionRows:
         return self._starts[device]
 
     def keep(self, device: torch.device, row_S: Tensor, starts_P: Tensor) -> None:
-        """Takes what `of_token`, int64 [S], and `starts_of_runs`, int32 [P + 1], give for a device."""
+        """Caches the results of `of_token`, int64 [S], and `starts_of_runs`, int32 [P + 1], for a device."""
         self._of_token[device], self._starts[device] = row_S, starts_P
 
     @cached_property
@@ -221,7 +221,7 @@ class ConditionRows:
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Condition rows of a uniform batch with conditioning tokens: in sample b, those have row B + b, others row b."""
+    """Modulation rows of a uniform batch with conditioning tokens: in sample b, those have row B + b, others row b."""
 
     num_tokens: int
     clean: tuple[Span, ...]
@@ -229,7 +229,7 @@ class DenseRows:
 
     @cached_property
     def runs(self) -> tuple[tuple[Span, slice], ...]:
-        """Tokens in order, and the rows that they have in the samples of the batch."""
+        """Tokens in order, and their rows in the samples of the batch."""
         spans = Segment((1, 1, self.num_tokens), 0, clean=self.clean).spans((0, self.num_tokens), 0, self.batch)
         stops = list(accumulate(span.num_tokens for span in spans))
         runs = zip((0, *stops), stops, spans, strict=False)
@@ -238,7 +238,7 @@ class DenseRows:
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S, B]."""
         return torch.cat(
-            [  # made there: nothing is sent
+            [  # created on the device: no copy
                 torch.arange(rows.start, rows.stop, device=device).expand(stop - first, -1)
                 for (first, stop), rows in self.runs
             ]
@@ -247,8 +247,7 @@ class DenseRows:
 
 @dataclass(frozen=True, slots=True)
 class OpenRows:
-    """The condition rows of a uniform batch as an input says them: those of an exported network, of which anything
-    may be given."""
+    """Modulation rows of a uniform batch as an input, for exported networks, in which any token may be conditioning."""
 
     row_SB: Tensor
 
@@ -259,7 +258,7 @@ class OpenRows:
 
 @dataclass(frozen=True, slots=True)
 class RowsByToken:
-    """Condition rows as tensors, without their grouping, for a CUDA graph, which is replayed for any pack."""
+    """Modulation rows as tensors, without their grouping, for a CUDA graph, which is replayed for any pack."""
 
     row_S: Tensor
     starts_P: Tensor
@@ -276,7 +275,7 @@ class RowsByToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenMesh:
-    """The ranks that share the tokens of a pack, and which of them this is: rank = context_rank * slices + slice.
+    """The ranks that share the tokens of a pack, and this rank = context_rank * slices + slice.
 
     Context parallelism gives every rank an equal share of each segment, its CP shard; sequence parallelism cuts the
     tokens of a CP shard, in whatever order they are, into equal SP shards.
@@ -286,7 +285,7 @@ class TokenMesh:
     slices: int = 1
     rank: int = 0
     width: int = 1
-    """CP shards that are taken together: this rank's and those of the ranks after it."""
+    """Number of CP shards that are taken together: this rank's and those of the ranks after it."""
 
     @property
     def size(self) -> int:
@@ -307,9 +306,11 @@ class TokenMesh:
     def span(self, num_tokens: int, start: int) -> tuple[int, int]:
         """First and last token (excluded) of a segment that are in this CP shard, counted within the segment.
 
-        Every shard gets num_tokens // context tokens. Remainders go to ranks round-robin, on from the last segment's
-        (`start`, this segment's first token, knows its rank). So all ranks hold equally many tokens of a pack, without
-        padding, and the shards of neighbouring ranks join up.
+        Every shard gets num_tokens // context tokens. Remainders go to ranks round-robin, continuing after the last
+        segment's
+        rank (`start`, this segment's first token, determines it). So all ranks hold equally many tokens of a pack,
+        without
+        padding, and the shards of neighbouring ranks are adjacent.
         """
         base, left = divmod(num_tokens, self.context)
 

@@ -35,7 +35,7 @@ def error_of(*arguments: object) -> str:
 def test_a_video_that_has_no_room(bundle_dir):
     size = ("--height", 2048, "--width", 2048, "--num_frames", 17, "--num_steps", 1)
     error = error_of("generate", "--checkpoint_path", bundle_dir, "--prompt", "hi", *size, "--device", "cpu", ANYWAY)
-    assert error.startswith("error: no memory for this (") and "--num_frames" in error
+    assert error.startswith("error: not enough memory (") and "--num_frames" in error
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_an_export_that_has_no_room(bundle_dir, tmp_path):
     pytest.importorskip("onnxruntime")
     sizes = ("--profile", "height=16,2048,2048", "--profile", "width=16,2048,2048")
     error = error_of("export", bundle_dir, tmp_path / "out", *sizes, ANYWAY)
-    assert error.startswith("error: no memory for this (") and "--profile" in error
+    assert error.startswith("error: not enough memory (") and "--profile" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -52,5 +52,5 @@ def test_other_failures_stay_as_they_are():
         raise RuntimeError("shapes differ")
     with pytest.raises(UserError, match="^out of memory cards$"), enough_memory("nothing"):
         raise UserError("out of memory cards")
-    with pytest.raises(UserError, match=r"^no memory for this \(MemoryError\): buy some$"), enough_memory("buy some"):
+    with pytest.raises(UserError, match=r"^not enough memory \(MemoryError\): buy some$"), enough_memory("buy some"):
         raise MemoryError

@@ -78,5 +78,5 @@ def test_a_pack_is_told_what_its_samples_are(name):
 
 def test_who_says_no_scale_is_a_mistake_of_ours():
     dit = random_dit(replace(NETWORKS["megadit"], guidance_embedding_range=(1.0, 6.0)))
-    with pytest.raises(AssertionError, match="is told a scale of guidance"):
+    with pytest.raises(AssertionError, match="needs a guidance scale"):
         EDMDenoiser(dit)(*asked(dit, None))

@@ -144,7 +144,7 @@ def test_what_it_has_not_is_refused_in_a_line(clip, tmp_path, capsys, options):
 
 def test_limits_are_those_of_a_request(clip):
     assert set(LIMITS) <= {each.name for each in fields(Limits)}
-    with pytest.raises(UserError, match="tells how well texts fit images"):
+    with pytest.raises(UserError, match="scores how well texts fit images"):
         build_repository(clip.path, "nowhere")
 
 
