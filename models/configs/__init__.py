@@ -1,1 +1,1 @@
-"""Configurations of networks: fields and their rules, families, experts, named sizes. No torch module is built here."""
+"""Configurations of networks: fields and their rules, families, experts, named sizes. Builds no torch modules."""

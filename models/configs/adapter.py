@@ -18,16 +18,16 @@ class AdapterConfig:
     rank: int = setting(above=0)
     """Rows of `down`, columns of `up`."""
     alpha: float | None = setting(None, above=0)
-    """Times 1 / rank it scales the change; None means `rank`, which scales by 1."""
+    """Numerator of the scale alpha / rank; None means `rank`, for a scale of 1."""
     targets: tuple[str, ...] = ("blocks.*_attention.*", "blocks.*.fc[12]")
-    """Patterns of targets' names (`adapters.targets_of` lists them), in which * stands for anything; queries, keys and
-    values are targets of their own: `blocks.*.self_attention.[qkv]`."""
+    """Patterns of targets' names (`adapters.targets_of` lists them), in which * matches anything; queries, keys and
+    values are separate targets: `blocks.*.self_attention.[qkv]`."""
     dropout: float = setting(0.0, low=0, below=1)
-    """Share of input features that a target's `down` does not see; drawn in each step, for all tokens alike."""
+    """Dropout probability of a target's input features before `down`; drawn in each step, the same for all tokens."""
     kind: AdapterKind = setting("lora")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(self.targets))  # a list would not do as the key of a cache
+        object.__setattr__(self, "targets", tuple(self.targets))  # hashable, as a cache key
         check_settings(self, "train.adapter.")
 
     @property

@@ -1,4 +1,4 @@
-"""The shape of a network; sizes that have names are in `named_configs.py`."""
+"""The configuration of a network; `named.py` has published and named sizes."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,25 +21,26 @@ Parameterization = Literal["edm", "vp", "flow"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiTConfig:
-    """Everything that decides the tensors of a `DiT`; saved beside its weights.
+    """Everything that decides the tensors of a `DiT`; saved next to its weights.
 
     Sizes count latent pixels unless they say otherwise. The defaults are DiT-S (arXiv 2212.09748, table 1) on the
-    latents of the Cosmos 4x8x8 video tokenizer with text features 1024 wide (T5-11B).
+    latents of the Cosmos 4x8x8 video tokenizer with text features of width 1024 (T5-11B).
     """
 
     num_layers: int = 12
     hidden_size: int = 384
     num_attention_heads: int = 6
     head_dim: int | None = None
-    """Width of one attention head; None means hidden_size / num_attention_heads, which must then divide (or, where
-    positions are only learned, is rounded down)."""
+    """Width of one attention head; None means hidden_size / num_attention_heads, which must be whole (or is rounded
+    down
+    if positions are only learned)."""
     num_query_groups: int | None = None
-    """Heads of keys and values in self-attention, each read by an equal share of the heads (grouped queries, arXiv
-    2305.13245); None means as many as there are heads."""
+    """Heads of keys and values in self-attention (grouped-query attention, arXiv 2305.13245); None means
+    num_attention_heads."""
     ffn_hidden_size: int | None = None
     """Width of the MLP between its two linears; None means 4 x hidden_size."""
     experts: ExpertConfig = ExpertConfig()
-    """Experts in the place of every MLP; none unless they have a number."""
+    """Experts in place of every MLP; disabled without `num_experts`."""
     in_channels: int = 16
     """Channels of the latents, in and out."""
     patch_spatial: int = 2
@@ -47,36 +48,38 @@ class DiTConfig:
     patch_temporal: int = 1
     """Latent frames in a token."""
     crossattn_emb_size: int = 1024
-    """Width of the text features; projected to hidden_size, never assumed equal to it."""
+    """Width of the text features; they are projected to hidden_size."""
     position_embedding: PositionEmbedding = "rope"
-    """`rope`: rotary, per axis; `sincos`: fixed and added once. Both are computed for the grid at hand, at any size.
-    `learned`: only `learned_positions`."""
+    """`rope`: rotary, per axis; `sincos`: fixed and added once. Both are computed for any grid size. `learned`: only
+    `learned_positions`."""
     rope_theta: float = 10000.0
     rope_scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Factors by which positions along time, height and width reach beyond pre-training (NTK-aware, arXiv 2309.00071,
-    section 3.1); 1 changes nothing."""
+    """Extrapolation factors of rotary positions along time, height and width (NTK-aware, arXiv 2309.00071, section
+    3.1);
+    1 changes nothing."""
     rope_interpolation: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Divisors of positions along time, height and width, so that more tokens than in pre-training span the same
-    picture (position interpolation, arXiv 2306.15595, eq. 4); 1 changes nothing."""
+    positions (position interpolation, arXiv 2306.15595, eq. 4); 1 changes nothing."""
     learned_positions: tuple[int, int, int] | None = None
     """Largest grid of tokens (time, height, width) of learned positions, which are added in every block: the sum of
-    one vector for each axis, normalised where the family does so; None: no learned positions. A `vit` accepts this
-    grid alone: each place has its own vector, added once."""
+    one vector for each axis, normalised where the family does so; None: no learned positions. A `vit` accepts only this
+    grid: each position has its own vector, added once."""
     qk_layernorm: bool = True
     """RMS-normalise queries and keys per head (arXiv 2302.05442), which keeps attention logits bounded."""
     layernorm_epsilon: float = 1e-6
     sigma_data: float = 0.5
     """Standard deviation of the latents that the network is trained on (arXiv 2206.00364, table 1)."""
     parameterization: Parameterization = "edm"
-    """The objective: `edm`, sigma and F as in arXiv 2206.00364; `vp`, F predicts the noise of DDPM's schedule (arXiv
+    """Parameterization: `edm`, sigma and F as in arXiv 2206.00364; `vp`, F predicts the noise of DDPM's schedule (arXiv
     2006.11239); `flow`, the velocity of rectified flow (arXiv 2209.03003)."""
     conditioning_sigma: float | None = None
-    """Noise level that conditions the network for conditioning latents (first frames, a clip to edit, ...), which it
-    sees clean. None: the network was trained without them and accepts none."""
+    """Noise level of conditioning latents (first frames, a clip to edit, ...). None: the network was trained without
+    them
+    and accepts none."""
     conditioning_mode: ConditioningModeName = "tokens"
-    """Form in which the network reads conditioning latents; `given_forms.py` lists them."""
+    """How the network reads conditioning latents; `conditioning_modes.py` lists the modes."""
     image_size: int | None = None
-    """Width of conditioning image features that tokens attend to beside the text (Wan 2.1); None: there are none."""
+    """Width of image features that tokens attend to in addition to the text (Wan 2.1); None: no image features."""
     image_positions: int | None = None
     """Number of learned positions of these features, for several conditioning images at once; None: no positions."""
 
@@ -85,18 +88,19 @@ class DiTConfig:
     replaces two (arXiv 2210.03142, section 3.2). None: not guidance-distilled."""
 
     family: str = "megadit"
-    """Name of the structure, ours or that of published weights; `families.py` lists the differences."""
+    """Name of the structure; `families.py` lists the differences."""
     compat: Literal["nemo", "predict2_5"] | None = None
     """Variant of the family with structural differences, for loading its checkpoints; None means none."""
     adaln_lora_dim: int | None = None
-    """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one, `st_dit` should)."""
+    """Rank of the bottleneck in each modulation; None: no bottleneck (`cosmos` and `dfm` have one, `st_dit` should)."""
     num_classes: int | None = None
-    """Classes of a network conditioned on a class instead of text, the null class not counted (`dit`), or that it tells
-    apart (`vit`, which without gives features)."""
+    """Number of classes, without the null class: of a class-conditional network (`dit`), or of a classifier (`vit`;
+    without
+    classes it returns features)."""
     learned_variance: bool = False
     """The network also predicts DDPM's variance (arXiv 2102.09672), which is kept with the weights and not used."""
     padding_mask_channel: bool = False
-    """One more input channel, 1 where a video is padding; zeros without a mask."""
+    """One extra input channel, 1 where a video is padding; zeros without a mask."""
     frequency_shift: float = 0.0
     """Shift of the noise level's n sinusoids: the last has period 10000^((n - 1) / (n - shift)); 1 in diffusers."""
     qk_layernorm_epsilon: float | None = None
@@ -106,7 +110,7 @@ class DiTConfig:
     quick_gelu: bool = False
     """The MLP's GELU is x sigmoid(1.702 x), as in OpenAI's CLIP."""
     text_tower: TextTowerConfig = TextTowerConfig()
-    """Configuration of the text tower (`clip`); absent unless it has layers."""
+    """Configuration of the text tower (`clip`); none without layers."""
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -130,12 +134,12 @@ class DiTConfig:
 
     @property
     def betas(self) -> BetasName:
-        """The steps of its `vp` objective."""
+        """DDPM noise schedule of the `vp` parameterization."""
         return "ddpm"
 
     @property
     def pooled_size(self) -> None:
-        """It reads no pooled feature of a text."""
+        """None: the network reads no pooled text feature."""
         return None
 
     @property
@@ -145,12 +149,12 @@ class DiTConfig:
 
     @property
     def samples_first(self) -> bool:
-        """The sequence comes first."""
+        """False: layers compute [S, B, ...], with the sequence first."""
         return False
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """Texts of any length, how fast a video runs, and maybe a scale of guidance."""
+        """Names of the conditioning inputs: text, frame rate and maybe guidance scale."""
         return ("text", "text_length", "fps", *("guidance",) * (self.guidance_embedding_range is not None))
 
     @property
@@ -163,7 +167,7 @@ class DiTConfig:
 
     @property
     def denoises(self) -> bool:
-        """False: it has a class token, of one grid, and makes nothing."""
+        """Whether the network is a denoiser; others have a class token and a fixed grid."""
         return self.task == "denoise"
 
     @property
@@ -190,7 +194,7 @@ class DiTConfig:
 
     @property
     def mlp_factors(self) -> int:
-        """Numbers that the MLP's first linear gives for each of `mlp_size`: two with SwiGLU."""
+        """Outputs of the MLP's first linear for each of `mlp_size`: 2 with SwiGLU, else 1."""
         return 2 if self.structure.gated_mlp else 1
 
     @property
@@ -205,7 +209,7 @@ class DiTConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in one token: pt * ph * pw * channels."""
+        """Elements of one token: pt * ph * pw * channels."""
         return self.patch_temporal * self.patch_spatial**2 * self.in_channels
 
     @property
@@ -215,49 +219,49 @@ class DiTConfig:
 
     @property
     def conditioning_noise(self) -> float:
-        """Standard deviation of the noise in conditioning latents."""
+        """Standard deviation of the noise added to conditioning latents."""
         return self.conditioning_sigma or 0.0 if self.conditioning.is_noised else 0.0
 
     @property
     def conditioning_scaled_as(self) -> float:
-        """Noise level whose scaling conditioning latents get."""
+        """Noise level by which conditioning latents are scaled."""
         return self.conditioning_sigma or 0.0 if self.conditioning.is_scaled else 0.0
 
     @property
     def conditioning_channels(self) -> int:
-        """Extra channels for conditioning: mask, and latents where they are not among the noisy ones."""
+        """Extra channels for conditioning: mask, and latents where they do not replace noisy ones."""
         return self.conditioning.marks + (0 if self.conditioning.is_among else self.in_channels)
 
     @property
     def conditioning_dim(self) -> int:
-        """Numbers that these channels add to a token."""
+        """Elements that these channels add to a token."""
         return self.patch_temporal * self.patch_spatial**2 * self.conditioning_channels
 
     @property
     def mask_dim(self) -> int:
-        """Numbers that the padding mask adds to a token."""
+        """Elements that the padding mask adds to a token."""
         return self.patch_temporal * self.patch_spatial**2 if self.padding_mask_channel else 0
 
     @property
     def token_dim(self) -> int:
-        """Numbers in one input token: latents, conditioning channels, padding mask."""
+        """Elements of one input token: latents, conditioning channels, padding mask."""
         return self.patch_dim + self.conditioning_dim + self.mask_dim
 
     @property
     def sent_size(self) -> int:
-        """Width of what stages of a pipeline send; of two towers that of the wider."""
+        """Width of the activations between pipeline stages; with two towers, that of the wider one."""
         return max(self.hidden_size, self.text_tower.hidden_size) if self.task == "match" else self.hidden_size
 
     @property
     def text_size(self) -> int:
-        """Width of the text that keys and values read."""
+        """Width of the text features that keys and values read."""
         return self.hidden_size if self.structure.projects_text else self.crossattn_emb_size
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Tokens along time, height and width of a latent of this size.
 
         Raises:
-            UserError: if a side is not a multiple of the patch; names the nearest sizes that are.
+            UserError: if a side is not a multiple of the patch; suggests the nearest sizes.
         """
         sizes = {"frames": frames, "height": height, "width": width}
         patches = {"frames": self.patch_temporal, "height": self.patch_spatial, "width": self.patch_spatial}
@@ -274,23 +278,23 @@ class DiTConfig:
 
     @property
     def position_grid(self) -> tuple[int, int, int] | None:
-        """The largest grid with learned positions (None: any); with a class token this and patches, in a row."""
+        """The largest grid with learned positions (None: any); with a class token, class token and patches in a row."""
         if self.denoises:
             return self.learned_positions
         return 1, 1, 1 + prod(self.learned_positions)
 
     def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Tokens of a sample whose latent has this size, as they lie in the sequence.
+        """Grid of a sample in the sequence whose latent has this size.
 
         Raises:
-            UserError: as `token_grid`; with a class token, for any grid but its own.
+            UserError: as `token_grid`; with a class token, for any grid but that of `learned_positions`.
         """
         grid = self.token_grid(frames, height, width)
         if self.denoises:
             return grid
         if grid != self.learned_positions:
             found, known = ("x".join(map(str, sides)) for sides in (grid, self.learned_positions))
-            raise UserError(f"{found} tokens (time x height x width) are not those of model.learned_positions, {known}")
+            raise UserError(f"{found} tokens (time x height x width) do not match model.learned_positions, {known}")
         return self.position_grid
 
     def check_grid(self, grid: tuple[int, int, int]) -> None:
@@ -310,7 +314,7 @@ class DiTConfig:
         """The inverse of `to_dict`.
 
         Raises:
-            UserError: for a key this version does not know, or a value of another kind.
+            UserError: for a key this version does not know, or a value of another type.
         """
         sections = {"experts": ExpertConfig, "text_tower": TextTowerConfig}
         made = {name: kind(**_checked(values.get(name, {}), kind)) for name, kind in sections.items()}
@@ -318,7 +322,7 @@ class DiTConfig:
 
 
 def _checked(values: Any, config_class: type) -> dict[str, Any]:
-    """Settings as JSON has them, lists as tuples: each of them known, and of its field's kind."""
+    """Settings from JSON, with lists as tuples, after a check of their names and types."""
     if not isinstance(values, dict):
         raise UserError(f"model settings are {values!r:.60}, not names and values")
     kinds = get_type_hints(config_class)
@@ -328,12 +332,12 @@ def _checked(values: Any, config_class: type) -> dict[str, Any]:
             hint = did_you_mean(name, kinds, "was it written by a newer version?")
             raise UserError(f"unknown model setting {name!r}{hint}")
         if not _is_of(kinds[name], value):
-            raise UserError(f"model.{name}={value!r:.60} is of another kind than {kinds[name]}")
+            raise UserError(f"model.{name}={value!r:.60} has another type than {kinds[name]}")
     return checked
 
 
 def _is_of(kind: Any, value: Any) -> bool:
-    """Whether a value is of an annotated kind; whole numbers stand for others."""
+    """Whether a value has an annotated type; integers are valid floats."""
     match get_origin(kind):
         case None:
             allowed = {float: (float, int), None: type(None)}.get(kind, kind)

@@ -1,4 +1,4 @@
-"""How many experts take the place of a block's MLP, and who chooses whom."""
+"""Configuration of mixtures of experts: their number, and the routing."""
 
 import math
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ Routing = Literal["token_choice", "expert_choice"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertConfig:
-    """A mixture of experts in place of the MLP of every block; without `num_experts` there is the MLP.
+    """A mixture of experts in place of the MLP of every block; disabled without `num_experts`.
 
     `token_choice`: each token goes to the `top_k` experts with the highest scores (arXiv 2101.03961), none is dropped.
-    `expert_choice`: each expert takes the tokens of a sample with the highest scores, equally many of every sample
+    `expert_choice`: each expert computes the tokens of a sample with the highest scores, equally many of every sample
     (arXiv 2202.09368, for diffusion 2410.02098); a token may have any number of experts, also none.
     """
 
@@ -23,11 +23,11 @@ class ExpertConfig:
     top_k: int = 2
     """Experts of each token, with `token_choice`."""
     capacity_factor: float = 2.0
-    """Experts of a token on average, with `expert_choice`: each takes so many shares of a sample's tokens."""
+    """Experts of a token on average, with `expert_choice`: each computes top_k / num_experts of a sample's tokens."""
     ffn_hidden_size: int | None = None
-    """Width of an expert between its two linears; None means that of the MLP it stands for."""
+    """Width of an expert between its two linears; None means that of the MLP."""
     shared_ffn_hidden_size: int = 0
-    """Width of an expert that all tokens go through; 0 means none."""
+    """Width of a shared expert, which computes all tokens; 0 means none."""
     balance_coefficient: float = 0.01
     """Weight of the load-balancing loss, with `token_choice` (arXiv 2101.03961, eq. 4)."""
 
@@ -49,9 +49,9 @@ class ExpertConfig:
 
     @property
     def experts_per_token(self) -> float:
-        """How many experts compute a token, on average."""
+        """Number of experts that compute a token, on average."""
         return self.top_k if self.routing == "token_choice" else self.capacity_factor
 
     def capacity(self, num_tokens: int) -> int:
-        """How many of a sample's tokens each expert takes, with `expert_choice`: at least one."""
+        """Number of a sample's tokens that each expert computes, with `expert_choice`: at least one."""
         return math.ceil(num_tokens * self.capacity_factor / self.num_experts)

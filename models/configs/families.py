@@ -1,19 +1,19 @@
 """Structural differences between published diffusion transformers: one table, one row for each family.
 
-Sizes, and what differs between the networks of one family, are fields of `DiTConfig`.
+Sizes, and differences between networks of one family, are fields of `DiTConfig`.
 
 | family    | published as                                              | described in           |
 |-----------|-----------------------------------------------------------|------------------------|
-| `megadit` | what this package trains                                  | `dit.py`               |
+| `megadit` | trained by this package                                   | `dit.py`               |
 | `dit`     | DiT-S/B/L/XL: images of a class                           | arXiv 2212.09748       |
 | `cosmos`  | Cosmos-1.0 (Predict1), Predict2 and 2.5, 2B, 7B and 14B   | arXiv 2501.03575       |
 | `nemo`    | the cross-attention DiT of NeMo's diffusion collection    | NeMo 2.x, `DiTConfig`  |
-| `dfm`     | the same as its successor DFM trains it, with adaLN-LoRA  | DFM, `DiTModelProvider`|
-| `moviegen`| MovieGen: blocks of Llama, grouped queries, text beside   | arXiv 2410.13720       |
-| `st_dit`  | attention along time and space beside that over all       | `blocks.py`, `axial.py`|
-| `wan`     | Wan 2.1 and 2.2, of text and of images                    | arXiv 2503.20314       |
-| `vit`     | ViT, which names the class of a sample and denoises none  | `vit.py`, 2010.11929   |
-| `clip`    | CLIP: a ViT beside a tower of texts, which match          | `clip.py`, 2103.00020  |
+| `dfm`     | the variant of NeMo's successor DFM, with adaLN-LoRA      | DFM, `DiTModelProvider`|
+| `moviegen`| MovieGen: Llama blocks, grouped queries, cross-attention  | arXiv 2410.13720       |
+| `st_dit`  | attention along time and space in addition to full        | `blocks.py`, `axial.py`|
+| `wan`     | Wan 2.1 and 2.2, text-to-video and image-to-video         | arXiv 2503.20314       |
+| `vit`     | ViT, a classifier                                         | `vit.py`, 2010.11929   |
+| `clip`    | CLIP: a ViT and a text tower with matching embeddings     | `clip.py`, 2103.00020  |
 """
 
 from dataclasses import dataclass, replace
@@ -28,17 +28,18 @@ class Structure:
     """The structure of a family's networks."""
 
     block: str = "dit"
-    """A row of `blocks.BLOCKS`."""
+    """A key of `blocks.BLOCKS`."""
     task: Task = "denoise"
     """Task of the network: denoise samples (`dit.py`), classify them (logits, `vit.py`), or match them with texts
     (`clip.py`)."""
     cross_attention: bool = True
-    """Text is attended. False: the sample is conditioned on a class instead."""
+    """The network has cross-attention to text. False: it is conditioned on a class instead."""
     projects_text: bool = True
-    """Text is projected to the network's width and a learned token stands for no text. False: keys and values read the
-    text features themselves, and a row of zeros stands for no text."""
+    """Text is projected to the network's width, with a learned null token. False: keys and values read the text
+    features
+    directly, and the null token is zeros."""
     text_mlp: bool = False
-    """The projection has two layers, and no text is the projection of zeros instead of a learned token."""
+    """The projection has two layers, and the null token is the projection of zeros instead of a learned token."""
     linear_bias: bool = False
     """Linears of attention, MLP and modulation have biases."""
     patch_bias: bool = True
@@ -48,37 +49,39 @@ class Structure:
     gated_mlp: bool = False
     """The MLP is SwiGLU (arXiv 2002.05202): two products up, one down."""
     norm_across_heads: bool = False
-    """Queries and keys are normalised over all heads together, not each by itself."""
+    """Queries and keys are normalised over all heads together, not per head."""
     text_reaches_only_mlp: bool = False
     """Cross-attention of a MovieGen block reads tokens that are not normalised, and its result is the MLP's input
     instead of being added to the tokens; both modulated norms share their weights."""
     normalized_positions: bool = True
-    """The sum of a token's learned positions is brought to unit mean square."""
+    """The sum of a token's learned positions is scaled to unit mean square."""
     gelu_tanh: bool = False
     """The MLP's GELU in its tanh approximation."""
     sincos_axes: tuple[tuple[int, int], ...] = _ALONG_T_H_W
-    """Channel order of sin-cos positions: (axis, share of the width) each; axes are t, h, w."""
+    """Channel order of sin-cos positions: (axis, fraction of the width) each; axes are t, h, w."""
 
     sigma_scale: float = 1.0
     """The noise level is multiplied by this before its sinusoids are taken."""
     sigma_frequencies: int | None = 128
-    """Sinusoids of the noise level; None means as many as fill the network's width."""
+    """Number of sinusoids of the noise level; None means the network's width."""
     cos_first: bool = False
     fps: Literal["embedded", "padded", "rotary", "absent"] = "embedded"
-    """How the frame rate enters: embedded; embedded 256 wide and padded with zeros; as the pace of rotary time; not."""
+    """How the frame rate enters: embedded; embedded 256 wide and padded with zeros; as the scale of rotary time;
+    not."""
     condition_layernorm: bool = False
     """The sum of the embeddings is RMS-normalised."""
     shared_modulation: bool = False
-    """The condition is the normalised sinusoids alone; their MLP gives a vector that is added to every modulation."""
+    """The embedding is the normalised sinusoids themselves; their MLP gives a vector that is added to every
+    modulation."""
 
     single_modulation: bool = False
-    """One linear modulates all blocks, each of which adds a table of its own (adaLN-single, arXiv 2310.00426)."""
+    """One linear modulates all blocks, each of which adds its own table (adaLN-single, arXiv 2310.00426)."""
     modulation_groups: int = 1
     """Number of modulations, each with its own low-rank bottleneck, into which a block's is split."""
     final_modulation: bool = True
-    """The last linear follows a modulated norm. False: it reads the blocks' output as it is."""
+    """The last linear follows a modulated norm. False: it reads the blocks' output directly."""
     final_rms: bool = False
-    """The norm before the last linear is an RMS norm with learned factors."""
+    """The norm before the last linear is an RMS norm with a learned weight."""
     final_bias: bool = True
 
 
@@ -159,4 +162,4 @@ COMPAT: dict[tuple[str, str], Structure] = {
     ),
     ("cosmos", "predict2_5"): replace(FAMILIES["cosmos"], fps="absent"),
 }
-"""(family, `DiTConfig.compat`): what another package or version made of a family, for its checkpoints."""
+"""(family, `DiTConfig.compat`): variants of a family by another package or version, for loading its checkpoints."""

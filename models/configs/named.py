@@ -1,4 +1,4 @@
-"""Sizes of networks that have names: published ones, and the one that `make demo` trains."""
+"""Named configurations of networks: published ones, and those that `make demo` trains."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def _st_dit(*, adaln_lora_dim: int = 256, **sizes: int) -> DiTConfig:
 
 
 def _cosmos(**settings: Any) -> DiTConfig:
-    """Cosmos 1 text-to-video (arXiv 2501.03575), as diffusers' config.json has it."""
+    """Cosmos 1 text-to-video (arXiv 2501.03575), as in diffusers' config.json."""
     usual = {"adaln_lora_dim": 256, "learned_positions": (128, 120, 120), "padding_mask_channel": True}
     return DiTConfig(family="cosmos", qk_layernorm_epsilon=1e-5, **usual | settings)
 
@@ -34,7 +34,7 @@ COSMOS_14B = {"num_layers": 36, "hidden_size": 5120, "num_attention_heads": 40, 
 
 
 def _cosmos2(**settings: Any) -> DiTConfig:
-    """Cosmos-Predict2: Cosmos without learned positions, trained as a flow (diffusers' Cosmos2)."""
+    """Cosmos-Predict2: Cosmos without learned positions, with rectified flow (diffusers' Cosmos2)."""
     flow = {"parameterization": "flow", "sigma_data": 1.0, "learned_positions": None, "rope_scale": (1.0, 4.0, 4.0)}
     return _cosmos(**flow | settings)
 
@@ -47,7 +47,7 @@ PREDICT2_5 = {**COSMOS2_OF_VIDEOS, "compat": "predict2_5", "rope_scale": (1.0, 3
 
 
 def _wan(**settings: Any) -> DiTConfig:
-    """Wan (arXiv 2503.20314, table 1), with the features of umT5-XXL."""
+    """Wan (arXiv 2503.20314, table 1), with text features of umT5-XXL."""
     return DiTConfig(family="wan", parameterization="flow", sigma_data=1.0, crossattn_emb_size=4096, **settings)
 
 
@@ -58,18 +58,18 @@ def _wan_14b(**settings: Any) -> DiTConfig:
 
 WAN_OF_IMAGES = {"conditioning_mode": "channels", "conditioning_sigma": 0.0}
 CLIP = {"image_size": 1280}
-"""The features of ViT-H, which Wan 2.1 reads."""
+"""Width of the features of ViT-H, which Wan 2.1 reads."""
 
 
 def _vit(side: int, patch: int, **sizes: Any) -> DiTConfig:
-    """ViT (arXiv 2010.11929, table 1; g and G: 2106.04560, table 2) of square images in the classes of ImageNet-1k."""
+    """ViT (arXiv 2010.11929, table 1; g and G: 2106.04560, table 2) for square images and ImageNet-1k classes."""
     usual = {"in_channels": 3, "crossattn_emb_size": 2, "num_classes": 1000, "patch_spatial": patch}
     positions = {"position_embedding": "learned", "learned_positions": (1, side // patch, side // patch)}
     return DiTConfig(family="vit", qk_layernorm=False, layernorm_epsilon=1e-12, **usual | positions | sizes)
 
 
 def _clip(side: int, patch: int, text: dict[str, Any], **sizes: Any) -> DiTConfig:
-    """CLIP (arXiv 2103.00020, table 20; H: LAION's, arXiv 2210.08402) of square images, with the words of OpenAI's."""
+    """CLIP (arXiv 2103.00020, table 20; H: LAION's, arXiv 2210.08402) for square images, with OpenAI's vocabulary."""
     usual = {"in_channels": 3, "crossattn_emb_size": 2, "patch_spatial": patch, "layernorm_epsilon": 1e-5}
     positions = {"position_embedding": "learned", "learned_positions": (1, side // patch, side // patch)}
     tower = TextTowerConfig(**{"num_layers": 12} | text)
@@ -208,6 +208,6 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         learned_positions=(3, 4, 4),
     ),
 }
-"""The published sizes (L, XL and 7B as trained upstream on text and video; MovieGen's are those of NeMo's `DiTLlama*`),
-published networks (Cosmos, Cosmos-Predict2 and 2.5, Wan 2.1 and 2.2, the class-conditional DiT-XL/2) and those that
-`make demo` and `make demo-shapes` train."""
+"""Named configurations: published sizes (L, XL and 7B as trained upstream on text and video; MovieGen as in NeMo's
+`DiTLlama*`), published networks (Cosmos, Cosmos-Predict2 and 2.5, Wan 2.1 and 2.2, the class-conditional DiT-XL/2) and
+those that `make demo` and `make demo-shapes` train."""

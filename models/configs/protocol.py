@@ -1,6 +1,6 @@
 """The common protocol of network configurations, for the rest of the package.
 
-`DiTConfig` and `UNetConfig` implement it; `weights.NETWORKS` and `networks.OF_CONFIG` have a row for each.
+`DiTConfig` and `UNetConfig` implement it; `weights.NETWORKS` and `registry.OF_CONFIG` have a row for each.
 """
 
 from typing import Any, Literal, Protocol
@@ -21,27 +21,27 @@ class NetworkConfig(Protocol):
     crossattn_emb_size: int
     """Width of the text features."""
     pooled_size: int | None
-    """Width of the one feature of the whole text that it reads; None: it reads none."""
+    """Width of the pooled text feature; None: the network reads none."""
     sigma_data: float
     """Standard deviation of the latents that it was trained on."""
     parameterization: ParameterizationName
-    """The objective (`parameterization.py`)."""
+    """The parameterization (`parameterization.py`)."""
     betas: BetasName
-    """The steps of DDPM that it was trained at, where its objective has such."""
+    """The DDPM noise schedule, for parameterizations that have one."""
     patch_spatial: int
     """Divisor of height and width, in latent pixels."""
     patch_temporal: int
     """Divisor of the number of frames, in latent frames."""
     learned_positions: tuple[int, int, int] | None
-    """The largest grid of tokens that it takes; None: any."""
+    """The largest supported grid of tokens; None: any."""
     most_latent_frames: int | None
     """Maximum number of latent frames of a video; None: any number."""
     samples_first: bool
-    """Samples of a batch are the first side of what its layers compute, not the second."""
+    """Whether layers compute [B, S, ...], with the batch first, not [S, B, ...]."""
     conditions: tuple[str, ...]
-    """Names of the conditions that the network reads, as the inputs of exported networks are called."""
+    """Names of the conditioning inputs, as in exported networks."""
     has_text: bool
-    """It reads texts of any length; False: one token, that of a class."""
+    """Whether the network reads texts of any length; False: one token, a class."""
     task: Task
     """Task of the network."""
     conditioning: ConditioningMode
@@ -54,23 +54,23 @@ class NetworkConfig(Protocol):
     image_size: int | None
     """Width of the features of a conditioning image; None: the network reads none."""
     outline: str
-    """Its size in a few words."""
+    """The network's size in a few words."""
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Size (time, height, width) of the grid of tokens that a latent of this size becomes.
 
         Raises:
-            UserError: for a size that it cannot take; names the nearest that it can.
+            UserError: for an unsupported size; suggests the nearest supported ones.
         """
 
     def num_tokens(self, frames: int, height: int, width: int) -> int:
         """Size of a sample in a batch: its tokens, or latent pixels for a U-Net. Raises as `token_grid`."""
 
     def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """The same as they lie in the sequence of a sample; raises as `token_grid`."""
+        """Grid of a sample in the sequence; raises as `token_grid`."""
 
     def check_grid(self, grid: tuple[int, int, int]) -> None:
-        """Raises UserError for more tokens along an axis than it takes."""
+        """Raises UserError for more tokens along an axis than the network supports."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -79,5 +79,5 @@ class NetworkConfig(Protocol):
         """The inverse of `to_dict`.
 
         Raises:
-            UserError: for a key this version does not know, or a value of another kind.
+            UserError: for a key this version does not know, or a value of another type.
         """

@@ -6,11 +6,11 @@ from megadit.models.configs.families import COMPAT
 from megadit.models.shared.cli.rules import Rule
 
 MOST_LAYERS = 1000
-"""Maximum depth of a network that is built: a configuration may come from anywhere, and each layer takes time."""
+"""Maximum depth of a network: a configuration is untrusted, and building each layer takes time."""
 
 
 def _nearest_number_of_heads(config: Any) -> int:
-    """The divisor of the width that is nearest to the heads asked for."""
+    """The divisor of the width that is nearest to the requested number of heads."""
     divisors = [number for number in range(1, config.hidden_size + 1) if config.hidden_size % number == 0]
     return min(divisors, key=lambda number: abs(number - config.num_attention_heads))
 
@@ -30,7 +30,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule(
         when=lambda config: config.structure.cross_attention,
         needs=lambda config: config.num_classes is None,
-        remedy="model.family={family} is conditioned on text: leave model.num_classes",
+        remedy="model.family={family} is conditioned on text: leave out model.num_classes",
     ),
     Rule(
         when=lambda config: not config.structure.cross_attention and config.denoises,
@@ -50,7 +50,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule(
         when=lambda config: config.task == "match",
         needs=lambda config: config.num_classes is None,
-        remedy="model.family={family} matches texts: leave model.num_classes",
+        remedy="model.family={family} matches texts: leave out model.num_classes",
     ),
     Rule(
         when=lambda config: config.structure.fps == "padded",
@@ -60,7 +60,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule(
         when=lambda config: config.structure.linear_bias,
         needs=lambda config: not config.experts.num_experts,
-        remedy="model.family={family} has biases, which experts lack: leave model.experts",
+        remedy="model.family={family} has biases, which experts lack: leave out model.experts",
     ),
     Rule(
         when=lambda config: config.structure.modulation_groups > 1,
@@ -70,7 +70,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule(
         when=lambda config: config.structure.single_modulation,
         needs=lambda config: config.adaln_lora_dim is None,
-        remedy="model.family={family} has one modulation for all blocks: leave model.adaln_lora_dim",
+        remedy="model.family={family} has one modulation for all blocks: leave out model.adaln_lora_dim",
     ),
     # positions
     Rule(
@@ -83,7 +83,7 @@ RULES: tuple[Rule[Any], ...] = (
         needs=lambda config: config.position_embedding == "learned",
         remedy="model.family={family} needs model.position_embedding=learned and model.learned_positions, its grid",
     ),
-    # what is given
+    # conditioning
     Rule(
         when=lambda config: config.conditioning_mode != "tokens",
         needs=lambda config: config.conditioning_sigma is not None,

@@ -1,16 +1,16 @@
-"""The tower of texts beside that of images, in networks that match the two."""
+"""Configuration of CLIP's text tower."""
 
 from dataclasses import dataclass
 
 from megadit.models.shared.errors import UserError
 
 MOST_WORDS = 1 << 16
-"""A token travels as two digits of base 256 (`embeddings.class_digits`)."""
+"""Maximum vocabulary size: a token id is stored as two digits of base 256 (`embeddings.class_digits`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextTowerConfig:
-    """The text tower of CLIP (arXiv 2103.00020, section 2.4), and the space that both towers share; none without
+    """The text tower of CLIP (arXiv 2103.00020, section 2.4), and the embedding width of both towers; disabled without
     `num_layers`. The defaults are those of ViT-B/32.
     """
 
@@ -20,14 +20,14 @@ class TextTowerConfig:
     ffn_hidden_size: int | None = None
     """Width of the MLP between its two linears; None means 4 x hidden_size."""
     num_words: int = 49_408
-    """Tokens that there are."""
+    """Vocabulary size."""
     max_length: int = 77
-    """Tokens of a text, its beginning and end included."""
+    """Maximum tokens of a text, its start and end tokens included."""
     embedding_size: int = 512
     """Width of the embeddings of both towers."""
     pairwise: bool = False
-    """The loss is SigLIP's, of each pair by itself (arXiv 2303.15343), for which scores have a learned offset; else
-    CLIP's, a softmax over all."""
+    """True: SigLIP's loss, pairwise sigmoids (arXiv 2303.15343) with a learned offset of scores; False: CLIP's loss, a
+    softmax over the batch."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 0:

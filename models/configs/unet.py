@@ -1,6 +1,6 @@
-"""The shape of Stable Diffusion's U-Net (arXiv 2112.10752; XL: 2307.01952): the settings of diffusers' class.
+"""The shape of Stable Diffusion's U-Net (arXiv 2112.10752; XL: 2307.01952), as settings of diffusers' class.
 
-Settings that a checkpoint leaves out have the values that diffusers gives them.
+Missing settings of a checkpoint have diffusers' defaults.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ USUAL: dict[str, Any] = {
     "addition_time_embed_dim": None,
     "projection_class_embeddings_input_dim": None,
 }
-"""Settings in which Stable Diffusion's networks differ, with diffusers' defaults (`sample_size` has none there)."""
+"""Settings in which Stable Diffusion's networks differ, with diffusers' defaults (`sample_size` has none here)."""
 FIXED: dict[str, Any] = {
     "act_fn": "silu",
     "addition_embed_type_num_heads": 64,
@@ -68,20 +68,21 @@ FIXED: dict[str, Any] = {
     "time_embedding_type": "positional",
     "timestep_post_act": None,
 }
-"""Settings that all of them share: other values belong to networks with other inputs (upscalers, distilled ones)."""
+"""Settings with one value in all supported networks: other values belong to networks with other inputs (upscalers,
+distilled ones)."""
 _BLOCKS = ("CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
 _COUNTS = ("layers_per_block", "transformer_layers_per_block")
 _MOST_LEVELS, _MOST_LAYERS, _LARGEST = 8, 64, 1 << 16
 NUM_SIZES = 6
-"""Size conditions of XL: original height and width, top and left of the crop, target height and width."""
+"""Number of XL's size conditions: original height and width, top and left of the crop, target height and width."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UNetConfig:
-    """Everything that decides a `UNet`; saved beside its weights.
+    """Configuration of a `UNet`; saved next to its weights.
 
     Raises:
-        UserError: for settings that no network of Stable Diffusion has, and for sizes beyond any network's.
+        UserError: for settings that no Stable Diffusion network has, and for sizes that are too large.
     """
 
     settings: Mapping[str, Any]
@@ -101,7 +102,7 @@ class UNetConfig:
             raise UserError(
                 f"a {DIFFUSERS_CLASS} with in_channels={settings['in_channels']} reads more than noisy latents "
                 f"(out_channels={settings['out_channels']!r:.40}; inpainting, editing), which is not supported: "
-                "take the network of text to image"
+                "use a text-to-image network"
             )
         embed_type, width = settings["addition_embed_type"], settings["addition_time_embed_dim"]
         if embed_type not in (None, "text_time") or (embed_type and (self.pooled_size or 0) < 1):
@@ -138,7 +139,7 @@ class UNetConfig:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Channels at each level, from the latents inwards, each at half the sides of the one before."""
+        """Channels at each level, from the finest to the coarsest; each level halves the sides."""
         return tuple(self.settings["block_out_channels"])
 
     @property
@@ -158,7 +159,7 @@ class UNetConfig:
 
     @property
     def sigma_data(self) -> float:
-        """Its autoencoder's scaling factor makes it so."""
+        """1, by the scaling factor of the autoencoder."""
         return 1.0
 
     @property
@@ -185,7 +186,7 @@ class UNetConfig:
 
     @property
     def most_latent_frames(self) -> int:
-        """Images alone."""
+        """1: the network makes images."""
         return 1
 
     @property
@@ -194,7 +195,7 @@ class UNetConfig:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """All rows of the text, whatever its length, and XL its pooled feature."""
+        """Names of the conditioning inputs: text, and XL's pooled text feature."""
         return ("text",) if self.pooled_size is None else ("text", "pooled")
 
     @property
@@ -211,7 +212,7 @@ class UNetConfig:
 
     @property
     def conditioning_sigma(self) -> None:
-        """It was trained with nothing given."""
+        """None: the network was trained without conditioning latents."""
         return None
 
     @property
@@ -236,10 +237,10 @@ class UNetConfig:
         return f"a U-Net of {len(self.widths)} levels, {self.widths[0]} to {self.widths[-1]} wide"
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Patches of the coarsest level.
+        """Grid of the coarsest level.
 
         Raises:
-            UserError: for more than one frame, and for sides that cannot be halved so often.
+            UserError: for more than one frame, and for sides that cannot be halved at every level.
         """
         if frames != 1:
             raise UserError("Stable Diffusion makes images, not videos: num_frames must be 1")
@@ -250,7 +251,7 @@ class UNetConfig:
         return 1, height // self.patch_spatial, width // self.patch_spatial
 
     def num_tokens(self, frames: int, height: int, width: int) -> int:
-        """Latent pixels: the finest level computes with each of them."""
+        """Number of latent pixels, which the finest level computes."""
         self.token_grid(frames, height, width)
         return height * width
 
@@ -259,7 +260,7 @@ class UNetConfig:
         return self.token_grid(frames, height, width)
 
     def check_grid(self, grid: tuple[int, int, int]) -> None:
-        """Any size fits."""
+        """Does nothing: any size is supported."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -269,7 +270,7 @@ class UNetConfig:
         """The inverse of `to_dict`.
 
         Raises:
-            UserError: for a key this version does not know, or a value of another kind.
+            UserError: for a key this version does not know, or a value of another type.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or values.keys() != names or not isinstance(values["settings"], dict):

@@ -1,1 +1,1 @@
-"""To and from published checkpoints: key maps, readers, and the `megadit convert` command."""
+"""Conversion from and to published checkpoints: key maps, readers, and the `megadit convert` command."""

@@ -17,9 +17,9 @@ from megadit.models.convert.tensor_map import (
 from megadit.models.shared.errors import UserError
 
 DIFFUSERS_CLASS, LEGACY_CLASS = "DiTTransformer2DModel", "Transformer2DModel"
-"""Class name in diffusers, and that in versions without a class for each network."""
+"""Class name in diffusers, and the shared class of older versions."""
 IGNORED = r"^pos_embed$"
-"""The original checkpoints' table of fixed positions, which we compute."""
+"""Fixed positions in the original checkpoints, which are computed here."""
 
 SETTINGS = {
     "num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "num_layers", "dropout",
@@ -28,16 +28,16 @@ SETTINGS = {
 }  # fmt: skip
 """Known settings of diffusers' config.json; unknown ones of newer versions may mean another network."""
 WITHOUT_EFFECT = {"dropout", "norm_num_groups", "upcast_attention"}
-"""Settings of training, of other inputs, and of precision."""
+"""Settings of training, of other inputs, and of precision; ignored."""
 
 _LEGACY = {
     "cross_attention_dim": None, "num_vector_embeds": None, "caption_channels": None, "interpolation_scale": None,
     "use_additional_conditions": None, "use_linear_projection": False, "only_cross_attention": False,
     "double_self_attention": False, "attention_type": "default",
 }  # fmt: skip
-"""Settings of `LEGACY_CLASS` that a DiT has not, with the values that change nothing."""
+"""Settings of `LEGACY_CLASS` that DiT does not use, with their neutral values."""
 _USUAL = {"norm_eps": 1e-5, "out_channels": None}
-"""diffusers' own values of what such files leave out."""
+"""diffusers' defaults of settings that such files leave out."""
 
 _EXPECTED = {
     "norm_type": "ada_norm_zero",
@@ -48,10 +48,10 @@ _EXPECTED = {
 
 
 def from_legacy(values: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
-    """Class and settings of today for those of `LEGACY_CLASS`, as facebook/DiT-XL-2-256 is published.
+    """Current class and settings for those of `LEGACY_CLASS`, as facebook/DiT-XL-2-256 is published.
 
     Raises:
-        UserError: for another network of that class, which had many.
+        UserError: for another network of that class.
     """
     others = {name: values[name] for name, usual in _LEGACY.items() if values.get(name, usual) != usual}
     if values.get("norm_type") != _EXPECTED["norm_type"] or others:
@@ -66,7 +66,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     """Convert the configuration of diffusers' config.json.
 
     Raises:
-        UserError: for a network of this class that is built otherwise than the published ones.
+        UserError: for a network of this class with another structure than the published ones.
     """
     for name, expected in _EXPECTED.items():
         if values.get(name, expected) != expected:
@@ -84,7 +84,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
         patch_spatial=values["patch_size"],
         num_classes=values["num_embeds_ada_norm"],
         learned_variance=out_channels == 2 * channels,
-        frequency_shift=1.0,  # diffusers' own; the original has 0
+        frequency_shift=1.0,  # in diffusers; 0 in the original
         mlp_layernorm_epsilon=values["norm_eps"],
     )
 
@@ -100,7 +100,7 @@ _COMMON: dict[str, Any] = {
 
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]], head_dim: int | None = None) -> DiTConfig:
-    """The configuration of an original checkpoint; heads are 64 wide, in XL 72."""
+    """The configuration of an original checkpoint; heads are 64 wide, 72 in XL."""
     width, channels, patch, _ = shapes["x_embedder.proj.weight"]
     num_layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks."))
     head_dim = head_dim or (72 if width % 72 == 0 and width % 64 == 0 and width >= 1152 else 64)
@@ -195,7 +195,7 @@ def original_entries(config: DiTConfig) -> list[Entry]:
 
 
 def _patch_entries(theirs: str, config: DiTConfig) -> list[Entry]:
-    """Their first layer is a convolution whose stride is its size."""
+    """The first layer, a convolution whose stride is its kernel size."""
     pattern = "D C ph pw -> D (ph pw C)"
     weight = permute_axis("x_embedder.weight", f"{theirs}.weight", pattern, config, channels=config.in_channels)
     return [weight, rename("x_embedder.bias", f"{theirs}.bias")]

@@ -1,4 +1,4 @@
-"""CLIP (arXiv 2103.00020) as transformers has it: `CLIPModel`."""
+"""CLIP (arXiv 2103.00020) in transformers: `CLIPModel`."""
 
 import math
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ from megadit.models.tokenizers.haar import LinearBasis
 
 MODEL_TYPE = "clip"
 IGNORED = r"\.position_ids$"
-"""Numbers from 0 that older files hold."""
+"""Pattern of position ids in older files; ignored."""
 MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Normalisation of pixels in [0, 1]: the statistics of OpenAI's data, which all published CLIPs use."""
+"""Normalisation of pixels in [0, 1]: OpenAI's statistics, which all published CLIPs use."""
 _OF_TEXT = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048}
 _OF_IMAGES = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _OF_BOTH = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
@@ -34,7 +34,7 @@ def config_from_transformers(values: Mapping[str, Any], shapes: Mapping[str, tup
     """Convert the configuration of transformers' config.json.
 
     Raises:
-        UserError: for a network of this type that is built otherwise than the published ones.
+        UserError: for a network of this type with another structure than the published ones.
     """
     text = {**_OF_TEXT, **_OF_BOTH, **values["text_config"]}
     image = {**_OF_IMAGES, **_OF_BOTH, **values["vision_config"]}
@@ -79,7 +79,7 @@ def config_to_transformers(config: DiTConfig, words: TextEncoder) -> dict[str, A
     """The inverse of `config_from_transformers`.
 
     Raises:
-        UserError: for a network that transformers' has no place for: of clips, not square, with SigLIP's offset.
+        UserError: for a network that transformers lacks: for clips, not square, or with SigLIP's offset.
     """
     frames, height, width = config.learned_positions
     if frames * config.patch_temporal != 1 or height != width:
@@ -125,7 +125,7 @@ def _their_sizes(config: DiTConfig) -> dict[str, int]:
 
 
 def pixels_of(directory: Path) -> HaarTokenizer:
-    """Pixels with the mean and deviation that a checkpoint was trained with."""
+    """Tokenizer for pixels with the mean and standard deviation of a checkpoint's training."""
     path = directory / PREPROCESSOR
     values = read_preprocessor(path)
     settings = {"image_mean": values.get("image_mean", MEAN), "image_std": values.get("image_std", DEVIATION)}
@@ -160,7 +160,7 @@ def write_processor(directory: Path, config: DiTConfig, tokenizer: HaarTokenizer
 
 
 def entries(config: DiTConfig) -> list[Entry]:
-    """How transformers' files hold the tensors of a network."""
+    """Map of a network's tensors to transformers' names."""
     images, texts = "vision_model.embeddings", "text_model.embeddings"
     embedder, patches = "image_tower.x_embedder", f"{images}.patch_embedding.weight"
     pattern = "D C ph pw -> D (ph pw C)"

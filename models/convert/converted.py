@@ -1,4 +1,4 @@
-"""Our tensors as a view of a published checkpoint, each made when it is read; and theirs as a view of ours."""
+"""Lazy conversion of tensors from a published checkpoint to our names, and back."""
 
 import re
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from megadit.models.storage.weights import check_shapes, network_shapes
 def to_ours(
     source: TensorSource, entries: Sequence[Entry], config: NetworkConfig, *, ignored: str = "$^"
 ) -> TensorSource:
-    """Our tensors of the network, after a check that theirs are exactly those that the entries ask for.
+    """Our tensors of the network, after a check that the source has exactly the tensors of the entries.
 
     Raises:
-        UserError: listing the missing, unexpected and misshapen tensors; `ignored` is a pattern of those left aside.
+        UserError: listing missing, unexpected and misshapen tensors; `ignored` is a pattern of ignored names.
     """
     ours = network_shapes(config)
     expected = {name: shape for entry in entries for name, shape in their_shapes(entry, ours[entry.name]).items()}
@@ -39,7 +39,7 @@ def to_ours(
 
 
 def to_theirs(source: TensorSource, entries: Sequence[Entry]) -> TensorSource:
-    """Their tensors, from ours."""
+    """Published tensors, from ours."""
     stored, origin = {}, {}
     for entry in entries:
         whole = source.stored[entry.name]
@@ -54,6 +54,6 @@ def to_theirs(source: TensorSource, entries: Sequence[Entry]) -> TensorSource:
 
 
 def their_shapes(entry: Entry, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what one of our tensors, of this shape, is made of."""
+    """Names and shapes of the published tensors of one of our tensors, which has this shape."""
     parts = entry.split(torch.empty(shape, device="meta"))
     return {name: tuple(part.shape) for name, part in zip(entry.theirs, parts, strict=True)}

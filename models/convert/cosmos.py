@@ -31,28 +31,28 @@ SETTINGS = {
 }  # fmt: skip
 """Known settings of diffusers' config.json; unknown ones of newer versions may mean another network."""
 WITHOUT_EFFECT = {
-    *("img_context_num_tokens", "img_context_dim_out"),  # of images that Transfer reads
-    *("crossattn_proj_in_channels", "encoder_hidden_states_channels"),  # sizes of tensors that are read
+    *("img_context_num_tokens", "img_context_dim_out"),  # image inputs of Transfer
+    *("crossattn_proj_in_channels", "encoder_hidden_states_channels"),  # determined by tensors
 }  # fmt: skip
 IGNORED = r"(logvar|pos_embedder|accum_)|_extra_state$|(^|\.)net\.(logvar|pos_embedder|accum_)"
-"""Tensors of a released checkpoint that belong to its training."""
+"""Tensors of a released checkpoint that only training uses."""
 CONDITIONING_SIGMA = {True: 0.001, False: 0.0001}
 """Whether positions are learned -> noise level of conditioning latents: `augment_sigma` in 1.0; `sigma_conditioning` in
-Predict2; in 2.5 `conditional_frame_timestep`, the t of a sigma that is 1e-8 larger."""
+Predict2; in 2.5 `conditional_frame_timestep`, a t whose sigma is 1e-8 larger."""
 TEXT_PROJECTION = {"weight": "crossattn_proj.0.weight", "bias": "crossattn_proj.0.bias"}
-"""Our names -> released names (also diffusers') of Predict2.5's projection of Qwen2.5-VL's states, which is part of our
-text encoder."""
+"""Our names -> released names (also diffusers') of Predict2.5's projection of Qwen2.5-VL's states; here it belongs to
+the text encoder."""
 PROJECTION = r"^crossattn_proj\."
 """Pattern of the projection's names; Predict2 has none."""
 QK_EPSILON = 1e-5
-"""Epsilon of queries' and keys' norms in diffusers, whatever its other norms have."""
+"""Epsilon of queries' and keys' norms in diffusers, independent of its other norms."""
 
 
 def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     """Convert the configuration of diffusers' config.json.
 
     Raises:
-        UserError: for a network of this class with parts that we do not have (Transfer).
+        UserError: for a network of this class with unsupported components (Transfer).
     """
     for name in ("controlnet_block_every_n", "img_context_dim_in"):
         if values.get(name):
@@ -78,7 +78,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     return DiTConfig(
         family="cosmos",
         compat="predict2_5" if values.get("use_crossattn_projection") else None,
-        # Predict2 dropped learned positions and EDM together; no setting says which objective it is
+        # Predict2 dropped learned positions and EDM together; no setting names the parameterization
         parameterization="edm" if has_positions else "flow",
         sigma_data=0.5 if has_positions else 1.0,
         num_layers=values["num_layers"],
@@ -99,7 +99,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
 
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """Derive the configuration of a released Cosmos 1.0: 7B and 14B differ in width, depth and scale of positions."""
+    """Derive the configuration of a released Cosmos 1.0: 7B and 14B differ in width, depth and rope scale."""
     width = shapes["affline_norm.weight"][0]
     head_dim = shapes["blocks.block0.blocks.0.block.attn.to_q.1.weight"][0]
     rows = shapes["final_layer.linear.weight"][0]
@@ -153,7 +153,7 @@ def predict2_config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTCon
 
 
 def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
-    """The inverse of `config_from_diffusers`; without learned positions any video fits, and `max_size` is generous."""
+    """The inverse of `config_from_diffusers`; without learned positions `max_size` is large, as any size works."""
     patch = (config.patch_temporal, config.patch_spatial, config.patch_spatial)
     grid = config.learned_positions or (128, 120, 120)
     return {
@@ -175,7 +175,7 @@ def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
 
 
 def projection_to_diffusers(projection: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings and tensors by which diffusers' network reads a Qwen2.5-VL's states, if it does (`TEXT_PROJECTION`)."""
+    """Settings and tensors of the text projection in diffusers' network; empty without one (`TEXT_PROJECTION`)."""
     if not projection:
         return {}, {}
     width, states = projection["weight"].shape

@@ -14,7 +14,7 @@ from megadit.models.storage.tensor_source import Stored, TensorSource
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, with the careful unpickler; only tensors are asked of it."""
+    """torch's reader with a restricted unpickler; only tensors are read."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         description = read_description(Path(self.path), only_tensors=False)
@@ -28,12 +28,12 @@ def is_distributed(path: Path) -> bool:
 
 
 def open_distributed(path: Path) -> TensorSource:
-    """The tensors of the model; optimizer state and everything that is no tensor are left aside.
+    """The tensors of the model; optimizer state and other objects are ignored.
 
-    Layers that Megatron stacks along a first axis (`decoder.layers.mlp...`) are given one by one, under their index.
+    Layers that Megatron stacks along a first axis (`decoder.layers.mlp...`) are returned separately, under their index.
 
     Raises:
-        UserError: if the description is damaged, or more than a description.
+        UserError: if the metadata is damaged, or contains other objects.
     """
     described = read_description(path, only_tensors=False).state_dict_metadata
     tensors = {
@@ -59,7 +59,7 @@ def open_distributed(path: Path) -> TensorSource:
 
 
 def _unstacked(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
-    """(name, place along the first axis) of each tensor that is stored under this key."""
+    """(name, index along the first axis) of each tensor that is stored under this key."""
     head, mark, tail = key.partition("decoder.layers.")
     if not mark or tail.split(".")[0].isdecimal():
         return [(key, None)]

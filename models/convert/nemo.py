@@ -1,4 +1,4 @@
-"""The cross-attention DiT of NeMo's diffusion collection, and DFM's (`families.py`, rows `nemo` and `dfm`)."""
+"""The cross-attention DiT of NeMo's diffusion collection, and DFM's (families `nemo` and `dfm`)."""
 
 import re
 from collections.abc import Mapping
@@ -8,20 +8,20 @@ from megadit.models.convert.tensor_map import Entry, permute_axis, rename, renam
 from megadit.models.shared.errors import UserError
 
 IGNORED = r"_extra_state|^pos_embedder\.pos_embedding\.weight$|^decoder\.final_layernorm"
-"""Pattern of ignored tensors: TransformerEngine's extra states, and fixed positions, which we compute."""
+"""Pattern of ignored tensors: TransformerEngine's extra states, and fixed positions, which are computed here."""
 IGNORED_BY_DFM = IGNORED + r"|^affline_norm\.weight$"
-"""DFM makes this norm and never calls it."""
+"""A norm that DFM creates but never calls."""
 EPSILON = 1e-5
-"""NeMo's and DFM's 1e-6 is a class attribute without annotation, which a dataclass ignores: this is what they used."""
+"""The effective epsilon: the 1e-6 of NeMo and DFM is a class attribute without annotation, ignored by dataclasses."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """The configuration of a checkpoint, from its tensors alone (named without `module.`).
+    """The configuration of a checkpoint, from its tensors only (named without `module.`).
 
     Raises:
-        UserError: if its patches have a length in time.
+        UserError: if its patches span several frames.
     """
     layer = "decoder.layers.0"
     channels, patch = channels_and_patch(shapes)
@@ -45,15 +45,16 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
 
 
 def channels_and_patch(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """(channels, patch): Cosmos' 16 channels where they divide, in patches of 2 or 1; else the columns are channels.
+    """(channels, patch): Cosmos' 16 channels where they divide the columns, with patches of 2 or 1; else all columns.
 
     Raises:
-        UserError: if the patches have a length in time.
+        UserError: if the patches span several frames.
     """
     columns, rows = shapes["x_embedder.weight"][1], shapes["final_layer_linear.weight"][0]
     if rows != columns:
         raise UserError(
-            f"the network reads {columns} numbers a token and writes {rows}: patches in time do not convert"
+            f"the network reads {columns} numbers a token and writes {rows}: "
+            "patches of several frames cannot be converted"
         )
     for patch in (2, 1):
         if columns == 16 * patch**2:
@@ -99,7 +100,7 @@ def outer_entries(config: DiTConfig) -> list[Entry]:
 
 
 def _block_entries(ours: str, theirs: str, *, is_low_rank: bool) -> list[Entry]:
-    """Megatron lays fused projections out head by head, as we do."""
+    """Map of the tensors of a block; Megatron lays out fused projections head by head, as we do."""
     modulation = ("modulation.down", "modulation.up.0") if is_low_rank else ("modulation.linear",)
     names = {name: f"adaLN.adaLN_modulation.{i}" for i, name in enumerate(modulation, start=1)}
     names |= {

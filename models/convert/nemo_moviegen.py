@@ -1,4 +1,4 @@
-"""MovieGen as NeMo's diffusion collection built it (`DiTLlama*Config`): family `moviegen` with `compat="nemo"`."""
+"""MovieGen in NeMo's diffusion collection (`DiTLlama*Config`): family `moviegen` with `compat="nemo"`."""
 
 import re
 from collections.abc import Mapping
@@ -10,16 +10,16 @@ from megadit.models.convert.tensor_map import Entry, rename, reorder_heads
 IGNORED = r"_extra_state|^decoder\.final_layernorm"
 """Pattern of ignored tensors: TransformerEngine's extra states."""
 NUM_QUERY_GROUPS = 8
-"""Query groups of every published configuration; tensors only tell the width of all groups, not their number."""
+"""Query groups of every published configuration; the tensors only determine the total width of the groups."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """The configuration of a checkpoint, from its tensors alone (named without `module.`).
+    """The configuration of a checkpoint, from its tensors only (named without `module.`).
 
     Raises:
-        UserError: if its patches have a length in time.
+        UserError: if its patches span several frames.
     """
     layer = "decoder.layers.0"
     channels, patch = nemo.channels_and_patch(shapes)
@@ -56,7 +56,9 @@ def entries(config: DiTConfig) -> list[Entry]:
 
 
 def _block_entries(ours: str, theirs: str) -> list[Entry]:
-    """Megatron lays fused projections out group by group, as we do; the factors of SwiGLU one after the other."""
+    """Map of the tensors of a block; Megatron lays out fused projections group by group, as we do, but SwiGLU's factors
+    one
+    after the other."""
     names = {
         "modulation.linear": "adaLN.adaLN_modulation.1",
         "attention_layernorm": "adaLN.ln",

@@ -1,4 +1,4 @@
-"""Recognises published checkpoints by their files: our configuration, and a view of their tensors by our names."""
+"""Recognises published checkpoints by their files: configuration, and their tensors under our names."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -22,33 +22,33 @@ from megadit.models.storage.weight_files import open_weights, weight_files
 from megadit.models.storage.wrapped import open_tensor_file, unwrapped
 
 WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
-"""Names of files of weights, those of diffusers and those of transformers."""
+"""Names of weight files in diffusers and transformers."""
 _EMA_SETTINGS = {"decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma", "power"}
-"""Settings that diffusers' `EMAModel` writes beside those of its network."""
+"""Settings that diffusers' `EMAModel` adds to those of its network."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """A network that was published."""
+    """A published network."""
 
     config: NetworkConfig
     tensors: TensorSource
-    """Under our names."""
+    """Tensors under our names."""
     sample_size: int | None = None
     """Side of a latent, where only one was trained."""
     class_names: tuple[str, ...] = ()
     low_noise: TensorSource | None = None
     """The low-noise expert, for noise levels below `boundary`; the high-noise one is `tensors`. None: one network."""
     boundary: float | None = None
-    """A level t = sigma / (1 + sigma)."""
+    """Noise level t = sigma / (1 + sigma)."""
     index: Mapping[str, Any] = field(default_factory=dict)
     """Contents of model_index.json, where there is one."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     """Contents of scheduler_config.json, where there is one."""
     is_released: bool = False
-    """Whether it has the names of its first publication, not those of diffusers."""
+    """Whether its names are those of the original release, not diffusers'."""
     text_projection: Mapping[str, Tensor] = field(default_factory=dict)
-    """Projection of Qwen2.5-VL's states (`QwenVLTextEncoder.projection`); {}: the network reads T5 features."""
+    """Projection of Qwen2.5-VL's states (`QwenVLTextEncoder.projection`); {}: no projection."""
 
 
 def published_conditionings(published: Published) -> tuple[str, ...]:
@@ -63,16 +63,16 @@ def published_conditionings(published: Published) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A form in which networks are published."""
+    """A form of published checkpoints."""
 
     name: str
     mark: str
-    """A tensor that only this form has."""
+    """Name of a tensor that only this form has."""
     config: Callable[[Mapping[str, tuple[int, ...]]], DiTConfig]
     entries: Callable[[DiTConfig], list[Entry]]
     ignored: Callable[[DiTConfig], str]
     config_from_settings: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], DiTConfig] | None = None
-    """The configuration where a config.json lies beside the tensors, of what it says too."""
+    """Function that derives the configuration from a config.json next to the tensors, too."""
 
 
 FORMS = (
@@ -120,28 +120,28 @@ FORMS = (
         lambda config: nemo_moviegen.IGNORED,
     ),
 )
-"""Forms whose tensors alone determine the configuration, or most of it."""
+"""Forms whose tensors determine all or most of the configuration."""
 
 EXPERT_FOLDERS = (("transformer", "transformer_2"), ("high_noise_model", "low_noise_model"))
-"""Folders of two networks, for high and for low noise: diffusers' and as released."""
+"""Folders of high-noise and low-noise experts: diffusers' and as released."""
 DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan, stable_diffusion)}
-"""Class -> the module that knows its settings and tensors."""
+"""Class -> the module that converts it."""
 PIPELINE_READERS = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
 """Class -> function that reads further settings from other folders of its pipeline."""
 IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: cosmos.PROJECTION}
-"""Class -> a pattern of tensors in its files that are no part of our network."""
+"""Class -> a pattern of ignored tensors in its files."""
 TRANSFORMERS = {known.MODEL_TYPE: known for known in (vit, clip)}
-"""Type of a model of transformers, which is our family's name -> the module that knows it."""
+"""Type of a transformers model, which is our family's name -> the module that converts it."""
 FOLDERS = {"stable_diffusion": stable_diffusion.FOLDER}
-"""Family -> where diffusers' pipelines have its network; else in `transformer`."""
+"""Family -> folder of its network in diffusers' pipelines, unless `transformer`."""
 
 
 def open_published(path: Path) -> Published:
-    """The network at `path`: a directory of diffusers (of a pipeline or of its transformer) or of transformers, a `.pt`
-    or safetensors file, or a distributed checkpoint of Megatron.
+    """The network at `path`: a diffusers directory (of a pipeline or of its transformer) or a transformers directory, a
+    `.pt` or safetensors file, or a distributed checkpoint of Megatron.
 
     Raises:
-        UserError: if it is none of these, or not exactly the tensors of such a network.
+        UserError: if it is none of these, or has other tensors than such a network.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist")
@@ -152,7 +152,7 @@ def open_published(path: Path) -> Published:
         index = read_json(path / "model_index.json")
         published = open_published(path / next((name for name in FOLDERS.values() if name in index), "transformer"))
         config = published.config
-        if index.get("expand_timesteps"):  # a first frame has a noise level of its own, which no tensor tells (Wan 2.2)
+        if index.get("expand_timesteps"):  # Wan 2.2: a first frame has its own noise level
             config = replace(config, conditioning_sigma=0.0)
         settings = {"index": index, "scheduler": read_scheduler(path)}
         return replace(published, config=config, class_names=_class_names(index, config), **settings)
@@ -165,7 +165,7 @@ def open_published(path: Path) -> Published:
         return _from_diffusers(path)
     if path.is_file():
         return _from_tensors(open_tensor_file(path), _released_config(path.parent))
-    # torch's distributed checkpoints take 50 MB, which each process that serves or samples would keep
+    # torch's distributed checkpoints take 50 MB, in each process that serves or samples
     from megadit.models.convert.distributed import is_distributed, open_distributed
 
     if is_distributed(path):
@@ -177,7 +177,7 @@ def open_published(path: Path) -> Published:
 
 
 def _experts(path: Path, high: Published, low: Published) -> Published:
-    """Two networks of one configuration, as Wan 2.2's 14B."""
+    """Two experts of one configuration, as in Wan 2.2's 14B."""
     if high.config != low.config:
         raise UserError(f"the two networks of {path} differ in their configurations; only their weights may")
     index = read_json(path / "model_index.json") if (path / "model_index.json").is_file() else {}
@@ -188,7 +188,7 @@ def _experts(path: Path, high: Published, low: Published) -> Published:
 
 
 def _released_config(path: Path) -> Mapping[str, Any] | None:
-    """The config.json of a directory that holds the tensors of the first publication (Wan's), if it has one."""
+    """The config.json of a directory with originally released tensors (Wan's), if it has one."""
     values = read_json(path / "config.json") if (path / "config.json").is_file() else None
     return values if isinstance(values, dict) and values.get("_class_name") == "WanModel" else None
 
@@ -201,7 +201,7 @@ def _from_diffusers(path: Path) -> Published:
     if name not in DIFFUSERS:
         raise UserError(f"{path} holds a {name or 'network of another kind'}; known are {', '.join(DIFFUSERS)}")
     if values.get("quantization_config"):
-        raise UserError(f"{path} is quantised (quantization_config): give the weights that it was made of")
+        raise UserError(f"{path} is quantised (quantization_config): give the original weights")
     known, values = DIFFUSERS[name], values | (PIPELINE_READERS[name](path) if name in PIPELINE_READERS else {})
     for setting in sorted(values.keys() - known.SETTINGS - _EMA_SETTINGS):
         if not setting.startswith("_"):
@@ -221,7 +221,7 @@ def _from_diffusers(path: Path) -> Published:
 
 
 _OTHERS = (1, 2, 16, 1.0, [1, 2, 2], [128, 240, 240], None)
-"""Values of the kinds that settings have, beside those of other settings and the usual ones of Stable Diffusion."""
+"""Values to try in place of a setting, in addition to those of other settings and Stable Diffusion's usual ones."""
 
 
 def config_of(known: Any, values: Mapping[str, Any], path: Path) -> NetworkConfig:
@@ -234,12 +234,12 @@ def _read_settings(
     read: Callable[[Mapping[str, Any]], Any], values: Any, path: Path, what: str, usual: Mapping[str, Any]
 ) -> Any:
     if not isinstance(values, dict):
-        raise UserError(f"{path} is no table of settings")
+        raise UserError(f"{path} is not a JSON object of settings")
     try:
         return read(values)
     except KeyError as missing:
         raise UserError(f"{path} lacks {missing}, which every {what} has") from None
-    except Exception as error:  # also a UserError, and whatever values of other types lead to
+    except Exception as error:  # also a UserError, and errors by values of other types
         if isinstance(error, UserError) and any(f"{name}=" in str(error) for name in values):
             raise UserError(f"{path}: {error}") from None
         named = _at_fault(read, values, usual) or "settings"
@@ -247,7 +247,7 @@ def _read_settings(
 
 
 def _at_fault(read: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
-    """The setting with another value of which nothing is wrong, as NAME=VALUE; "": there is none."""
+    """The invalid setting, as NAME=VALUE: with another value there is no error; "": none found."""
     for name, value in values.items():
         if isinstance(value, dict):
             inner = _at_fault(lambda other, name=name: read({**values, name: other}), value, usual)
@@ -270,12 +270,12 @@ def transformers_type(path: Path) -> str | None:
 
 def _from_transformers(path: Path, kind: str) -> Published:
     known = TRANSFORMERS[kind]
-    known.pixels_of(path)  # which refuses those of another range
+    known.pixels_of(path)  # raises for unsupported pixel ranges
     values, source = read_json(path / "config.json"), _open(path, OF_TRANSFORMERS, f"pytorch_{OF_TRANSFORMERS}")
 
     def read(values: Mapping[str, Any]) -> tuple[DiTConfig, Any]:
         config = known.config_from_transformers(values, source.shapes)
-        build_without_memory(config)  # which asks what no setting does by itself
+        build_without_memory(config)  # checks combinations of settings
         return config, known.entries(config)
 
     config, entries = _read_settings(read, values, path / "config.json", kind, {})
@@ -295,7 +295,7 @@ def _text_projection(config: NetworkConfig, source: TensorSource) -> dict[str, T
 
 
 def _open(path: Path, *stems: str, marks: Collection[str] = ()) -> TensorSource:
-    """The tensors of a folder whose files of weights are called so, without what stands before all names (`marks`)."""
+    """The tensors of a folder's weight files with these stems; a prefix before all names (`marks`) is removed."""
     files = weight_files(path, *stems)
     if not files:
         raise UserError(
@@ -306,7 +306,7 @@ def _open(path: Path, *stems: str, marks: Collection[str] = ()) -> TensorSource:
 
 
 def _from_tensors(source: TensorSource, settings: Mapping[str, Any] | None = None) -> Published:
-    """`beside` is a released config.json."""
+    """`settings` is a released config.json."""
     source = unwrapped(source, [form.mark for form in FORMS])
     for form in FORMS:
         if form.mark in source.stored:

@@ -1,4 +1,4 @@
-"""Default sampling settings of published networks: those of their publishers' own commands."""
+"""Default sampling settings of published networks: those of their publishers' commands."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,10 +24,10 @@ COSMOS_NEGATIVE = (
     "unconvincing visuals, poorly edited content, jump cuts, visual noise, and flickering. Overall, the video is of "
     "poor quality."
 )
-"""Negative prompt of Cosmos 1.0, Predict2 and 2.5, the default of diffusers' pipelines."""
+"""Negative prompt of Cosmos 1.0, Predict2 and 2.5, the default in diffusers' pipelines."""
 WAN_SETTINGS = {
-    # channels, width, form of conditioning, two experts: (frames, height, width, frames per second, steps, guidance,
-    # guidance of the second, shift)
+    # channels, width, conditioning mode, two experts: (frames, height, width, frames per second, steps, guidance,
+    # guidance of the low-noise expert, shift)
     (16, 1536, "tokens", False): (81, 480, 832, 16.0, 50, 6.0, 0.0, 8.0),
     (16, 5120, "tokens", False): (81, 720, 1280, 16.0, 50, 5.0, 0.0, 5.0),
     (16, 5120, "channels", False): (81, 720, 1280, 16.0, 40, 5.0, 0.0, 5.0),
@@ -39,10 +39,10 @@ WAN_SETTINGS = {
 
 
 def published_defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
-    """Sampler, noise levels, guidance and size, those of our convention: 1 is no guidance.
+    """Sampler, noise levels, guidance and size, in our convention: a guidance of 1 is no guidance.
 
     Raises:
-        UserError: for a pipeline's scheduler by which we cannot sample.
+        UserError: if the pipeline's scheduler is not supported.
     """
     config = published.config
     if config.task != "denoise":
@@ -52,7 +52,7 @@ def published_defaults(published: Published, tokenizer: VideoTokenizer) -> Sampl
 
 
 def kind_of(config: NetworkConfig, *, projects_text: bool) -> str:
-    """A family, or its member that is published with another scheduler; `projects_text` is Predict2.5."""
+    """The family, or a variant that is published with another scheduler; `projects_text` means Predict2.5."""
     if config.family != "cosmos":
         return config.family
     if projects_text:
@@ -72,7 +72,7 @@ def _usual(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
 
 
 def of_classifier(config: DiTConfig, tokenizer: VideoTokenizer) -> SamplingSettings:
-    """Settings of a network that samples nothing: the size of its input."""
+    """Settings of a network without sampling: the size of its input."""
     frames, height, width = config.learned_positions
     side = config.patch_spatial * tokenizer.spatial_compression
     return SamplingSettings(
@@ -101,7 +101,7 @@ def _of_classes(side: int) -> SamplingSettings:
 
 
 def _of_stable_diffusion(published: Published, side: int) -> SamplingSettings:
-    """Defaults of diffusers' pipelines, with DDIM's steps, which need no earlier ones."""
+    """Defaults of diffusers' pipelines, with DDIM's steps, a single-step sampler."""
     return SamplingSettings(
         sampler="euler",
         schedule="stable_diffusion",
@@ -117,7 +117,7 @@ def _of_stable_diffusion(published: Published, side: int) -> SamplingSettings:
 
 
 def _of_cosmos(published: Published) -> dict[str, Any]:
-    """Their guidance of 7 means cond + 7 (cond - uncond)."""
+    """Sampling defaults of Cosmos, whose guidance of 7 means cond + 7 (cond - uncond)."""
     of_videos = {"guidance": 8.0, "num_frames": 93, "height": 704, "width": 1280, "fps": 16.0}
     if published.text_projection:  # Predict2.5, by diffusers' pipeline and the scheduler that its conversion writes
         return of_videos | {"sampler": "unipc", "num_steps": 36, "sigma_min": 0.01, "sigma_max": 200.0}

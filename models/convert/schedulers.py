@@ -1,4 +1,4 @@
-"""How a pipeline of diffusers is sampled by its own scheduler: scheduler_config.json as settings of ours, and back."""
+"""Conversion between scheduler_config.json of diffusers' pipelines and our sampling settings."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,16 +21,16 @@ _OF_DYNAMIC_SHIFT = {"base_shift", "max_shift", "base_image_seq_len", "max_image
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduler:
-    """How each field of a scheduler's configuration is used."""
+    """Use of each field of a scheduler's configuration."""
 
     used: Callable[[Values], dict[str, Any]]
-    """Fields with diffusers' defaults -> settings."""
+    """Returns settings for fields, with diffusers' defaults."""
     defaults: Values
-    """diffusers' defaults of the fields that are used, or in `only` with another value."""
+    """diffusers' defaults of the fields that are read, or have another value in `only`."""
     only: Values
-    """Fields with their only supported value: with others, none of our settings would sample alike."""
+    """Fields with a single supported value."""
     without_effect: frozenset[str] = field(default_factory=frozenset)
-    """Fields that other fields switch off, or that no pipeline's sampling uses."""
+    """Fields that other fields switch off, or that no pipeline uses for sampling."""
 
 
 _UNIPC = {
@@ -127,15 +127,15 @@ _SCHEDULERS: dict[str, dict[str, Scheduler]] = {
         )
     },
 }
-"""Kind of network -> scheduler class of its published pipelines -> its fields."""
+"""Kind of network -> scheduler class in its published pipelines -> fields."""
 
 
 _OF_STABLE_DIFFUSION = {"timestep_spacing": "leading", "steps_offset": 1, "set_alpha_to_one": True} | _OTHER_LEVELS
-"""Scheduler fields that our schedule `stable_diffusion` stands for."""
+"""Scheduler fields of our schedule `stable_diffusion`."""
 
 
 def read_scheduler(pipeline: Path) -> Values:
-    """scheduler_config.json of a pipeline, {} where it has none."""
+    """scheduler_config.json of a pipeline; {} without one."""
     values = read_json(pipeline / FILE) if (pipeline / FILE).is_file() else {}
     if not isinstance(values, dict):
         raise UserError(f"{pipeline / FILE} is not a JSON object")
@@ -143,17 +143,17 @@ def read_scheduler(pipeline: Path) -> Values:
 
 
 def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
-    """Settings of sampling by which a pipeline's own scheduler steps.
+    """Sampling settings that are equivalent to a pipeline's scheduler.
 
     Raises:
-        UserError: for a class or a field by which we cannot sample, with what it must be.
+        UserError: for an unsupported class or field, with the supported value.
     """
     known = _SCHEDULERS.get(kind)
     if known is None or not values:
         return {}
     name = values.get("_class_name")
     instead = f"; to sample by the defaults of its publication, delete {FILE}"
-    choose_one(str(name), known, f"{FILE}: a {name} is no scheduler that this network is sampled by here{instead}")
+    choose_one(str(name), known, f"{FILE}: a {name} is not supported for this network{instead}")
     scheduler = known[name]
     found = {**scheduler.only, **scheduler.defaults, **values}
     for setting, only in scheduler.only.items():
@@ -162,7 +162,7 @@ def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
     fields = {*scheduler.only, *scheduler.defaults, *scheduler.without_effect}
     for setting in sorted(values.keys() - fields):
         if not setting.startswith("_"):
-            raise UserError(f"{FILE}: {setting!r} is no setting of a {name} that this version knows{instead}")
+            raise UserError(f"{FILE}: {setting!r} is an unknown setting of a {name}{instead}")
     for setting in scheduler.defaults:
         value = found[setting]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -172,8 +172,9 @@ def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
 
 
 def scheduler_values(kind: str, settings: SamplingSettings) -> tuple[Values, list[str]]:
-    """The inverse of `scheduler_settings`: scheduler_config.json of the settings, {} where none is known that samples
-    nearly so; and the settings that it does not have, as NAME=VALUE."""
+    """The inverse of `scheduler_settings`: the closest scheduler_config.json ({}: none is close), and the settings that
+    it
+    lacks, as NAME=VALUE."""
     of = {name: _written(name, scheduler, settings) for name, scheduler in _SCHEDULERS.get(kind, {}).items()}
     if not (fitting := {name: values for name, values in of.items() if values}):
         return {}, []
@@ -182,7 +183,7 @@ def scheduler_values(kind: str, settings: SamplingSettings) -> tuple[Values, lis
 
 
 def _written(name: str, scheduler: Scheduler, settings: SamplingSettings) -> Values:
-    """{} where the noise levels are given one by one, for which a pipeline's scheduler has no place."""
+    """The configuration of a scheduler; {} for explicit noise levels, which no pipeline's scheduler has."""
     if settings.sigmas:
         return {}
     own = scheduler.defaults.keys() - scheduler.only.keys() - scheduler.without_effect
@@ -197,7 +198,7 @@ def _other(scheduler: Scheduler, values: Values, settings: SamplingSettings) -> 
 
 
 def departures(kind: str, values: Values) -> list[str]:
-    """Fields of a scheduler from which our own sampling departs, as NAME=VALUE: Stable Diffusion's, which is published
-    with many schedulers, is sampled by one of ours (`published_defaults`)."""
+    """Scheduler fields that our sampling does not follow, as NAME=VALUE: Stable Diffusion is published with many
+    schedulers, and sampled by one (`published_defaults`)."""
     usual = _OF_STABLE_DIFFUSION if kind == "stable_diffusion" else {}
     return [f"{name}={values[name]!r:.40}" for name, of_ours in usual.items() if values.get(name, of_ours) != of_ours]

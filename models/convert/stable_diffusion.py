@@ -1,6 +1,6 @@
 """Stable Diffusion 1.x, 2.x and XL (arXiv 2112.10752, 2307.01952): diffusers' `UNet2DConditionModel` in a pipeline.
 
-Its tensors keep their names, and their bytes.
+The tensors keep their names and bytes.
 """
 
 import re
@@ -18,7 +18,7 @@ from megadit.models.storage.weights import network_shapes
 FOLDER = "unet"
 """Folder of the network in a pipeline."""
 PREDICTIONS = {"epsilon": "noise", "v_prediction": "velocity"}
-"""diffusers' name of the prediction target -> ours."""
+"""diffusers' name of the prediction type -> ours."""
 _OURS = "network."
 _OF_PIPELINE = ("prediction", "pixels_per_latent")
 _BLOCK = re.compile(r"(?P<side>down|up)_blocks\.(?P<level>\d+)\.(?P<kind>\w+)\.(?P<number>\d+)\.(?P<tail>.+)")
@@ -42,16 +42,17 @@ _ORIGINAL_OF_RESNET = {
     "conv2": "out_layers.3",
     "conv_shortcut": "skip_connection",
 }
-"""Layers as diffusers calls them -> as the first publication did; those of an attention have the same names."""
+"""Layers in diffusers -> in the original release; attention layers have the same names."""
 SETTINGS = {*USUAL, *FIXED, *_OF_PIPELINE}
 """Known settings of diffusers' config.json and of the pipeline; unknown ones may mean another network."""
 
 
 def read_pipeline(path: Path) -> dict[str, Any]:
-    """Read settings of a network from the folders beside it: prediction target, and pixels per latent along a side.
+    """Read settings of a network from other folders of its pipeline: prediction type, and pixels per latent along a
+    side.
 
     Raises:
-        UserError: if they are missing, or for a network that was trained at other noise levels.
+        UserError: if they are missing, or for a network trained with another noise schedule.
     """
     scheduler, vae = path.parent / "scheduler/scheduler_config.json", path.parent / "vae/config.json"
     for needed in (scheduler, vae):
@@ -83,7 +84,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> UNetConfig:
     """Convert the configuration of diffusers' config.json, with the settings of `read_pipeline`.
 
     Raises:
-        UserError: for a network of this class that reads other things than Stable Diffusion's.
+        UserError: for a network of this class with other inputs than Stable Diffusion's.
     """
     for name, only in FIXED.items():
         if values.get(name, only) != only:
@@ -93,7 +94,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> UNetConfig:
 
 
 def config_to_diffusers(config: UNetConfig) -> dict[str, Any]:
-    """The inverse of `config_from_diffusers`, without what stands in other folders of a pipeline."""
+    """The inverse of `config_from_diffusers`, without settings from other folders of a pipeline."""
     return {"_class_name": DIFFUSERS_CLASS, **FIXED, **config.settings}
 
 
@@ -102,12 +103,12 @@ def diffusers_entries(config: UNetConfig) -> list[Entry]:
 
 
 def original_entries(config: UNetConfig) -> list[Entry]:
-    """The names of the first publication, which kohya's scripts give to what they change of an XL."""
+    """Names of the original release, which kohya's scripts use in adapters of XL."""
     return [rename(name, _original_name(name.removeprefix(_OURS), config.settings)) for name in network_shapes(config)]
 
 
 def _original_name(name: str, settings: Mapping[str, Any]) -> str:
-    """Blocks of both sides are counted through, a layer or a change of size each."""
+    """Blocks of each side are numbered in order, one for each layer or resampling."""
     found = _BLOCK.fullmatch(name)
     if found is None:
         layer = next(layer for layer in _ORIGINAL if name.startswith(f"{layer}."))

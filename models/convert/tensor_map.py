@@ -1,4 +1,4 @@
-"""How the tensors of a published checkpoint become ours, and back: one `Entry` for each of our tensors.
+"""Maps between the tensors of a published checkpoint and ours: one `Entry` for each of our tensors.
 
 Shapes: D width, N heads, K head dim, C latent channels, pt/ph/pw sides of a patch.
 """
@@ -15,14 +15,14 @@ from megadit.models.configs.config import DiTConfig
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One of our tensors, made of one or several of theirs; `split` undoes `join`."""
+    """One of our tensors, made of one or several of theirs; `split` is the inverse of `join`."""
 
     name: str
     theirs: tuple[str, ...]
     join: Callable[[Sequence[Tensor]], Tensor]
     split: Callable[[Tensor], Sequence[Tensor]]
     moves_inputs: bool = False
-    """Whether the columns of their matrix have another order, or it is no matrix."""
+    """Whether the columns of their matrix have another order, or it is not a matrix."""
 
 
 def rename(name: str, theirs: str) -> Entry:
@@ -34,12 +34,12 @@ def rename_linear(name: str, theirs: str, *, bias: bool) -> list[Entry]:
 
 
 def stack_rows(name: str, theirs: Sequence[str]) -> Entry:
-    """Linears that read the same input, as one."""
+    """Stack linears with the same input into one."""
     return Entry(name, tuple(theirs), torch.cat, lambda whole: whole.chunk(len(theirs)))
 
 
 def fuse_heads(name: str, theirs: Sequence[str], head_dim: int) -> Entry:
-    """Projections of their own as one that is laid out head by head: (N, [q k v], K)."""
+    """Fuse separate projections into one that is laid out head by head: (N, [q k v], K)."""
     count = len(theirs)
     return Entry(
         name,
@@ -52,12 +52,12 @@ def fuse_heads(name: str, theirs: Sequence[str], head_dim: int) -> Entry:
 def encoder_block(
     ours: str, theirs: str, projections: Sequence[str], layers: Mapping[str, str], head_dim: int
 ) -> list[Entry]:
-    """A block of one of transformers' encoders, all of whose linears and norms have biases.
+    """A block of one of transformers' encoders, whose linears and norms have biases.
 
     Args:
-        ours, theirs: what the block is called.
-        projections: their queries', keys' and values', within the block.
-        layers: our other layers -> theirs, within the block.
+            ours, theirs: names of the block.
+            projections: their names of queries, keys and values within the block.
+            layers: our names of the other layers -> theirs, within the block.
         head_dim: width of a head.
     """
     found = [
@@ -70,7 +70,7 @@ def encoder_block(
 
 
 def reorder_heads(name: str, theirs: str, head_dim: int, *, count: int = 3) -> Entry:
-    """A projection laid out ([q k v], N, K), head by head."""
+    """Reorder a projection laid out ([q k v], N, K) head by head."""
     return Entry(
         name,
         (theirs,),
@@ -80,9 +80,9 @@ def reorder_heads(name: str, theirs: str, head_dim: int, *, count: int = 3) -> E
 
 
 def turned(entry: Entry, head_dim: int, *, count: int) -> Entry:
-    """The first `count` of their tensors have channels 2 i and 2 i + 1 of a head where ours have i and i + K / 2.
+    """Maps channels 2 i and 2 i + 1 of a head to i and i + K / 2, in the first `count` of their tensors.
 
-    So they are paired where rotary positions turn neighbours (arXiv 2104.09864, eq. 34).
+    They rotate neighbouring channels in rotary positions (arXiv 2104.09864, eq. 34).
     """
 
     def to_halves(part: Tensor) -> Tensor:
@@ -101,12 +101,12 @@ def turned(entry: Entry, head_dim: int, *, count: int) -> Entry:
 
 
 def flattened(name: str, theirs: str, sizes: tuple[int, ...]) -> Entry:
-    """A vector that they hold as a table of these sizes, and what each place has."""
+    """A vector that they store as a table of these sizes."""
     return Entry(name, (theirs,), lambda parts: parts[0].flatten(), lambda whole: (whole.reshape(*sizes, -1),))
 
 
 def permute_axis(name: str, theirs: str, pattern: str, config: DiTConfig, *, channels: int) -> Entry:
-    """A patch whose numbers have another order along one axis: `pattern` is einops', from theirs to ours."""
+    """A patch whose elements have another order along one axis: `pattern` is einops', from theirs to ours."""
     patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial, "C": channels}
     before, after = pattern.split(" -> ")
     patch = {side: size for side, size in patch.items() if side in before}
@@ -122,7 +122,8 @@ def permute_axis(name: str, theirs: str, pattern: str, config: DiTConfig, *, cha
 def input_patches(name: str, theirs: str, config: DiTConfig, *, is_conv: bool = False) -> Entry:
     """Map the first linear, whose last input channels are those of the conditioning and the padding mask.
 
-    Their columns (C pt ph pw), axes of their own with `is_conv`, are ours of the latents, then of each of the others.
+    Their columns are (C pt ph pw), as separate axes with `is_conv`; ours are those of the latents, then of each further
+    channel.
     """
     patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
     channels = (config.in_channels, config.conditioning_channels, 1 if config.padding_mask_channel else 0)
@@ -142,7 +143,7 @@ def input_patches(name: str, theirs: str, config: DiTConfig, *, is_conv: bool = 
 
 
 def copies(name: str, theirs: Sequence[str]) -> Entry:
-    """One tensor that they hold several times.
+    """One tensor that they store several times.
 
     Joining raises ValueError where the copies differ.
     """
@@ -156,5 +157,5 @@ def copies(name: str, theirs: Sequence[str]) -> Entry:
 
 
 def renamed(entries: Sequence[Entry], rename_theirs: Callable[[str], str]) -> list[Entry]:
-    """The same entries for a checkpoint that only names its tensors otherwise."""
+    """The same entries for a checkpoint with other tensor names."""
     return [replace(entry, theirs=tuple(map(rename_theirs, entry.theirs))) for entry in entries]

@@ -1,4 +1,4 @@
-"""ViT (arXiv 2010.11929) as transformers has it: `ViTForImageClassification`, and `ViTModel`, which has no classes."""
+"""ViT (arXiv 2010.11929) in transformers: `ViTForImageClassification`, and `ViTModel`, which has no classes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,18 +13,18 @@ from megadit.models.tokenizers import HaarTokenizer, VideoTokenizer
 
 MODEL_TYPE = "vit"
 IGNORED = r"^(vit\.)?pooler\."
-"""A layer behind `ViTModel` that no published one has trained for classes."""
+"""Pattern of the pooler of `ViTModel`, which no published model has trained for classes; ignored."""
 PREPROCESSOR = "preprocessor_config.json"
 _MEAN_AND_STD = [0.5, 0.5, 0.5]
-"""Mean and standard deviation that bring pixels to [-1, 1], as our networks take them."""
+"""Mean and standard deviation that map pixels to [-1, 1], as our networks expect."""
 _EXPECTED = {"hidden_act": "gelu", "qkv_bias": True}
 
 
 def config_from_transformers(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """Convert the configuration of transformers' config.json; the tensors show whether there is a head.
+    """Convert the configuration of transformers' config.json; the tensors determine whether there is a head.
 
     Raises:
-        UserError: for a network of this type that is built otherwise than the published ones.
+        UserError: for a network of this type with another structure than the published ones.
     """
     for name, expected in _EXPECTED.items():
         if values.get(name, expected) != expected:
@@ -55,7 +55,7 @@ def config_to_transformers(config: DiTConfig, classes: TextEncoder) -> dict[str,
     """The inverse of `config_from_transformers`.
 
     Raises:
-        UserError: for a network of clips, or of a grid that is not square.
+        UserError: for a network for clips, or with a grid that is not square.
     """
     frames, height, width = config.learned_positions
     if frames * config.patch_temporal != 1 or height != width:
@@ -82,11 +82,11 @@ def read_preprocessor(path: Path) -> dict[str, Any]:
     """Read the pixel normalisation of preprocessor_config.json; {} where there is none.
 
     Raises:
-        UserError: where pixels are not brought to [0, 1] and normalised.
+        UserError: if pixels are not rescaled to [0, 1] and normalised.
     """
     values = read_json(path) if path.is_file() else {}
     if not isinstance(values, dict):
-        raise UserError(f"{path} is no table of settings")
+        raise UserError(f"{path} is not a JSON object of settings")
     for name in ("do_rescale", "do_normalize"):
         if not values.get(name, True):
             raise UserError(f"{path}: {name}=false is not supported: our networks take normalised pixels")
@@ -97,10 +97,10 @@ def read_preprocessor(path: Path) -> dict[str, Any]:
 
 
 def pixels_of(directory: Path) -> HaarTokenizer:
-    """Pixels in [-1, 1].
+    """Tokenizer for pixels in [-1, 1].
 
     Raises:
-        UserError: where a checkpoint was trained on those of another range.
+        UserError: if a checkpoint was trained on another range.
     """
     path = directory / PREPROCESSOR
     values = read_preprocessor(path)
@@ -118,7 +118,7 @@ def write_processor(directory: Path, config: DiTConfig, tokenizer: VideoTokenize
 
 
 def entries(config: DiTConfig) -> list[Entry]:
-    """How transformers' files hold the tensors of a network."""
+    """Map of a network's tensors to transformers' names."""
     prefix = "" if config.num_classes is None else "vit."
     embeddings, width = f"{prefix}embeddings", config.hidden_size
     patches = f"{embeddings}.patch_embeddings.projection"

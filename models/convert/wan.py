@@ -1,8 +1,8 @@
-"""Wan 2.1 and 2.2, of text and of images (arXiv 2503.20314): names in diffusers' `WanTransformer3DModel`, and the
-released ones.
+"""Wan 2.1 and 2.2, text-to-video and image-to-video (arXiv 2503.20314): names in diffusers' `WanTransformer3DModel`,
+and the released ones.
 
-Their rotary positions turn neighbouring channels, ours those half a head apart: queries, keys and the factors of their
-norms change places (`tensor_map.turned`).
+Their rotary positions rotate neighbouring channels, ours channels half a head apart: queries, keys and the weights of
+their norms are reordered (`tensor_map.turned`).
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ SETTINGS = {
 }  # fmt: skip
 """Known settings of diffusers' config.json; unknown ones of newer versions may mean another network."""
 WITHOUT_EFFECT = {"rope_max_seq_len", "pos_embed_seq_len"}
-"""Settings that only limit sizes, or, in networks that read no image, set the positions of one."""
+"""Settings that only limit sizes, or concern the positions of an image in networks that read none."""
 HEAD_DIM = 128
-"""Head dimension of all published sizes; like the epsilon, it does not follow from the tensors."""
+"""Head dimension of all published sizes, which the tensors do not determine."""
 EPSILON = 1e-6
 MODEL_TYPES = ("t2v", "i2v", "flf2v", "ti2v")
 """Supported values of `model_type` in a released config.json."""
@@ -42,22 +42,22 @@ _FIXED = {
     "qk_norm": "rms_norm_across_heads",
     "freq_dim": 256,
 }
-"""Structural settings, which all published networks share."""
+"""Structural settings with their values in all published networks."""
 FRAMES_OF_LATENT = 4
 """Pixel frames of a latent; each has its own mask channel in image-to-video."""
 CHANNELS_OF_2_2 = 48
 """Latent channels of Wan 2.2's own autoencoder, whose only network reads a first frame as tokens."""
 BOUNDARY = {"tokens": 0.875, "channels": 0.9}
-"""Form of conditioning -> noise level t from which Wan 2.2 uses the high-noise expert."""
+"""Conditioning mode -> noise level t from which Wan 2.2 uses the high-noise expert."""
 IGNORED = r"\.norm_added_q\."
-"""Tensors of diffusers' image-to-video files that no version of it reads."""
+"""Tensors of diffusers' image-to-video files that no diffusers version reads."""
 
 
 def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     """Convert the configuration of diffusers' config.json.
 
     Raises:
-        UserError: for a network of this class with parts that we do not have (those built on image-to-video).
+        UserError: for a network of this class with unsupported components (those built on image-to-video).
     """
     for name, only in _FIXED.items():
         if values.get(name, only) != only:
@@ -98,7 +98,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
 
 
 def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
-    """The inverse of `config_from_diffusers`; positions beyond the published 1024 an axis are not forbidden here."""
+    """The inverse of `config_from_diffusers`; positions beyond the published 1024 per axis are allowed."""
     return {
         "_class_name": DIFFUSERS_CLASS,
         **_FIXED,
@@ -224,11 +224,11 @@ def released_entries(config: DiTConfig) -> list[Entry]:
 
 
 _RELEASED_FIXED = {"qk_norm": True, "cross_attn_norm": True, "window_size": [-1, -1], "text_len": 512, "freq_dim": 256}
-"""Released settings, which all published networks share; 512 text tokens are attended."""
+"""Released settings with their values in all published networks; 512 text tokens are attended to."""
 
 
 def config_from_released(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """The configuration of released tensors with the config.json beside them.
+    """The configuration of released tensors with the config.json next to them.
 
     Raises:
         UserError: as `config_from_diffusers`, and for a setting that is unknown or that the tensors contradict.
@@ -274,7 +274,7 @@ def _patches(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     shape = shapes["patch_embedding.weight"]
     if len(shape) != 5:
         raise UserError(
-            f"patch_embedding.weight has the shape {list(shape)}, not [width, channels, and those of a patch]"
+            f"patch_embedding.weight has the shape {list(shape)}, not [width, channels, and sides of a patch]"
         )
     return shape
 
@@ -293,7 +293,7 @@ def config_from_shapes(
         raise UserError(
             f"patch_embedding.weight is {width} wide, which does not determine the number of heads (published ones are "
             f"{HEAD_DIM} wide): put the "
-            'config.json of their publication beside them, {"_class_name": "WanModel", "num_heads": ..., "eps": ...}'
+            'config.json of their publication next to them, {"_class_name": "WanModel", "num_heads": ..., "eps": ...}'
         )
     num_heads = num_heads or width // HEAD_DIM
     return config_from_diffusers(

@@ -1,4 +1,4 @@
-"""Networks of ours in the forms in which they were published: diffusers', transformers', and the first ones."""
+"""Writes networks in the forms in which they were published: diffusers', transformers', and the original releases."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,21 +17,21 @@ from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 _OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan, "stable_diffusion": stable_diffusion}
-"""Family -> the module that knows how diffusers has it."""
+"""Family -> the module that converts it to diffusers."""
 
 
 def diffusers_folder(config: NetworkConfig, part: str) -> str:
-    """Folder in diffusers' pipelines of the network that a bundle has in its folder `part`."""
+    """Folder in diffusers' pipelines of the network in the folder `part` of a bundle."""
     return FOLDERS.get(config.family, part)
 
 
 def diffusers_entries(config: NetworkConfig) -> list[Entry] | None:
-    """How diffusers holds the tensors of a network; None where it has no such network."""
+    """Map of a network's tensors to diffusers' names; None if diffusers has no such network."""
     return _OF_FAMILY[config.family].diffusers_entries(config) if config.family in _OF_FAMILY else None
 
 
 def original_entries(config: NetworkConfig) -> list[Entry] | None:
-    """How their first publication held the tensors of a network; None where there was none."""
+    """Map of a network's tensors to the names of the original release; None without one."""
     entries_of = {
         ("cosmos", None): cosmos.released_entries,
         ("cosmos", "predict2_5"): cosmos.released_entries,
@@ -46,15 +46,15 @@ def original_entries(config: NetworkConfig) -> list[Entry] | None:
 
 
 def pipeline_entries(config: NetworkConfig) -> list[Entry] | None:
-    """How a first publication that was one file of a whole pipeline, which is not written, held those of the network;
-    None where there was none."""
+    """Map of a network's tensors to the names of an original release as one pipeline file, which is not written; None
+    without one."""
     return stable_diffusion.original_entries(config) if config.family == "stable_diffusion" else None
 
 
 def write_diffusers(
     out: Path, config: NetworkConfig, tensors: TensorSource, sample_size: int, text_projection: Mapping[str, Tensor]
 ) -> None:
-    """config.json and weights of our network as diffusers reads them, `text_projection` (as `Published`'s) among them.
+    """Write config.json and weights of a network for diffusers, including `text_projection` (see `Published`).
 
     Raises:
         UserError: if diffusers has no such network.
@@ -73,10 +73,10 @@ def write_diffusers(
 def write_transformers(
     out: Path, config: NetworkConfig, tensors: TensorSource, tokenizer: VideoTokenizer, text_encoder: TextEncoder
 ) -> None:
-    """config.json, weights and what prepares images and texts, as transformers reads them.
+    """Write config.json, weights and preprocessing files for transformers.
 
     Raises:
-        UserError: if it has no such network.
+        UserError: if transformers has no such network.
     """
     known = TRANSFORMERS.get(config.family)
     if known is None:
@@ -89,10 +89,10 @@ def write_transformers(
 def write_original(
     out: Path, config: NetworkConfig, tensors: TensorSource, text_projection: Mapping[str, Tensor]
 ) -> None:
-    """The tensors, `text_projection` (as `Published`'s) among them, under the names of the first publication.
+    """Write the tensors, including `text_projection` (see `Published`), under the names of the original release.
 
     Raises:
-        UserError: if there was none.
+        UserError: if there was no original release.
     """
     entries = original_entries(config)
     if entries is None:
@@ -103,6 +103,6 @@ def write_original(
 
 
 def _check_positions(config: NetworkConfig) -> None:
-    """Raises UserError for rotary positions that only we have, and others would read as theirs."""
+    """Raises UserError for rotary positions that only we support, and other programs would misread."""
     if set(getattr(config, "rope_interpolation", ())) - {1}:
-        raise UserError(f"model.rope_interpolation={list(config.rope_interpolation)} has no place in other forms")
+        raise UserError(f"model.rope_interpolation={list(config.rope_interpolation)} is not supported by other forms")

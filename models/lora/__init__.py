@@ -1,1 +1,1 @@
-"""Low-rank adapters: layers, loading and scaling of several at once, and adapters as inputs of exported networks."""
+"""Low-rank adapters: layers, loading and scaling of several adapters, and adapters as inputs of exported networks."""

@@ -1,8 +1,8 @@
-"""Adapters of a network: trained changes beside its linears, of which several can be loaded, scaled and removed.
+"""Adapters of a network: trained changes of its linears, of which several can be loaded, scaled and removed.
 
-A *target* is a linear, or the part of a fused one that queries, keys or values have: `targets_of` lists their names.
-An *adapter state* has `<target>.down` [rank, in], `<target>.up` [out, rank], of DoRA `<target>.magnitude` [out], and
-of some published ones `<target>.bias` [out], whole whatever the layout. What they compute: `low_rank.py`.
+A *target* is a linear, or the rows of queries, keys or values in a fused one: `targets_of` lists their names.
+An *adapter state* has `<target>.down` [rank, in], `<target>.up` [out, rank], with DoRA `<target>.magnitude` [out], and
+in some published ones `<target>.bias` [out], unsharded. `layers.py` defines what they compute.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ from megadit.models.networks.registry import SavedNetwork, build_without_memory
 from megadit.models.shared.errors import UserError, did_you_mean
 
 DEFAULT = "adapter"
-"""Name of an adapter where there is one."""
+"""Default name of an adapter."""
 MOST_SHOWN = 8
-"""Problems of an adapter that a message lists."""
+"""Maximum number of problems that a message lists."""
 _PARAMETER = re.compile(r"(?P<path>.*?)[^.]+\.adapters\.[^.]+\.(?P<part>[^.]+)\.(?P<kind>down|up|magnitude|bias)")
 
 
@@ -36,7 +36,7 @@ _PARAMETER = re.compile(r"(?P<path>.*?)[^.]+\.adapters\.[^.]+\.(?P<part>[^.]+)\.
 def targets_of(config: NetworkConfig) -> Mapping[str, Target]:
     """Every target of a network by its name: `blocks.0.self_attention.q`, `blocks.0.mlp.fc1`, `text_embedder`, ...
 
-    Experts that a router chooses among are stacks of matrices and no targets; the one that all tokens go through is.
+    Routed experts are stacks of matrices and no targets; the shared expert is.
     """
     targets = {}
     for path, module in build_without_memory(config).named_modules():
@@ -51,7 +51,7 @@ def targets_of(config: NetworkConfig) -> Mapping[str, Target]:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Input and output features of a linear, which a convolution of single pixels is too; None of other modules."""
+    """Input and output features of a linear or a 1x1 convolution; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride == (1, 1) and module.groups == 1:
@@ -60,7 +60,7 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _rows_of(linear: str, config: NetworkConfig) -> dict[str, Rows]:
-    """The targets in a linear of this name, and where `attention.py` lays out their rows."""
+    """The targets in a linear of this name, with their rows in the layout of `attention.py`."""
     match linear:
         case "qkv":
             head = config.dim_per_head
@@ -76,10 +76,10 @@ def _rows_of(linear: str, config: NetworkConfig) -> dict[str, Rows]:
 
 @lru_cache(maxsize=64)
 def chosen_targets(config: NetworkConfig, patterns: tuple[str, ...]) -> Mapping[str, Target]:
-    """The targets that any of the patterns names.
+    """The targets that match any of the patterns.
 
     Raises:
-        UserError: for a pattern that names none, with the name most like it.
+        UserError: for a pattern without a match, with the most similar name.
     """
     targets = targets_of(config)
     chosen = set()
@@ -92,14 +92,15 @@ def chosen_targets(config: NetworkConfig, patterns: tuple[str, ...]) -> Mapping[
     return {name: target for name, target in targets.items() if name in chosen}
 
 
-# ------------------------------------------------------------------------------------------------ beside a network
+# ------------------------------------------------------------------------------------------------ attaching
 
 
 def attach(dit: SavedNetwork, adapter: AdapterConfig, name: str = DEFAULT) -> None:
-    """Puts an adapter, all zeros, beside the linears of `dit` that `adapter.targets` names; `name` is free of dots.
+    """Attaches an adapter, all zeros, to the linears of `dit` that match `adapter.targets`; `name` must not contain
+    dots.
 
     Raises:
-        UserError: for a pattern that names none, or if there is an adapter of this name already.
+        UserError: for a pattern without a match, or if an adapter of this name exists.
     """
     ranks = dict.fromkeys(chosen_targets(dit.config, adapter.targets), adapter.rank)
     _attach(dit, ranks, adapter, name)
@@ -114,7 +115,7 @@ def _attach(
     by_linear: dict[str, dict[str, Factors]] = {}
     for target_name, rank in ranks.items():
         target = targets[target_name]
-        if target.linear in modules:  # a part of a network has some of the blocks
+        if target.linear in modules:  # a model chunk has some of the blocks
             like, has_magnitude = matrix_of(modules[target.linear]).detach(), adapter.kind == "dora"
             has_bias = target_name in biased
             factors = Factors(target, rank, has_magnitude=has_magnitude, has_bias=has_bias, like=like)
@@ -124,21 +125,21 @@ def _attach(
 
 
 def attached_to(base: nn.Module) -> Adapters:
-    """The adapters of a linear, where more can be put."""
+    """The adapters of a linear; more can be attached to it."""
     if not adapters_of(base):
         Adapters().attach(base)
     return base.adapters
 
 
 def move_adapters(base: nn.Module, other: nn.Module) -> None:
-    """Gives the adapters of a linear, if it has any, to one that takes its place."""
+    """Moves the adapters of a linear, if it has any, to the module that replaces it."""
     if adapters := adapters_of(base):
         adapters.leave(base)
         adapters.attach(other)
 
 
 def remove(dit: SavedNetwork, name: str = DEFAULT) -> None:
-    """Takes an adapter away: the network computes what it did before."""
+    """Removes an adapter from a network."""
     for base in [module for module in dit.modules() if name in adapters_of(module)]:
         del base.adapters[name]
         if not base.adapters:
@@ -146,14 +147,14 @@ def remove(dit: SavedNetwork, name: str = DEFAULT) -> None:
 
 
 def adapter_names(dit: SavedNetwork) -> list[str]:
-    """The adapters of a network, in the order in which they came."""
+    """The names of a network's adapters, in the order in which they were attached."""
     return list(dict.fromkeys(name for module in dit.modules() for name in adapters_of(module)))
 
 
 def set_scale(dit: SavedNetwork, scale: float | Tensor, name: str = DEFAULT) -> None:
-    """How much of an adapter's change is added: 0 is the base; for a uniform batch also [B], one for each sample.
+    """Set the scale of an adapter's change: 0 is the base; for a uniform batch also [B], one for each sample.
 
-    A layout that keeps values (`DiT.dense_layout`) is for one scale.
+    A layout with a cache (`DiT.dense_layout`) is valid for one scale.
     """
     for adapter in _low_ranks(dit, name):
         adapter.scale = scale[:, None] if isinstance(scale, Tensor) else scale
@@ -164,24 +165,25 @@ def _low_ranks(dit: SavedNetwork, name: str) -> Iterator[LowRank]:
 
 
 def adapter_state(dit: SavedNetwork, name: str = DEFAULT) -> dict[str, Tensor]:
-    """The adapter state of a network that no ranks share; the tensors are the parameters themselves."""
+    """The adapter state of an unsharded network; the tensors are the parameters themselves."""
     inside = f".adapters.{name}."
     return {adapter_key(path): value.detach() for path, value in dit.named_parameters() if inside in f".{path}"}
 
 
 def adapter_key(parameter: str) -> str | None:
-    """The key in an adapter state of a parameter's name in the network; None for one of the base."""
+    """The key in an adapter state of a parameter's name in the network; None for a parameter of the base."""
     found = _PARAMETER.fullmatch(parameter)
     return found and f"{found['path']}{found['part']}.{found['kind']}"
 
 
 def load_adapter(dit: SavedNetwork, state: Mapping[str, Tensor], adapter: AdapterConfig, name: str = DEFAULT) -> None:
-    """Puts an adapter with these values beside the linears of `dit`, in the precision and on the device of each.
+    """Attaches an adapter with these values to the linears of `dit`, in the precision and on the device of each.
 
-    The targets are those of `state`, each with the rank of its tensors; of `adapter` count `kind` and `scaling`.
+    The targets are those of `state`, each with the rank of its tensors; only `kind` and `scaling` of `adapter` are
+    read.
 
     Raises:
-        UserError: for tensors that do not fit the network, by name and shape, or are not finite; nothing has changed.
+        UserError: for tensors that do not fit the network (by name and shape), or are not finite; then nothing changes.
     """
     check_state(state, adapter, dit.config)
     ranks = {key.removesuffix(".down"): len(value) for key, value in state.items() if key.endswith(".down")}
@@ -192,7 +194,7 @@ def load_adapter(dit: SavedNetwork, state: Mapping[str, Tensor], adapter: Adapte
 
 
 def check_state(state: Mapping[str, Tensor], adapter: AdapterConfig, config: NetworkConfig) -> None:
-    """Raises UserError for an adapter state that is not one of this network: what does not fit, by name and shape."""
+    """Raises UserError if an adapter state does not fit this network, with names and shapes."""
     targets = targets_of(config)
     names = dict.fromkeys(key.rpartition(".")[0] for key in state)
     expected = {}
@@ -204,13 +206,13 @@ def check_state(state: Mapping[str, Tensor], adapter: AdapterConfig, config: Net
             expected[f"{name}.magnitude"] = (targets[name].out_features,)
         if f"{name}.bias" in state and targets[name].has_bias:
             expected[f"{name}.bias"] = (targets[name].out_features,)
-    problems = [f"{name!r} is no linear of it{did_you_mean(name, targets)}" for name in names if name not in targets]
+    problems = [f"{name!r} is not a linear of it{did_you_mean(name, targets)}" for name in names if name not in targets]
     problems += [f"{key} is missing" for key in expected if key not in state]
     for key, value in state.items():
         if key.rpartition(".")[0] not in targets:
             continue
         if key not in expected:
-            problems.append(f"{key} is not of a {adapter.kind}")
+            problems.append(f"{key} does not belong to a {adapter.kind}")
         elif tuple(value.shape) != expected[key]:
             problems.append(f"{key} is {list(value.shape)}, not {list(expected[key])}")
         elif not value.isfinite().all():
@@ -225,8 +227,8 @@ def check_state(state: Mapping[str, Tensor], adapter: AdapterConfig, config: Net
 def merge(dit: SavedNetwork) -> None:
     """Adds the changes of all adapters, at their scales, to the weights, and removes the adapters.
 
-    Computed in float64 and rounded once to each weight's precision. The network is one that no ranks share, and scales
-    are numbers.
+    Computed in float64 and rounded once to each weight's precision. The network must be unsharded, and scales must be
+    numbers.
     """
     for base in [module for module in dit.modules() if adapters_of(module)]:
         weight_OI, adapters = matrix_of(base).double(), base.adapters
@@ -240,9 +242,11 @@ def merge(dit: SavedNetwork) -> None:
 
 
 def fingerprint(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
-    """16 hex digits that tell one set of weights from another, of up to 64 values of each tensor rounded to bfloat16.
+    """16 hex digits that identify a set of weights: a hash of up to 64 values of each tensor, rounded to bfloat16.
 
-    A copy in half precision has the same; a network that was trained further, or had an adapter merged, another.
+    A copy in half precision has the same fingerprint; a network that was trained further, or merged with an adapter,
+    has
+    another.
     """
     digest = hashlib.sha256()
     for name in sorted(names):
@@ -252,12 +256,11 @@ def fingerprint(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------------ in training
+# ------------------------------------------------------------------------------------------------ training
 
 
 def train_adapter_only(dit: SavedNetwork, dtype: torch.dtype) -> None:
-    """Freezes the base, which computes in `dtype` and is kept so (or in eight bits): no gradients of its parameters are
-    computed."""
+    """Freezes the base and keeps it in `dtype`, in which it computes (or in eight bits)."""
     for name, parameter in dit.named_parameters():
         if adapter_key(name) is None:
             kept = dtype if parameter.is_floating_point() else parameter.dtype
@@ -269,8 +272,9 @@ def initial_adapter_value(
 ) -> Tensor:
     """The whole tensor of an adapter state before the first step, float32: the same in any layout.
 
-    `down` is normal with variance 1 / in, `up` zero, and a magnitude the norms of the rows of the weights that `base`
-    gives by their names, which compute in `dtype`.
+    `down` is normal with variance 1 / in, `up` zero, and a magnitude the norms of the rows of the weights; `base`
+    returns
+    them by their names, and they compute in `dtype`.
     """
     name, _, kind = key.rpartition(".")
     target = targets_of(config)[name]
@@ -284,7 +288,7 @@ def initial_adapter_value(
 
 
 def draw_dropout(dit: SavedNetwork, dropout: float, *, seed: int, step: int) -> None:
-    """Chooses the input features that each linear's `down` does not see in this step: the same in any layout."""
+    """Draws the input features that each linear's `down` drops in this step: the same in any layout."""
     if not dropout:
         return
     for path, module in dit.named_modules():

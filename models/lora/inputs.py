@@ -1,14 +1,14 @@
-"""Room for adapters in an exported network: factors that are inputs, others for each sample of a batch.
+"""Adapter inputs of an exported network: low-rank factors for each sample of a batch.
 
     <group>.down   [B, N, R, I]      zeros in the rows beyond an adapter's rank
-    <group>.up     [B, N, O, R]      with its scaling and its scale inside
+    <group>.up     [B, N, O, R]      multiplied by its scaling and its scale
 
 A *group* are the N targets of one name, one in each block: `blocks.self_attention.q` (so that a network of 28 blocks
 has some twenty such inputs, not hundreds); where blocks differ in width, of one name and size:
-`blocks.attn1.to_q.320x320`. Several adapters of a sample stand side by side in the R rows. A slot of zeros is the base:
-a zero is added to what each linear gives.
+`blocks.attn1.to_q.320x320`. Several adapters of a sample are concatenated along R. Zeros are the base: they change no
+output.
 
-Shapes: B batch, N targets of a group, R rank of the slots, I and O input and output features of a target.
+Shapes: B batch, N targets of a group, R rank of the inputs, I and O input and output features of a target.
 """
 
 import re
@@ -31,14 +31,14 @@ from megadit.models.networks.registry import SavedNetwork
 from megadit.models.shared.errors import UserError
 
 NAME = "slots"
-"""Name of the slots among the adapters of a linear."""
+"""Name of the adapter inputs among the adapters of a linear."""
 USUAL_TARGETS: Mapping[type, tuple[str, ...]] = {
     DiTConfig: AdapterConfig(rank=1).targets,
     UNetConfig: ("*.attentions.*",),
 }
-"""Class of a configuration -> what adapters usually change: attention and MLPs."""
+"""Configuration class -> patterns that adapters usually change: attention and MLPs."""
 _BLOCK = re.compile(r"^blocks\.\d+\.|^network\.(\w+_blocks\.\d+|mid_block)\.\w+\.\d+\.(transformer_blocks\.\d+\.)?")
-"""Prefix of a target's path that says in which block it is, in a transformer and in a U-Net."""
+"""Prefix of a target's path that names its block, in a transformer and in a U-Net."""
 State = Mapping[str, Tensor]
 
 
@@ -51,23 +51,23 @@ class Group(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """An adapter as slots hold it."""
+    """An adapter as values of adapter inputs."""
 
     factors: dict[str, Tensor]
-    """Input name -> factor, without the batch side: [N, r, I] and [N, O, r]."""
+    """Input name -> factor, without the batch dimension: [N, r, I] and [N, O, r]."""
     ranks: dict[str, int]
     """Group -> its r."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterInputs:
-    """The room that a network was exported with."""
+    """The adapter inputs that a network was exported with."""
 
     config: NetworkConfig
     rank: int
-    """Maximum rank of all adapters of a sample together."""
+    """Maximum sum of the ranks of a sample's adapters."""
     targets: tuple[str, ...] = ()
-    """Patterns of what adapters may change; none stand for the usual ones."""
+    """Patterns of targets; none: the usual ones."""
 
     def __post_init__(self) -> None:
         if not self.targets:
@@ -99,7 +99,7 @@ class AdapterInputs:
 
     @property
     def inputs(self) -> dict[str, tuple[int, ...]]:
-        """The sides of each input after the batch, by its name, in order."""
+        """The shape of each input without the batch, by its name, in order."""
         shapes = {}
         for name, group in self.groups.items():
             shapes[f"{name}.down"] = (len(group.targets), self.rank, group.in_features)
@@ -107,10 +107,10 @@ class AdapterInputs:
         return shapes
 
     def packed(self, state: State, adapter: AdapterConfig) -> Packed:
-        """An adapter state, as `load_adapter` takes it, at scale 1.
+        """Convert an adapter state, as for `load_adapter`, to input values at scale 1.
 
         Raises:
-            UserError: for one that slots cannot hold.
+            UserError: for an adapter that the inputs cannot represent.
         """
         self.check(state)
         packed = Packed({}, {})
@@ -130,17 +130,17 @@ class AdapterInputs:
         return packed
 
     def check(self, state: State) -> None:
-        """Raises UserError for an adapter state that slots cannot hold by itself."""
+        """Raises UserError for an adapter state that the inputs cannot represent."""
         known = {target for group in self.groups.values() for target in group.targets}
         names = dict.fromkeys(key.rpartition(".")[0] for key in state)
         if any(key.endswith(".magnitude") for key in state):
             raise UserError(
-                "a DoRA scales what its base gives, which inputs of low rank cannot: merge it into its base (megadit "
+                "a DoRA scales the output of its base, which low-rank inputs cannot: merge it into its base (megadit "
                 "bundle BASE OUT --merge ADAPTER) and export that, or use the torch runtime"
             )
         if any(key.endswith(".bias") for key in state):
             raise UserError(
-                "the adapter changes biases, which inputs of low rank cannot: merge it into its base (megadit bundle "
+                "the adapter changes biases, which low-rank inputs cannot: merge it into its base (megadit bundle "
                 "BASE OUT --merge ADAPTER) and export that, or use the torch runtime"
             )
         if others := [name for name in names if name not in known]:
@@ -151,7 +151,7 @@ class AdapterInputs:
         self.check_rank(max(len(value) for key, value in state.items() if key.endswith(".down")))
 
     def check_rank(self, rank: int) -> None:
-        """Raises UserError for more than the rank of the slots, of one adapter or of all of a video."""
+        """Raises UserError if a rank, of one adapter or the sum for a video, exceeds that of the inputs."""
         if rank > self.rank:
             raise UserError(
                 f"the adapters have rank {rank} together, the exported networks at most {self.rank}: export again with "
@@ -159,16 +159,16 @@ class AdapterInputs:
             )
 
     def check_together(self, adapters: Sequence[Mapping[str, int]]) -> None:
-        """Raises UserError for adapters of one video, whose `Packed.ranks` these are, that are too much together."""
+        """Raises UserError if the adapters of one video, with these `Packed.ranks`, exceed the rank of the inputs."""
         self.check_rank(max((sum(ranks.get(group, 0) for ranks in adapters) for group in self.groups), default=0))
 
     def filled(
         self, batch: int, adapters: Sequence[tuple[Packed, Tensor]], device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """The inputs for a batch, float32: of each adapter (`packed`) so much as its scale [B] says.
+        """The inputs for a batch, float32, from adapters (`packed`) and their scales [B].
 
         Raises:
-            UserError: for more of them in one sample than there is room for.
+            UserError: if the adapters of a sample exceed the rank of the inputs.
         """
         inputs = {name: torch.zeros(batch, *shape, device=device) for name, shape in self.inputs.items()}
         for sample in range(batch):
@@ -185,14 +185,14 @@ class AdapterInputs:
 
 
 class SlottedLinears:
-    """The linears of a network beside which slots stand."""
+    """The linears of a network that adapter inputs are attached to."""
 
     def __init__(self, dit: SavedNetwork, slots: AdapterInputs) -> None:
-        """Puts empty slots beside them."""
+        """Attaches empty adapter inputs."""
         targets = chosen_targets(slots.config, slots.targets)
         self._inputs = tuple(slots.inputs)
         self._places: list[tuple[SlotLowRank, list[tuple[str, int]]]] = []
-        """Each with the (group, place in it) of its targets."""
+        """Each with the (group, index in it) of its targets."""
         by_linear: dict[str, list[tuple[str, int]]] = {}
         for name, group in slots.groups.items():
             for place, target in enumerate(group.targets):
@@ -206,7 +206,7 @@ class SlottedLinears:
 
     @contextmanager
     def filled(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Within the block the network has these adapters: the inputs in their order, [B, N, R, I] and [B, N, O, R]."""
+        """Apply these adapters within the block: the inputs in their order, [B, N, R, I] and [B, N, O, R]."""
         factors = dict(zip(self._inputs, values, strict=True))
         try:
             for low_rank, places in self._places:

@@ -3,9 +3,9 @@
     y = W x + b + scale (alpha / rank) up down x                                  LoRA (arXiv 2106.09685, eq. 3)
     y = m (W + (alpha / rank) up down) x / ||W + (alpha / rank) up down|| + b     DoRA (arXiv 2402.09353, eq. 5)
 
-where the norms are those of rows and carry no gradient (section 4.3), and `scale` multiplies the difference that DoRA
-makes; some published adapters also add to b. `up` begins at zero and m as the norms of W: the output is then the base's
-to the last bit.
+where norms are those of rows and carry no gradient (section 4.3), and `scale` multiplies DoRA's whole difference; some
+published adapters also change b. `up` starts at zero and m at the norms of W: the output then equals the base's
+exactly.
 
 Shapes: I and O input and output features of the linear, R rank (of several targets of a fused linear, the sum of
 theirs), B batch.
@@ -27,7 +27,7 @@ ATTRIBUTE = "adapters"
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a matrix that belong to a target: of every `period`, those from `start` to `stop`."""
+    """The rows of a matrix that belong to a target: those from `start` to `stop` of every `period`."""
 
     period: int = 1
     start: int = 0
@@ -38,8 +38,8 @@ class Rows:
         return matrix_OI.unflatten(0, (-1, self.period))[:, self.start : self.stop].flatten(0, 1)
 
     def spread(self, matrix_OR: Tensor) -> Tensor:
-        """A matrix of all rows that has these, and zeros in the others: [..., rows, R] -> [..., O, R]."""
-        if self == Rows():  # all of them: a copy of each matrix in each step would be seen in a small network's time
+        """A matrix with these rows, and zeros in the others: [..., rows, R] -> [..., O, R]."""
+        if self == Rows():  # all rows: no copy in each step
             return matrix_OR
         turns = matrix_OR.unflatten(-2, (-1, self.stop - self.start))
         return F.pad(turns, (0, 0, self.start, self.period - self.stop)).flatten(-3, -2)
@@ -69,19 +69,19 @@ class Factors(nn.Module):
         self.bias = nn.Parameter(like.new_zeros(target.out_features)) if has_bias else None
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(down, up), the rows of `up` those of the linear: [R, I], [O, R]."""
+        """(down, up), [R, I] and [O, R]; `up` has all rows of the linear."""
         return self.down.to(dtype), self.rows.spread(self.up.to(dtype))
 
 
 class LowRank(nn.ModuleDict):
-    """One adapter beside one linear: the change of its output.
+    """One adapter attached to one linear: the change of its output.
 
-    The `Factors` are those of the linear's targets. Their products are computed together: the rows of every `down` one
-    below the other, each `up` in the rows of its target.
+    The `Factors` are those of the linear's targets. Their products are computed together: every `down` is concatenated
+    along the rank, each `up` fills the rows of its target.
     """
 
     def __init__(self, factors: Mapping[str, Factors], scaling: float, *, samples_first: bool = False) -> None:
-        """`samples_first`: the linear reads [B, ..., I], not [S, B, I] or [G, I] of conditions, B once or twice."""
+        """`samples_first`: the linear reads [B, ..., I], not [S, B, I], or [G, I] of conditioning with G = B or 2 B."""
         super().__init__(factors)
         self.scaling = scaling
         self.samples_first = samples_first
@@ -91,26 +91,26 @@ class LowRank(nn.ModuleDict):
         """Factor of the change; for a uniform batch also [B, 1], one for each sample."""
         self.is_active_I: Tensor | None = None
         """Dropout mask of the input features, in training: 0, or 1 / (1 - dropout); None without dropout."""
-        # `megatron.parallelize` exchanges these where ranks share the linear
+        # `megatron.parallelize` replaces these where ranks share the linear
         self.exchange: Callable[[Tensor], Tensor] = _identity
         """Communication of the activations between `down` and `up`."""
         self.sum_inputs: Callable[[Tensor], Tensor] = _identity
-        """Sum over ranks of which each has some input features."""
+        """Sum over ranks that have different input features."""
         self.own_inputs = slice(None)
-        """The input features that this rank has."""
+        """This rank's input features."""
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The change of y = base(x), [..., O]."""
         pairs = [factors(x.dtype) for factors in self.values()]
         down_RI, up_OR = (_concatenated(side, dim) for dim, side in enumerate(zip(*pairs, strict=True)))
         if self.is_active_I is not None and torch.is_grad_enabled():
-            down_RI = down_RI * self.is_active_I.to(down_RI)  # as if the input had been multiplied
+            down_RI = down_RI * self.is_active_I.to(down_RI)  # same as multiplying the input
         h = self.exchange(linear(x, down_RI))
         ratio_O = self._ratio(base)
         scale = self.scale
         if isinstance(scale, Tensor) and self.samples_first:
             scale = scale.to(h.dtype).reshape(-1, *[1] * (h.ndim - 1))
-        elif isinstance(scale, Tensor):  # conditions come B at a time, twice where some is given
+        elif isinstance(scale, Tensor):  # conditioning has B rows, or 2 B with conditioning tokens
             scale = scale.to(h.dtype).repeat(h.shape[-2] // len(scale), 1)
         if ratio_O is None:
             change = linear(_times(h, scale * self.scaling), up_OR)
@@ -141,13 +141,13 @@ class LowRank(nn.ModuleDict):
         return change_OI
 
     def _ratio(self, base: nn.Module) -> Tensor | None:
-        """DoRA's m / ||W + scaling up down||, float32, 1 in the rows of no target; None without magnitudes."""
+        """DoRA's m / ||W + scaling up down||, float32, 1 in rows without a target; None without magnitudes."""
         targets = [factors for factors in self.values() if factors.magnitude is not None]
         if not targets:
-            return None  # before the matrix is asked for: one in eight bits would be made whole for nothing
+            return None  # before the matrix is read: an 8-bit one would be dequantized
         weight_OI, changes = matrix_of(base), []
         for factors in targets:
-            # rounded as the magnitudes are, which begin as these norms
+            # rounded like the magnitudes, which start as these norms
             norm = self._norm(factors.rows.of(weight_OI), factors).to(factors.magnitude.dtype)
             change = factors.magnitude.float() / norm.float() - 1
             changes.append(factors.rows.spread(change[:, None])[:, 0])
@@ -162,9 +162,9 @@ class LowRank(nn.ModuleDict):
 
 
 class SlotLowRank(nn.Module):
-    """An adapter whose factors come with every call, others for each sample of a batch: that of exported networks.
+    """An adapter whose factors are inputs of every call, different for each sample: for exported networks.
 
-    `factors` are (down [B, R, I], up [B, rows, R]) of each target, scaling and scale within `up`; none change nothing.
+    `factors` are (down [B, R, I], up [B, rows, R]) of each target, `up` with scaling and scale; () changes nothing.
     """
 
     def __init__(self, rows: Sequence[Rows], *, samples_first: bool = False) -> None:
@@ -180,12 +180,12 @@ class SlotLowRank(nn.Module):
         return 1.0 if self.factors else 0.0
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
-        """The change of y = base(x), [..., O]; x is [S, B, I], or [G, I] of conditions, B once or several times;
-        with samples first [B, ..., I]."""
+        """The change of y = base(x), [..., O]; x is [S, B, I], or [G, I] of conditioning, with G a multiple of B; with
+        `samples_first` [B, ..., I]."""
         down_BRI = torch.cat([down for down, _ in self.factors], dim=1).to(x.dtype)
         ups = [rows.spread(up) for rows, (_, up) in zip(self.rows, self.factors, strict=True)]
         up_BOR = torch.cat(ups, dim=2).to(x.dtype)
-        batch = down_BRI.shape[0]  # a number that stays open, as len does not
+        batch = down_BRI.shape[0]  # stays symbolic in export, unlike len
         if self.samples_first:
             x_BSI = x.reshape(batch, -1, x.shape[-1])
             return ((x_BSI @ down_BRI.mT) @ up_BOR.mT).reshape(y.shape)
@@ -195,7 +195,7 @@ class SlotLowRank(nn.Module):
 
 
 class Adapters(nn.ModuleDict):
-    """The adapters of a linear by their names; `forward` is its output with all of their changes.
+    """The adapters of a linear by their names; `forward` returns its output with all of their changes.
 
     x is [..., I], y = base(x) and the result [..., O].
     """
@@ -206,14 +206,14 @@ class Adapters(nn.ModuleDict):
         self._hook = base.register_forward_hook(_with_changes)
 
     def leave(self, base: nn.Module) -> None:
-        """Undoes `attach`."""
+        """The inverse of `attach`."""
         self._hook.remove()
         del base.adapters
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         changed = y
         for adapter in self.values():
-            if isinstance(adapter.scale, Tensor) or adapter.scale != 0:  # to the last bit: -0 + 0 is 0
+            if isinstance(adapter.scale, Tensor) or adapter.scale != 0:  # exact: -0 + 0 is 0
                 changed = changed + adapter(x, y, base)
         return changed
 
@@ -229,7 +229,7 @@ def squared_norms(weight_OI: Tensor) -> Tensor:
 
 
 def matrix_of(base: nn.Module) -> Tensor:
-    """The weight of a linear, or of a convolution of single pixels, as a matrix [O, I]: a view of it."""
+    """The weight of a linear or 1x1 convolution as a matrix [O, I]: a view of it."""
     return base.weight.flatten(1)
 
 

@@ -1,6 +1,6 @@
-"""Adapters as they are asked for, `NAME:SCALE`, and the folder of a service in which they have these names.
+"""Adapters in requests, `NAME:SCALE`, and a service's folder of adapters.
 
-DIR/zog.safetensors    one file, as `megadit convert` and the video API write it
+DIR/zog.safetensors    one file, as written by `megadit convert` and the video API
 DIR/zog/               a folder of PEFT's, or diffusers' own
 
 Nothing here imports torch.
@@ -14,14 +14,14 @@ from pathlib import Path
 from megadit.models.shared.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,149}")
-"""Pattern of adapter names in a folder: excludes paths, and hidden or half-written files."""
+"""Pattern of adapter names in a folder: excludes paths, and hidden or incomplete files."""
 OF_A_KEY = re.compile(r"(?P<name>.+)\.(?P<key>[0-9a-f]{12})\.[0-9a-f]{16}")
-"""The name of one that a key brought to the gateway, which keeps it here."""
+"""Name of an adapter that was uploaded with an API key; the gateway appends the key's id."""
 SUFFIX = ".safetensors"
 
 
 class MissingAdapterError(UserError):
-    """There is no adapter of this name, or no longer."""
+    """There is no adapter of this name, or it was deleted."""
 
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
@@ -29,7 +29,7 @@ EXPERTS = {"high": "transformer", "low": "transformer_2"}
 
 
 def split_expert(path: str) -> tuple[str | None, str]:
-    """(which of two networks, path) of `high=PATH` or `low=PATH`; None: every network."""
+    """(expert, path) of `high=PATH` or `low=PATH`; expert None: every network."""
     expert, equals, rest = path.partition("=")
     return (expert, rest) if equals and expert in EXPERTS else (None, path)
 
@@ -51,10 +51,10 @@ def parse_adapter(text: str) -> tuple[str, float]:
 
 
 def parse_adapters(texts: Sequence[str]) -> dict[str, float]:
-    """Path or name -> scale of several.
+    """Path or name -> scale, for several texts.
 
     Raises:
-        UserError: as `parse_adapter`, and for one that is given twice.
+        UserError: as `parse_adapter`, and for repeated adapters.
     """
     scales = dict(map(parse_adapter, texts))
     if len(scales) < len(texts):
@@ -69,25 +69,25 @@ def of_expert(expert: str | None, path: str) -> str:
 
 def check_name(name: str) -> None:
     """Raises:
-    UserError: for what can be no adapter's name.
+    UserError: for an invalid adapter name.
     """
     if not NAME.fullmatch(name):
         raise UserError(f"adapter {name[:80]!r}: a name has letters, digits, _, . and -, up to 150, and no path")
 
 
 def adapters_in(folder: Path) -> list[str]:
-    """The names of a folder, those of keys' own among them, sorted."""
+    """The adapter names of a folder, including those of API keys, sorted."""
     paths = folder.iterdir() if folder.is_dir() else ()
     names = (path.name if path.is_dir() else path.name.removesuffix(SUFFIX) for path in paths if _is_one(path))
     return sorted(name for name in names if NAME.fullmatch(name))
 
 
 def find_adapter(folder: Path, name: str, max_bytes: int) -> Path:
-    """The adapter of this name, a file or a folder whose files have no more bytes than this.
+    """The adapter of this name: a file, or a folder, with at most `max_bytes`.
 
     Raises:
         MissingAdapterError: if there is none.
-        UserError: for a name that can be none, or one that leads elsewhere, and for more bytes.
+        UserError: for an invalid name, a link out of the folder, and more bytes.
     """
     check_name(name)
     for found in (f"{name}{SUFFIX}", name):
@@ -103,7 +103,7 @@ def find_adapter(folder: Path, name: str, max_bytes: int) -> Path:
 
 
 def shown_name(name: str) -> str:
-    """Return the name to show a person: without the suffix that the gateway adds to a key's own adapters."""
+    """Return the name to show a person: without the suffix that the gateway adds to a key's adapters."""
     of_key = OF_A_KEY.fullmatch(name)
     return of_key["name"] if of_key else name
 

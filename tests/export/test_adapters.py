@@ -125,7 +125,7 @@ def test_the_gate_compares_with_adapters_loaded_in_torch(slotted):
 @pytest.mark.slow
 def test_what_inputs_cannot_hold_is_refused_before_any_work(pipelines, adapters, slotted, capsys):
     refused = {
-        "dora": "a DoRA scales what its base gives",
+        "dora": "a DoRA scales the output of its base",
         "large": f"rank {RANK + 1} together, the exported networks at most {RANK}.*--adapter_rank {RANK + 1}",
         "elsewhere": "text_embedder, which was exported without inputs for adapters",
     }

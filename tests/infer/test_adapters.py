@@ -162,7 +162,7 @@ def test_what_an_adapter_is_made_for_stands_where_nothing_else_is_asked(bundle_d
     other = write_student(tmp_path / "other", one, asked | {"num_steps": 2, "sigmas": [5.0, 0.5]})
     capsys.readouterr()
     assert main([*made, str(tmp_path / "x"), "--adapter", student, "--adapter", other]) == 2
-    assert "are made for different settings of sampling" in capsys.readouterr().err
+    assert "need different sampling settings" in capsys.readouterr().err
     wrong = write_student(tmp_path / "wrong", one, {"num_stepz": 2})
     assert main([*made, str(tmp_path / "x"), "--adapter", wrong]) == 2
     assert "'num_stepz' is unknown; did you mean 'num_steps'" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_what_has_no_room_is_told():
     dit = network()
     states, slots = adapters_of(dit)
     begin(dit, everywhere("dora"), "dora")
-    with pytest.raises(UserError, match="a DoRA scales what its base gives"):
+    with pytest.raises(UserError, match="a DoRA scales the output of its base"):
         slots.packed(adapter_state(dit, "dora"), everywhere("dora"))
     with pytest.raises(UserError, match="rank 3 together, the exported networks at most 2"):
         replace(slots, rank=2).packed(states["one"], everywhere("lora"))

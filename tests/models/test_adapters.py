@@ -296,14 +296,14 @@ def test_an_adapter_of_another_network_is_refused_and_nothing_changes():
     state = {key: value.clone() for key, value in adapter_state(dit).items()}
     remove(dit)
     wrong = {
-        r"'blocks\.0\.self_attention\.query' is no linear of it; did you mean 'blocks\.0\.self_attention\.q'": {
+        r"'blocks\.0\.self_attention\.query' is not a linear of it; did you mean 'blocks\.0\.self_attention\.q'": {
             "blocks.0.self_attention.query.down": torch.zeros(2, 48)
         },
         r"blocks\.0\.mlp\.fc1\.up is \[3, 4\], not \[192, 2\]": {"blocks.0.mlp.fc1.up": torch.zeros(3, 4)},
         r"blocks\.0\.mlp\.fc2\.down has values that are not finite": {
             "blocks.0.mlp.fc2.down": torch.full((2, 192), torch.nan)
         },
-        r"blocks\.0\.mlp\.fc2\.magnitude is not of a lora": {"blocks.0.mlp.fc2.magnitude": torch.ones(48)},
+        r"blocks\.0\.mlp\.fc2\.magnitude does not belong to a lora": {"blocks.0.mlp.fc2.magnitude": torch.ones(48)},
     }
     for message, changed in wrong.items():
         with pytest.raises(UserError, match=message):

@@ -42,8 +42,8 @@ BREACHES = (
     ({"num_layers": 10**6}, "model.num_layers=1000000 is too large; at most 1000"),
     ({"compat": "nemo"}, "model.compat=nemo does not go with model.family=megadit, only model.family=moviegen model"),
     ({"text_tower": TextTowerConfig(num_layers=1)}, "model.family=clip has a text tower, and no other"),
-    ({**CLIP, "num_classes": 10}, "model.family=clip matches texts: leave model.num_classes"),
-    ({"num_classes": 10}, "model.family=megadit is conditioned on text: leave model.num_classes"),
+    ({**CLIP, "num_classes": 10}, "model.family=clip matches texts: leave out model.num_classes"),
+    ({"num_classes": 10}, "model.family=megadit is conditioned on text: leave out model.num_classes"),
     ({"family": "dit"}, "model.family=dit needs model.num_classes"),
     ({"family": "dit", "num_classes": 10}, "model.crossattn_emb_size=1024: a class or a token is read as two digits"),
     ({"family": "nemo", "hidden_size": 96}, "model.family=nemo needs model.hidden_size >= 256, got 96"),
@@ -51,7 +51,7 @@ BREACHES = (
     ({"family": "cosmos"}, "model.family=cosmos needs model.adaln_lora_dim"),
     (
         {"family": "wan", "adaln_lora_dim": 8},
-        "model.family=wan has one modulation for all blocks: leave model.adaln_lora",
+        "model.family=wan has one modulation for all blocks: leave out model.adaln_lora",
     ),
     ({"conditioning_mode": "marked"}, "model.conditioning_mode=marked needs model.conditioning_sigma"),
     (
@@ -107,7 +107,7 @@ def test_values_that_do_not_go_together_are_refused(values, message):
     ],
 )
 def test_a_description_of_other_kinds_of_values_is_refused(values):
-    with pytest.raises(UserError, match="is of another kind than|model settings are 4"):
+    with pytest.raises(UserError, match="has another type than|model settings are 4"):
         DiTConfig.from_dict(values)
 
 

@@ -140,7 +140,7 @@ def test_a_pack_gives_what_a_batch_gives(saved):
 
 
 def test_another_size_is_refused():
-    with pytest.raises(UserError, match="1x6x6 tokens .* are not those of model.learned_positions, 1x4x4"):
+    with pytest.raises(UserError, match="1x6x6 tokens .* do not match model.learned_positions, 1x4x4"):
         build_network(open_config())(images(side=24)[:, :, None])
 
 

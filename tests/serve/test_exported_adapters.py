@@ -92,7 +92,7 @@ def test_requests_get_their_adapters_and_no_other(server, bundle_dir, plain_dir,
         assert np.abs(image_of(alone[one]) - image_of(alone[other])).max() > 10, "rows that change places are seen"
 
     for name, reason in {
-        "dora": "a DoRA scales what its base gives",
+        "dora": "a DoRA scales the output of its base",
         "large": "rank 5 together, the exported networks at most 4",
     }.items():
         with pytest.raises(InvalidRequestError, match=f"the adapter '{name}' cannot be used: .*{reason}"):

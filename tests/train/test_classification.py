@@ -107,7 +107,7 @@ def test_shares_are_drawn_from_the_beta_distribution():
 
 def test_a_sample_of_another_size_does_not_fit():
     (sample,) = make_samples([1])
-    with pytest.raises(UserError, match="are not those of model.learned_positions, 1x8x8"):
+    with pytest.raises(UserError, match="do not match model.learned_positions, 1x8x8"):
         packed([replace(sample, latent_CTHW=torch.zeros(3, 1, 32, 36))])
 
 

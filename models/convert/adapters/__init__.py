@@ -1,1 +1,1 @@
-"""Adapter files of PEFT, diffusers, Kohya and ComfyUI: read, written, checked and merged."""
+"""Adapter files of PEFT, diffusers, Kohya and ComfyUI: reading, writing, checks and merging."""

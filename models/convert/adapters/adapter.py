@@ -1,4 +1,4 @@
-"""An adapter by itself: what it adds to each linear, whole, as files hold it.
+"""An adapter without its network: the change of each linear, unsharded, as in files.
 
 Shapes: R rank, I and O input and output features.
 """
@@ -17,8 +17,8 @@ from megadit.models.shared.errors import UserError
 
 DOWN, UP, MAGNITUDE, BIAS = "down", "up", "magnitude", "bias"
 ALPHA, SCALE, UP_BIAS, DIFFERENCE = "alpha", "scale", "up_bias", "difference"
-"""Tensors of a linear in adapter files: alternative forms are `scale`, alpha / R; `up_bias`, which times the scale is a
-bias; and `difference`, the whole change of the matrix."""
+"""Tensors of a linear in adapter files. Alternatives: `scale` is alpha / R; `up_bias` times the scale is a bias;
+`difference` is the whole change of the matrix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Adapter:
-    """An adapter, whole, float32, as it stands in a file."""
+    """An unsharded adapter in float32, as in a file."""
 
     config: NetworkConfig
     """Configuration of its base network."""
@@ -51,9 +51,9 @@ class Adapter:
     training: Mapping[str, Any] = field(default_factory=dict)
     """Provenance, such as recipe and step."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling settings that it was made for, in place of its base's; {}: the base's."""
+    """Recommended sampling settings, which override the bundle's; {}: the bundle's."""
     reading: str = ""
-    """How its file was read, for the user: its tensors that are used, and its scales."""
+    """Report for the user: which tensors of its file are used, and its scales."""
 
     @property
     def num_parameters(self) -> int:
@@ -62,7 +62,7 @@ class Adapter:
     def to_state(self) -> tuple[dict[str, Tensor], AdapterConfig]:
         """The adapter state, and the configuration for `load_adapter`, with the most frequent scaling of the targets.
 
-        A target with another scaling has it in its `up`.
+        A target with another scaling has the ratio folded into its `up`.
         """
         scalings = {name: change.alpha / change.rank for name, change in self.changes.items()}
         usual, _ = Counter(scalings.values()).most_common(1)[0]
@@ -99,10 +99,10 @@ class Adapter:
 
 
 def asked_defaults(defaults: SamplingSettings, asked: Iterable[tuple[str, Mapping[str, Any]]]) -> SamplingSettings:
-    """The defaults with what adapters ask for in their place: the path of each, with its `Adapter.defaults`.
+    """The defaults, overridden by the settings of adapters: pairs of path and `Adapter.defaults`.
 
     Raises:
-        UserError: for what cannot be, and where two ask for different things.
+        UserError: for invalid settings, and where two adapters contradict each other.
     """
     found = {path: check_asked(values, f"{path}: ") for path, values in asked if values}
     if not found:
@@ -110,5 +110,5 @@ def asked_defaults(defaults: SamplingSettings, asked: Iterable[tuple[str, Mappin
     (first, values), *others = found.items()
     for path, other in others:
         if other != values:
-            raise UserError(f"{first} and {path} are made for different settings of sampling: use one of them")
+            raise UserError(f"{first} and {path} need different sampling settings: use one of them")
     return resolve(defaults, **values)

@@ -1,11 +1,11 @@
-"""Adapters on disk: a folder of PEFT's or one safetensors file with diffusers' keys; ComfyUI's and kohya's are read.
+"""Adapter files. Written: PEFT's folders, and safetensors files with diffusers' keys; ComfyUI's and kohya's are read.
 
-adapter_config.json          of a folder: rank, alpha and linears, as PEFT says them
+adapter_config.json          in a folder: rank, alpha and linears, as PEFT's settings
 adapter_model.safetensors    the tensors, float32
-megadit.json                 the network and the weights that it belongs to, how it was trained and is called, checksums
+megadit.json                 network and base weights, training, name, checksums
 
-A file of ours has the same in its header, under `lora_adapter_metadata` (diffusers') and `megadit`. Linears are called
-as diffusers calls them, where it has such a network. Nothing of a file is ever executed: only safetensors are read.
+A single file that we write has the same in its header, under `lora_adapter_metadata` (as diffusers) and `megadit`.
+Linears have diffusers' names, where it has such a network. No code from a file is executed: only safetensors are read.
 """
 
 import json
@@ -64,7 +64,7 @@ MOST_SCALES = 3
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether `path` is the folder or the file of an adapter."""
+    """Whether `path` is an adapter: its folder or its file."""
     if path.is_dir():
         return any((path / name).is_file() for name in (SETTINGS_FILE, PIPELINE_TENSORS))
     if path.suffix != ".safetensors" or not path.is_file():
@@ -73,15 +73,15 @@ def is_adapter(path: Path) -> bool:
 
 
 def check_adapter(path: Path) -> None:
-    """Raises UserError if a file of an adapter's folder is missing or changed, or the folder is none of ours."""
+    """Raises UserError if a file of an adapter's folder is missing or changed, or another program wrote the folder."""
     check_files(path, read_manifest(path), verify=True)
 
 
 def bundle_fingerprint(bundle: Bundle, network: str | None = None) -> str:
-    """`fingerprint` of the weights of a bundle's network; of two the one in the folder `network`.
+    """`fingerprint` of the weights of a bundle's network; with two experts, of the one in the folder `network`.
 
     Raises:
-        UserError: if it has two, and none is named.
+        UserError: if there are two experts, and `network` is None.
     """
     if network is None:
         check_single(bundle)
@@ -94,7 +94,7 @@ def bundle_fingerprint(bundle: Bundle, network: str | None = None) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OpenedAdapter:
-    """An adapter whose tensors are not read yet."""
+    """An adapter whose tensors have not been read yet."""
 
     source: TensorSource
     settings: LoraSettings
@@ -109,7 +109,7 @@ def open_adapter(path: str | Path) -> OpenedAdapter:
     """Open the adapter at `path`, a folder or a file, without reading its tensors' values.
 
     Raises:
-        UserError: if it is none, or has settings that would change what is computed.
+        UserError: if it is no adapter, or has unsupported settings.
     """
     path = Path(path)
     file = tensor_file(path)
@@ -127,11 +127,12 @@ def open_adapter(path: str | Path) -> OpenedAdapter:
 
 
 def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapter:
-    """The adapter at `path`, for a network of this configuration (None: the one that it names itself).
+    """The adapter at `path`, for a network of this configuration (None: the one in its metadata).
 
     Raises:
-        UserError: as `open_adapter`; if it belongs to another family, or does not fit, listing what does not by name
-            and shape; for numbers that are not finite.
+        UserError: as `open_adapter`; if it belongs to another family, or does not fit (with names and shapes); for
+        numbers
+            that are not finite.
     """
     opened = open_adapter(path)
     config = opened.config if config is None else config
@@ -167,11 +168,12 @@ def _reading(source: TensorSource, unused: Sequence[str], scales: Sequence[str])
 
 
 def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
-    """The adapter at `path`, for the networks of a bundle: `high=PATH` or `low=PATH` for one of two.
+    """The adapter at `path`, for a bundle's networks; `high=PATH` or `low=PATH` is for one of two experts.
 
     Raises:
-        UserError: as `read_adapter`, if it was trained with other weights than those of a network that it is for, and
-            for one of two networks where there is one.
+        UserError: as `read_adapter`; if it was trained with other base weights than those of the bundle's network; for
+        an
+            expert of a bundle with a single network.
     """
     networks = networks_of(path, bundle)
     expert, path = split_expert(str(path))
@@ -192,10 +194,10 @@ def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
 
 
 def networks_of(path: str | Path, bundle: Bundle) -> tuple[str, ...]:
-    """The folders of the networks that the adapter at `path`, which may name one of two, is for.
+    """The folders of the networks that the adapter at `path` is for; `path` may name an expert.
 
     Raises:
-        UserError: if it names one, and there is no other.
+        UserError: if `path` names an expert of a bundle with a single network.
     """
     expert, _ = split_expert(str(path))
     if expert is None:
@@ -206,10 +208,10 @@ def networks_of(path: str | Path, bundle: Bundle) -> tuple[str, ...]:
 
 
 def adapter_size(path: str | Path) -> tuple[int, int]:
-    """The highest rank of the adapter at `path`, and how many numbers it holds, as its header says.
+    """The highest rank of the adapter at `path`, and its number of elements, from its header.
 
     Raises:
-        UserError: if it is none.
+        UserError: if it is no adapter.
     """
     shapes = open_safetensors(tensor_file(Path(path))).shapes
     kinds = {key: (split_key(key) or ("", ""))[1] for key, shape in shapes.items() if shape}
@@ -243,12 +245,12 @@ def tensor_file(path: Path) -> Path:
 
 
 def write_adapter(out: str | Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
-    """Writes an adapter, whole or not at all: one file where `out` ends in .safetensors, else a folder of PEFT's.
+    """Writes an adapter, whole or not at all: one file if `out` ends in .safetensors, else a folder in PEFT's form.
 
-    `dtype` converts its tensors, which are float32. What is at `out` is replaced if it is an adapter.
+    `dtype` converts its tensors, which are float32. An adapter at `out` is replaced.
 
     Raises:
-        UserError: if `out` is something else, or the form has no place for a linear that the adapter changes.
+        UserError: if `out` is something else, or if diffusers has no counterpart of a linear that the adapter changes.
     """
     out = Path(out)
     is_empty = out.is_dir() and not any(out.iterdir())
@@ -303,8 +305,9 @@ def _origin_of(adapter: Adapter) -> dict[str, Any]:
 
 
 def with_base(adapter: Adapter, bundle: Bundle, path: str) -> Adapter:
-    """The same adapter, as one of a bundle's weights: of a pair's, of the network that `path` names (`high=PATH`), else
-    of neither alone.
+    """The same adapter, with the fingerprint of a bundle's weights: those of the expert that `path` names
+    (`high=PATH`);
+    of two experts without a name, none.
 
     Raises:
         UserError: as `networks_of`.

@@ -1,4 +1,4 @@
-"""A bundle with adapters merged into its weights: what every runtime, export and service takes as any other bundle."""
+"""Merges adapters into the weights of a bundle; the result is a bundle like any other."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,8 +19,9 @@ from megadit.models.storage.weights import load_network
 
 
 def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> dict[str, str]:
-    """Writes the bundle with these adapters, each times its scale, in its weights: whole or not at all. Returns how
-    each was read (`Adapter.reading`).
+    """Writes the bundle with these adapters, each times its scale, merged into its weights, whole or not at all.
+
+    Returns the report of each adapter (`Adapter.reading`).
 
     Raises:
         UserError: for an adapter that does not fit, and if `out` is the bundle itself or holds something else.

@@ -1,4 +1,4 @@
-"""How files name the linears that an adapter changes, and what it adds to each: ours, and those of other programs.
+"""Names of the linears and factors of an adapter in files: ours, and those of other programs.
 
 | written by      | a key                                                                           |
 |-----------------|---------------------------------------------------------------------------------|
@@ -8,8 +8,8 @@
 | ComfyUI         | `diffusion_model.blocks.block0.blocks.0.block.attn.to_q.0.lora_A.weight`        |
 | kohya's scripts | `lora_unet_transformer_blocks_0_attn1_to_q.lora_down.weight`, and its `.alpha`  |
 
-A linear of theirs may be some rows of one of ours, or the other way round: both are named by the rows of our fused
-weight that they compute, and `regroup` makes the factors of some rows from those of others.
+A linear of another program may be some rows of one of ours, or the other way round: both are described by the rows of
+our fused weight that they compute, and `regroup` converts factors between them.
 
 Shapes: R rank, I and O input and output features, as in `adapter.py`.
 """
@@ -44,7 +44,7 @@ PREFIXES = (
     "base_model.model.", "pipe.dit.", "model.diffusion_model.", "unet.", "transformer.", "diffusion_model.",
     "lora_unet_", "lora_transformer_", "lycoris_",
 )  # fmt: skip
-"""Prefixes of linears' names; removed in this order."""
+"""Prefixes of linears' names, removed in this order."""
 _WRAPPED = re.compile(r"(?<![^.])_orig_mod\.")
 """Infix that `torch.compile` puts into names."""
 ENDINGS = {
@@ -57,14 +57,14 @@ ENDINGS = {
     ALPHA: r"\.alpha",
     SCALE: r"\.alpha_scale|\.scale",
 }
-"""Factor -> pattern of its key's ending, after the name of the linear."""
+"""Factor -> pattern of the end of its key, after the name of the linear."""
 _KEY = re.compile(
     "(?P<linear>.*?)(?:" + "|".join(f"(?P<{factor}>{ending})" for factor, ending in ENDINGS.items()) + ")"
 )
 
 
 _ATTENTION = re.compile(r"\.(to_[qkv]|to_out)(\.0)?$")
-"""Linears of an attention that the first LoRAs of diffusers named below its `processor`."""
+"""Linears of attention that early LoRAs of diffusers named below `processor`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,16 +73,16 @@ class NamedRows:
 
     name: str
     linear: str
-    """Ours, such as blocks.0.self_attention.qkv."""
+    """Name of our linear, such as blocks.0.self_attention.qkv."""
     rows_O: Tensor
-    """int64, in the order of its outputs."""
+    """int64: the rows, in the order of its outputs."""
     in_features: int
     has_bias: bool
 
 
 @lru_cache(maxsize=16)
 def our_linears(config: NetworkConfig) -> tuple[NamedRows, ...]:
-    """The targets of a network, as the network calls them."""
+    """The targets of a network, with our names."""
     sizes, found = network_shapes(config), []
     for name, target in targets_of(config).items():
         every_row = torch.arange(sizes[f"{target.linear}.weight"][0])
@@ -92,7 +92,7 @@ def our_linears(config: NetworkConfig) -> tuple[NamedRows, ...]:
 
 
 def diffusers_linears(config: NetworkConfig) -> Sequence[NamedRows]:
-    """The same as diffusers calls them; of a network that diffusers has not, as we do."""
+    """The same targets with diffusers' names; with ours for a network that diffusers lacks."""
     entries = diffusers_entries(config)
     return our_linears(config) if entries is None else _linears(entries, config)
 
@@ -112,7 +112,7 @@ def named_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
 
 
 def split_key(key: str) -> tuple[str, str] | None:
-    """(name of the linear, which of its factors) of a file's key; None for what no adapter has."""
+    """(name of the linear, factor) of a file's key; None for keys of other tensors."""
     for prefix in PREFIXES:
         key = _WRAPPED.sub("", key.removeprefix(prefix))
     found = _KEY.fullmatch(key)
@@ -120,7 +120,7 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def _linears(entries: Iterable[Entry], config: NetworkConfig) -> list[NamedRows]:
-    """Their linears that compute rows of ours; one whose inputs have another order is none of them, nor is a copy."""
+    """Linears of another program that compute rows of ours; without those with other input orders, and copies."""
     sizes = network_shapes(config)
     targets = {target.linear: target for target in targets_of(config).values()}
     found = []
@@ -139,14 +139,15 @@ def _linears(entries: Iterable[Entry], config: NetworkConfig) -> list[NamedRows]
 def regroup(
     changes: Mapping[str, Change], named: Iterable[NamedRows], expected: Iterable[NamedRows]
 ) -> dict[str, Change]:
-    """The changes of the linears `wanted`, from those (by name) of the linears `given`.
+    """Convert `changes` of the linears `named` to changes of the linears `expected`.
 
-    A linear that computes some of the rows of another takes these of `up`; one that computes the rows of several has
-    the sum of their ranks, unless they share `down`. Rows that are not given do not change.
+    A linear that computes some of the rows of another takes these rows of `up`; one that computes the rows of several
+    has
+    the sum of their ranks, unless they share `down`. Missing rows do not change.
 
     Raises:
-        UserError: where DoRA's magnitudes of some rows are not given, and where rows are given twice, by the names of
-            two programs: nobody means the sum.
+        UserError: where only some rows have DoRA magnitudes, and where rows are changed twice, under the names of two
+            programs.
     """
     origins: dict[str, list[NamedRows]] = {}
     for linear in named:

@@ -2,12 +2,12 @@
 
 | place                                         | content                                         |
 |-----------------------------------------------|-------------------------------------------------|
-| `adapter_config.json`                         | PEFT's settings, of the tensors in its folder   |
+| `adapter_config.json`                         | PEFT's settings of the tensors in its folder    |
 | `lora_adapter_metadata` of the file's header  | the same, as diffusers writes them              |
 | one of `HEADER_ALPHAS` of the file's header   | alpha alone (kohya's scripts, LightX2V)         |
 | `megadit.json`, or `megadit` of the header    | network, weights and training, which we write   |
 
-It is found in the same way whether the folder or the file itself is named.
+The metadata is found for a path of the folder or of the file.
 """
 
 import math
@@ -24,21 +24,21 @@ from megadit.models.storage.tensor_source import TensorSource
 SETTINGS_FILE = "adapter_config.json"
 FOLDER_TENSORS = "adapter_model.safetensors"
 PIPELINE_TENSORS = "pytorch_lora_weights.safetensors"
-"""diffusers' file name of an adapter in its own folder."""
+"""File name of an adapter in its own folder, as diffusers writes it."""
 HEADER_SETTINGS, HEADER_ORIGIN = "lora_adapter_metadata", "megadit"
 HEADER_ALPHAS = ("lora_alpha", "network_alpha", "ss_network_alpha", "alpha")
-"""Names under which headers say an alpha of all linears, the first that is there."""
+"""Header keys with an alpha of all linears; the first one present is used."""
 ORIGIN_KEYS = ("base", "training", "defaults")
 FORMAT_VERSION = 1
 MOST_BYTES = 1 << 19
-"""Most bytes of settings in a header, which a service reads with every request: some 5,000 linears by their names."""
+"""Maximum bytes of settings in a header, which a service reads with every request: enough for some 5,000 linears."""
 
 
 def settings_of(file: Path, source: TensorSource) -> LoraSettings:
-    """Read the ranks and alphas that accompany the tensors in `file`, as the program that wrote it reads them.
+    """Read the ranks and alphas that belong to the tensors in `file`, as the program that wrote it reads them.
 
     Raises:
-        UserError: for settings that would change what is computed in a way that is not known.
+        UserError: for unsupported settings that would change what is computed.
     """
     settings_file = _settings_of(file)
     header = _of_header(source, HEADER_SETTINGS)
@@ -54,7 +54,7 @@ def settings_of(file: Path, source: TensorSource) -> LoraSettings:
 
 
 def _settings_of(file: Path) -> Path | None:
-    """PEFT's settings of the tensors in `file`: those in its folder, unless another file there is what they are of."""
+    """PEFT's settings of the tensors in `file`, in its folder; None if they belong to another file there."""
     settings_file = file.with_name(SETTINGS_FILE)
     of_another = any(file.with_name(name).is_file() for name in (FOLDER_TENSORS, PIPELINE_TENSORS))
     is_its_own = file.name in (FOLDER_TENSORS, PIPELINE_TENSORS) or not of_another
@@ -75,7 +75,7 @@ def origin_of(file: Path, source: TensorSource) -> dict[str, Any]:
     """Read the metadata that only this package writes: network, weights and training.
 
     Raises:
-        UserError: if it is in no known form, or files in a folder of ours are missing or have another size.
+        UserError: if its form is unknown, or files of our folder are missing or have another size.
     """
     origin = _of_header(source, HEADER_ORIGIN)
     if (manifest := _manifest_of(file)) is not None:
@@ -90,7 +90,7 @@ def origin_of(file: Path, source: TensorSource) -> dict[str, Any]:
 
 
 def _manifest_of(file: Path) -> dict[str, Any] | None:
-    """`megadit.json` beside a file, if it is of the folder of an adapter, not of a bundle that the file lies in."""
+    """`megadit.json` next to a file, if it is that of an adapter's folder, not of a bundle that contains the file."""
     if file.name not in (FOLDER_TENSORS, PIPELINE_TENSORS) or not file.with_name(MANIFEST_FILE).is_file():
         return None
     return read_manifest(file.parent)
@@ -100,16 +100,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """`megadit.json` of an adapter's folder.
 
     Raises:
-        UserError: if it is missing, or something else.
+        UserError: if it is missing, or not an adapter's.
     """
     manifest = read_json(folder / MANIFEST_FILE)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise UserError(f"{folder / MANIFEST_FILE} is not that of an adapter")
+        raise UserError(f"{folder / MANIFEST_FILE} does not belong to an adapter")
     return manifest
 
 
 def _of_header(source: TensorSource, name: str) -> dict[str, Any]:
-    """The JSON object under a name in a file's header, which may have none."""
+    """The JSON object under a key of a file's header; {} without that key."""
     where = f"{name} in the header of {source.label}"
     return _object(parse_json(source.metadata.get(name, "{}"), where, max_bytes=MOST_BYTES), where)
 

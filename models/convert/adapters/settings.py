@@ -1,4 +1,4 @@
-"""PEFT's settings of an adapter, `LoraConfig`: what they say beside the tensors, and what stands there of ours."""
+"""PEFT's settings of an adapter, `LoraConfig`: reading and writing."""
 
 import math
 import re
@@ -17,9 +17,9 @@ _WITHOUT_EFFECT = {
     "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "bias", "loftq_config",
     "eva_config", "lora_bias", "corda_config", "lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size",
 }  # fmt: skip
-"""Settings of PEFT's that are read here, or that the tensors already say; any other changes what is computed."""
+"""Settings of PEFT that are read here, or that the tensors determine; any other would change what is computed."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` with which training took a part out of the base's own weights."""
+"""Prefixes of `init_lora_weights` with which PEFT changed the base's own weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class LoraSettings:
         """Read PEFT's `LoraConfig` of the adapter at `path`.
 
         Raises:
-            UserError: for settings that are no LoRA's, or that change what is computed in a way that is not known.
+            UserError: for settings of other methods, and for unsupported settings that would change what is computed.
         """
         if values.get("peft_type", "LORA") != "LORA":
             raise UserError(f"{path} is a {values['peft_type']}: only LoRA and DoRA are read")
@@ -65,13 +65,13 @@ class LoraSettings:
         return _matched(self.ranks, linear, self.rank)
 
     def alpha_of(self, linear: str, rank: int) -> float | None:
-        """Times 1 / rank it scales; None where nothing is said."""
+        """Numerator of the scale alpha / rank; None if not set."""
         alpha = _matched(self.alphas, linear, self.alpha)
         return alpha * math.sqrt(rank) if alpha is not None and self.is_rank_stabilised else alpha
 
 
 def _number(path: Path, name: str, value: Any, *, least: float | None = None) -> float | None:
-    """None, or a number of at least `least`, where there is none greater than 0."""
+    """None, or a number of at least `least` (without `least`: greater than 0)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and (value == least or 0 < value < math.inf)):
         bound = "greater than 0" if least is None else f"of at least {least:g}"
@@ -91,7 +91,7 @@ def _numbers(path: Path, name: str, values: Any, *, least: float | None = None) 
 
 
 def _matched(pattern: Mapping[str, float], linear: str, default: float | None) -> float | None:
-    """The value of the first name that is that of the linear, or its end; ^ begins a whole name."""
+    """The value of the first pattern that matches the linear's name or its end; ^ anchors the whole name."""
     for key, value in pattern.items():
         if linear == key.removeprefix("^") or linear.endswith(f".{key}"):
             return value
@@ -99,7 +99,7 @@ def _matched(pattern: Mapping[str, float], linear: str, default: float | None) -
 
 
 def lora_config(changes: Mapping[str, Change], *, is_dora: bool, base_model: str | None) -> dict[str, Any]:
-    """PEFT's `LoraConfig` of changes by linear: the usual rank and alpha, and those of the linears that have others."""
+    """PEFT's `LoraConfig` of changes by linear: the most frequent rank and alpha, and the exceptions."""
     ranks = {name: change.rank for name, change in changes.items()}
     alphas = {name: _whole(change.alpha) for name, change in changes.items()}
     (rank, _), (alpha, _) = Counter(ranks.values()).most_common(1)[0], Counter(alphas.values()).most_common(1)[0]
@@ -125,5 +125,5 @@ def lora_config(changes: Mapping[str, Change], *, is_dora: bool, base_model: str
 
 
 def _whole(value: float) -> float:
-    """PEFT's alphas are whole numbers where they can be."""
+    """PEFT's alphas as integers where possible."""
     return int(value) if float(value).is_integer() else value

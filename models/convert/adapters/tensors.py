@@ -1,8 +1,8 @@
-"""The tensors of an adapter's file: which belong to linears of a network, which are left aside, what is wrong.
+"""The tensors of an adapter file: which belong to linears of a network, which are ignored, and problems.
 
-Left aside, as diffusers does, and said: what an adapter adds to norms and to modulations (`diff`, `diff_b`, `diff_m` of
-LightX2V's and CausVid's files), to the bias of a linear that it does not change otherwise, and to how images are read
-where the network reads none.
+Ignored with a report, as in diffusers: changes of norms and modulations (`diff`, `diff_b`, `diff_m` in LightX2V's and
+CausVid's files), of the bias of a linear that is not changed otherwise, and of image embeddings in networks without
+them.
 """
 
 import re
@@ -29,19 +29,19 @@ from megadit.models.storage.tensor_source import TensorSource
 
 MOST_RANK = 4096
 Keys = dict[str, dict[str, str]]
-"""Name of a linear -> which of its factors -> its key in the file."""
+"""Name of a linear -> factor -> key in the file."""
 
 
 _OF_OTHER_LAYERS = re.compile(r"\.diff(_b|_m)?$")
-"""Ends of what an adapter adds to anything but the matrix of a linear."""
+"""Suffixes of changes of other tensors than the matrix of a linear."""
 _OF_IMAGES = re.compile(r"(^|[._])(k_img|v_img|norm_k_img|img_emb|add_[kv]_proj|norm_added_k|image_embedder)([._]|$)")
 """Names of the layers by which Wan's networks read images."""
 _KINDS = {"hada_w1": "a LoHa", "lokr_w1": "a LoKr", "oft_blocks": "an OFT", "lora_mid": "a LoCon of convolutions"}
-"""Part of a key -> what such adapters are called."""
+"""Substring of a key -> unsupported kind of adapter."""
 
 
 def kind_of(source: TensorSource) -> str:
-    """Describe an adapter of an unsupported kind, with a remedy, for messages; "" for others."""
+    """Describe an unsupported kind of adapter, with a remedy, for messages; "" for others."""
     found = {kind for key in source.stored for part, kind in _KINDS.items() if part in key}
     if found:
         return f", for it is {' and '.join(sorted(found))}: only LoRA and DoRA are read; merge it elsewhere"
@@ -53,7 +53,7 @@ def kind_of(source: TensorSource) -> str:
 def keys_of_linears(
     source: TensorSource, linears: Mapping[str, NamedRows], config: NetworkConfig
 ) -> tuple[Keys, list[str]]:
-    """The tensors of the network's linears, and the names of those that are left aside."""
+    """The tensors of the network's linears, and the names of ignored ones."""
     keys: Keys = {}
     for key in source.stored:
         linear, factor = split_key(key) or ("", "")
@@ -100,7 +100,7 @@ def _misshapen(
     shapes, num_rows = {factor: _plain(source.shapes[key]) for factor, key in of.items()}, len(linear.rows_O)
     if DIFFERENCE in of:
         if DOWN in of or shapes[DIFFERENCE] != (num_rows, linear.in_features) or min(shapes[DIFFERENCE]) > MOST_RANK:
-            expected = f"[{num_rows}, {linear.in_features}] without factors of low rank beside it"
+            expected = f"[{num_rows}, {linear.in_features}] without low-rank factors"
             yield f"{of[DIFFERENCE]} {list(shapes[DIFFERENCE])}, not {expected}"
             return
         expected_rank, shapes[DOWN] = None, (min(shapes[DIFFERENCE]),)
@@ -130,7 +130,7 @@ def _misshapen(
 
 
 def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without the sides of a convolution of single pixels."""
+    """The shape without the spatial sides of a 1x1 convolution."""
     return shape[:-2] if len(shape) == 4 and shape[2:] == (1, 1) else shape
 
 
@@ -149,7 +149,7 @@ def read_change(source: TensorSource, name: str, of: Mapping[str, str], settings
     if alpha < 0:
         raise UserError(f"{source.label} has the alpha {alpha:g} for {name}, which must be at least 0")
     scale, bias_scale = f"times {alpha / rank:g} ({said_by})", alpha / rank
-    if alpha == 0:  # it changes nothing; factors of zeros have a scale that others can be compared with
+    if alpha == 0:  # no change: zero factors, so that scales can be compared
         alpha, values[UP] = float(rank), torch.zeros_like(values[UP])
     magnitude_O = values[MAGNITUDE].flatten() if MAGNITUDE in values else None
     bias_O = values.get(BIAS)
@@ -159,7 +159,7 @@ def read_change(source: TensorSource, name: str, of: Mapping[str, str], settings
 
 
 def _factors_of(matrix_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Write a whole matrix as two factors, one of them the identity; its scale is 1."""
+    """Write a whole matrix as two factors, one of them the identity, with scale 1."""
     num_rows, in_features = matrix_OI.shape
     down, up = (matrix_OI, torch.eye(num_rows)) if num_rows <= in_features else (torch.eye(in_features), matrix_OI)
     return {DOWN: down, UP: up, SCALE: torch.ones(())}
@@ -172,4 +172,4 @@ def _alpha_of(values: Mapping[str, torch.Tensor], name: str, settings: LoraSetti
         if factor in values:
             return values[factor].item() * unit, f"{factor} of each linear"
     alpha = settings.alpha_of(name, rank)
-    return (float(rank), "nothing says an alpha, so it is the rank") if alpha is None else (alpha, settings.said_by)
+    return (float(rank), "no alpha is set, so it is the rank") if alpha is None else (alpha, settings.said_by)

@@ -20,7 +20,7 @@ from tests.models.convert.test_adapter_files import (
     their_output,
 )
 
-RANK, UNSAID = 3, "nothing says an alpha, so it is the rank"
+RANK, UNSAID = 3, "no alpha is set, so it is the rank"
 Q = "transformer_blocks.0.attn1.to_q"
 
 

@@ -235,7 +235,7 @@ def test_half_of_a_change_of_biases(theirs, tmp_path):
             r"unexpected: diffusion_model.blocks.9.ffn.0.lora",
         ),
         ({"blocks.0.ffn.0.diff_b": torch.ones(5)}, r"ffn.0.diff_b \[5\], not \[32\]"),
-        ({"blocks.0.ffn.0.diff": torch.ones(32, 128)}, "without factors of low rank beside it"),
+        ({"blocks.0.ffn.0.diff": torch.ones(32, 128)}, "without low-rank factors"),
         (
             {
                 "blocks.0.ffn.net.0.proj.lora_down.weight": torch.ones(3, WAN.hidden_size),

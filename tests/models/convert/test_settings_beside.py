@@ -104,9 +104,9 @@ def test_fields_of_schedulers(kind, name):
             assert f"{field}=" in str(error) and field in scheduler.only
         else:
             assert (found == usual) == (field in scheduler.without_effect), field
-    with pytest.raises(UserError, match="'newer' is no setting of"):
+    with pytest.raises(UserError, match="'newer' is an unknown setting of"):
         scheduler_settings(kind, values | {"newer": 1})
-    with pytest.raises(UserError, match="a LMSDiscreteScheduler is no scheduler .* delete scheduler/"):
+    with pytest.raises(UserError, match="a LMSDiscreteScheduler is not supported .* delete scheduler/"):
         scheduler_settings(kind, values | {"_class_name": "LMSDiscreteScheduler"})
 
 

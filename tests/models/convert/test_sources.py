@@ -187,7 +187,7 @@ def test_positions_that_others_would_read_as_theirs_are_not_written(tmp_path):
         out = tmp_path / write.__name__
         out.mkdir()
         with pytest.raises(
-            UserError, match=r"model\.rope_interpolation=\[1\.0, 2\.0, 2\.0\] has no place in other forms"
+            UserError, match=r"model\.rope_interpolation=\[1\.0, 2\.0, 2\.0\] is not supported by other forms"
         ):
             write(out, dense, tensors, *rest)
         assert not list(out.iterdir())
