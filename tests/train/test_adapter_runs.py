@@ -133,7 +133,7 @@ def run(base, *overrides):
         (["parallel.gradient_accumulation_fusion=true"], "gradients of matrices that train.adapter freezes"),
         (
             ["parallel.pipeline_model_parallel_size=2", "train.adapter.targets=[blocks.1.*]"],
-            "leaves nothing to train in one of the 2 parts",
+            "leaves nothing to train in one of the 2 model chunks",
         ),
         (["parallel.cuda_graph_max_segments=4"], "does not go with"),
     ],

@@ -174,7 +174,9 @@ EFFECTS = {
     "train.loss_scale_window": told("1", *HALF),
     "train.matmul_precision": seen("matmul", "bf16"),
     "train.fp8": told("hybrid", *EIGHT_BITS),
-    "train.fp8_recipe": ends("is TransformerEngine's", "mxfp8", *EIGHT_BITS, "train.fp8=hybrid"),
+    "train.fp8_recipe": ends(
+        "needs parallel.transformer_impl=transformer_engine", "mxfp8", *EIGHT_BITS, "train.fp8=hybrid"
+    ),
     "train.log_interval": seen("printed", "2"),
     "train.num_threads": seen("threads", "2"),
     "train.adapter.rank": told("2", *ADAPTER),
@@ -185,8 +187,8 @@ EFFECTS = {
     "train.base_precision": told("int8", *ADAPTER),
     "train.label_smoothing": told("0.5", *CLASSIFIER),
     "train.contrast_rows": ends("train.contrast_rows=2 is for a softmax over all pairs", "2"),
-    "train.distill.teacher": ends("nowhere is not there", "nowhere", *STUDENT),
-    "train.distill.teacher_adapter": ends("nowhere is not there", "nowhere", *STUDENT, "train.adapter.rank=4"),
+    "train.distill.teacher": ends("nowhere does not exist", "nowhere", *STUDENT),
+    "train.distill.teacher_adapter": ends("nowhere does not exist", "nowhere", *STUDENT, "train.adapter.rank=4"),
     "train.distill.objective": told("consistency", *STUDENT),
     "train.distill.guidance": told("3.0", *STUDENT),
     "train.distill.sigmas": told("[20,3]", *STUDENT),
@@ -266,12 +268,12 @@ EFFECTS = {
     "validation.sampling.eta": seen("videos", "0.0", *VALIDATED),
     "validation.sampling.guidance_interval": seen("videos", "[0.5,2.0]", *GUIDED),
     "validation.sampling.guidance_rescale": seen("videos", "0.7", *GUIDED),
-    "validation.sampling.autoguidance": ends("is a second network", "elsewhere"),
+    "validation.sampling.autoguidance": ends("needs a second network", "elsewhere"),
     "validation.sampling.second_prompt": seen("videos", "a green one", *TWO_PROMPTS),
     "validation.sampling.second_guidance": seen("videos", "50.0", *TWO_PROMPTS),
     "validation.sampling.cache_budget": ends("needs a bundle", "0.1"),
     "validation.sampling.adapter_interval": ends("needs a bundle", "[0.5,2.0]"),
-    "validation.sampling.low_guidance": ends("is for bundles of two networks", "2.0"),
+    "validation.sampling.low_guidance": ends("is for bundles with a high-noise and a low-noise expert", "2.0"),
     "validation.sampling.image_guidance": ends("needs conditioning", "2.0"),
     "validation.evaluate_interval": told("2", *EVALUATED),
     "validation.evaluate_count": told("9", *EVALUATED),
@@ -285,7 +287,7 @@ EFFECTS = {
     "health.watchdog_seconds": seen("files", "0.0"),
     "health.starving_share": seen("printed", "1e-9", "health.starving_share=1.0", "train.train_iters=35"),
     "health.max_refused_share": ends(
-        "has no room for", "0.01", *REAL, "health.max_refused_share=1.0", "data.seq_length=16"
+        "is too small for", "0.01", *REAL, "health.max_refused_share=1.0", "data.seq_length=16"
     ),
     "health.statistics_interval": told("2"),
     "logger.tensorboard": seen("files", "true"),

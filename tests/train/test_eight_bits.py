@@ -119,13 +119,13 @@ def with_fp8(*, model=None, data=None, train=None, **parallel):
     [
         (
             {"transformer_impl": "local", "train": {"fp8_recipe": "mxfp8"}},
-            "fp8_recipe=mxfp8 is TransformerEngine's; .* or train.fp8_recipe=tensorwise",
+            "fp8_recipe=mxfp8 needs parallel.transformer_impl=transformer_engine; .* or train.fp8_recipe=tensorwise",
         ),
         ({"train": {"precision": "fp32"}}, "train.precision=bf16, not fp32"),
         ({"train": {"fp8": "e5m2"}}, "'e5m2' is unknown; .*choose one of none, e4m3, hybrid"),
         ({"train": {"fp8_recipe": "delayed"}}, "'delayed' is unknown; .*choose one of tensorwise, blockwise, mxfp8"),
         ({"data_parallel": "fsdp"}, "data_parallel=fsdp; use distributed_optimizer"),
-        ({"model": {"experts": ExpertConfig(num_experts=4)}}, "does not reach experts"),
+        ({"model": {"experts": ExpertConfig(num_experts=4)}}, "does not support experts"),
         ({"train": {"fp8_recipe": "mxfp8"}}, "hidden_size=48 is not a multiple of 32, .*use 32 or 64"),
         ({"model": {"ffn_hidden_size": 100}}, "ffn_hidden_size=100 is not a multiple of 16, .*use 96 or 112"),
         ({"data": {"seq_length": 104}}, "seq_length=104 is not a multiple of 16, .*use 96 or 112"),

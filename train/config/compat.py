@@ -1,8 +1,8 @@
-"""The names that NeMo and DFM give to the values of a run, in YAML files and `a.b=c` overrides.
+"""Translation of NeMo's and DFM's configuration keys, in YAML files and `a.b=c` overrides.
 
-A key of ours always means itself. Any other key is looked up here, whole or by its section; one that has no counterpart
-stays as it is, to be refused by name. Nothing is dropped in silence: what this package does in one way only
-(`model.qkv_format=thd`) is accepted at that value and refused at any other.
+A key of megadit always means itself. Any other key is looked up here, whole or by its section. A key without a
+counterpart is left unchanged, and later refused by name. Settings that have only one possible value here
+(`model.qkv_format=thd`) are accepted with that value and refused with any other.
 """
 
 import re
@@ -19,7 +19,7 @@ SECTIONS = {
     "optim.config": "optimizer",
     "scheduler": "optimizer",
 }
-"""Their section -> ours, for keys with the same name in both."""
+"""NeMo's or DFM's section -> megadit's, for keys with the same name in both."""
 
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -69,10 +69,10 @@ KEYS = {
     "checkpoint.save": "train.output_dir",
     "logger.log_interval": "train.log_interval",
 }
-"""Their key -> ours, where the names differ."""
+"""NeMo's or DFM's key -> megadit's, where the names differ."""
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
-    # theirs is cond + g (cond - uncond), ours uncond + g (cond - uncond)
+    # NeMo's guidance is cond + g (cond - uncond), megadit's uncond + g (cond - uncond)
     "model.val_generation_guidance": lambda guidance: guidance + 1 if isinstance(guidance, int | float) else guidance,
     "optimizer.use_distributed_optimizer": lambda is_distributed: "distributed_optimizer" if is_distributed else "ddp",
     "optim.config.use_distributed_optimizer": lambda is_distributed: (
@@ -92,13 +92,13 @@ FIXED: dict[str, tuple[Any, str]] = {
     "checkpoint.load_optim": (True, "to start from weights alone, give checkpoint.init_from"),
     "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),
 }
-"""Their key -> its only value that is supported here, and the reason."""
+"""NeMo's or DFM's key -> its only supported value, and the reason."""
 
 STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
 
 
 def translate(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """The same values under our dotted keys; `known` are all of these.
+    """The same values under megadit's dotted keys; `known` are all of them.
 
     Raises:
         UserError: for a value that has no counterpart here, or two names of one key with different values.
@@ -131,15 +131,13 @@ def _without_recompute_method(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _our_key(key: str, known: set[str]) -> str | None:
-    """The key of ours that `key` means; `key` itself where there is none; None for keys with a fixed value."""
+    """Megadit's key that `key` means; `key` itself if there is none; None for keys with a fixed value."""
     if key in known:
         return key
     if key in FIXED:
         return None
     if key in STARTED_BY_TORCHRUN:
-        raise UserError(
-            f"{key} is decided by how the ranks are started: --nproc N, or torchrun --nnodes/--nproc-per-node"
-        )
+        raise UserError(f"{key} is set where the ranks are started: --nproc N, or torchrun --nnodes/--nproc-per-node")
     if KEYS.get(key) in known:
         return KEYS[key]
     for theirs, ours in SECTIONS.items():

@@ -1,4 +1,4 @@
-"""Rules of how a step is computed: layouts, precision, CUDA graphs, and the optimizer that needs whole matrices."""
+"""Rules of how a step is computed: layouts, precision, CUDA graphs, and Muon."""
 
 from operator import attrgetter
 
@@ -34,7 +34,7 @@ COMPUTING: tuple[Rule[Run], ...] = (
         attrgetter("data.seq_length"),
         attrgetter("sizes.sequence_multiple"),
         lambda run: (
-            f"{run.sizes.sequence_multiple}: it is cut over {run.sizes.sequence_multiple} ranks by "
+            f"{run.sizes.sequence_multiple}: it is divided over {run.sizes.sequence_multiple} ranks by "
             "parallel.context_parallel_size and parallel.sequence_parallel"
         ),
     ),
@@ -45,19 +45,19 @@ COMPUTING: tuple[Rule[Run], ...] = (
         packs_in_words,
         when=lambda run: run.world_size is not None,
     ),
-    # eight bits
+    # FP8
     of_fp8(
         lambda run: run.train.fp8_recipe == "tensorwise" or run.has_engine,
-        "with {train.fp8_recipe=} is TransformerEngine's; give parallel.transformer_impl=transformer_engine, too, or "
+        "with {train.fp8_recipe=} needs parallel.transformer_impl=transformer_engine; give that, or "
         "train.fp8_recipe=tensorwise",
     ),
     of_fp8(
         lambda run: run.train.precision == "bf16",
-        "stands beside train.precision=bf16, not {train.precision}; set that",
+        "needs train.precision=bf16, not {train.precision}; set that",
     ),
     of_fp8(
         lambda run: run.parallel.data_parallel != "fsdp" or not run.has_engine,
-        "by TransformerEngine does not go with parallel.data_parallel=fsdp; use distributed_optimizer, or "
+        "by TransformerEngine does not work with parallel.data_parallel=fsdp; use distributed_optimizer, or "
         "parallel.transformer_impl=local",
     ),
     of_fp8(
@@ -66,11 +66,11 @@ COMPUTING: tuple[Rule[Run], ...] = (
     ),
     of_fp8(
         lambda run: not run.has_experts,
-        "does not reach experts, which would stay in bf16; leave it out",
+        "does not support experts; leave it out",
     ),
     of_fp8(
         lambda run: run.model.structure.block != "st_dit" or run.sizes.sequence_multiple == 1,
-        "needs equally many tokens on each of {sizes.sequence_multiple} ranks, which st_dit's attentions change",
+        "needs the same number of tokens on each of {sizes.sequence_multiple} ranks, which st_dit's attentions change",
     ),
     fp8_multiple("model.hidden_size", attrgetter("model.hidden_size"), lambda run: 1),
     fp8_multiple("model.ffn_hidden_size", attrgetter("model.mlp_size"), attrgetter("sizes.tensor")),
@@ -94,30 +94,30 @@ COMPUTING: tuple[Rule[Run], ...] = (
     # fp16
     of_fp16(
         lambda run: run.parallel.data_parallel != "fsdp",
-        "which parameters that parallel.data_parallel=fsdp cuts have none of; use distributed_optimizer",
+        "which parallel.data_parallel=fsdp does not support; use distributed_optimizer",
     ),
     of_fp16(
         lambda run: run.optimizer.optimizer != "muon",
-        "which optimizer.optimizer=muon has none of; use adamw, or train.precision=bf16",
+        "which optimizer.optimizer=muon does not support; use adamw, or train.precision=bf16",
     ),
     of_fp16(
         lambda run: not run.has_experts,
-        "and experts would have one of their own, which may differ; use train.precision=bf16",
+        "and that of experts may differ from that of other parameters; use train.precision=bf16",
     ),
     of_fp16(
         lambda run: not (run.is_student and run.train.distill.has_critic),
-        "and train.distill.objective=distribution_matching would leave out steps of one of two networks; use "
-        "train.precision=bf16",
+        "which skips steps at overflows, and train.distill.objective=distribution_matching cannot skip those of one of "
+        "its two networks; use train.precision=bf16",
     ),
     # CUDA graphs
     of_graphs(
         lambda run: run.sizes.model_parallel_size == 1,
-        "ranks that share a copy of the network: data parallelism alone",
+        "model parallelism: use data parallelism alone",
     ),
     of_graphs(lambda run: run.parallel.data_parallel != "fsdp", "parallel.data_parallel=fsdp: use ddp"),
     of_graphs(
         lambda run: run.parallel.data_parallel != "distributed_optimizer" or not run.parallel.overlap_param_gather,
-        "weights gathered meanwhile: parallel.overlap_param_gather=false",
+        "overlapped weight gathers: parallel.overlap_param_gather=false",
     ),
     of_graphs(lambda run: not run.has_engine, "TransformerEngine: parallel.transformer_impl=local"),
     of_graphs(lambda run: not run.is_fp8, "{train.fp8=}: leave that out"),
@@ -127,30 +127,29 @@ COMPUTING: tuple[Rule[Run], ...] = (
     ),
     of_graphs(
         lambda run: run.parallel.recompute_granularity == "none",
-        "blocks computed again: parallel.recompute_granularity=none",
+        "recomputation: parallel.recompute_granularity=none",
     ),
     of_graphs(lambda run: not run.has_adapter, "train.adapter: leave that out"),
     of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),
-    of_graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
+    of_graphs(lambda run: not run.has_experts, "experts, whose token counts vary"),
     of_graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
-    of_graphs(lambda run: run.model.denoises, "a network that denoises nothing, whose blocks were never recorded"),
+    of_graphs(lambda run: run.model.denoises, "networks that do not denoise"),
     of_graphs(lambda run: run.train.precision == "bf16", "{train.precision=}: train.precision=bf16"),
     of_graphs(
         lambda run: run.model.dim_per_head % 8 == 0 and run.model.dim_per_head <= 256,
-        "heads that the kernel for packs does not take: model.head_dim of 8 n <= 256",
+        "this head size: use a model.head_dim that is a multiple of 8 and at most 256",
     ),
     # Muon
     Rule(
         when=lambda run: run.optimizer.optimizer == "muon",
         needs=lambda run: run.parallel.data_parallel != "fsdp",
-        remedy="optimizer.optimizer=muon needs whole matrices, which parallel.data_parallel=fsdp cuts; use "
+        remedy="optimizer.optimizer=muon needs whole matrices, which parallel.data_parallel=fsdp shards; use "
         "parallel.data_parallel=distributed_optimizer, or optimizer.optimizer=adamw",
     ),
     Rule(
         when=lambda run: run.optimizer.optimizer == "muon",
         needs=lambda run: not run.has_experts,
-        remedy="optimizer.optimizer=muon does not support experts, stacks of matrices on ranks of their own; use "
-        "optimizer.optimizer=adamw",
+        remedy="optimizer.optimizer=muon does not support experts; use optimizer.optimizer=adamw",
     ),
 )
 """Rules of precision, parallelism and kernels, in the order in which they are checked."""

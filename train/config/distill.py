@@ -1,4 +1,4 @@
-"""The part of a run's configuration that makes its network a student of another."""
+"""Configuration section of distillation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,51 +17,51 @@ ObjectiveName = Literal[
     "distribution_matching",
 ]
 AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit")
-"""Objectives that learn at noise levels drawn as those of samples are, not at a list of them."""
+"""Objectives trained at noise levels drawn from `diffusion.noise_levels`, not at a list of them."""
 BY_TANGENT = ("continuous_consistency", "consistency_limit")
 """Objectives that differentiate the student along the teacher's ODE."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillConfig:
-    """Distillation: a student learns from a frozen teacher of the same shape, in place of the samples themselves."""
+    """Distillation: a student learns from a frozen teacher of the same shape."""
 
     teacher: str
-    """A bundle. The student starts from its weights too, unless `checkpoint.init_from` names others."""
+    """Bundle or run of the teacher. The student starts from its weights too, unless `checkpoint.init_from` is set."""
     teacher_adapter: str | None = None
-    """Adapter of the teacher, from which those of student and fake-score network start, too (`train.adapter`)."""
+    """Adapter of the teacher, with which the adapters of student and fake-score network (`train.adapter`) start."""
     objective: ObjectiveName
-    """Target of the student: at every noise level the output of the guided teacher (`guidance`, arXiv 2210.03142), the
-    point that `teacher_steps` of its Euler steps reach (`progressive`, 2202.00512), the end of its ODE (`consistency`,
-    2303.01469, between the levels of a list; `continuous_consistency`, 2410.11081, and `consistency_limit`, at all
-    levels), the video that it made of that noise (`regression`, 2101.02388; of `megadit prepare trajectories`), or, of
-    noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
+    """Distillation method, by the target of the student: `guidance`, the output of the guided teacher (arXiv
+    2210.03142); `progressive`, the result of `teacher_steps` Euler steps of the teacher (2202.00512); `consistency`,
+    the end of the teacher's ODE, between the levels of `sigmas` (2303.01469); `continuous_consistency` (2410.11081)
+    and `consistency_limit`, the same at all levels; `regression`, the teacher's video for the same noise (2101.02388;
+    data of `megadit prepare trajectories`); `distribution_matching`, videos distributed as the teacher's (DMD2,
+    2405.14867)."""
     guidance: float = setting(1.0, low=1)
-    """Scale of the teacher's classifier-free guidance; 1 is a single pass, as for a guidance-distilled teacher. For a
-    student with `model.guidance_embedding_range` a scale is drawn evenly from that instead."""
+    """Classifier-free guidance scale of the teacher; 1: no guidance, or a guidance-distilled teacher. For a student
+    with `model.guidance_embedding_range`, scales are drawn uniformly from that range instead."""
     sigmas: tuple[float, ...] = setting((), above=0)
-    """Decreasing noise levels, without the final 0: those of the student's sampling steps, and of `consistency` those
-    between which its teacher steps; empty for objectives at all levels."""
+    """Decreasing noise levels, without the final 0: those of the student's sampling steps, or for `consistency` those
+    between which the teacher steps. Empty for objectives at all levels."""
     teacher_steps: int = setting(2, low=1)
-    """Euler steps of the teacher in one of the student's (`progressive`)."""
+    """Euler steps of the teacher per step of the student (`progressive`)."""
     tangent_warmup: int = setting(1000, low=0)
-    """Steps in which the tangent through the student comes in, in place of its difference from the teacher
-    (`continuous_consistency`; 2410.11081, section 4, where it is 10,000)."""
+    """Warm-up steps over which the student's tangent replaces its difference from the teacher in the target
+    (`continuous_consistency`; arXiv 2410.11081, section 4, uses 10,000)."""
     critic_lr: float | None = setting(None, above=0)
     """Learning rate of the fake-score network, which learns the distribution of the student's videos
-    (`distribution_matching`); None is twice `optimizer.lr`."""
+    (`distribution_matching`); None: twice `optimizer.lr`."""
     critic_updates: int = setting(2, low=1)
-    """Updates of the fake-score network before each one of the student (2405.14867, section 4.2: two time scales)."""
-
+    """Updates of the fake-score network before each update of the student (arXiv 2405.14867, section 4.2)."""
     adversarial_weight: float = setting(0.0, low=0)
-    """Weight of the adversarial loss (`distribution_matching`; 2405.14867, section 4.3), both in the critic's loss,
-    whose head learns to tell real samples from generated ones, and in the student's; 0: no head."""
+    """Weight of the adversarial loss (`distribution_matching`; arXiv 2405.14867, section 4.3) for the critic, whose
+    discriminator head learns to tell real from generated samples, and for the student; 0: no such head."""
 
     def __post_init__(self) -> None:
         check_settings(self, "train.distill.")
 
     def is_at(self, place: str | None) -> bool:
-        """Whether the teacher's weights are those of `place`; None is nothing else."""
+        """Whether the teacher's weights are those of `place` (None: yes)."""
         return place is None or Path(place).resolve() == Path(self.teacher).resolve()
 
     @property
@@ -74,26 +74,25 @@ class DistillConfig:
 
     @property
     def needs_tangent(self) -> bool:
-        """The student is differentiated along the teacher's ODE."""
+        """Whether the student is differentiated along the teacher's ODE."""
         return self.objective in BY_TANGENT
 
     @property
     def is_regression(self) -> bool:
-        """Whether it learns from pairs of noise and the teacher's video, in place of samples."""
+        """Whether the student learns from pairs of noise and the teacher's video, in place of samples."""
         return self.objective == "regression"
 
     def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
-        """Whether guidance takes two passes of the teacher: not if it is guidance-distilled. `teacher=None`:
-        unknown."""
+        """Whether guidance takes two forward passes of the teacher (not if it is guidance-distilled; None: unknown)."""
         has_guidance_embedding = teacher is not None and teacher.guidance_embedding_range is not None
         return not has_guidance_embedding and (self.guidance != 1 or student.guidance_embedding_range is not None)
 
     def forwards(self, is_guided: bool) -> float:
-        """Forward passes per step besides the student's own forward and backward, a mean over the random draws; with
-        those of the critic's updates, whose backward counts as two. `is_guided`: the teacher takes two passes."""
+        """Mean forward passes per step in addition to the student's forward and backward, including those of the
+        critic's updates, whose backward counts as two. `is_guided`: the teacher takes two passes."""
         of_teacher = 2 if is_guided else 1
-        variant = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
-        head = 1.5 if self.has_adversary else 0  # through half of the critic, and back
+        variant = (len(self.sigmas) - 1) / 2  # mean sampling steps of the student before the one that is trained
+        head = 1.5 if self.has_adversary else 0  # forward and backward through half of the critic
         return {
             "guidance": of_teacher,
             "progressive": of_teacher * self.teacher_steps,

@@ -1,4 +1,4 @@
-"""Facts that a run's rules need: its configuration, the ranks it has, this machine, its data set."""
+"""Facts that the rules of a run need: its configuration, ranks, machine and data set."""
 
 import math
 from contextlib import suppress
@@ -30,12 +30,12 @@ class TooLong(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A configuration, and what is known of where it runs; its sections are attributes (`run.optimizer.lr`)."""
+    """A configuration and known facts about ranks, machine and data; its sections are attributes (`run.train`)."""
 
     config: Any
     """The `RunConfig`."""
     world_size: int | None = None
-    """Ranks; None: not known yet."""
+    """Number of ranks; None: not known yet."""
     starts_here: bool = False
     """Whether the run is about to start on this machine."""
     reads_data: bool = False
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def division(self) -> Division:
-        """Over the smallest number of ranks while theirs is not known."""
+        """Division of the ranks; of the smallest possible number of them while it is not known."""
         ranks = self.sizes.smallest_world if self.world_size is None else self.world_size
         return Division(self.sizes, self.model, ranks)
 
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def adapted_chunks(self) -> tuple[bool, ...]:
-        """Whether each part of the network has a linear that `train.adapter.targets` names."""
+        """Whether each model chunk has a linear that `train.adapter.targets` names."""
         from megadit.models.lora.adapters import chosen_targets
 
         paths = [target.linear.split(".") for target in chosen_targets(self.model, self.train.adapter.targets).values()]
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def set_sampling(self) -> dict[str, Any]:
-        """The settings of `validation.sampling` that are not left to the data set."""
+        """The settings of `validation.sampling` that are set (not None)."""
         return {name: value for name, value in asdict(self.validation.sampling).items() if value is not None}
 
     @property
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def damaged_shards(self) -> dict[Path, list[str]]:
-        """Folders of the data set, or of those that are blended, with what is wrong with the sizes of their shards."""
+        """Folders of the data set, or of blended data sets, with descriptions of shards of the wrong size."""
         from megadit.train.dataset.dataset_info import folders_of
 
         folders = folders_of(self.data.path) if self.data.path else []
@@ -138,7 +138,7 @@ class Run:
         kept = self.data.max_frames or math.inf
         tokens = []
         for frames, height, width in self.dataset.latent_shapes:
-            with suppress(UserError):  # a size that the network cannot take is told by who reads the sample
+            with suppress(UserError):  # the reader of the sample reports a size that the network cannot take
                 tokens.append(math.prod(self.model.sample_grid(int(min(frames, kept)), height, width)))
         beyond = sum(number > self.data.seq_length for number in tokens)
         return TooLong(beyond / max(1, len(tokens)), max(tokens, default=0), len(tokens))
@@ -150,13 +150,13 @@ class Run:
 
     @property
     def frame_conditionings(self) -> list[str]:
-        """Modes of `data.conditioning` whose frames are encoded as images."""
+        """Modes of `data.conditioning` that need frames encoded as images."""
         modes = [text.partition(":")[0] for text in self.data.conditioning]
         return [use for use in modes if use in ("last_frame", "keyframes")]
 
     @property
     def is_blend(self) -> bool:
-        """Whether `data.path` blends data sets, of which some may have what others lack."""
+        """Whether `data.path` is a YAML file that blends data sets."""
         return str(self.data.path).endswith((".yaml", ".yml"))
 
     @property
@@ -168,21 +168,21 @@ class Run:
 
     @property
     def num_labels(self) -> int:
-        """Classes that the data set knows; 0 where its texts are no labels."""
+        """Number of classes of the data set; 0 if its texts are no labels."""
         from megadit.models.text_encoders import load_text_encoder
 
         return len(getattr(load_text_encoder(self.dataset.text_encoder_folder), "names", ()))
 
     @property
     def num_words(self) -> int:
-        """Tokens that texts of the data set are made of; 0 where they are features."""
+        """Vocabulary size of the data set's text tokens; 0 if its texts are stored as features."""
         from megadit.models.text_encoders import load_text_encoder
 
         return getattr(load_text_encoder(self.dataset.text_encoder_folder), "num_words", 0)
 
     @property
     def longest_text(self) -> int:
-        """Tokens that a text of the data set may have; 0 where it is a label."""
+        """Maximum tokens of a text of the data set; 0 if texts are labels."""
         from megadit.models.text_encoders import load_text_encoder
 
         return getattr(load_text_encoder(self.dataset.text_encoder_folder), "max_length", 0)
@@ -191,7 +191,7 @@ class Run:
 
     @property
     def extensions(self) -> ModuleType:
-        """Capabilities of this machine's GPUs and libraries; imports torch, which other rules do without."""
+        """Module that reports capabilities of GPUs and libraries; it imports torch, which other rules do not need."""
         from megadit.models.megatron import extensions
 
         return extensions

@@ -1,4 +1,4 @@
-"""Rules of learning: samples, conditioning, the kind of network, its optimizer, adapters and distillation."""
+"""Rules of data, conditioning, noise levels, optimizer, kinds of networks, adapters and distillation."""
 
 from operator import attrgetter
 
@@ -52,7 +52,7 @@ LEARNING: tuple[Rule[Run], ...] = (
     ),
     Rule(
         needs=lambda run: len(set(run.ema.sigma_rels)) == len(run.ema.sigma_rels),
-        remedy="{ema.sigma_rels=} names one profile twice",
+        remedy="{ema.sigma_rels=} lists one profile twice",
     ),
     # noise levels
     Rule(
@@ -60,10 +60,9 @@ LEARNING: tuple[Rule[Run], ...] = (
         needs=lambda run: run.diffusion.p_std <= MOST_MODE,
         remedy="{diffusion.p_std=} is the scale of diffusion.noise_levels=mode, at most "
         + str(MOST_MODE)
-        + ": beyond, "
-        "two draws would give one noise level",
+        + ": beyond it, two draws would give the same noise level",
     ),
-    # what is given
+    # conditioning
     accepted_by(check_kinds, when=lambda run: bool(run.data.conditioning)),
     Rule(
         when=lambda run: bool(run.data.conditioning),
@@ -72,15 +71,15 @@ LEARNING: tuple[Rule[Run], ...] = (
     ),
     Rule(
         needs=lambda run: run.model.conditioning.is_among and run.model.image_size is None,
-        remedy="{model.conditioning_mode=} {model.image_size=} cannot be trained here: no data set holds such "
-        "conditioning, latents as extra channels or features of an image; convert and sample it",
+        remedy="{model.conditioning_mode=} {model.image_size=} cannot be trained here: data sets hold no conditioning "
+        "latents as extra channels and no image features; such networks can be converted and sampled",
     ),
     Rule(
         needs=lambda run: min(run.data.conditioning_dropout) >= 0 and sum(run.data.conditioning_dropout) < 1,
-        remedy="{data.conditioning_dropout=} must be three shares of samples, from 0 and less than 1 together: those "
-        "without conditioning, without text, and without both",
+        remedy="{data.conditioning_dropout=} must be three fractions of samples (without conditioning, without text, "
+        "without both), each 0 or more, and together less than 1",
     ),
-    # what denoises nothing
+    # networks that do not denoise
     Rule(
         when=lambda run: run.model.task != "classify",
         needs=lambda run: run.train.label_smoothing == 0,
@@ -102,8 +101,8 @@ LEARNING: tuple[Rule[Run], ...] = (
     ),
     of_embedding(
         lambda run: run.sizes.context == 1,
-        "{parallel.context_parallel_size=} would leave a sample's class token to one rank; use tensor, sequence or "
-        "pipeline parallelism, or fsdp",
+        "{parallel.context_parallel_size=} would divide a sample's tokens from its class token; use tensor, sequence "
+        "or pipeline parallelism, or fsdp",
     ),
     of_embedding(
         lambda run: not (run.is_student or run.has_adapter or run.diffusion.learned_uncertainty),
@@ -111,7 +110,7 @@ LEARNING: tuple[Rule[Run], ...] = (
     ),
     of_embedding(
         lambda run: run.validation.evaluate_interval == 0,
-        "{validation.evaluate_interval=} evaluates videos, of which {model.family} makes none; leave it out",
+        "{validation.evaluate_interval=} evaluates videos, which {model.family} does not generate; leave it out",
     ),
     # two towers
     multiple_of(
@@ -125,7 +124,7 @@ LEARNING: tuple[Rule[Run], ...] = (
         "data.text_seq_length",
         attrgetter("data.text_seq_length"),
         attrgetter("sizes.sequence_multiple"),
-        lambda run: f"{run.sizes.sequence_multiple}: parallel.sequence_parallel cuts the tokens of the text tower",
+        lambda run: f"{run.sizes.sequence_multiple}: parallel.sequence_parallel divides the tokens of the text tower",
         when=lambda run: run.model.task == "match",
     ),
     Rule(
@@ -145,54 +144,54 @@ LEARNING: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.has_adapter and run.sizes.num_chunks > 1,
         needs=lambda run: all(run.adapted_chunks),
-        remedy="{train.adapter.targets=} leaves nothing to train in one of the {sizes.num_chunks} parts of the network "
-        "that pipeline stages hold; name linears of blocks in each, or take fewer stages",
+        remedy="{train.adapter.targets=} leaves nothing to train in one of the {sizes.num_chunks} model chunks of the "
+        "pipeline stages; name linears of blocks in each, or use fewer stages",
     ),
-    of_int8_base(attrgetter("has_adapter"), "is of the weights beside an adapter; give train.adapter.rank, too"),
+    of_int8_base(attrgetter("has_adapter"), "is for the frozen base of an adapter; give train.adapter.rank, too"),
     of_int8_base(
         lambda run: run.parallel.data_parallel != "fsdp",
-        "does not go with parallel.data_parallel=fsdp, which divides the base among ranks; use distributed_optimizer",
+        "does not work with parallel.data_parallel=fsdp, which shards the base; use distributed_optimizer",
     ),
     of_int8_base(
         lambda run: not run.has_engine and not run.is_fp8,
-        "holds linears of its own; leave parallel.transformer_impl at local, and train.fp8 out",
+        "has linears of its own; leave parallel.transformer_impl at local, and train.fp8 out",
     ),
-    # a student
+    # distillation
     Rule(
         when=attrgetter("is_student"),
         needs=lambda run: run.sizes.num_chunks == 1,
-        remedy="train.distill calls whole networks in turn, and pipeline stages hold parts of them; use "
-        "parallel.pipeline_model_parallel_size=1, and tensor or context parallelism or fsdp",
+        remedy="train.distill does not support pipeline parallelism; use parallel.pipeline_model_parallel_size=1, and "
+        "tensor or context parallelism or fsdp",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.objective != "continuous_consistency",
         needs=lambda run: not run.diffusion.learned_uncertainty,
-        remedy="diffusion.learned_uncertainty=true weights a loss of samples that train.distill does not have "
+        remedy="diffusion.learned_uncertainty=true weights the denoising loss, which train.distill does not use "
         "(except objective=continuous_consistency); leave it out",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.needs_tangent,
         needs=lambda run: not run.has_engine and not run.is_fp8 and run.train.base_precision == "same",
-        remedy="{train.distill.objective=} needs forward-mode differentiation, which products of TransformerEngine or "
-        "in eight bits do not support; leave parallel.transformer_impl, train.fp8 and train.base_precision out",
+        remedy="{train.distill.objective=} needs forward-mode differentiation, which TransformerEngine, FP8 and int8 "
+        "products do not support; leave parallel.transformer_impl, train.fp8 and train.base_precision out",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.teacher_adapter is not None,
         needs=lambda run: run.has_adapter and run.config.has_one_base,
-        remedy="{train.distill.teacher_adapter=} is where train.adapter starts from, on the teacher's weights: give "
-        "train.adapter, and leave out checkpoint.init_from; or merge it: megadit bundle TEACHER OUT --merge ADAPTER",
+        remedy="{train.distill.teacher_adapter=} initializes train.adapter, on the teacher's weights: give "
+        "train.adapter and leave out checkpoint.init_from; or merge it: megadit bundle TEACHER OUT --merge ADAPTER",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.objective not in AT_ALL_LEVELS,
         needs=lambda run: run.train.distill.sigmas,
-        remedy="{train.distill.objective=} needs the noise levels of the student's calls: "
+        remedy="{train.distill.objective=} needs the noise levels of the student's sampling steps: "
         "train.distill.sigmas=[80,6,1.3,0.3]",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.is_regression,
         needs=lambda run: not run.data.conditioning and run.data.encode != "on_the_fly",
-        remedy="{train.distill.objective=} learns what the teacher made of noise and text alone: leave out "
-        "data.conditioning, and give latents (`megadit prepare trajectories`)",
+        remedy="{train.distill.objective=} learns videos that the teacher generated from noise and text alone: leave "
+        "out data.conditioning, and use latents (`megadit prepare trajectories`)",
     ),
     Rule(
         when=lambda run: run.is_student and run.model.guidance_embedding_range is not None,
@@ -203,26 +202,26 @@ LEARNING: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.is_student and run.model.guidance_embedding_range is not None,
         needs=lambda run: not run.train.distill.is_regression,
-        remedy="{train.distill.objective=} learns from videos made at one guidance scale, and "
-        "{model.guidance_embedding_range=} asks for others; leave that out, or choose another objective",
+        remedy="{train.distill.objective=} learns from videos of one guidance scale, and "
+        "{model.guidance_embedding_range=} needs many; leave that out, or choose another objective",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.has_adversary,
         needs=lambda run: run.train.distill.has_critic,
-        remedy="{train.distill.adversarial_weight=} is for a critic's head, which only "
+        remedy="{train.distill.adversarial_weight=} needs a critic, which only "
         "train.distill.objective=distribution_matching has; leave it out",
     ),
     Rule(
         when=lambda run: run.is_student and run.train.distill.has_adversary and run.has_experts,
         needs=lambda run: run.model.experts.routing == "expert_choice",
-        remedy="{train.distill.adversarial_weight=} takes gradients through the critic, whose experts would add "
-        "that of their balance loss; use model.experts.routing=expert_choice, or leave it out",
+        remedy="{train.distill.adversarial_weight=} takes gradients through the critic, to which the balance loss of "
+        "its experts would be added; use model.experts.routing=expert_choice, or leave it out",
     ),
     accepted_by(check_student_sigmas, where="train.distill.", when=attrgetter("is_student")),
     Rule(
         when=lambda run: run.is_student and run.train.distill.objective == "distribution_matching",
         needs=lambda run: run.health.on_not_finite == "stop" and run.health.on_spike is None,
-        remedy="{train.distill.objective=} updates two networks in a step, and cannot leave out that of one: use "
+        remedy="{train.distill.objective=} updates two networks in a step, and cannot skip the update of one: use "
         "health.on_not_finite=stop and no health.on_spike",
     ),
 )

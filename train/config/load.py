@@ -1,4 +1,4 @@
-"""Recipe, data set, YAML file, `a.b=c`: the later wins, and only keys that exist are accepted."""
+"""Configuration of a run from recipe, data set, YAML file and `a.b=c` overrides; later ones take precedence."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ from megadit.train.recipes import load_recipe
 Config = TypeVar("Config")
 
 _LOOKED_UP = re.compile(r"\$\{[^{}]*:")
-"""OmegaConf's resolvers, such as ${oc.env:NAME}, which do not refer to a key."""
+"""OmegaConf's resolvers, such as ${oc.env:NAME}, which read values from outside the file."""
 
 OTHER_WORDS = {
     **dict.fromkeys(("learning_rate", "max_lr", "base_lr"), "optimizer.lr"),
@@ -31,7 +31,7 @@ OTHER_WORDS = {
     "max_steps": "train.train_iters",
     "max_grad_norm": "optimizer.clip_grad",
 }
-"""Last part of a key that people write -> the key that they mean, which may be spelled quite otherwise."""
+"""Last part of a common but unknown key -> the key to suggest."""
 
 
 def resolve_config(
@@ -40,9 +40,9 @@ def resolve_config(
     config_file: str | Path | None = None,
     overrides: list[str] | None = None,
 ) -> RunConfig:
-    """The run that a command line stands for: recipe < data set < `config_file` < `overrides` (each `a.b=c`).
+    """The configuration of a command line: recipe < data set < `config_file` < `overrides` (each `a.b=c`).
 
-    What a network has to share with its data set (`facts.OF_DATASET`) is taken from there unless it is set.
+    Settings that a network must share with its data set (`facts.OF_DATASET`) are read from the data set unless set.
     The file may name its recipe itself under the key `recipe`, as the config.yaml of every run does. Keys may be those
     of NeMo and DFM (see `compat`).
 
@@ -64,7 +64,7 @@ def resolve_config(
 
 
 def change(config: Config, *, config_file: str | Path | None = None, overrides: list[str] | None = None) -> Config:
-    """`config` (any of our dataclasses) < `config_file` < `overrides`, under the same rules as a run.
+    """`config` (any configuration dataclass) < `config_file` < `overrides`, under the same rules as a run.
 
     Raises:
         UserError: as `resolve_config`.
@@ -91,10 +91,10 @@ def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Con
 
 
 def _with_one_length(values: dict[str, Any]) -> dict[str, Any]:
-    """Steps set aside the epochs that were asked for before, as a later value does.
+    """`values` where `train.train_iters`, if set, replaces an earlier `train.max_epochs`.
 
     Raises:
-        UserError: where both are asked for at once.
+        UserError: if both are set at once.
     """
     train = values.get("train")
     if not isinstance(train, dict) or train.get("train_iters") is None:
@@ -114,7 +114,7 @@ def named_recipe(config_file: str | Path) -> str | None:
 
 
 def _from_base(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the network of the bundle that is an adapter's base: the adapter's network has the same shape."""
+    """Network settings of the bundle that is an adapter's base, whose shape the run's network must have."""
     path = asked.get("checkpoint.init_from", config.checkpoint.init_from)
     has_adapter = config.train.adapter is not None or any(key.startswith("train.adapter.") for key in asked)
     file = Path(str(path), "transformer", "config.json")
@@ -126,7 +126,7 @@ def _from_base(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_dataset(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the network that the data set decides, where those of `config` do not fit it already."""
+    """Network settings that the data set determines, as far as they differ from `config`."""
     path = asked.get("data.path", config.data.path)
     if path is None or asked.get("data.mock", config.data.mock):
         return {}
@@ -134,7 +134,7 @@ def _from_dataset(config: RunConfig, asked: dict[str, Any]) -> dict[str, Any]:
 
     try:
         info = DatasetInfo.read(path)
-    except (UserError, TypeError):  # told when the samples are asked for
+    except (UserError, TypeError):  # reported when the samples are read
         return {}
     facts = {setting: getattr(info, fact) for setting, fact in OF_DATASET.items()}
     return {setting: fact for setting, fact in facts.items() if not agree(getattr(config.model, setting), fact)}
@@ -155,7 +155,7 @@ def load_config(path: str | Path) -> RunConfig:
     Raises:
         UserError: if the file is missing, broken or incomplete.
     """
-    # whoever wrote the checkpoint wrote this: nothing in it is looked up elsewhere, as OmegaConf would ${oc.env:NAME}
+    # the file may come from anybody: plain YAML, because OmegaConf would resolve ${oc.env:NAME}
     try:
         values = parse_yaml(Path(path).read_bytes(), str(path))
     except OSError as error:
@@ -188,7 +188,7 @@ def config_keys(config_class: type = RunConfig, prefix: str = "") -> list[str]:
 
 
 def _named_by_the_user(config_class: type) -> list[str]:
-    """Fields that map names of the user's own to sections."""
+    """Fields that map user-chosen names to sections."""
     return [name for name, hint in get_type_hints(config_class).items() if get_origin(hint) is dict]
 
 
@@ -210,9 +210,7 @@ def _read_optional(path: str | Path | None) -> DictConfig:
 def _read_yaml(path: str | Path) -> DictConfig:
     if not Path(path).is_file():
         shipped = Path(__file__).parents[1] / "conf" / Path(path).name
-        hint = (
-            f"megadit has one of this name to copy: {shipped}" if shipped.is_file() else "give the path of a YAML file"
-        )
+        hint = f"megadit ships one of this name: {shipped}" if shipped.is_file() else "give the path of a YAML file"
         raise UserError(f"config file {path} does not exist; {hint}")
     try:
         config = OmegaConf.load(path)
@@ -223,8 +221,8 @@ def _read_yaml(path: str | Path) -> DictConfig:
     for key, value in _flatten(OmegaConf.to_container(config)).items():
         if _LOOKED_UP.search(str(value)):  # it may be the config.yaml of somebody else's run
             raise UserError(
-                f"{path}: {key}={value} refers to something outside of the file, which may refer to its own keys "
-                f"alone; give {key}=VALUE on the command line"
+                f"{path}: {key}={value} refers to something outside the file, and only references to its own keys are "
+                f"allowed; give {key}=VALUE on the command line"
             )
     return config
 
@@ -247,7 +245,7 @@ def _in_our_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; an empty mapping says nothing."""
+    """{"a": {"b": 1}} as {"a.b": 1}; empty mappings are dropped."""
     flat = {}
     for key, value in values.items():
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -272,7 +270,7 @@ def _merge(base: DictConfig, update: DictConfig, root: type) -> DictConfig:
     try:
         return OmegaConf.merge(base, update)
     except ConfigKeyError as error:
-        unknown = error.full_key  # the section where it stops being known; the user wrote a whole key
+        unknown = error.full_key  # only up to the first unknown section
         whole = next(key for key in _flatten(OmegaConf.to_container(update)) if f"{key}.".startswith(f"{unknown}."))
         raise _unknown_key(whole, root) from error
     except OmegaConfBaseException as error:  # the only one left: a single value in place of a list
@@ -290,9 +288,9 @@ def _unknown_key(key: str, root: type) -> UserError:
 
 
 def _build(config_class: type, values: Any, path: str, root: type) -> Any:
-    """An instance of the dataclass from a mapping, every value checked against the annotation of its field.
+    """Build a dataclass from a mapping; every value is checked against the annotation of its field.
 
-    `path` leads to it from an instance of `root`.
+    `path` is its dotted path within `root`.
     """
     if not isinstance(values, dict):
         raise UserError(f"{path} holds several keys and cannot be set to {values!r}; set one of them, as {path}.key=")

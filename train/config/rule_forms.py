@@ -12,13 +12,13 @@ from megadit.models.shared.shards import partly_copied
 from megadit.train.config.facts import Run, agree
 
 SINGLE_IMAGE = SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=1, width=1, fps=1.0)
-"""Stands for the sizes that `validation.sampling` leaves to the data set."""
+"""Placeholder for the sizes that `validation.sampling` takes from the data set."""
 FP8_MULTIPLE = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-"""`train.fp8_recipe` -> what rows and columns of every matrix are a multiple of, on each rank."""
+"""`train.fp8_recipe` -> required multiple of the rows and columns of every matrix on each rank."""
 MOST_MODE = 1.75
-"""2 / (pi - 2) = 1.7519 is where t stops to fall with u (arXiv 2403.03206, eq. 20)."""
+"""Largest scale s of `mode`: beyond 2 / (pi - 2) = 1.7519, t no longer decreases with u (arXiv 2403.03206, eq. 20)."""
 WEIGHTS_IN = ("megadit.json", "checkpoints", "state.json")
-"""One of these lies in a bundle, the folder of a run, and a checkpoint."""
+"""Files of which a bundle, the folder of a run, and a checkpoint each have one."""
 
 Condition = Callable[[Run], Any]
 
@@ -27,7 +27,7 @@ Condition = Callable[[Run], Any]
 
 
 def multiple_of(name: str, value: Condition, of: Condition, words: Condition, when: Condition = always) -> Rule[Run]:
-    """`value(run)`, which messages call `name`, is a multiple of `of(run)`; `words(run)` says of what, and why."""
+    """Rule that `value(run)`, called `name` in messages, is a multiple of `of(run)`; `words(run)` describes `of`."""
     return Rule(
         when=when,
         needs=lambda run: value(run) % of(run) == 0,
@@ -38,7 +38,7 @@ def multiple_of(name: str, value: Condition, of: Condition, words: Condition, wh
 
 
 def of_layout(rule: Rule[Division]) -> Rule[Run]:
-    """A rule of a division of ranks, as a rule of a run."""
+    """Convert a rule of a `Division` of ranks to a rule of a run."""
     return Rule(
         when=lambda run: rule.when(run.division),
         needs=lambda run: rule.needs(run.division),
@@ -47,7 +47,7 @@ def of_layout(rule: Rule[Division]) -> Rule[Run]:
 
 
 def of_embedding(needs: Condition, remedy: str) -> Rule[Run]:
-    """Rule for networks without denoising."""
+    """Rule for networks that do not denoise (classifiers, CLIP)."""
     return Rule(when=lambda run: not run.model.denoises, needs=needs, remedy=remedy)
 
 
@@ -62,7 +62,7 @@ def of_int8_base(needs: Condition, words: str) -> Rule[Run]:
 
 
 def of_fp16(needs: Condition, words: str) -> Rule[Run]:
-    """Megatron's loss scaler, without which fp16 loses small gradients, is beside one AdamW for all parameters."""
+    """Rule for fp16, whose loss scaler (Megatron's) needs a single AdamW for all parameters."""
     return Rule(
         when=lambda run: run.train.precision == "fp16",
         needs=needs,
@@ -71,7 +71,7 @@ def of_fp16(needs: Condition, words: str) -> Rule[Run]:
 
 
 def fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition = always) -> Rule[Run]:
-    """A side of a matrix of the blocks, or the tokens it meets: divided over `ranks(run)`, kernels can take it."""
+    """Rule that a matrix dimension of the blocks, or a token count, divided over `ranks(run)`, suits FP8 kernels."""
 
     def factor(run: Run) -> int:
         return FP8_MULTIPLE[run.train.fp8_recipe] * ranks(run)
@@ -89,7 +89,7 @@ def fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition 
 
 
 def of_graphs(needs: Condition, hindrance: str) -> Rule[Run]:
-    """CUDA graphs replay blocks, which must be the same in every step."""
+    """Rule for CUDA graphs, whose replayed blocks must be the same in every step."""
     return Rule(
         when=lambda run: run.parallel.cuda_graph_max_segments is not None,
         needs=needs,
@@ -112,7 +112,7 @@ def fits_dataset(setting: str, fact: str) -> Rule[Run]:
 def packs_in_words(run: Run) -> str:
     ranks = f"{run.data_parallel_size} data-parallel ranks"
     if run.sizes.virtual_pipeline > 1:
-        ranks += f" x {run.sizes.pipeline} stages, which take parts in turn"
+        ranks += f" x {run.sizes.pipeline} interleaved pipeline stages"
     return f"{run.packs_at_a_time} (data.micro_batch_size={run.data.micro_batch_size} x {ranks})"
 
 
@@ -139,9 +139,10 @@ def damage_in_words(run: Run) -> str:
 def too_long_in_words(run: Run) -> str:
     found = run.too_long
     return (
-        f"data.seq_length={run.data.seq_length} has no room for {found.share:.0%} of the samples of {run.dataset.root} "
-        f"({found.looked_at:,} looked at), which have up to {found.most:,} tokens: set data.seq_length={found.most}, "
-        "or data.max_frames to cut clips, or health.max_refused_share=1 to train on the rest"
+        f"data.seq_length={run.data.seq_length} is too small for {found.share:.0%} of the samples of "
+        f"{run.dataset.root} ({found.looked_at:,} checked), which have up to {found.most:,} tokens: set "
+        f"data.seq_length={found.most}, or data.max_frames to cut clips, or health.max_refused_share=1 to train on the "
+        "rest"
     )
 
 
@@ -158,27 +159,27 @@ def check_continues(run: Run) -> None:
 
 
 def check_targets(run: Run) -> None:
-    """Raises UserError for a pattern of `train.adapter.targets` that names no linear of the network."""
+    """Raises UserError for a pattern of `train.adapter.targets` that matches no linear of the network."""
     from megadit.models.lora.adapters import chosen_targets
 
     chosen_targets(run.model, run.train.adapter.targets)
 
 
 def check_kinds(run: Run) -> None:
-    """Raises UserError for a use of `data.conditioning` that does not exist, or shares that cannot be."""
+    """Raises UserError for an unknown mode of `data.conditioning`, or invalid fractions."""
     from megadit.train.data.packs.conditioning import parse_kinds
 
     parse_kinds(run.data.conditioning)
 
 
 def check_sampling(run: Run) -> None:
-    """Raises UserError for a sampler or schedule that does not exist, settings that exclude each other, or guidance
-    outside the network's range."""
+    """Raises UserError for an unknown sampler or schedule, settings that exclude each other, or guidance outside the
+    network's range."""
     check_guidance(resolve(SINGLE_IMAGE, **run.set_sampling), run.model.guidance_embedding_range)
 
 
 def check_schedule(run: Run) -> None:
-    """Raises UserError for noise levels that no sampler can take."""
+    """Raises UserError for invalid noise levels of sampling."""
     from megadit.infer.sampling.schedules import settings_sigmas
 
     settings_sigmas(resolve(SINGLE_IMAGE, **run.set_sampling))

@@ -1,8 +1,8 @@
-"""All rules that settings of a run must satisfy together: condition, requirement, and remedy of a breach.
+"""Rules across the settings of a run: a condition, a requirement, and a remedy if it is not met.
 
-Those of what is learnt, and of how a step is computed, have files of their own; here is what is left, and what checks
-all. Bounds of single values stand with their fields (`schema.py`, `upkeep.py`). Rules of a layout stand with
-`ParallelSizes`, because sampling on several ranks keeps them, too; they are part of `RULES`.
+`learning_rules.py` has the rules of data and objectives, `computing_rules.py` those of how a step is computed; this
+file has the others and the functions that check them all. Bounds of single values are declared with their fields
+(`schema.py`, `upkeep.py`). Rules of parallel layouts are declared with `ParallelSizes`: sampling needs them too.
 """
 
 from operator import attrgetter
@@ -36,7 +36,7 @@ def check_layout(config: Any, world_size: int) -> int:
     """The data-parallel size of a world of `world_size` ranks.
 
     Raises:
-        UserError: if the ranks cannot be divided among the copies of the model, or the batch among the copies.
+        UserError: if the ranks cannot be divided among model replicas, or the batch among the replicas.
     """
     run = Run(config=config, world_size=world_size)
     enforce(RULES, run)
@@ -44,7 +44,7 @@ def check_layout(config: Any, world_size: int) -> int:
 
 
 def check_inputs(config: Any) -> None:
-    """Raises UserError if this machine lacks the kernels asked for, or the samples, the run's folder, or the sampler or
+    """Raises UserError if this machine lacks required kernels, or if the samples, the run's folder, or the sampler or
     tokenizer of its videos cannot be used.
     """
     enforce(RULES, Run(config=config, starts_here=True, reads_data=not config.data.mock))
@@ -78,7 +78,7 @@ RULES: tuple[Rule[Run], ...] = (
     # validation
     Rule(
         needs=lambda run: run.validation.sigmas,
-        remedy="{validation.sigmas=} leaves nothing to measure; validation.interval=0 never validates",
+        remedy="{validation.sigmas=} leaves nothing to measure; validation.interval=0 switches validation off",
     ),
     Rule(
         when=lambda run: run.validation.patience is not None,
@@ -88,12 +88,12 @@ RULES: tuple[Rule[Run], ...] = (
     accepted_by(check_sampling, where="validation.sampling: "),
     Rule(
         needs=lambda run: not run.validation.sampling.autoguidance,
-        remedy="{validation.sampling.autoguidance=} is a second network, for which a run has no room; give it to "
+        remedy="{validation.sampling.autoguidance=} needs a second network, which a run does not hold; give it to "
         "`megadit generate`",
     ),
     Rule(
         needs=lambda run: not run.validation.sampling.adapter_interval,
-        remedy="{validation.sampling.adapter_interval=} needs a bundle and an adapter beside it; give it to "
+        remedy="{validation.sampling.adapter_interval=} needs a bundle and a separate adapter; give it to "
         "`megadit generate`",
     ),
     Rule(
@@ -103,7 +103,8 @@ RULES: tuple[Rule[Run], ...] = (
     ),
     Rule(
         needs=lambda run: not run.validation.sampling.low_guidance,
-        remedy="{validation.sampling.low_guidance=} is for bundles of two networks; a run trains one",
+        remedy="{validation.sampling.low_guidance=} is for bundles with a high-noise and a low-noise expert; a run "
+        "trains one network",
     ),
     Rule(
         needs=lambda run: not run.validation.sampling.cache_budget,
@@ -133,7 +134,7 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.starts_here and run.is_fp8 and not run.has_engine,
         needs=lambda run: run.extensions.has_eight_bit_products(),
-        remedy="{train.fp8=} needs a torch with products in eight bits, and of GPUs one that has them (Ada, Hopper or "
+        remedy="{train.fp8=} needs a torch with FP8 matrix products, and a CPU or a GPU that has them (Ada, Hopper or "
         "newer); leave it out",
     ),
     Rule(
@@ -145,8 +146,8 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.starts_here and run.parallel.cuda_graph_max_segments is not None,
         needs=lambda run: run.extensions.has_cuda_graphs(),
-        remedy="parallel.cuda_graph_max_segments needs a GPU (Ampere or newer) and torch 2.10 with its attention of "
-        "variable length; leave it out",
+        remedy="parallel.cuda_graph_max_segments needs a GPU (Ampere or newer) and torch 2.10 with variable-length "
+        "attention; leave it out",
     ),
     Rule(
         when=lambda run: run.starts_here and run.has_adapter and not run.is_student,
@@ -156,18 +157,18 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.starts_here and run.model.guidance_embedding_range is not None,
         needs=attrgetter("is_student"),
-        remedy="{model.guidance_embedding_range=} is learnt from a guided teacher, and samples have no guidance scale: "
-        "give train.distill.teacher",
+        remedy="{model.guidance_embedding_range=} is learnt from a guided teacher; training on samples has no guidance "
+        "scale: give train.distill.teacher",
     ),
     Rule(
         when=lambda run: run.starts_here and run.is_student,
         needs=lambda run: Path(run.train.distill.teacher).exists(),
-        remedy="{train.distill.teacher=} is not there; give a bundle, or the folder of a run",
+        remedy="{train.distill.teacher=} does not exist; give a bundle, or the folder of a run",
     ),
     Rule(
         when=lambda run: run.starts_here and run.is_student and run.train.distill.teacher_adapter is not None,
         needs=lambda run: Path(run.train.distill.teacher_adapter).exists(),
-        remedy="{train.distill.teacher_adapter=} is not there; give the folder or file of an adapter",
+        remedy="{train.distill.teacher_adapter=} does not exist; give the folder or file of an adapter",
     ),
     Rule(
         when=lambda run: run.starts_here and run.checkpoint.init_from is not None,
@@ -203,19 +204,19 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.model.task == "classify" and run.dataset is not None,
         needs=lambda run: run.num_labels == run.model.num_classes,
-        remedy="{dataset.root} has {num_labels} classes (0: texts), not the {model.num_classes} of model.num_classes",
+        remedy="{dataset.root} has {num_labels} classes (0: texts), but {model.num_classes=}",
     ),
     Rule(
         when=lambda run: run.model.task == "match" and run.dataset is not None,
         needs=lambda run: 0 < run.num_words <= run.model.text_tower.num_words,
-        remedy="{dataset.root} has texts of {num_words} tokens (0: none, but features), not of the "
-        "{model.text_tower.num_words} of model.text_tower.num_words; prepare it with --text_encoder tokens",
+        remedy="{dataset.root} has a vocabulary of {num_words} tokens (0: it holds text features), which must be at "
+        "most {model.text_tower.num_words=}; prepare it with --text_encoder tokens",
     ),
     Rule(
         when=lambda run: run.model.task == "match" and run.dataset is not None,
         needs=lambda run: run.longest_text <= run.model.text_tower.max_length,
-        remedy="{dataset.root} has texts of up to {longest_text} tokens, more than the "
-        "{model.text_tower.max_length} of model.text_tower.max_length; raise that",
+        remedy="{dataset.root} has texts of up to {longest_text} tokens, more than {model.text_tower.max_length=}; "
+        "raise that",
     ),
     Rule(
         when=lambda run: run.dataset is not None and run.dataset.store is not None,
@@ -225,7 +226,7 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.dataset is not None and run.frame_conditionings and not run.is_blend,
         needs=attrgetter("dataset.has_keyframes"),
-        remedy="{data.conditioning=} needs frames encoded as images, which {dataset.root} has none of: prepare it with "
+        remedy="{data.conditioning=} needs frames encoded as images, and {dataset.root} has none: prepare it with "
         "--keyframes 1 or more, or leave out {frame_conditionings}",
     ),
     Rule(
@@ -241,7 +242,7 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         when=lambda run: run.starts_here and run.dataset is not None and run.validation.tokenizer_folder is not None,
         needs=attrgetter("has_tokenizer_of_dataset"),
-        remedy="{validation.tokenizer_folder=} holds another tokenizer than the data set's; leave it out",
+        remedy="{validation.tokenizer_folder=} is not the data set's tokenizer; leave it out",
     ),
 )
 """Rules of a run, in the order in which they are checked."""

@@ -1,4 +1,4 @@
-"""The part of a run's configuration that surrounds its steps: checkpoints, validation, health, loggers."""
+"""Configuration sections of a run around its steps: checkpoints, validation, health, loggers."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ from megadit.models.shared.cli.setting import check_settings, setting, with_defa
 
 Remedy = Literal["stop", "skip", "rollback"]
 SamplingConfig = with_defaults("SamplingConfig", SamplingSettings, module=__name__, num_steps=35, guidance=7.0)
-"""Every setting of sampling; sizes and frame rate are None, which means those of the longest training sample."""
+"""Sampling settings; sizes and frame rate default to None, those of the longest training sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,19 +18,20 @@ class CheckpointConfig:
     save_interval: int = setting(1000, above=0)
     """Steps between checkpoints; one more is written at the end and at SIGTERM or SIGINT."""
     save_minutes: float = setting(30.0, low=0)
-    """Minutes after the last checkpoint at which one is written even before `save_interval` steps; 0: never."""
+    """Maximum minutes between checkpoints, even before `save_interval` steps; 0: no such limit."""
     keep_last: int = setting(3, above=0)
-    """Checkpoints kept; older ones are deleted."""
+    """Number of checkpoints kept; older ones are deleted."""
     copy_to: str | None = None
-    """A second place for the same checkpoints, by any URL of fsspec (s3://bucket/run, a folder, ...); they are fetched
-    from there where `train.output_dir` has none."""
+    """Second copy of the checkpoints: any fsspec URL (s3://bucket/run, a folder, ...). They are fetched from there if
+    `train.output_dir` has none."""
     load: str | None = None
-    """Folder of another run, continued here (step, optimizer, data and all) while this one has no checkpoint itself."""
+    """Folder of another run to continue here (step, optimizer, data position), as long as this run has no checkpoint
+    of its own."""
     init_from: str | None = None
-    """A bundle, checkpoint or folder of a run whose weights training starts from, at step 0, while there is no
-    checkpoint of its own: fine-tuning, and the next stage of resolution."""
+    """Bundle, checkpoint or folder of a run with the initial weights, for fine-tuning or the next resolution: training
+    starts from step 0, as long as this run has no checkpoint of its own."""
     async_save: bool = True
-    """Write the files while training goes on; False waits for them."""
+    """Write checkpoint files in the background while training goes on."""
 
     def __post_init__(self) -> None:
         check_settings(self, "checkpoint.")
@@ -38,31 +39,31 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
-    """The loss at fixed noise levels on held-out samples, and videos sampled with the EMA of the weights."""
+    """Validation: the loss at fixed noise levels on held-out samples, and videos sampled with the EMA weights."""
 
     interval: int = setting(1000, low=0)
-    """Steps between validations; 0 never validates."""
+    """Steps between validations; 0: no validation."""
     num_batches: int = setting(8, above=0)
-    """Packs from which the loss is measured, each at every sigma."""
+    """Packs on which the loss is measured, each at every sigma."""
     patience: int | None = setting(None, above=0)
-    """Validations in a row without a lower mean loss after which the run ends, keeping the checkpoint of the lowest:
-    for few samples, which are soon overfitted. None trains to the end."""
+    """Early stopping: validations in a row without a lower mean loss after which the run ends; the checkpoint of the
+    lowest loss is kept. None: train to the end."""
     sigmas: tuple[float, ...] = setting((0.1, 0.3, 1.0, 3.0, 10.0), above=0)
     """Noise levels of the measured losses."""
     prompts: tuple[str, ...] = ()
-    """Captions of the sampled videos; empty takes the first ones of the validation split."""
+    """Prompts of the sampled videos; empty: the first captions of the validation split."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling settings of these videos, which become the defaults of bundles made from this run."""
     tokenizer_folder: str | None = None
-    """The tokenizer that decodes these videos, if not the data set's copy; it must be the same one."""
+    """Folder of the tokenizer that decodes these videos; None: the data set's copy. It must be the same tokenizer."""
     evaluate_interval: int = setting(0, low=0)
-    """Steps between evaluations: videos of captions of the validation split, measured against its videos as
-    `megadit evaluate` does; 0 never evaluates."""
+    """Steps between evaluations, which sample videos for captions of the validation split and compare them with its
+    videos by the metrics of `megadit evaluate`; 0: no evaluation."""
     evaluate_count: int = setting(64, low=8)
-    """Videos of an evaluation. Of few, `kid` and `kvd` say more than Fréchet distances, which are left out where there
-    are too few for them."""
+    """Videos of one evaluation. With few, prefer `kid` and `kvd` to Fréchet distances, which are left out if there are
+    too few videos for them."""
     extractors: tuple[str, ...] = ()
-    """Networks of `megadit evaluate --extractors` through which they are seen; motion takes none."""
+    """Feature extractors of an evaluation, as in `megadit evaluate --extractors`; the motion metrics need none."""
 
     def __post_init__(self) -> None:
         check_settings(self, "validation.")
@@ -71,26 +72,26 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthConfig:
-    """Reactions to steps, ranks and readers that go wrong; events.jsonl records each with its samples."""
+    """Reactions to failing steps, ranks and readers; events.jsonl records each with its samples."""
 
     on_not_finite: Remedy = setting("stop")
-    """Reaction to a loss or gradient that is NaN or infinite: end the run, skip the update, or go back to the last
-    checkpoint and continue with the data that follow."""
+    """Reaction to a NaN or infinite loss or gradient: end the run (`stop`), skip the update (`skip`), or restore the
+    last checkpoint and continue with the following data (`rollback`)."""
     on_spike: Remedy | None = setting(None)
-    """Reaction to a loss far above the usual; None: no check."""
+    """Reaction to a loss spike; None: no check."""
     spike_factor: float = setting(3.0, above=0)
-    """Factor over the median of the last `spike_window` losses that counts as a spike."""
+    """A loss above this multiple of the median of the last `spike_window` losses is a spike."""
     spike_window: int = setting(100, above=0)
     max_anomalies: int = setting(10, above=0)
-    """Steps left out or gone back over between two checkpoints, after which the run ends."""
+    """Skipped or rolled back steps between two checkpoints after which the run ends."""
     watchdog_seconds: float = setting(1200.0, low=0)
-    """A rank that shows no progress for so long is named, and the run ends; 0 waits forever."""
+    """Seconds without progress of a rank after which it is reported and the run ends; 0: wait forever."""
     starving_share: float = setting(0.5, above=0)
-    """Share of the time spent waiting for data above which a warning is printed."""
+    """Fraction of the time spent waiting for data above which a warning is printed."""
     max_refused_share: float = setting(0.05, above=0, high=1)
-    """Share of the samples that may be unusable (damaged, too long, ...) before a run ends; 1 uses what is left."""
+    """Fraction of samples that may be unusable (damaged, too long, ...) before the run ends; 1: never ends it."""
     statistics_interval: int = setting(0, low=0)
-    """Steps between the sizes of all gradients and block outputs in metrics.jsonl; 0 never measures them."""
+    """Steps between statistics of all gradients and block outputs in metrics.jsonl; 0: none."""
 
     def __post_init__(self) -> None:
         check_settings(self, "health.")
@@ -98,17 +99,17 @@ class HealthConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggerConfig:
-    """Trackers that get the metrics besides metrics.jsonl, which is always written."""
+    """Trackers of metrics, in addition to metrics.jsonl, which is always written."""
 
     tensorboard: bool = True
-    """Scalars and validation videos in tensorboard/."""
+    """Write scalars and validation videos to tensorboard/."""
     curves: bool = True
-    """curves.png, kept up to date."""
+    """Keep curves.png, a plot of the metrics, up to date."""
     wandb_exp_name: str | None = None
-    """Name of this run in Weights & Biases, which it switches on (needs megadit[wandb]). Without WANDB_API_KEY it
-    writes files for `wandb sync`."""
+    """Name of this run in Weights & Biases; None: not used. Needs megadit[wandb]. Without WANDB_API_KEY, files for
+    `wandb sync` are written."""
     wandb_project: str = "megadit"
     wandb_entity: str | None = None
-    """The team or user the project belongs to; None is the account's default."""
+    """Team or user that owns the project; None: the account's default."""
     wandb_save_dir: str | None = None
-    """Folder of its files; None is wandb/ in `train.output_dir`."""
+    """Folder of Weights & Biases files; None: wandb/ in `train.output_dir`."""

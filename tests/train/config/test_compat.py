@@ -59,7 +59,7 @@ def test_every_alias_leads_to_a_key_of_ours():
         (["model.qkv_format=sbhd"], "model.qkv_format=sbhd does not exist here, only thd: samples are always packed"),
         (["checkpoint.load_optim=false"], "give checkpoint.init_from"),
         (["model.val_generation_guidance=much"], "validation.sampling.guidance='much' is str, expected float"),
-        (["trainer.devices=8"], "decided by how the ranks are started"),
+        (["trainer.devices=8"], "set where the ranks are started"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(overrides, message):

@@ -122,7 +122,7 @@ def test_a_saved_configuration_looks_nothing_up(tmp_path, monkeypatch):
     text = to_yaml(resolve_config("digits", overrides=["train.output_dir=here"]))
     path = write(tmp_path / "config.yaml", text.replace("output_dir: here", "output_dir: ${oc.env:SECRET}"))
     assert load_config(path).train.output_dir == "${oc.env:SECRET}"
-    with pytest.raises(UserError, match="refers to something outside of the file"):  # it may be another's run
+    with pytest.raises(UserError, match="refers to something outside the file"):  # it may be another's run
         resolve_config(config_file=path)
 
 
@@ -315,7 +315,7 @@ def test_what_is_always_so_is_taken_at_that_value_and_refused_at_any_other(their
 
 @pytest.mark.parametrize("theirs", STARTED_BY_TORCHRUN)
 def test_the_number_of_ranks_is_no_setting(theirs):
-    with pytest.raises(UserError, match=f"{theirs} is decided by how the ranks are started"):
+    with pytest.raises(UserError, match=f"{theirs} is set where the ranks are started"):
         resolve_config("digits", overrides=[f"{theirs}=2"])
 
 
@@ -350,7 +350,7 @@ def test_a_file_has_nothing_looked_up_outside_of_it(tmp_path, value):
     """It may be the config.yaml of somebody else's run; keys of its own it may refer to."""
     path = tmp_path / "config.yaml"
     path.write_text(f"recipe: digits\ntrain:\n  output_dir: {json.dumps(value)}\n")
-    with pytest.raises(UserError, match=r"train.output_dir=.* something outside of the file"):
+    with pytest.raises(UserError, match=r"train.output_dir=.* something outside the file"):
         resolve_config(config_file=path)
     path.write_text("recipe: digits\ntrain:\n  output_dir: run-${train.seed}\n  seed: 7\n")
     assert resolve_config(config_file=path).train.output_dir == "run-7"

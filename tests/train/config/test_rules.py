@@ -115,7 +115,7 @@ BREACHES = (
         "optimizer.lr_decay_iters=5 must exceed optimizer.lr_warmup_iters=5",
         optimizer={"lr_warmup_iters": 5, "lr_decay_iters": 5},
     ),
-    breach("ema.sigma_rels=[0.1, 0.1] names one profile twice", ema={"sigma_rels": (0.1, 0.1)}),
+    breach("ema.sigma_rels=[0.1, 0.1] lists one profile twice", ema={"sigma_rels": (0.1, 0.1)}),
     breach(
         "did you mean 'first_frame'", data={"conditioning": ("first_fame:0.2",)}, model={"conditioning_sigma": 0.02}
     ),
@@ -125,7 +125,8 @@ BREACHES = (
         model={"conditioning_mode": "channels", "conditioning_sigma": 0.02},
     ),
     breach(
-        "data.conditioning_dropout=[0.5, 0.3, 0.2] must be three shares", data={"conditioning_dropout": (0.5, 0.3, 0.2)}
+        "data.conditioning_dropout=[0.5, 0.3, 0.2] must be three fractions",
+        data={"conditioning_dropout": (0.5, 0.3, 0.2)},
     ),
     breach("train.label_smoothing=0.1 is for classifiers", train={"label_smoothing": 0.1}),
     breach("data.mixup=0.2 is for classifiers", data={"mixup": 0.2}),
@@ -135,16 +136,16 @@ BREACHES = (
         parallel={"tensor_model_parallel_size": 3},
     ),
     of_towers(
-        "data.text_seq_length=63 is not a multiple of 2: parallel.sequence_parallel cuts",
+        "data.text_seq_length=63 is not a multiple of 2: parallel.sequence_parallel divides",
         data={"text_seq_length": 63},
         parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True},
     ),
     breach("train.contrast_rows=8 is for a softmax over all pairs", train={"contrast_rows": 8}),
     of_classifier("data.text_dropout=0.1 drops labels or texts", data={"text_dropout": 0.1}),
-    of_classifier("parallel.context_parallel_size=2 would leave", parallel={"context_parallel_size": 2}),
+    of_classifier("parallel.context_parallel_size=2 would divide", parallel={"context_parallel_size": 2}),
     of_classifier("are for networks that denoise; leave them out", diffusion={"learned_uncertainty": True}),
     of_classifier(
-        "validation.evaluate_interval=5 evaluates videos, of which vit makes none",
+        "validation.evaluate_interval=5 evaluates videos, which vit does not generate",
         validation={"evaluate_interval": 5},
     ),
     breach(
@@ -157,46 +158,46 @@ BREACHES = (
         parallel={"gradient_accumulation_fusion": True},
     ),
     breach(
-        "train.adapter.targets=['blocks.0.*'] leaves nothing to train in one of the 2 parts",
+        "train.adapter.targets=['blocks.0.*'] leaves nothing to train in one of the 2 model chunks",
         train={"adapter": AdapterConfig(rank=2, targets=("blocks.0.*",))},
         parallel={"pipeline_model_parallel_size": 2},
     ),
-    breach("train.base_precision=int8 is of the weights beside an adapter", train={"base_precision": "int8"}),
+    breach("train.base_precision=int8 is for the frozen base of an adapter", train={"base_precision": "int8"}),
     breach(
-        "train.base_precision=int8 does not go with parallel.data_parallel=fsdp",
+        "train.base_precision=int8 does not work with parallel.data_parallel=fsdp",
         train=IN_INT8,
         parallel={"data_parallel": "fsdp"},
     ),
     breach(
-        "train.base_precision=int8 holds linears of its own",
+        "train.base_precision=int8 has linears of its own",
         train=IN_INT8,
         parallel={"transformer_impl": "transformer_engine"},
     ),
     breach(
-        "train.distill calls whole networks in turn, and pipeline stages hold parts of them",
+        "train.distill does not support pipeline parallelism",
         train=STUDENT,
         parallel={"pipeline_model_parallel_size": 2},
     ),
     breach(
-        "diffusion.learned_uncertainty=true weights a loss of samples",
+        "diffusion.learned_uncertainty=true weights the denoising loss",
         train=STUDENT,
         diffusion={"learned_uncertainty": True},
     ),
     breach(
-        "train.distill.objective=continuous_consistency needs forward-mode differentiation, which products of",
+        "train.distill.objective=continuous_consistency needs forward-mode differentiation, which TransformerEngine",
         train={"distill": DistillConfig(teacher="nowhere", objective="continuous_consistency")},
         parallel={"transformer_impl": "transformer_engine"},
     ),
     breach(
-        "train.distill.teacher_adapter=one is where train.adapter starts from",
+        "train.distill.teacher_adapter=one initializes train.adapter",
         train={"distill": DistillConfig(teacher="nowhere", teacher_adapter="one", objective="guidance")},
     ),
     breach(
-        "train.distill.objective=consistency needs the noise levels of the student's calls",
+        "train.distill.objective=consistency needs the noise levels of the student's sampling steps",
         train={"distill": DistillConfig(teacher="nowhere", objective="consistency")},
     ),
     breach(
-        "train.distill.objective=regression learns what the teacher made of noise and text alone",
+        "train.distill.objective=regression learns videos that the teacher generated from noise and text alone",
         train={"distill": DistillConfig(teacher="nowhere", objective="regression", sigmas=(80.0,))},
         data={"conditioning": ("first_frame:0.5",)},
         model={"conditioning_sigma": 0.02},
@@ -213,7 +214,7 @@ BREACHES = (
         validation={"sampling": {"guidance": 3.0}},
     ),
     breach(
-        "train.distill.objective=regression learns from videos made at one guidance scale",
+        "train.distill.objective=regression learns from videos of one guidance scale",
         train={"distill": DistillConfig(teacher="nowhere", objective="regression", sigmas=(80.0,))},
         model={"guidance_embedding_range": (1.0, 6.0)},
         validation={"sampling": {"guidance": 3.0}},
@@ -223,11 +224,11 @@ BREACHES = (
         train={"distill": DistillConfig(teacher="nowhere", objective="progressive", sigmas=(1.0, 2.0))},
     ),
     breach(
-        "train.distill.adversarial_weight=0.1 is for a critic's head, which only",
+        "train.distill.adversarial_weight=0.1 needs a critic, which only",
         train={"distill": DistillConfig(teacher="nowhere", objective="guidance", adversarial_weight=0.1)},
     ),
     breach(
-        "train.distill.adversarial_weight=0.1 takes gradients through the critic, whose experts",
+        "train.distill.adversarial_weight=0.1 takes gradients through the critic, to which",
         train={"distill": replace(MATCHING["distill"], adversarial_weight=0.1)},
         model=EXPERTS,
     ),
@@ -278,7 +279,7 @@ BREACHES = (
     ),
     breach("experts need parallel.sequence_parallel=true", parallel={"tensor_model_parallel_size": 2}, model=EXPERTS),
     breach(
-        "data.seq_length=255 is not a multiple of 2: it is cut over 2 ranks by",
+        "data.seq_length=255 is not a multiple of 2: it is divided over 2 ranks by",
         parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True},
         data={"seq_length": 255},
     ),
@@ -288,24 +289,24 @@ BREACHES = (
         data={"micro_batch_size": 2},
     ),
     # fp16
-    of_fp16("which parameters that parallel.data_parallel=fsdp cuts", parallel={"data_parallel": "fsdp"}),
-    of_fp16("which optimizer.optimizer=muon has none of", optimizer=MUON),
-    of_fp16("and experts would have one of their own", model=EXPERTS),
-    of_fp16("and train.distill.objective=distribution_matching would leave out steps", train=MATCHING),
+    of_fp16("which parallel.data_parallel=fsdp does not support", parallel={"data_parallel": "fsdp"}),
+    of_fp16("which optimizer.optimizer=muon does not support", optimizer=MUON),
+    of_fp16("and that of experts may differ", model=EXPERTS),
+    of_fp16("which skips steps at overflows", train=MATCHING),
     # eight bits
     of_fp8(
-        "with train.fp8_recipe=blockwise is TransformerEngine's; give parallel.transformer_impl=transformer_engine",
+        "with train.fp8_recipe=blockwise needs parallel.transformer_impl=transformer_engine",
         train={"fp8_recipe": "blockwise"},
         parallel={"transformer_impl": "local"},
     ),
-    of_fp8("train.fp8=hybrid stands beside train.precision=bf16, not fp32", train={"precision": "fp32"}),
-    of_fp8("by TransformerEngine does not go with parallel.data_parallel=fsdp", parallel={"data_parallel": "fsdp"}),
+    of_fp8("train.fp8=hybrid needs train.precision=bf16, not fp32", train={"precision": "fp32"}),
+    of_fp8("by TransformerEngine does not work with parallel.data_parallel=fsdp", parallel={"data_parallel": "fsdp"}),
     of_fp8(
         "needs TransformerEngine for parallel.gradient_accumulation_fusion",
         parallel={"transformer_impl": "local", "gradient_accumulation_fusion": True},
     ),
-    of_fp8("does not reach experts", model=EXPERTS),
-    of_fp8("equally many tokens on each of 2 ranks", parallel={"context_parallel_size": 2}, model=ST_DIT),
+    of_fp8("does not support experts", model=EXPERTS),
+    of_fp8("the same number of tokens on each of 2 ranks", parallel={"context_parallel_size": 2}, model=ST_DIT),
     of_fp8("model.hidden_size=396 is not a multiple of 16", model={"hidden_size": 396}),
     of_fp8("model.ffn_hidden_size=100 is not a multiple of 16", model={"ffn_hidden_size": 100}),
     of_fp8("model.num_attention_heads x model.head_dim=60 is not a multiple of 16", model={"head_dim": 10}),
@@ -320,21 +321,21 @@ BREACHES = (
     ),
     of_fp8("data.text_seq_length=60 is not a multiple of 16", data={"text_seq_length": 60}),
     # CUDA graphs
-    of_graphs("ranks that share a copy of the network", parallel={"tensor_model_parallel_size": 2}),
+    of_graphs("model parallelism", parallel={"tensor_model_parallel_size": 2}),
     of_graphs("parallel.data_parallel=fsdp: use ddp", parallel={"data_parallel": "fsdp"}),
-    of_graphs("weights gathered meanwhile", parallel={"data_parallel": "distributed_optimizer"}),
+    of_graphs("overlapped weight gathers", parallel={"data_parallel": "distributed_optimizer"}),
     of_graphs(
         "TransformerEngine: parallel.transformer_impl=local", parallel={"transformer_impl": "transformer_engine"}
     ),
     of_graphs("train.fp8=hybrid: leave that out", train={"precision": "bf16", "fp8": "hybrid"}),
     of_graphs("gradient_accumulation_fusion: leave that out", parallel={"gradient_accumulation_fusion": True}),
-    of_graphs("blocks computed again", parallel={"recompute_granularity": "full"}),
+    of_graphs("recomputation", parallel={"recompute_granularity": "full"}),
     of_graphs("train.adapter: leave that out", train=ADAPTER),
     of_graphs("train.distill: leave that out", train=STUDENT),
-    of_graphs("experts, whose tokens are others each time", model=EXPERTS),
+    of_graphs("experts, whose token counts vary", model=EXPERTS),
     of_graphs("attention along one axis", model=ST_DIT),
     of_graphs(
-        "a network that denoises nothing, whose blocks were never recorded",
+        "networks that do not denoise",
         model={
             **{"family": "vit", "num_classes": 5, "crossattn_emb_size": 2},
             **{"position_embedding": "learned", "learned_positions": (1, 4, 4)},
@@ -342,7 +343,7 @@ BREACHES = (
         data={"text_dropout": 0.0},
     ),
     of_graphs("train.precision=fp32: train.precision=bf16", train={"precision": "fp32"}),
-    of_graphs("heads that the kernel for packs does not take", model={"head_dim": 12}),
+    of_graphs("this head size", model={"head_dim": 12}),
     # Muon
     breach("needs whole matrices", optimizer=MUON, parallel={"data_parallel": "fsdp"}),
     breach("does not support experts", optimizer=MUON, model=EXPERTS),
@@ -361,19 +362,19 @@ BREACHES = (
         validation={"evaluate_interval": 5},
     ),
     of_sampling("validation.sampling: sampler dpmpp_2m cannot add noise", eta=1.0),
-    of_sampling("validation.sampling.autoguidance=elsewhere is a second network", autoguidance="elsewhere"),
+    of_sampling("validation.sampling.autoguidance=elsewhere needs a second network", autoguidance="elsewhere"),
     of_sampling("validation.sampling.adapter_interval=[1, 2] needs a bundle", adapter_interval=(1, 2)),
     of_sampling("validation.sampling.image_guidance=2.0 needs conditioning", image_guidance=2.0),
-    of_sampling("validation.sampling.low_guidance=2.0 is for bundles of two networks", low_guidance=2.0),
+    of_sampling(
+        "validation.sampling.low_guidance=2.0 is for bundles with a high-noise and a low-noise expert", low_guidance=2.0
+    ),
     of_sampling("validation.sampling.cache_budget=0.1 needs a bundle", cache_budget=0.1),
     # this machine
     on_start(
         "transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te])",
         parallel={"transformer_impl": "transformer_engine"},
     ),
-    on_start(
-        "train.fp8=hybrid needs a torch with products in eight bits", train={"precision": "bf16", "fp8": "hybrid"}
-    ),
+    on_start("train.fp8=hybrid needs a torch with FP8 matrix products", train={"precision": "bf16", "fp8": "hybrid"}),
     on_start(
         "gradient_accumulation_fusion=true needs a GPU, and torch 2.8", parallel={"gradient_accumulation_fusion": True}
     ),
@@ -383,12 +384,12 @@ BREACHES = (
         train={"output_dir": "runs/x", **ADAPTER},
     ),
     on_start(
-        "model.guidance_embedding_range=[1.0, 9.0] is learnt from a guided teacher, and samples have no guidance scale",
+        "model.guidance_embedding_range=[1.0, 9.0] is learnt from a guided teacher; training on samples has no guidance",
         model={"guidance_embedding_range": (1.0, 9.0)},
     ),
-    on_start("train.distill.teacher=nowhere is not there", train={"output_dir": "runs/x", **STUDENT}),
+    on_start("train.distill.teacher=nowhere does not exist", train={"output_dir": "runs/x", **STUDENT}),
     on_start(
-        "train.distill.teacher_adapter=nowhere is not there",
+        "train.distill.teacher_adapter=nowhere does not exist",
         train={
             "output_dir": "runs/x",
             **ADAPTER,
@@ -417,20 +418,20 @@ BREACHES = (
     of_dataset("model.crossattn_emb_size=1024 does not fit here, whose value is 512", text_width=512),
     of_dataset("model.sigma_data=0.5 does not fit here, whose value is 0.7", sigma_data=0.7),
     of_towers(
-        "here has texts of 0 tokens (0: none, but features), not of the 600",
+        "here has a vocabulary of 0 tokens (0: it holds text features)",
         {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "here"})},
     ),
     of_towers(
-        "here has texts of up to 90 tokens, more than the 77 of model.text_tower.max_length",
+        "here has texts of up to 90 tokens, more than model.text_tower.max_length=77",
         {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "of words"})},
     ),
     of_classifier(
-        "here has 3 classes (0: texts), not the 5 of model.num_classes",
+        "here has 3 classes (0: texts), but model.num_classes=5",
         {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "here"})},
     ),
     of_dataset("data.encode=precached does not fit here, which holds pixels; set it to on_the_fly", store="raw"),
     breach(
-        "data.conditioning=['last_frame:0.2'] needs frames encoded as images, which here has none of: prepare it with",
+        "data.conditioning=['last_frame:0.2'] needs frames encoded as images, and here has none: prepare it with",
         {"dataset": DATASET},
         data={"conditioning": ("last_frame:0.2",), "path": "here"},
         model={"conditioning_sigma": 0.02},
@@ -441,9 +442,9 @@ BREACHES = (
         train={"output_dir": "runs/x"},
         data={"path": "damaged"},
     ),
-    of_dataset("has no room for 50% of the samples of here (2 looked at)", latent_shapes=((1, 2, 2), (999, 64, 64))),
+    of_dataset("is too small for 50% of the samples of here (2 checked)", latent_shapes=((1, 2, 2), (999, 64, 64))),
     of_dataset(
-        "tokenizer_folder=elsewhere holds another tokenizer than the data set's",
+        "tokenizer_folder=elsewhere is not the data set's tokenizer",
         validation={"tokenizer_folder": "elsewhere"},
     ),
 )
@@ -531,7 +532,7 @@ def test_a_refused_layout_comes_with_one_that_works():
 
 
 def test_sequence_and_context_parallel_ranks_together_cut_the_pack():
-    with pytest.raises(UserError, match=r"cut over 4 ranks .* use 252 or 256"):
+    with pytest.raises(UserError, match=r"divided over 4 ranks .* use 252 or 256"):
         make_run(
             parallel={"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
             model={"num_attention_heads": 12},
@@ -548,7 +549,7 @@ def test_layout_gives_the_data_parallel_size(world_size, tensor_parallel, data_p
 def test_parts_taken_in_turn_need_micro_batches_for_every_stage():
     parallel = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     assert check_layout(make_run(parallel=parallel), world_size=8) == 4
-    with pytest.raises(UserError, match=r"global_batch_size=8 is not a multiple of 16 .*2 stages"):
+    with pytest.raises(UserError, match=r"global_batch_size=8 is not a multiple of 16 .*2 interleaved"):
         check_layout(make_run(parallel=parallel), world_size=16)
 
 

@@ -81,7 +81,7 @@ def test_samples_that_no_pack_holds_are_told_before_the_first_step(tiny_argument
     argv = [*tiny_arguments[2:], "data.seq_length=3", f"train.output_dir={tmp_path / 'run'}"]
     assert command.main(argv) == 2
     told = capsys.readouterr().err
-    assert "data.seq_length=3 has no room for" in told and "set data.seq_length=32" in told
+    assert "data.seq_length=3 is too small for" in told and "set data.seq_length=32" in told
 
 
 def test_a_run_on_samples_that_cannot_be_used_ends(dataset, tiny_arguments, run_ranks, tmp_path):

@@ -240,7 +240,7 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
         (["--recipe", "digits_tiny", "--adapter_rank", "0"], "--adapter_rank=0 must be at least 1"),
         ([], "does not say which recipe made it: give --recipe NAME"),
         (["--recipe", "digits_tiny"], "give --data FOLDER, or --prompts FILE"),
-        (["--recipe", "digits_tiny", "--calls", "2", "regression.data.encode=on_the_fly"], "and give latents"),
+        (["--recipe", "digits_tiny", "--calls", "2", "regression.data.encode=on_the_fly"], "and use latents"),
         (["--recipe", "digits_tiny", "--calls", "2", "regression.data.seq_len=9"], "unknown key data.seq_len"),
         (["--recipe", "digits_tiny", "--nproc", "2", "data.global_batch_size=1"], "data.global_batch_size"),
     ],
