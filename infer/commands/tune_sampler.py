@@ -204,8 +204,8 @@ def candidates_of(
     own, unit = bundle.defaults, bundle.config.sigma_data
     highest = highest_sigma(own)
     for cost in sorted(set(function_evaluations)):
-        for guidance in scales or _scales(own.guidance, bundle.config.shows_progress):
-            num_steps = cost if guidance == 1 or bundle.config.shows_progress else cost // 2
+        for guidance in scales or _scales(own.guidance, bundle.config.guidance_embedding_range):
+            num_steps = cost if guidance == 1 or bundle.config.guidance_embedding_range else cost // 2
             if not num_steps:
                 continue
             for sigmas, solver in product(_levels(num_steps, highest, unit), _solvers(num_steps, noise_scales)):
@@ -243,7 +243,7 @@ def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ..
 
 def num_function_evaluations(settings: SamplingSettings, config: NetworkConfig) -> int:
     """Function evaluations of a video: guidance takes two a step, or one if the network is guidance-distilled."""
-    is_guided = settings.guidance != 1 and config.shows_progress is None
+    is_guided = settings.guidance != 1 and config.guidance_embedding_range is None
     passes = 1 + is_guided + bool(settings.second_prompt)
     return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * passes
 
@@ -387,7 +387,7 @@ def _tuner(options: TuneOptions) -> Tuner:
         f"--function_evaluations {' '.join(map(str, options.function_evaluations))}: each must be 1 or more",
     )
     for scale in options.guidance:
-        check_guidance(replace(bundle.defaults, guidance=scale), bundle.config.shows_progress)
+        check_guidance(replace(bundle.defaults, guidance=scale), bundle.config.guidance_embedding_range)
     device = find_device(options.device)
     extractors = [each for path in options.extractors for each in open_extractors(path, device)]
     real = open_videos(options.real, options.count)

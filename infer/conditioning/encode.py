@@ -60,7 +60,7 @@ class EncodedConditioning:
             clean_BCTHW = clean.latents_BCTHW
             noise_BCTHW = latent_noise(key_B, tuple(clean_BCTHW.shape[1:]), stream=Stream.CONDITIONING_NOISE)
             clean = replace(clean, latents_BCTHW=clean_BCTHW + config.conditioning_noise * noise_BCTHW)
-        return {"conditioning": clean, "image_BIE": self.image_BIE}
+        return {"clean": clean, "image_BIE": self.image_BIE}
 
     def replaces(self, denoise: Denoise) -> Denoise:
         """Wrap a denoiser: where latents are kept, it returns these.
