@@ -215,9 +215,9 @@ def candidates_of(
                     yield Variant(settings=settings, function_evaluations=cost)
 
 
-def _scales(own: float, shows_progress: tuple[float, float] | None) -> list[float]:
+def _scales(own: float, guidance_embedding_range: tuple[float, float] | None) -> list[float]:
     """Guidance scales to try: none, and some around the model's own; a guidance-distilled network has a range."""
-    low, high = shows_progress or (1.0, math.inf)
+    low, high = guidance_embedding_range or (1.0, math.inf)
     return sorted({low, *(min(max(low, own * scale), high) for scale in SCALES)})
 
 
