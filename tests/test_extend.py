@@ -32,7 +32,7 @@ def test_the_example_runs(name):
 
 
 def test_every_chapter_has_an_example_that_runs():
-    """A setting's runs in tests/models/test_settings.py, a runtime's in tests/export/test_export.py."""
+    """A setting's runs in tests/models/diffusion/test_settings.py, a runtime's in tests/export/test_export.py."""
     assert set(EXAMPLES) == {"setting", "sampler", "family", "variant", "recipe", "runtime", "metric"}
     assert len(EXAMPLES) == PAGE.read_text(encoding="utf-8").count("\n## ")
 

@@ -23,12 +23,12 @@ MADE = "infer/test_flags.py::test_an_option_changes_what_is_made"
 CALIBRATED = "infer/test_flags.py::test_an_option_changes_what_is_calibrated"
 SELECTED = "train/data/ingest/test_flags.py::test_an_option_changes_what_is_selected"
 FOLDER = "train/data/ingest/test_flags.py::test_given_encoders_and_processes"
-DOWNLOAD = "train/data/ingest/test_download.py"
+DOWNLOAD = "train/data/ingest/sources/test_download.py"
 VIDEOS = "train/data/ingest/test_videos.py"
 EVALUATE = "infer/evaluate/test_command.py"
 RANKS = "infer/inspect/test_interconnect.py"
 REQUEST = "serve/test_flags.py::test_every_option_reaches_the_service"
-DEBUG = {"models/shared/test_verbs.py::test_debug_shows_the_traceback": "--debug"}
+DEBUG = {"models/shared/cli/test_verbs.py::test_debug_shows_the_traceback": "--debug"}
 
 GENERATE = """
     --checkpoint_path --repeat --prompt --prompt_file --subject_name --seed --seeds --num_video_frames --height
@@ -42,8 +42,8 @@ GENERATE = """
     --last_image --keyframe --video --mask --instruction --image_guidance --total_frames --story --keep_first
     --low_guidance --dry_run --device_memory --even_if_too_large
 """
-SIZE = {"models/shared/test_options.py::test_a_size_stands_for_height_and_width": "--size"}
-SIGNED, C2PA = "infer/test_signing.py", "--c2pa_certificate --c2pa_key"
+SIZE = {"models/shared/cli/test_options.py::test_a_size_stands_for_height_and_width": "--size"}
+SIGNED, C2PA = "infer/media/test_signing.py", "--c2pa_certificate --c2pa_key"
 ACCOUNT = "train/data/ingest/test_account.py"
 INGEST = SIZE | {
     SELECTED: """
@@ -55,59 +55,61 @@ INGEST = SIZE | {
     f"{VIDEOS}::test_frames_are_encoded_as_images_too": "--keyframes",
     f"{VIDEOS}::test_shards_of_a_split_are_equally_large": "--shard_size",
     f"{VIDEOS}::test_pixels_can_be_stored_instead": "--store",
-    "train/data/ingest/test_originals.py::test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut": "--source_media",
+    "train/data/ingest/clips/test_source_media.py::test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut": (
+        "--source_media"
+    ),
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
-    "train/data/ingest/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
+    "train/data/ingest/clips/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
     "train/data/ingest/test_update.py::test_an_update_leaves_what_a_fresh_preparation_leaves": "--update",
     f"{ACCOUNT}::test_the_sums_of_a_report_add_up": "--max_caption_words",
     "train/data/ingest/test_not_in.py::test_what_another_data_set_holds_is_left_out": "--not_in",
     "train/data/ingest/test_few_clips.py::test_clips_of_training_stand_beside_their_mirror_images": "--mirror",
     "train/data/ingest/test_few_clips.py::test_one_caption_for_all_that_have_none": "--default_caption",
-    "train/data/ingest/test_flow.py::test_slow_clips_are_left_out_with_their_speed": "--min_flow",
-    "train/data/ingest/test_captions.py::test_frames_of_a_video_are_shown_in_their_order": "--caption_frames",
-    "train/data/ingest/test_captions.py::test_clips_without_a_caption_get_one": (
+    "train/data/ingest/clips/test_flow.py::test_slow_clips_are_left_out_with_their_speed": "--min_flow",
+    "train/data/ingest/clips/test_captions.py::test_frames_of_a_video_are_shown_in_their_order": "--caption_frames",
+    "train/data/ingest/clips/test_captions.py::test_clips_without_a_caption_get_one": (
         "--caption_server --caption_model --caption_prompt"
     ),
-    "train/data/ingest/test_captions.py::test_as_many_are_under_way_as_asked_for": "--caption_requests",
-    "train/data/ingest/test_captions.py::test_a_busy_server_is_asked_again_and_a_hanging_one_given_up": (
+    "train/data/ingest/clips/test_captions.py::test_as_many_are_under_way_as_asked_for": "--caption_requests",
+    "train/data/ingest/clips/test_captions.py::test_a_busy_server_is_asked_again_and_a_hanging_one_given_up": (
         "--caption_seconds"
     ),
-    "train/data/ingest/test_judging.py::test_clips_beyond_a_limit_are_left_out_with_their_score": (
+    "train/data/ingest/clips/test_scoring.py::test_clips_beyond_a_limit_are_left_out_with_their_score": (
         "--scorer_dir --min_score --max_score"
     ),
     f"{VIDEOS}::test_stages_run_alone_and_name_the_one_before": "--stages",
     f"{VIDEOS}::test_a_second_run_does_nothing_and_a_shard_can_be_made_again": "--redo",
     f"{DOWNLOAD}::test_parts_in_any_order_leave_what_one_process_leaves": "--shard",
     "train/data/ingest/test_engine.py::test_tasks_of_ray_leave_the_same_bytes": "--engine --engine_tasks",
-    "train/data/ingest/test_encodings.py::test_all_encodings_of_the_file_are_stored": "--encodings",
+    "train/data/ingest/clips/test_encodings.py::test_all_encodings_of_the_file_are_stored": "--encodings",
     "train/data/ingest/test_flags.py::test_a_preparation_is_begun_anew": "--overwrite",
 }
 FETCHED = {f"{DOWNLOAD}::test_downloads_obey_their_options": "--downloads --download_seconds --private_addresses"}
 READING = {f"{ACCOUNT}::test_how_captions_are_read": "--caption_columns --caption_encoding --follow_links"}
 CAPTIONED = {SELECTED: f"{INGEST[SELECTED]} --captions", f"{ACCOUNT}::test_splits_stay_apart": "--split"} | READING
 TABLES = "train/data/ingest/test_flags.py::test_tables_of_a_split_into_a_folder_of_its_own"
-COLUMN = "train/data/ingest/test_sources.py::test_images_inside_tables_and_a_chosen_column_of_captions"
+COLUMN = "train/data/ingest/sources/test_sources.py::test_images_inside_tables_and_a_chosen_column_of_captions"
 
 SHOWN_BY = {
     "prepare digits": {
-        "train/data/test_prepare.py::test_counts": "--num_clips --num_images --num_val",
-        "train/data/test_prepare.py::test_the_seed_decides_the_files": "--seed",
-        "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
+        "train/data/prepare/test_command.py::test_counts": "--num_clips --num_images --num_val",
+        "train/data/prepare/test_command.py::test_the_seed_decides_the_files": "--seed",
+        "train/data/prepare/test_command.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
     },
     **dict.fromkeys(
         tuple(f"prepare digit_{name}" for name in ("classes", "captions", "clips", "images", "images_64")),
-        {"train/data/test_prepare.py::test_digits_one_to_a_picture": "--num_images --seed --overwrite"},
+        {"train/data/prepare/test_command.py::test_digits_one_to_a_picture": "--num_images --seed --overwrite"},
     ),
     "prepare shapes": {
-        "train/shapes/test_samples.py::test_every_option_reaches_the_data_set": (
+        "train/demos/shapes/test_samples.py::test_every_option_reaches_the_data_set": (
             "--num_clips --num_images --num_val --seed"
         ),
-        "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
+        "train/data/prepare/test_command.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
     },
     "prepare dummy_images": {
-        "train/data/test_dummy_images.py::test_what_nemo_s_documents_say": "--num_images --size",
-        "train/data/test_dummy_images.py::test_options_decide_the_pictures": "--seed --overwrite",
-        "train/data/test_dummy_images.py::test_another_factory_is_refused": "--factory",
+        "train/data/prepare/test_dummy_images.py::test_what_nemo_s_documents_say": "--num_images --size",
+        "train/data/prepare/test_dummy_images.py::test_options_decide_the_pictures": "--seed --overwrite",
+        "train/data/prepare/test_dummy_images.py::test_another_factory_is_refused": "--factory",
     },
     "prepare videos": INGEST | CAPTIONED,
     "prepare images": INGEST | CAPTIONED,
@@ -115,27 +117,27 @@ SHOWN_BY = {
     "prepare hf": INGEST | FETCHED | READING | {TABLES: "--split"},
     "prepare butterfly": INGEST | FETCHED | READING | {TABLES: "--split --source --output_dir"},
     "prepare nemo": {
-        "train/data/ingest/test_sources.py::test_what_nemo_and_dfm_wrote_becomes_a_data_set": (
+        "train/data/ingest/sources/test_sources.py::test_what_nemo_and_dfm_wrote_becomes_a_data_set": (
             "--tokenizer --text_encoder --fps --val_every --shard_size --overwrite"
         )
     },
     "prepare prior": SIZE
     | {
-        "train/data/test_prior.py::test_every_option_reaches_the_samples": """
+        "train/data/prepare/test_prior.py::test_every_option_reaches_the_samples": """
             --prompt --prompt_file --count --seed --batch_size --device --dtype --overwrite --sampler --num_steps
             --guidance --num_video_frames --height --width --fps --negative_prompt --eta --churn
         """
     },
     "prepare trajectories": SIZE
     | {
-        "train/data/test_prior.py::test_every_option_reaches_the_samples": """
+        "train/data/prepare/test_prior.py::test_every_option_reaches_the_samples": """
             --prompt --prompt_file --count --seed --batch_size --device --dtype --overwrite --sampler --num_steps
             --guidance --num_video_frames --height --width --fps --negative_prompt --eta --churn
         """
     },
     "prepare edits": {
-        "train/data/test_edits.py::test_videos_are_cut_alike": "--fps --num_frames",
-        "train/data/test_edits.py::test_a_second_run_goes_on_and_another_is_refused": (
+        "train/data/prepare/test_edits.py::test_videos_are_cut_alike": "--fps --num_frames",
+        "train/data/prepare/test_edits.py::test_a_second_run_goes_on_and_another_is_refused": (
             "--tokenizer --text_encoder --size --val_share --overwrite"
         ),
     },
@@ -149,7 +151,9 @@ SHOWN_BY = {
             "--tune --top --tune_steps --tune_seconds"
         ),
         "train/plan/test_budget.py::test_it_is_printed": "--explain",
-        "train/test_kept.py::test_a_run_that_cannot_fit_is_refused_before_anything_is_written": "--even_if_too_large",
+        "train/checkpoints/test_fixed_settings.py::test_a_run_that_cannot_fit_is_refused_before_anything_is_written": (
+            "--even_if_too_large"
+        ),
     }
     | DEBUG,
     "slurm": {
@@ -164,36 +168,38 @@ SHOWN_BY = {
         ),
     },
     "bundle": {
-        "train/test_to_bundle.py::test_averages_and_steps_are_chosen": "--ema --step",
-        "train/test_to_bundle.py::test_the_data_set_may_lie_elsewhere": "--dataset",
-        "train/test_to_bundle.py::test_defaults_are_chosen": "--default",
-        "infer/test_adapters.py::test_merged_equals_unmerged": "--merge",
+        "train/checkpoints/test_to_bundle.py::test_averages_and_steps_are_chosen": "--ema --step",
+        "train/checkpoints/test_to_bundle.py::test_the_data_set_may_lie_elsewhere": "--dataset",
+        "train/checkpoints/test_to_bundle.py::test_defaults_are_chosen": "--default",
+        "infer/pipeline/test_adapters.py::test_merged_equals_unmerged": "--merge",
     },
     "convert": {
         "models/convert/test_pipelines.py::test_licences_travel_and_a_bundle_becomes_a_pipeline_again": "--to",
         "models/convert/test_sources.py::test_parts_that_do_not_fit_name_both_sides": "--tokenizer --text_encoder",
         "models/convert/test_sources.py::test_the_precision_is_chosen": "--dtype",
-        "models/convert/test_given_weights.py::test_a_network_that_reads_images_needs_its_clip": "--image_encoder",
-        "infer/test_adapters.py::test_convert_there_and_back": "--base",
-        "models/test_cosmos_tokenizer.py::test_a_compression_is_taken_if_it_fits": "--compression",
+        "models/convert/test_conditioning.py::test_a_network_that_reads_images_needs_its_clip": "--image_encoder",
+        "infer/pipeline/test_adapters.py::test_convert_there_and_back": "--base",
+        "models/tokenizers/test_released_cosmos.py::test_a_compression_is_taken_if_it_fits": "--compression",
     },
     "push": {},
     "pull": {},
     "generate": SIZE | {MADE: GENERATE, f"{SIGNED}::test_generated_files_are_signed_and_repeated": C2PA},
     "classify": {
-        "infer/test_classify.py::test_every_option_reaches_what_is_named": (
+        "infer/commands/test_classify.py::test_every_option_reaches_what_is_named": (
             "--top --labelled --out --batch_size --runtime --device"
         ),
-        "infer/test_similarity.py::test_labels_and_prompts_name_pictures": "--labels --prompts",
+        "infer/commands/test_similarity.py::test_labels_and_prompts_name_pictures": "--labels --prompts",
     },
     "similarity": {
-        "infer/test_similarity.py::test_every_option_reaches_what_is_told": "--out --batch_size --runtime --device",
+        "infer/commands/test_similarity.py::test_every_option_reaches_what_is_told": (
+            "--out --batch_size --runtime --device"
+        ),
     },
     "calibrate-cache": SIZE | {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "check-cache": SIZE | {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "evaluate": {
         f"{EVALUATE}::evaluated": "--real --out --extractors --metrics --guidances",
-        "infer/evaluate/test_judged.py::test_somebody_elses_videos_are_judged": "--scorer_dir",
+        "infer/evaluate/metrics/test_scorer.py::test_somebody_elses_videos_are_judged": "--scorer_dir",
         f"{EVALUATE}::test_two_folders_against_each_other": "--videos --against",
         f"{EVALUATE}::test_a_model_against_a_folder_with_a_shared_cache": """
             --prompts --count --seed --frames --size --features --export_for --device --dtype --guidance --num_steps
@@ -215,11 +221,13 @@ SHOWN_BY = {
         "train/distill/test_command.py::test_a_stage_that_cannot_fit_is_refused": "--even_if_too_large",
     },
     "tune-sampler": {
-        "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """
+        "infer/commands/test_tune_sampler.py::test_the_command_changes_the_bundle": """
             --real --prompts --out --extractors --metrics --function_evaluations --guidance --budget --count --device
             --dtype --dry_run --noise_scale
         """,
-        "infer/evaluate/test_judged.py::test_the_cheapest_way_to_sample_is_found_by_a_judge_alone": "--scorer_dir",
+        "infer/evaluate/metrics/test_scorer.py::test_the_cheapest_way_to_sample_is_found_by_a_judge_alone": (
+            "--scorer_dir"
+        ),
     },
     "evaluate tokenizer": {
         f"{EVALUATE}::test_a_tokenizer_is_measured": "--out --frames --size --count --lpips_weights",
@@ -241,7 +249,7 @@ SHOWN_BY = {
             "--recipe --steps --warmup --ops --trace --json"
         ),
         "train/benchmarks/test_train.py::test_options_of_the_steps_reach_them": "--config-file --nproc",
-        "train/test_kept.py::test_steps_that_cannot_fit_are_not_measured": "--even_if_too_large",
+        "train/checkpoints/test_fixed_settings.py::test_steps_that_cannot_fit_are_not_measured": "--even_if_too_large",
     }
     | DEBUG,
     "benchmark growth": {
@@ -269,16 +277,18 @@ SHOWN_BY = {
         "serve/test_ranks.py::test_options_of_ranks_change_the_repository": "--ranks --tp_size --cp_size",
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
         "serve/test_signing.py::test_the_repository_holds_paths_alone": C2PA,
-        "serve/test_build_repository.py::test_defaults_are_changed_by_the_rules_of_a_request": "--default",
-        "serve/test_build_repository.py::test_students_are_models_of_their_own": "--student",
+        "serve/repository/test_build.py::test_defaults_are_changed_by_the_rules_of_a_request": "--default",
+        "serve/repository/test_build.py::test_students_are_models_of_their_own": "--student",
     },
     "serve run": {
         "serve/test_flags.py::test_every_option_reaches_the_server": (
             "--model --host --http_port --grpc_port --metrics_port --control_secret"
         ),
         "serve/test_flags.py::test_every_option_reaches_the_container": "--docker --image --gpus",
-        "serve/test_local_server.py::test_models_that_cannot_fit_are_refused": "--even_if_too_large",
-        "serve/test_local_server.py::test_a_secret_that_other_people_would_see_is_refused": "--even_if_others_see_it",
+        "serve/launch/test_local_server.py::test_models_that_cannot_fit_are_refused": "--even_if_too_large",
+        "serve/launch/test_local_server.py::test_a_secret_that_other_people_would_see_is_refused": (
+            "--even_if_others_see_it"
+        ),
     },
     "serve up": {
         "serve/test_flags.py::test_every_option_reaches_what_is_kept_up": """
@@ -286,8 +296,10 @@ SHOWN_BY = {
             --control_secret
         """,
         "serve/gateway/test_drain.py::test_nobody_is_asked_to_drain": "--drain",
-        "serve/test_local_server.py::test_models_that_cannot_fit_are_refused": "--even_if_too_large",
-        "serve/test_local_server.py::test_a_secret_that_other_people_would_see_is_refused": "--even_if_others_see_it",
+        "serve/launch/test_local_server.py::test_models_that_cannot_fit_are_refused": "--even_if_too_large",
+        "serve/launch/test_local_server.py::test_a_secret_that_other_people_would_see_is_refused": (
+            "--even_if_others_see_it"
+        ),
     },
     "serve gateway": {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """
@@ -299,7 +311,9 @@ SHOWN_BY = {
         """
     },
     "serve webhooks": {
-        "serve/gateway/test_webhooks.py::test_what_was_given_up_is_listed_and_sent_again": "--store --private_webhooks",
+        "serve/gateway/jobs/test_webhooks.py::test_what_was_given_up_is_listed_and_sent_again": (
+            "--store --private_webhooks"
+        ),
     },
     "serve keys": {
         "serve/test_flags.py::test_every_option_of_a_key_is_written_down": """
@@ -327,28 +341,30 @@ SHOWN_BY = {
         "infer/inspect/test_info.py::test_a_page_shows_a_run": "--html",
     },
     "new": {
-        "train/test_new.py::test_options_reach_the_proposal": "--out --captions --gpu --gpus --minutes",
-        "train/test_new.py::test_what_is_proposed_becomes_a_model": "--go",
+        "train/new/test_command.py::test_options_reach_the_proposal": "--out --captions --gpu --gpus --minutes",
+        "train/new/test_command.py::test_what_is_proposed_becomes_a_model": "--go",
     },
     "doctor": {
         f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",
         "test_deploy.py::test_doctor_names_what_is_missing": "--extras",
     },
     "completion": {},
-    "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick --all_guidances"},
-    "demo-shapes": {"train/shapes/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
+    "demo": {
+        "train/demos/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick --all_guidances"
+    },
+    "demo-shapes": {"train/demos/shapes/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
     "demo-conditioning": {
-        "train/digits/test_given_demo.py::test_every_option_reaches_the_demo": (
+        "train/demos/digits/test_conditioning_demo.py::test_every_option_reaches_the_demo": (
             "--out --bundle --ranks --steps --stride --seed"
         )
     },
     "demo-distill": {
-        "train/digits/test_distill_demo.py::test_every_option_reaches_the_demo": (
+        "train/demos/digits/test_distill_demo.py::test_every_option_reaches_the_demo": (
             "--out --bundle --ranks --steps --stride --seed"
         )
     },
     "demo-adapter": {
-        "train/digits/test_subject.py::test_every_option_reaches_the_demo": (
+        "train/demos/digits/test_subject.py::test_every_option_reaches_the_demo": (
             "--out --bundle --word --ranks --steps --seed"
         )
     },

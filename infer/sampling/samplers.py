@@ -149,7 +149,7 @@ def dpmpp_3m(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     """DPM-Solver++(3M): third order, multistep, one denoiser call a step (arXiv 2211.01095, appendix B).
 
     The integral of a parabola through the last three D. Implementations that take half of the parabola's second
-    derivative are of second order; tests/infer/test_samplers.py shows both.
+    derivative are of second order; tests/infer/sampling/test_samplers.py shows both.
     """
     return _integrate(_exponential_multistep(3), denoise, x, sigmas)
 

@@ -28,7 +28,7 @@ from megadit.models.commands.convert import main
 from megadit.models.shared.errors import UserError
 from megadit.train.checkpoints.to_bundle import main as bundle_main
 from tests.export.test_to_tensorrt import FakePolygraphy, fake_tensorrt
-from tests.models.convert.test_unet_adapters import kohya
+from tests.models.convert.adapters.test_unet import kohya
 from tests.stable_diffusion import UNETS, make_pipeline
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")

@@ -37,7 +37,7 @@ from megadit.serve.repository.model_config import Scheduling
 from tests.bundles import write_pair_bundle
 from tests.infer.conftest import make_adapter
 
-from .test_engine import Asker, run
+from .backend.test_engine import Asker, run
 from .test_triton import frames_of
 
 

@@ -12,7 +12,7 @@ from megadit.serve.contract import VideoRequest
 from megadit.serve.events import HeldBackError, InvalidRequestError
 from megadit.serve.repository.build import build_repository, service_info
 
-from .test_engine import Asker, run
+from .backend.test_engine import Asker, run
 
 PROGRAM = """
 import numpy

@@ -24,7 +24,7 @@ from megadit.serve.repository.model_config import Scheduling
 from tests.infer.conftest import make_adapter
 from tests.models.convert.test_layouts import READ
 
-from .test_engine import Asker, run
+from .backend.test_engine import Asker, run
 
 ASKED = {"num_frames": 1, "height": 16, "width": 16, "num_steps": 2, "guidance": 2.0}
 

@@ -23,8 +23,8 @@ from megadit.serve.events import InvalidRequestError
 from megadit.serve.repository.build import service_info
 from megadit.train.data.packs.conditioning import KINDS
 
+from .backend.test_engine import Asker, run
 from .media import GIF, HALF, HOSTILE, MASK, MP4, OTHER_PNG, PNG
-from .test_engine import Asker, run
 
 
 @pytest.fixture(scope="module")

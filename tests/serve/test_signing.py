@@ -15,7 +15,7 @@ from megadit.serve.repository.build import build_repository, service_info
 from megadit.serve.repository.model_config import PATHS, Scheduling, parameter_in
 from tests.signing import state_of, write_chain
 
-from .test_engine import Asker, run
+from .backend.test_engine import Asker, run
 
 REQUEST = VideoRequest(prompt="a red three", seed=1)
 

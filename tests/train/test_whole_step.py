@@ -10,7 +10,7 @@ import torch
 from megadit.train.recipes import load_recipe
 
 from .distill.test_layouts import CHANNELS, OBJECTIVES, write
-from .test_matching import CLIP, LOSSES
+from .objectives.test_contrast import CLIP, LOSSES
 from .test_vit_layouts import SP, VIT
 
 JOB = Path(__file__).parent / "jobs" / "whole_step.py"

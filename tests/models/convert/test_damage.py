@@ -23,7 +23,7 @@ from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.tokenizers import published_tokenizer
 from tests.bundles import write_tiny_bundle
 from tests.infer.conftest import make_adapter
-from tests.models.convert.test_settings_beside import ANYTHING, DEFAULTS
+from tests.models.convert.test_schedulers import ANYTHING, DEFAULTS
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -27,12 +27,12 @@ from megadit.serve.backend.engine import Engine
 from megadit.serve.contract import VideoRequest
 from megadit.serve.repository.build import service_info
 from tests.conftest import WORDS
-from tests.models.convert.test_given_weights import frames, pictures, random_cosmos
+from tests.models.convert.test_conditioning import frames, pictures, random_cosmos
 from tests.models.convert.test_parity import distance, num_parameters
 from tests.models.convert.test_pipelines import Harmless
 from tests.models.convert.test_wan import save, small_autoencoder, start_noise
+from tests.serve.backend.test_engine import Asker, run
 from tests.serve.media import MP4, PNG
-from tests.serve.test_engine import Asker, run
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -17,7 +17,7 @@ from megadit.models.storage.tensor_source import from_state_dict
 from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from tests.models.convert.test_layouts import WAN, prefixed
-from tests.models.test_text_weights import released
+from tests.models.text_encoders.test_text_weights import released
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -384,7 +384,7 @@ BREACHES = (
         train={"output_dir": "runs/x", **ADAPTER},
     ),
     on_start(
-        "model.guidance_embedding_range=[1.0, 9.0] is learnt from a guided teacher; training on samples has no guidance",
+        "model.guidance_embedding_range=[1.0, 9.0] is learnt from a guided teacher; training on samples has no",
         model={"guidance_embedding_range": (1.0, 9.0)},
     ),
     on_start("train.distill.teacher=nowhere does not exist", train={"output_dir": "runs/x", **STUDENT}),
