@@ -267,7 +267,7 @@ def _run(argv: list[str]) -> None:
             "settings": settings.to_dict(),
             "machine": about,
             "rates": rates,
-            "figures": [asdict(one) for one in measurements],
+            "measurements": [asdict(one) for one in measurements],
             "parts": of_video,
             "operations": operations,
         }

@@ -291,12 +291,12 @@ def report(final: Sequence[Variant], chosen: Variant) -> dict[str, Any]:
     """Return the comparison as plain values."""
     return {
         "chosen": asdict(chosen.settings),
-        "ways": [
+        "candidates": [
             {
                 "text": variant.text,
                 "function_evaluations": variant.function_evaluations,
                 "is_chosen": variant is chosen,
-                "figures": {
+                "metrics": {
                     f"{metric_value.metric} by {metric_value.of}": {
                         "value": metric_value.estimate.value,
                         "interval": list(metric_value.estimate.interval),

@@ -188,7 +188,7 @@ def _evaluate(
             each.compute_features([of_real], ranks, shows_progress=is_first())
         _wait()
     if is_first():
-        with _timed(seconds, "figures"):
+        with _timed(seconds, "metrics"):
             metric_values = evaluation.metric_values(candidates)
             for each, of_real in losses:
                 metric_values += each.metric_values([of_real], shows_progress=False)

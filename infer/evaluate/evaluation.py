@@ -127,7 +127,7 @@ class Evaluation:
         found = []
         chosen_metrics = self._requested()
         with Progress(
-            len(candidates) * (len(chosen_metrics) + len(self.scorers)), "figures", enabled=shows_progress
+            len(candidates) * (len(chosen_metrics) + len(self.scorers)), "metrics", enabled=shows_progress
         ) as bar:
             for candidate in candidates:
                 for name, extractor in chosen_metrics:

@@ -68,7 +68,7 @@ def _run(argv: list[str]) -> None:
     if options.out is not None:
         metric_values = {name: dict(zip(("value", "low", "high"), row, strict=True)) for name, row in rows.items()}
         about = {"videos": videos.count, "real": videos.key, "window": window.text}
-        write_json(options.out, {**about, "tokenizer": tokenizer.fingerprint(), "figures": metric_values})
+        write_json(options.out, {**about, "tokenizer": tokenizer.fingerprint(), "metrics": metric_values})
 
 
 def _encodable(window: Window, tokenizer: VideoTokenizer, asked: int | None) -> Window:

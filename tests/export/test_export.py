@@ -299,7 +299,7 @@ def test_benchmark_takes_runtimes_in_turn(exported, tmp_path, capsys):
     out = tmp_path / "figures.json"
     assert benchmark_generate.main([*arguments, "--runtime", "eager", "onnx", "--json", str(out)]) == 0
     record = json.loads(out.read_text())
-    figures = {(one["runtime"], one["what"]): one for one in record["figures"]}
+    figures = {(one["runtime"], one["what"]): one for one in record["measurements"]}
     whats = ("guided denoiser call", "decoder", "encoder", "whole video")
     assert figures.keys() == {(runtime, what) for runtime in ("eager", "onnx") for what in whats}
     assert all(0 < one["lowest"] <= one["median"] <= one["highest"] for one in figures.values())

@@ -80,7 +80,7 @@ def main(name: str, pretended: str | None = None) -> None:
             tell(f"step, {name}", f"exit code {done.returncode}; its log says why", failed=True)
             return
         record = json.loads(file.read_text())
-    figures = record["figures"]
+    figures = record["measurements"]
     needed, scaled = needed_memory(config, 1) / 1e9, figures["tokens_per_second"] * planned / of_whole
     tell(
         f"step, {name}",

@@ -111,5 +111,5 @@ def test_latents_of_an_autoencoder_and_texts_of_clip(tmp_path, write_clip, run_r
         str(tmp_path / "curve"),
     ]
     assert evaluate([str(bundle), *seen, *curve, *steps]) == 0
-    contact_sheets = json.loads((tmp_path / "curve" / "report.json").read_text())["figures"]
-    assert len(contact_sheets) == 2 and {figure["metric"] for figure in contact_sheets} == {"kid"}
+    metric_values = json.loads((tmp_path / "curve" / "report.json").read_text())["metrics"]
+    assert len(metric_values) == 2 and {figure["metric"] for figure in metric_values} == {"kid"}

@@ -131,7 +131,7 @@ def measure_point(axis: Axis, value: int, file: Path, steps: int) -> Point:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{' '.join(command)}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
-    measurements = read_json(file)["figures"]
+    measurements = read_json(file)["measurements"]
     return Point(
         place=axis.reading(value, measurements),
         seconds=measurements["processor_seconds"],

@@ -89,7 +89,7 @@ def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
         raise UserError(f"{file} does not say with which settings it was measured; delete it")
     for name, there, here in differences(record["config"] | {"steps": record["steps"]}, asked):
         raise UserError(f"{file} has figures of a run with {name}={there}, not {here}; delete it, or ask for the same")
-    measurements = record["figures"]
+    measurements = record["measurements"]
     return Row(ranks=ranks, samples_per_second=measurements["samples_per_step"] / measurements["seconds"])
 
 

@@ -130,7 +130,7 @@ def _print_costs(
             "recipe": config.recipe,
             **run,
             "machine": about,
-            "figures": asdict(measurements),
+            "measurements": asdict(measurements),
             "ops": variants_run(),
         }
         write_json(options.json, record)

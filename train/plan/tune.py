@@ -110,7 +110,7 @@ def _measure(choice: Choice, folder: Path, ranks: int, steps: int, seconds: floa
     code = _run_process(command(folder / "run.yaml", overrides, ranks, steps, numbers), log, seconds)
     row = Row(layout=str(choice.layout), overrides=tuple(overrides), outcome="measured", predicted=choice.time.total)
     if code == 0:
-        measured = json.loads(numbers.read_text(encoding="utf-8"))["figures"]
+        measured = json.loads(numbers.read_text(encoding="utf-8"))["measurements"]
         return replace(row, seconds=measured["seconds"], memory_gb=measured["peak_memory_gb"])
     if code is None:
         return replace(row, outcome="hung", said=f"no end after {duration(seconds)}")

@@ -18,7 +18,7 @@ from megadit.models.shared.files import sha256_of
 class ProgramScorer:
     """Scores of each video and its prompt by a user's program: a column for each score with a better direction."""
 
-    name, sees, fewest_frames, needs_prompts = "judge", "scores", 1, False
+    name, sees, fewest_frames, needs_prompts = "scorer", "scores", 1, False
     protocol = "a video and its prompt"
 
     def __init__(

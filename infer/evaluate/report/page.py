@@ -21,16 +21,16 @@ def write_page(path: Path, report: dict[str, Any], shows: Sequence[tuple[str, st
     body = [
         f"<h1>{escape(_title(report))}</h1>",
         f'<p class="faint">{escape(_subtitle(report))}</p>',
-        _metric_values(report["figures"]),
+        _metric_values(report["metrics"]),
         _differences(report["differences"]),
         *(_shown(*show) for show in shows),
-        _protocols(report["figures"]),
+        _protocols(report["metrics"]),
     ]
     write_html(path, "Evaluation", body)
 
 
 def _title(report: dict[str, Any]) -> str:
-    models = list(dict.fromkeys(metric_value["model"] for metric_value in report["figures"]))
+    models = list(dict.fromkeys(metric_value["model"] for metric_value in report["metrics"]))
     return f"Evaluation of {' and '.join(models)}"
 
 
@@ -60,11 +60,11 @@ def _metric_values(metric_values: Sequence[dict[str, Any]]) -> str:
         what = (
             f"<b>{escape(name[0])}</b> by {escape(name[1])}<br><small>{escape(metric_value['title'])}; {arrow}</small>"
         )
-        extra = ", ".join(f"{key} {shown(value)}" for key, value in metric_value["beside"].items())
+        extra = ", ".join(f"{key} {shown(value)}" for key, value in metric_value["extra"].items())
         note = f'<br><span class="bad">{escape(metric_value["note"])}</span>' if metric_value["note"] else ""
         baseline = (
             f"{shown(metric_value['floor']['low'])} to {shown(metric_value['floor']['high'])}"
-            if metric_value["floor"]
+            if metric_value["baseline"]
             else ""
         )
         rows.append(

@@ -27,7 +27,7 @@ def to_json(
         "window": evaluation.store.window.text,
         "real": None if real is None else {"label": real.label, "key": real.key, "videos": real.count},
         "interval": f"95 %, {NUM_RESAMPLINGS} resamplings of prompts with their videos",
-        "figures": [_metric_value(metric_value) for metric_value in metric_values],
+        "metrics": [_metric_value(metric_value) for metric_value in metric_values],
         "differences": [
             {
                 "first": each.first.candidate.label,
@@ -53,8 +53,8 @@ def _metric_value(metric_value: MetricValue) -> dict[str, Any]:
         "better": metric_value.better,
         **_estimate(metric_value.estimate),
         "videos": metric_value.estimate.count,
-        "beside": {name: _rounded(value) for name, value in metric_value.estimate.extra.items()},
-        "floor": None if metric_value.baseline is None else _estimate(metric_value.baseline),
+        "extra": {name: _rounded(value) for name, value in metric_value.estimate.extra.items()},
+        "baseline": None if metric_value.baseline is None else _estimate(metric_value.baseline),
         "note": metric_value.note,
         "protocol": metric_value.protocol,
     }
@@ -88,7 +88,7 @@ def read_report(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{file} does not exist; give an OUT of `megadit evaluate BUNDLE --real DATA --out OUT`")
     report = read_json(file)
-    is_report = isinstance(report, dict) and isinstance(report.get("figures"), list)
+    is_report = isinstance(report, dict) and isinstance(report.get("metrics"), list)
     if not is_report or report.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{file} is not a report of `megadit evaluate` of this version")
     return report
@@ -102,7 +102,7 @@ def side_by_side(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for report in reports:
-        for metric_value in report["figures"]:
+        for metric_value in report["metrics"]:
             others = by_name.setdefault((metric_value["metric"], metric_value["of"]), [])
             if others:
                 check_same_protocol(others[0]["protocol"], metric_value["protocol"])
@@ -115,7 +115,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     cells = [("model", "metric", "", "value", "95 % interval", "real against real", "videos")]
     for row in rows:
         label = row["model"] if row["guidance"] is None else f"{row['model']}, guidance {row['guidance']:g}"
-        baseline = shown(row["floor"]["value"]) if row["floor"] else ""
+        baseline = shown(row["baseline"]["value"]) if row["baseline"] else ""
         interval = f"{shown(row['low'])} to {shown(row['high'])}"
         arrow = "v" if row["better"] == "lower" else "^"
         cells.append(

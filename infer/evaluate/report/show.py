@@ -49,5 +49,5 @@ def write_report(
     report = to_json(evaluation, metric_values, differences, seconds)
     write_page(out / "report.html", report, shows)
     write_json(out / REPORT_FILE, report)
-    print(table(report["figures"]))
+    print(table(report["metrics"]))
     print(out / "report.html")

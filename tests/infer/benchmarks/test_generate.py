@@ -16,7 +16,7 @@ def test_figures_of_a_bundle(bundle_dir, pipeline, tmp_path, capsys, monkeypatch
     arguments = [str(bundle_dir), "--rounds", "1", "--device", "cpu", "--num_steps", "2", "--prompt", "a red seven"]
     assert benchmark_generate.main([*arguments, "--json", str(out), "--trace", str(trace)]) == 0
     record, shown = json.loads(out.read_text()), capsys.readouterr().out
-    measurements = {one["what"]: one for one in record["figures"]}
+    measurements = {one["what"]: one for one in record["measurements"]}
     assert measurements.keys() == {NETWORK, DECODER, ENCODER, WHOLE}
     call = measurements[NETWORK]
     grid = pipeline.config.token_grid(2, 8, 12)  # 5 frames of 16 x 24, latents of 4x, 2x, 2x

@@ -157,4 +157,4 @@ def test_the_command_changes_the_bundle(tmp_path, bundle_dir, reader_file, capsy
         changed == SamplingSettings.from_dict(found["chosen"]) and num_function_evaluations(changed, bundle.config) == 1
     )
     assert changed.noise_scale == 0.7
-    assert sum(variant["is_chosen"] for variant in found["ways"]) == 1
+    assert sum(variant["is_chosen"] for variant in found["candidates"]) == 1

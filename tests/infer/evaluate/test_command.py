@@ -28,14 +28,14 @@ CHEAP = ["--metrics", "kid", "kvd", "motion"]
 
 def report_of(out):
     report = read_json(out / "report.json")
-    assert set(report.pop("seconds")) == {"videos", "features", "figures"}
+    assert set(report.pop("seconds")) == {"videos", "features", "metrics"}
     return report
 
 
 def values(report, model=None):
     return {
         (each["metric"], each["guidance"]): each["value"]
-        for each in report["figures"]
+        for each in report["metrics"]
         if model in (None, each["model"])
     }
 
@@ -52,15 +52,15 @@ def evaluated(tmp_path_factory, bundle_dir, real_folder, reader_file):
 
 def test_a_report_has_every_figure_with_its_interval(evaluated):
     report = report_of(evaluated[0])
-    assert {each["metric"] for each in report["figures"] if "loss" not in each["metric"]} == FIGURES
-    assert {each["guidance"] for each in report["figures"]} == {1.0, 4.0, None}
-    for each in report["figures"]:
+    assert {each["metric"] for each in report["metrics"] if "loss" not in each["metric"]} == FIGURES
+    assert {each["guidance"] for each in report["metrics"]} == {1.0, 4.0, None}
+    for each in report["metrics"]:
         assert each["low"] <= each["value"] <= each["high"] and each["videos"] == 40
         assert re.match(r"megadit 1: .* 5 frames of 16x24 at 8 fps from the middle; 40 videos", each["protocol"])
-    losses = [each for each in report["figures"] if each["metric"].startswith("loss")]
+    losses = [each for each in report["metrics"] if each["metric"].startswith("loss")]
     assert len(losses) == 5 and all(each["value"] > 0 for each in losses)
-    distances = [each for each in report["figures"] if each["metric"] in ("kid", "kvd")]
-    assert all(each["floor"]["high"] < each["low"] for each in distances)  # random weights are far from real
+    distances = [each for each in report["metrics"] if each["metric"] in ("kid", "kvd")]
+    assert all(each["baseline"]["high"] < each["low"] for each in distances)  # random weights are far from real
 
 
 def test_a_page_that_needs_nothing_else(evaluated):
@@ -90,7 +90,7 @@ def test_a_curve_of_distance_against_texts_by_a_clip_of_ours(bundle_dir, real_fo
     clip, out = write_clip_bundle(tmp_path / "clip").path, tmp_path / "out"
     arguments = ["--real", real_folder, "--extractors", clip, "--guidances", "1", "6", "--metrics", "fid", "clip"]
     assert command.main([str(each) for each in (bundle_dir, "--out", out, *arguments)]) == 0
-    found = report_of(out)["figures"]
+    found = report_of(out)["metrics"]
     assert {(each["metric"], each["guidance"]) for each in found} == {
         (metric, guidance) for metric in ("fid", "clip") for guidance in (1.0, 6.0)
     }
@@ -191,7 +191,7 @@ def test_a_model_against_a_folder_with_a_shared_cache(tmp_path, bundle_dir, real
     )
     report = report_of(tmp_path / "out")
     assert report["window"] == "4 frames of 16x16 at 8 fps from the middle, cropped and resized"
-    assert {each["videos"] for each in report["figures"]} == {10}
+    assert {each["videos"] for each in report["metrics"]} == {10}
     assert list((tmp_path / "features").glob("*.safetensors")) and not (tmp_path / "out" / "features").exists()
     exported = tmp_path / "out" / "exported" / "tiny-guidance-3"
     assert sorted(path.name for path in exported.iterdir())[:2] == ["a blue square-0.mp4", "a blue square-1.mp4"]
@@ -218,12 +218,12 @@ def test_settings_reach_the_videos(tmp_path, bundle_dir, real_folder, reader_fil
 
 def test_reports_of_different_protocols_are_not_put_side_by_side(evaluated, tmp_path, capsys):
     report = read_json(evaluated[0] / "report.json")
-    for each in report["figures"]:
+    for each in report["metrics"]:
         each["model"] = "another"
     (tmp_path / "same.json").write_text(json.dumps(report))
     assert compare.main([str(evaluated[0]), str(tmp_path / "same.json")]) == 0
     assert "another, guidance 4" in capsys.readouterr().out
-    report["figures"][0]["protocol"] = report["figures"][0]["protocol"].replace("5 frames", "16 frames")
+    report["metrics"][0]["protocol"] = report["metrics"][0]["protocol"].replace("5 frames", "16 frames")
     (tmp_path / "other.json").write_text(json.dumps(report))
     assert compare.main([str(evaluated[0]), str(tmp_path / "other.json")]) == 2
     assert "metrics of different protocols cannot be compared" in capsys.readouterr().err
@@ -251,7 +251,7 @@ def test_a_tokenizer_is_measured(bundle_dir, real_folder, tmp_path, capsys):
     words = [bundle_dir, real_folder, "--out", tmp_path / "figures.json", *more]
     assert tokenizer_command.main([str(each) for each in words]) == 0
     assert "12 videos, 5 frames of 16x16" in capsys.readouterr().out
-    metric_values = read_json(tmp_path / "figures.json")["figures"]
+    metric_values = read_json(tmp_path / "figures.json")["metrics"]
     assert set(metric_values) == {
         "PSNR (dB)",
         "SSIM",
@@ -282,7 +282,7 @@ def test_single_frames_are_pictures_whatever_their_speed(tmp_path, bundle_dir, r
     made = (bundle_dir, "--num_frames", 1, "--fps", 30, "--num_steps", 1, "--count", 8, "--out", tmp_path / "out")
     seen = ("--real", real_folder, "--frames", 1, "--extractors", reader_file)
     assert command.main([str(each) for each in (*made, *seen, "--metrics", "kid")]) == 0
-    (metric_value,) = report_of(tmp_path / "out")["figures"]
+    (metric_value,) = report_of(tmp_path / "out")["metrics"]
     assert metric_value["metric"] == "kid" and "1 frames of 16x24 from the middle; 8 videos" in metric_value["protocol"]
     assert "--metrics motion needs" in said(capsys, *made, *seen, "--metrics", "motion")
 

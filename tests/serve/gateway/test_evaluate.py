@@ -88,9 +88,9 @@ def test_a_service_makes_the_videos_of_its_bundle_and_they_are_kept(
     found = videos_of(out, "service")
     assert np.array_equal(found[3], decoded(encode_mp4(made, 8), "a video")[0])
     assert np.array_equal(found, videos_of(out, "tokenizer"))  # looked at as a service would send them
-    assert {each["model"] for each in report_of(out)["figures"]} == {url.removeprefix("http://"), "tiny"}
+    assert {each["model"] for each in report_of(out)["metrics"]} == {url.removeprefix("http://"), "tiny"}
     assert all(each["value"] == 0 for each in report_of(out)["differences"])
-    assert all("20 videos sent as mp4, " in each["protocol"] for each in report_of(out)["figures"])
+    assert all("20 videos sent as mp4, " in each["protocol"] for each in report_of(out)["metrics"])
     assert visit(key).get("/v1/videos").json()["data"] == []  # nothing is left there
 
     whole = report_of(out)

@@ -12,14 +12,14 @@ from megadit.train.config.load import to_plain_values
 
 
 def write_figures(folder, ranks, seconds, recipe="digits_tiny", steps=10, packs=1, overrides=()):
-    contact_sheets = {"samples_per_step": 12.0 * ranks, "seconds": seconds}
+    measurements = {"samples_per_step": 12.0 * ranks, "seconds": seconds}
     config = to_plain_values(run_of(recipe, None, [*overrides, f"data.global_batch_size={packs * ranks}"]))
     record = {
         "recipe": recipe,
         "config": config,
         "steps": steps,
         "machine": {"ranks": ranks},
-        "figures": contact_sheets,
+        "measurements": measurements,
     }
     (folder / f"ranks-{ranks}.json").write_text(json.dumps(record))
 
@@ -88,7 +88,11 @@ def test_rows_measured_with_other_settings_are_refused(tmp_path, two_devices, ca
 
 
 def test_rows_that_do_not_say_what_was_measured_are_refused(tmp_path, two_devices, capsys):
-    record = {"recipe": "digits_tiny", "machine": {"ranks": 1}, "figures": {"samples_per_step": 12.0, "seconds": 1.0}}
+    record = {
+        "recipe": "digits_tiny",
+        "machine": {"ranks": 1},
+        "measurements": {"samples_per_step": 12.0, "seconds": 1.0},
+    }
     (tmp_path / "ranks-1.json").write_text(json.dumps(record))
     assert scaling.main([str(tmp_path), "--recipe", "digits_tiny", "--ranks", "1"]) == 2
     assert "does not say with which settings" in capsys.readouterr().err
@@ -114,5 +118,5 @@ def test_ranks_of_this_machine_are_measured(tmp_path, capsys):
     rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
     assert rows[0]["samples_per_second"] > 0 and rows[1]["samples_per_second"] > 0
     assert rows[2]["samples_per_second"] is None
-    one, two = (json.loads((tmp_path / f"ranks-{n}.json").read_text())["figures"] for n in (1, 2))
+    one, two = (json.loads((tmp_path / f"ranks-{n}.json").read_text())["measurements"] for n in (1, 2))
     assert two["samples_per_step"] == pytest.approx(2 * one["samples_per_step"], rel=0.35)  # packs are not all alike

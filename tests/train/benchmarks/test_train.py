@@ -43,22 +43,20 @@ def measured(tmp_path_factory):
 
 def test_figures_agree_with_each_other(measured):
     _, record, _ = measured
-    contact_sheets, config = record["figures"], resolve_config("digits_tiny")
-    assert contact_sheets["parameters"] == count_parameters(config.model).total
-    assert contact_sheets["seconds_lowest"] <= contact_sheets["seconds"] <= contact_sheets["seconds_highest"]
-    assert contact_sheets["tokens_per_second"] == pytest.approx(
-        contact_sheets["tokens_per_step"] / contact_sheets["seconds"]
-    )
+    measurements, config = record["measurements"], resolve_config("digits_tiny")
+    assert measurements["parameters"] == count_parameters(config.model).total
+    assert measurements["seconds_lowest"] <= measurements["seconds"] <= measurements["seconds_highest"]
+    assert measurements["tokens_per_second"] == pytest.approx(measurements["tokens_per_step"] / measurements["seconds"])
     places = config.data.global_batch_size * config.data.seq_length
     assert (
-        contact_sheets["fill"] == pytest.approx(contact_sheets["tokens_per_step"] / places)
-        and 0.5 < contact_sheets["fill"] <= 1
+        measurements["fill"] == pytest.approx(measurements["tokens_per_step"] / places)
+        and 0.5 < measurements["fill"] <= 1
     )
-    assert contact_sheets["peak_memory_gb"] >= contact_sheets["empty_memory_gb"] > 0
-    for shares in (contact_sheets["parts"], contact_sheets["operations"]):
+    assert measurements["peak_memory_gb"] >= measurements["empty_memory_gb"] > 0
+    for shares in (measurements["parts"], measurements["operations"]):
         assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
-    assert {"computing losses and gradients", "updating the weights"} <= set(contact_sheets["parts"])
-    assert {"attention", "matrix products", ELEMENTWISE} <= set(contact_sheets["operations"])
+    assert {"computing losses and gradients", "updating the weights"} <= set(measurements["parts"])
+    assert {"attention", "matrix products", ELEMENTWISE} <= set(measurements["operations"])
 
 
 def test_the_variants_that_ran_are_told(measured):
@@ -70,11 +68,11 @@ def test_the_variants_that_ran_are_told(measured):
 def test_the_published_formula_counts_modulation_for_every_token(measured):
     """6 x parameters x tokens is a lower bound of it; of what is computed it is twice as much for such short clips."""
     _, record, _ = measured
-    contact_sheets = record["figures"]
-    flops = contact_sheets["upstream_tflops"] * 1e12 * contact_sheets["seconds"]
-    assert flops > 6 * contact_sheets["parameters"] * contact_sheets["tokens_per_step"]
-    assert flops < 1.2 * 6 * contact_sheets["parameters"] * contact_sheets["tokens_per_step"]
-    assert 1.2 < contact_sheets["upstream_tflops"] / contact_sheets["tflops"] < 3
+    measurements = record["measurements"]
+    flops = measurements["upstream_tflops"] * 1e12 * measurements["seconds"]
+    assert flops > 6 * measurements["parameters"] * measurements["tokens_per_step"]
+    assert flops < 1.2 * 6 * measurements["parameters"] * measurements["tokens_per_step"]
+    assert 1.2 < measurements["upstream_tflops"] / measurements["tflops"] < 3
 
 
 def test_the_machine_and_versions_stand_beside_the_figures(measured):

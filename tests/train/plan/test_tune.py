@@ -43,10 +43,10 @@ def programs(monkeypatch):
     def kind(*scripts):
         calls = iter(scripts)
 
-        def command(run, overrides, ranks, steps, contact_sheets):
+        def command(run, overrides, ranks, steps, numbers):
             script = next(calls)
             used.append(overrides)
-            return [sys.executable, "-c", script.replace("FIGURES", str(contact_sheets))]
+            return [sys.executable, "-c", script.replace("FIGURES", str(numbers))]
 
         used = []
         monkeypatch.setattr(tuning, "command", command)
@@ -136,10 +136,10 @@ def test_the_fastest_of_four_on_two_ranks_trains(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     real, calls = tuning.command, []
 
-    def command(run, overrides, ranks, steps, contact_sheets):
+    def command(run, overrides, ranks, steps, numbers):
         calls.append(overrides)
         more = ["data.seq_length=1"] if len(calls) == 2 else []
-        return real(run, [*overrides, *more], ranks, steps, contact_sheets)
+        return real(run, [*overrides, *more], ranks, steps, numbers)
 
     monkeypatch.setattr(tuning, "command", command)
     small = ["--recipe", "digits_tiny", *SMALL, f"train.output_dir={tmp_path / 'run'}", "--nproc", "2"]

@@ -87,7 +87,7 @@ def test_somebody_elses_videos_are_judged(tmp_path, scorer_dir):
     """Without captions, too, and with no real ones."""
     videos, out = write_folder(tmp_path / "videos", 9, captions=False), tmp_path / "out"
     assert command.main([str(each) for each in ("--videos", videos, "--out", out, "--scorer_dir", scorer_dir)]) == 0
-    dark, words = read_json(out / "report.json")["figures"]
+    dark, words = read_json(out / "report.json")["metrics"]
     assert (dark["metric"], dark["better"], words["metric"], words["better"]) == ("dark", "lower", "words", "higher")
     assert dark["low"] < dark["value"] < dark["high"] < 255 and words["value"] == 0
     assert "better than the mean by dark, words" in (out / "report.html").read_text()
@@ -133,11 +133,13 @@ def test_the_cheapest_way_to_sample_is_found_by_a_judge_alone(tmp_path, bundle_d
         program = PROGRAM.replace('"lower", "words": "higher"}', f"{better!r}}}")
         folder = judge_in(tmp_path / better, program)
         assert tune_sampler.main([*command, "--scorer_dir", str(folder), "--out", str(tmp_path / "out")]) == 0
-        variants = read_json(tmp_path / "out" / "tuned.json")["ways"]
-        assert all(set(variant["figures"]) == {"dark by judge"} for variant in variants)
-        (best[better],) = [variant["figures"]["dark by judge"]["value"] for variant in variants if variant["is_chosen"]]
+        variants = read_json(tmp_path / "out" / "tuned.json")["candidates"]
+        assert all(set(variant["metrics"]) == {"dark by scorer"} for variant in variants)
+        (best[better],) = [
+            variant["metrics"]["dark by scorer"]["value"] for variant in variants if variant["is_chosen"]
+        ]
         assert best[better] == {"lower": min, "higher": max}[better](
-            variant["figures"]["dark by judge"]["value"] for variant in variants
+            variant["metrics"]["dark by scorer"]["value"] for variant in variants
         )
     assert best["lower"] < best["higher"] and Bundle.open(tmp_path / "bundle").defaults == own
     assert "note:" not in capsys.readouterr().out

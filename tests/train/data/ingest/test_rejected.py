@@ -45,7 +45,7 @@ def dataset(tmp_path_factory, make_clip, make_pan):
     return root / "out"
 
 
-def contact_sheets(page: str) -> dict[str, tuple[np.ndarray | None, str]]:
+def pictures(page: str) -> dict[str, tuple[np.ndarray | None, str]]:
     """(picture, words) below each heading."""
     found = {}
     for part in page.split("<h2>")[1:]:
@@ -59,7 +59,7 @@ def contact_sheets(page: str) -> dict[str, tuple[np.ndarray | None, str]]:
 def test_the_page_shows_what_was_kept_and_what_was_not_and_why(dataset, tmp_path):
     assert info.main([str(dataset), "--html", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
-    shown = contact_sheets(text)
+    shown = pictures(text)
     headings = {f"Left out: {reason}, 1 of 1" for reason in ("static", "black", "broken", "rest of a scene")}
     assert shown.keys() == {"Kept", *headings}
     strip, words = shown["Kept"]
@@ -80,7 +80,7 @@ def test_a_data_set_of_which_nothing_was_written_down_has_a_page(dataset, tmp_pa
     shutil.rmtree(copy / "prepare" / "left_out")  # by a version that drew none
     assert info.main([str(copy), "--html", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
-    assert contact_sheets(text).keys() == {"Kept"} and "<td>static<td>1" in text
+    assert pictures(text).keys() == {"Kept"} and "<td>static<td>1" in text
     shutil.rmtree(copy / "prepare")
     assert info.main([str(copy), "--html", str(tmp_path / "page.html")]) == 0
     assert "Nothing says what" in (tmp_path / "page.html").read_text()
