@@ -1,15 +1,15 @@
 """The tensors of a training checkpoint: their names on disk, and a reader that needs neither Megatron nor torchrun.
 
-A checkpoint is a directory `iter_0000100` that holds, beside its description, `tensors/`: a torch distributed
-checkpoint written by Megatron. Every tensor is stored whole, in float32, under the canonical name of its parameter, so
-that it does not matter which layout wrote it and which reads it:
+A checkpoint is a directory `iter_0000100` that holds, next to its description, `tensors/`: a torch distributed
+checkpoint written by Megatron. Every tensor is stored whole, in float32, under the canonical name of its parameter,
+so that it does not depend on the parallel layout:
 
     model.<name>                     the weights
-    ema.<sigma_rel>.<name>           their averages
-    optimizer.<state>.<name>         what the optimizer keeps for each element
+    ema.<sigma_rel>.<name>           the EMA weights
+    optimizer.<state>.<name>         the optimizer state of each element
 
-<name> is the parameter's name in the training model, where the network's begin with "dit.". Nothing is believed before
-its checksum is compared, and no code in a checkpoint is run (see `integrity`).
+<name> is the parameter's name in the training model, where the network's begin with "dit.". Checksums are compared
+before anything is read, and no code in a checkpoint is run (see `integrity`).
 """
 
 import pickle
@@ -58,7 +58,7 @@ def find_checkpoints(root: Path) -> list[Path]:
 
 
 def named_checkpoints(root: Path) -> list[Path]:
-    """The directories that bear the name of a checkpoint, whatever is in them, oldest first."""
+    """The directories with the name of a checkpoint, complete or not, oldest first."""
     named = [path for path in root.glob("iter_*") if _NAME.fullmatch(path.name)] if root.is_dir() else []
     return sorted(named, key=lambda path: int(path.name.removeprefix("iter_")))
 
@@ -82,7 +82,7 @@ def _are_numbers(values: dict[str, Any], name: str) -> bool:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether `path` is a checkpoint with all its parts; one being written has another name."""
+    """Whether `path` is a complete checkpoint; one being written has another name."""
     try:
         read_state(path)
     except UserError:
@@ -91,26 +91,26 @@ def is_complete(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path, found: dict[str, str] | None = None) -> None:
-    """Compares a checkpoint with its checksums, and its name with what it says of itself.
+    """Compares a checkpoint with its checksums, and its name with the step in its state.
 
     `found` are the checksums of its files, where they are known already.
 
     Raises:
-        DamagedCheckpointError: naming what is not as it was written.
+        DamagedCheckpointError: naming the damaged file.
     """
     check(path, found)
     step = read_state(path)["run"]["iteration"]
     if _NAME.fullmatch(path.resolve().name) and path.resolve().name != checkpoint_name(step):
-        raise DamagedCheckpointError(f"{path} is not the step that its name says, but step {step}")
+        raise DamagedCheckpointError(f"{path} holds step {step}, which its name contradicts")
 
 
 def ema_profiles(path: Path) -> tuple[float, ...]:
-    """The sigma_rel of each average in a checkpoint."""
+    """The sigma_rel of each set of EMA weights in a checkpoint."""
     return tuple(read_state(path)["ema_sigma_rels"])
 
 
 def base_of(path: Path) -> str | None:
-    """The fingerprint of the weights beside which a checkpoint's adapter is trained; None for a whole network."""
+    """The fingerprint of the base weights of a checkpoint's adapter; None for a whole network."""
     return read_json(path / STATE).get("base")
 
 
@@ -119,14 +119,14 @@ def read_network(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
 
     Args:
         path: the checkpoint (`.../iter_0000100`), written by any layout.
-        ema: sigma_rel of the average to read; None reads the weights themselves.
+        ema: sigma_rel of the EMA weights to read; None reads the weights themselves.
 
     Raises:
-        UserError: if it is no complete checkpoint, is damaged, has no such average, or is one of an adapter.
+        UserError: if it is no complete checkpoint, is damaged, has no such EMA weights, or holds an adapter.
     """
     tensors = _read_trained(path, ema)
     if base_of(path) is not None:
-        raise UserError(f"{path} has an adapter alone, without its base network")
+        raise UserError(f"{path} has only an adapter, without its base network")
     return tensors
 
 
@@ -143,7 +143,7 @@ def read_adapter(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
 
 
 def _read_trained(path: Path, ema: float | None) -> dict[str, Tensor]:
-    """Read the trained tensors of the network: all of them, or an adapter's alone."""
+    """Read the trained tensors of the network: all of them, or only an adapter's."""
     if not is_complete(path):
         raise UserError(f"{path} is not a complete checkpoint; give a directory such as checkpoints/iter_0000100")
     check_checkpoint(path)

@@ -29,7 +29,7 @@ _installed = False
 
 
 def install() -> None:
-    """Makes Megatron take the CPU for the GPU; a second call and a machine with CUDA change nothing."""
+    """Makes Megatron use the CPU in place of a GPU; a second call and a machine with CUDA change nothing."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def install_for_experts() -> None:
-    """The same for Megatron's token dispatcher: numbers that it moves to the CPU as an array may be there already."""
+    """Patches Megatron's token dispatcher: tensors that it copies to the CPU as arrays may be arrays already."""
     if torch.cuda.is_available():
         return
     from megatron.core.transformer.moe import token_dispatcher
@@ -74,11 +74,11 @@ def _on_cpu(function: Callable) -> Callable:
 
 
 def _redirect_factories() -> None:
-    # `with torch.device("meta")` knows factories by what these names mean when it is first asked: not ours
+    # `with torch.device("meta")` collects these factories at its first use: let it see the originals
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # forward-mode differentiation would first compile what it needs of backward functions alone, out of such factories
+    # forward-mode differentiation first compiles backward functions, which needs the original factories
     forward_ad._maybe_load_decompositions = lambda: None
     for name in _FACTORY_METHODS:
         setattr(Tensor, name, _on_cpu(getattr(Tensor, name)))
@@ -107,7 +107,7 @@ def _redirect_tensor_methods() -> None:
 
 
 class _InOrder:
-    """A CUDA stream or event: on the CPU everything happens in order already."""
+    """A CUDA stream or event; on the CPU everything runs in order."""
 
     def __init__(self, *args, **kwargs) -> None: ...
 
@@ -124,7 +124,7 @@ class _InOrder:
 def _stand_in_for_cuda() -> None:
     cuda = torch.cuda
     cuda.current_device = lambda: _CPU
-    # dynamo refuses one object under two names: each gets its own
+    # dynamo rejects one object under two names: each gets its own
     for name in ("synchronize", "set_device", "empty_cache"):
         setattr(cuda, name, lambda *args, **kwargs: None)
     cuda.Stream = _InOrder
@@ -152,6 +152,6 @@ def _pad_uneven_all_gather() -> None:
 
 
 def _quieten() -> None:
-    """Megatron's advice on faster GPU kernels does not concern a CPU."""
+    """Hide Megatron's advice on faster GPU kernels, which does not concern a CPU."""
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")

@@ -1,10 +1,9 @@
-"""Blocks in training as CUDA graphs: each one's forward and backward, recorded once and replayed for every pack.
+"""Training blocks as CUDA graphs: the forward and backward of each are recorded once and replayed for every pack.
 
-A pack always has as many tokens and text slots, but its segments are others each time. What tells them apart is given
-to a recording as tensors of one size: the segment of each token, and the bounds of as many segments as a pack may have,
-of which those that it has not have no tokens.
+Every pack has as many tokens and text places, but other segments. A recording reads these as tensors of fixed size: the
+segment of each token, and the bounds of the maximum number of segments, of which unused ones are empty.
 
-Shapes: S video tokens, L text slots, D width, G segments of a pack.
+Shapes: S video tokens, L text places, D width, G segments of a pack.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,17 +24,17 @@ from megadit.models.shared.errors import UserError
 
 Compute = Callable[..., Tensor]
 Record = Callable[[tuple[Compute, ...], tuple[tuple[Tensor, ...], ...]], tuple[Compute, ...]]
-"""Functions that compute what others do with other tensors of the samples' shapes, and its gradients. They are called
-in this order, and their backwards in the opposite one; what a function gives, its next call overwrites."""
+"""Functions with the results and gradients of other functions, for inputs of the same shapes. They are called in this
+order, and their backwards in reverse; each call overwrites the result of the previous one."""
 
 
 def record_cuda_graphs(functions: tuple[Compute, ...], samples: tuple[tuple[Tensor, ...], ...]) -> tuple[Compute, ...]:
     """Records the forwards and backwards of `functions` on the GPU.
 
-    `samples` are the inputs of each function, whose shapes a recording keeps.
+    `samples` are inputs of each function, with the shapes of all later calls.
 
     Raises:
-        UserError: if one asks the device for anything meanwhile, which no recording can.
+        UserError: if a function synchronizes with the device, which cannot be recorded.
     """
     try:
         with _other_streams_allowed():
@@ -49,7 +48,7 @@ def record_cuda_graphs(functions: tuple[Compute, ...], samples: tuple[tuple[Tens
 
 @contextmanager
 def _other_streams_allowed() -> Iterator[None]:
-    """A recording is not spoilt by what other threads do, such as the one that pins the memory of batches."""
+    """Lets other threads use the GPU during a recording, such as the one that pins the memory of batches."""
     graph = torch.cuda.graph
     torch.cuda.graph = partial(graph, capture_error_mode="thread_local")
     try:
@@ -60,12 +59,12 @@ def _other_streams_allowed() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class FixedLayout:
-    """Layout with the same sizes for every pack: the part of a `PackLayout` that a block reads, as tensors."""
+    """A layout with the same sizes for every pack: what a block reads of a `PackLayout`, as tensors."""
 
     bounds: Tensor
     text_bounds: Tensor
     longest: int
-    """Maximum length of a segment: that of the pack."""
+    """Maximum length of a segment: the pack's length."""
     longest_text: int
     rows: RowsByToken
     is_causal: bool = False
@@ -79,8 +78,9 @@ class FixedLayout:
 
 
 class GraphedBlocks(BlockStack):
-    """Blocks that are replayed where a backward follows, and called where not, or where a pack has more
-    segments or pieces."""
+    """Blocks that are replayed if a backward follows; without one, or for packs with too many segments or token spans,
+    they
+    are called."""
 
     def __init__(self, blocks: dict[str, nn.Module], max_segments: int, record: Record = record_cuda_graphs) -> None:
         super().__init__(blocks)
@@ -109,13 +109,13 @@ class GraphedBlocks(BlockStack):
 
     def _recorded(self, x_SBD: Tensor, tensors: dict[str, Tensor]) -> tuple[Compute, ...]:
         functions = tuple(partial(_of_tensors, block, tuple(tensors)) for block in self.values())
-        shared = tuple(_place(tensor) for tensor in tensors.values())  # every block reads the same there
+        shared = tuple(_place(tensor) for tensor in tensors.values())  # shared by all blocks
         weights = (tuple(_own(parameter) for parameter in block.parameters()) for block in self.values())
         return self._record(functions, tuple((_place(x_SBD), *shared, *own) for own in weights))
 
 
 def _most_starts(num_tokens: int, num_segments: int) -> int:
-    """Maximum number of starts of runs of tokens: two stretches for each segment, and each run of full length."""
+    """Maximum number of starts of runs of tokens: two for each segment, and one for each run of full length."""
     return num_tokens // LONGEST_RUN + 2 * num_segments + 1
 
 
@@ -124,16 +124,16 @@ def _place(tensor: Tensor) -> Tensor:
 
 
 def _own(parameter: Tensor) -> Tensor:
-    """The same memory as an input of a recording.
+    """A view of a parameter, as an input of a recording.
 
-    Autograd adds a parameter's gradient up on the stream on which Megatron first asked where that happens, the default
-    one, which no recording may wait for.
+    Autograd would accumulate the gradient of the parameter itself on the default stream, for which a recording may not
+    wait.
     """
     return parameter.detach().requires_grad_(parameter.requires_grad)
 
 
 def _tensors(inputs: BlockInputs, num_segments: int) -> dict[str, Tensor]:
-    """All that a block reads beside its tokens, of the size that it has with `num_segments` segments."""
+    """All inputs of a block except its tokens, with the size for `num_segments` segments."""
     layout, device = inputs.layout, inputs.condition_GD.device
     missing = num_segments - layout.num_segments
     missing_rows = num_segments - len(inputs.condition_GD)
@@ -158,7 +158,7 @@ def _tensors(inputs: BlockInputs, num_segments: int) -> dict[str, Tensor]:
 
 
 def _of_tensors(block: nn.Module, names: tuple[str, ...], x_SBD: Tensor, *tensors: Tensor) -> Tensor:
-    """A block as a function of tensors alone: those with these `names`, then its own parameters."""
+    """A block as a function of tensors: those with these `names`, then its own parameters."""
     named = dict(zip(names, tensors, strict=False))
     parameters = zip((name for name, _ in block.named_parameters()), tensors[len(names) :], strict=True)
     text_LBD = named.get("text")

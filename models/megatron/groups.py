@@ -30,17 +30,17 @@ class Groups:
     mesh: TokenMesh
     """The ranks that share the tokens of a pack."""
     data: ProcessGroup
-    """Ranks that hold the same parameters: data-parallel copies, and the context-parallel ranks of each."""
+    """Ranks that hold the same parameters: data-parallel replicas, and the context-parallel ranks of each."""
     readers: ProcessGroup
-    """Ranks of all copies at the same place within theirs: they read different data."""
+    """Ranks at the same position in all replicas, which read different data."""
     copy: ProcessGroup
-    """Ranks that together compute one copy of the model, and see the same data."""
+    """Ranks that together compute one replica of the model, and see the same data."""
     expert: ProcessGroup
     """Ranks that hold different experts."""
     expert_tensor: ProcessGroup
     """Ranks that share the matrices of their experts."""
     expert_data: ProcessGroup
-    """Ranks that hold the same parts of the same experts."""
+    """Ranks that hold the same shards of the same experts."""
     device: torch.device
 
     @property
@@ -64,7 +64,7 @@ class Groups:
 
 
 def claims_report(what: str) -> bool:
-    """True on exactly one rank, the first that asks, so that an error which all ranks find is printed once."""
+    """True on exactly one rank, the first that calls this, so that an error on all ranks is printed once."""
     try:
         return dist.distributed_c10d._get_default_store().add(f"told/{what}", 1) == 1
     except RuntimeError:  # the rank that holds the store has printed it, and has left
@@ -80,7 +80,7 @@ def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
     """Starts torch.distributed where it is not running (gloo, or nccl with CUDA) and builds Megatron's groups.
 
     Raises:
-        UserError: if the ranks at hand cannot be laid out so.
+        UserError: if the layout does not fit the number of ranks.
     """
     layout.check(model, world_size())
     _order_kernels(layout)
@@ -124,9 +124,9 @@ def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
 
 @contextmanager
 def _shared_by_the_same_ranks() -> Iterator[None]:
-    """Gives Megatron, while it makes its groups, one for all purposes of the same ranks.
+    """Makes Megatron reuse one process group for the same ranks.
 
-    It makes dozens, and each of gloo's has threads that wake a hundred times a second.
+    It creates dozens of groups, and each gloo group has threads that wake a hundred times a second.
     """
     from megatron.core import parallel_state
 
@@ -146,7 +146,7 @@ def _shared_by_the_same_ranks() -> Iterator[None]:
 
 
 def _token_mesh(context: ProcessGroup, sequence: ProcessGroup | None) -> TokenMesh:
-    """Megatron counts the ranks of sequence parallelism first, then those of context parallelism."""
+    """Megatron numbers the ranks of sequence parallelism first, then those of context parallelism."""
     slices, place = (1, 0) if sequence is None else (sequence.size(), sequence.rank())
     return TokenMesh(context=context.size(), slices=slices, rank=context.rank() * slices + place)
 
@@ -156,7 +156,7 @@ def _first_rank(ranks: list[int], *split: int | None) -> list[int]:
 
 
 def _copy_group(readers: ProcessGroup) -> ProcessGroup:
-    """The ranks with this rank's place among the readers, for which Megatron keeps no group."""
+    """The ranks at this rank's position among the readers, for which Megatron has no group."""
     places: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(places, readers.rank())
     members = [[rank for rank, place in enumerate(places) if place == copy] for copy in range(readers.size())]
@@ -164,22 +164,23 @@ def _copy_group(readers: ProcessGroup) -> ProcessGroup:
 
 
 def release() -> None:
-    """Ends the groups of a layout and keeps torch.distributed: another `initialize` may follow.
+    """Destroys the groups of a layout, but not torch.distributed: another `initialize` may follow.
 
-    Every rank calls this. Megatron only forgets its groups, whose threads would go on: a gloo group has several, which
+    Every rank calls this. Megatron only forgets its groups, whose threads would continue: a gloo group has several,
+    which
     wake a hundred times a second.
     """
     from megatron.core import parallel_state
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     parallel_state.destroy_model_parallel()
-    _clear_sharding_prop_cache()  # it would hand meshes of ended groups to tensors that are sharded over the same ranks
+    _clear_sharding_prop_cache()  # it would reuse meshes of destroyed groups
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
 
 def destroy() -> None:
-    """Undoes `initialize`."""
+    """The inverse of `initialize`."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -188,8 +189,9 @@ def destroy() -> None:
 
 
 def _order_kernels(layout: ParallelSizes) -> None:
-    """Before CUDA starts: one queue of kernels under tensor parallelism, whose messages leave before the product that
-    hides them. FSDP's gathers run beside the computation, for which one queue is too few."""
+    """Sets the number of CUDA queues, before CUDA starts: one under tensor parallelism, so that communication starts
+    before
+    the product that overlaps with it; more for FSDP, whose gathers overlap with computation."""
     if layout.tensor > 1 and not layout.fully_sharded:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -204,7 +206,7 @@ def _local_device() -> torch.device:
 
 def _start_torch_distributed(device: torch.device) -> None:
     name_gloos_interface()
-    # gloo beside nccl carries what lives on the CPU (objects, checkpoints' plans)
+    # gloo, in addition to nccl, for objects on the CPU and checkpoint plans
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         join_ranks(backend, timeout=_TIMEOUT)

@@ -1,12 +1,12 @@
-"""Whether a checkpoint is what was written, told before anything in it is believed.
+"""Checks that a checkpoint is unchanged, before anything in it is read.
 
-Every file is listed with its SHA-256 in `SHA256SUMS`, in the format of the command of that name (`sha256sum -c
-SHA256SUMS` checks it too). A file that was cut short, changed, deleted, added or exchanged does not fit that list; nor
-does a list that was changed itself.
+Every file is listed with its SHA-256 in `SHA256SUMS`, in the format of `sha256sum` (`sha256sum -c SHA256SUMS` checks
+it, too). A file that was cut short, changed, deleted, added or exchanged does not fit that list; nor does a list that
+was changed itself.
 
-Checksums say nothing about who wrote them. torch describes the tensors of a checkpoint in a pickle,
-`tensors/.metadata`, which could run code in whoever reads it; `read_description` builds only the few classes that such
-a description is made of, and refuses everything else.
+Checksums do not authenticate the writer. torch describes the tensors of a checkpoint in a pickle,
+`tensors/.metadata`, which could run code when it is loaded; `read_description` builds only the few classes that such
+a description needs, and rejects everything else.
 """
 
 import hashlib
@@ -50,11 +50,11 @@ _CLASSES = {
 
 
 class DamagedCheckpointError(UserError):
-    """A checkpoint that is not what was written; the message names the file."""
+    """A checkpoint that differs from what was written; the message names the file."""
 
 
 def file_names(directory: Path) -> list[str]:
-    """The files in a directory and below it, but the list of checksums, by their path from there."""
+    """The files in a directory and below it, except the list of checksums, as relative paths."""
     found = [path for path in directory.rglob("*") if not path.is_dir()]
     return sorted(name for path in found if (name := path.relative_to(directory).as_posix()) != SUMS)
 
@@ -69,7 +69,7 @@ def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def write_sums(directory: Path, sums: dict[str, str]) -> None:
-    """Writes the list that `check` compares with; the last file of a checkpoint."""
+    """Writes the list of checksums, the last file of a checkpoint."""
     (directory / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
@@ -92,15 +92,16 @@ def read_sums(directory: Path) -> dict[str, str]:
 
 
 def check(directory: Path, found: dict[str, str] | None = None) -> None:
-    """Compares every file of a checkpoint with the list written beside it.
+    """Compares every file of a checkpoint with its list of checksums.
 
     Args:
         directory: the checkpoint.
-        found: its checksums where they are known already (several ranks compute them faster).
+        found: its checksums, if already known (several ranks compute them faster).
 
     Raises:
-        DamagedCheckpointError: naming the first file that is missing, unknown, or not as it was written; or if the
-            description of the tensors is more than that.
+            DamagedCheckpointError: naming the first file that is missing, unknown or changed; or if the description of
+            the
+                tensors contains anything else.
     """
     listed = read_sums(directory)
     names = file_names(directory)
@@ -124,10 +125,10 @@ def check(directory: Path, found: dict[str, str] | None = None) -> None:
 def read_description(directory: Path, *, only_tensors: bool = True) -> Metadata:
     """The description of the tensors in a distributed checkpoint of torch, read without running code from it.
 
-    Without `only_tensors`, entries that are none (which torch would unpickle) are described too: read none of them.
+    Without `only_tensors`, entries of other objects (which torch would unpickle) are described too: do not read them.
 
     Raises:
-        DamagedCheckpointError: if it asks for anything but plain descriptions of tensors in files of this directory.
+        DamagedCheckpointError: if it contains anything but descriptions of tensors in files of this directory.
     """
     path = directory / DESCRIPTION
     try:
@@ -136,7 +137,7 @@ def read_description(directory: Path, *, only_tensors: bool = True) -> Metadata:
         description = _Unpickler(io.BytesIO(content)).load()
     except (UserError, pickle.UnpicklingError) as error:
         raise DamagedCheckpointError(f"{path} is damaged or hostile: {error}") from None
-    except Exception as error:  # a broken pickle fails in any way it likes
+    except Exception as error:  # a broken pickle can raise any error
         raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from None
     if not isinstance(description, Metadata) or not isinstance(description.storage_data, dict):
         raise DamagedCheckpointError(f"{path} is damaged or hostile: it does not describe a checkpoint")
@@ -158,11 +159,11 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to something outside itself")
+        raise pickle.UnpicklingError("it refers to an external object")
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    """`getattr` as Python before 3.11.4 writes it into a description: a member of an enumeration, and nothing else."""
+    """`getattr` as Python before 3.11.4 pickles members of enumerations; nothing else is allowed."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"it names the attribute {name!r}, which no description of tensors needs")
     return kind[name]

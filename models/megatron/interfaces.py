@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: over which network interface of several nodes, and at whose port."""
+"""How the ranks of a run find each other: the network interface between nodes, and the port of the first node."""
 
 import fcntl
 import os
@@ -12,14 +12,15 @@ import torch.distributed as dist
 from megadit.models.shared.errors import UserError
 
 SIOCGIFADDR = 0x8915
-"""Asks for the address of an interface (netdevice(7))."""
+"""ioctl request for the address of an interface (netdevice(7))."""
 
 
 def name_gloos_interface() -> None:
-    """On several nodes, `GLOO_SOCKET_IFNAME`, where it is not set: the interface that reaches the first node.
+    """Sets `GLOO_SOCKET_IFNAME` on several nodes, if it is not set, to the interface that reaches the first node.
 
-    gloo takes the one that this node's name resolves to, which on many images is loopback; the forms of
-    `NCCL_SOCKET_IFNAME` that leave interfaces out, such as `^docker,lo`, it does not know.
+    By default gloo uses the interface that this node's name resolves to, on many images loopback; it does not
+    understand
+    the exclusions of `NCCL_SOCKET_IFNAME`, such as `^docker,lo`.
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not several or "GLOO_SOCKET_IFNAME" in os.environ or "MASTER_ADDR" not in os.environ:
@@ -29,8 +30,9 @@ def name_gloos_interface() -> None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of the network interface from which packets to `host` leave; None for loopback, or where there is none.
-    Nothing is sent."""
+    """The name of the network interface from which packets to `host` leave; None for loopback, or if there is none.
+    Nothing
+    is sent."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect((host, 9))
         own = socket.inet_aton(asked.getsockname()[0])
@@ -44,10 +46,10 @@ def interface_towards(host: str) -> str | None:
 
 
 def join_ranks(backend: str, **settings: Any) -> None:
-    """Joins the other ranks.
+    """Initializes torch.distributed with all ranks.
 
     Raises:
-        UserError: where they cannot meet: the port is another program's, or nobody answers.
+        UserError: if the port is in use by another program, or ranks do not connect.
     """
     try:
         dist.init_process_group(backend, **settings)

@@ -1,4 +1,4 @@
-"""Several ranks on this machine from one command: torchrun's own launcher, without its report on failures."""
+"""Starts several ranks on this machine with torchrun's launcher, without its failure report."""
 
 import logging
 import os
@@ -30,17 +30,19 @@ def rank_arguments(argv: Sequence[str], *, debug: bool) -> list[str]:
 def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     """Runs `python -m module argv` on `num_processes` ranks; the exit code is that of the first rank to fail, or 0.
 
-    Ranks speak for themselves on the shared terminal; torchrun would add a traceback of its own below their errors.
-    A SIGTERM, SIGINT or SIGHUP is passed on to every rank, which have 30 seconds to write a checkpoint; they are told
-    to end (SIGTERM) also where this process is killed. Each computes with its share of the cores, unless
-    OMP_NUM_THREADS says otherwise: threads that have none to themselves wait for each other.
+    Ranks print to the shared terminal; torchrun would add its own traceback below their errors. SIGTERM, SIGINT and
+    SIGHUP
+    are passed on to every rank; they have 30 seconds to write a checkpoint. They also get a SIGTERM if this process is
+    killed. Each rank uses an equal number of cores as threads, unless OMP_NUM_THREADS is set: more threads than cores
+    would
+    wait for each other.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    for library in ("GLOO", "NCCL"):  # what ranks of one machine say to each other no network needs to carry
+    for library in ("GLOO", "NCCL"):  # ranks of one machine need no network
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     threads = rank_environment(num_processes)
     before = {name: os.environ.get(name) for name in threads}
@@ -55,7 +57,7 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    # not a SIGHUP that is ignored; torch 2.9 reads the variable, later ones set it from the configuration
+    # without an ignored SIGHUP; torch 2.9 reads the variable, later versions get it from the configuration
     config.signals_to_handle = ",".join(number.name for number in ending_signals())
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     try:
@@ -66,6 +68,6 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     except SignalException as error:
         return 128 + error.sigval.value
     finally:
-        for name, value in before.items():  # this process may start others, of which there are fewer
+        for name, value in before.items():  # this process may later start fewer ranks
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     return 0

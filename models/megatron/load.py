@@ -1,4 +1,4 @@
-"""A DiT on disk, and adapters beside it, read into a network that is split over tensor-parallel ranks."""
+"""Loads a saved DiT, and adapters, into a network that is split over tensor-parallel ranks."""
 
 import os
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ from megadit.models.storage.weights import check_shapes, load_config
 def load_split_dit(
     directory: str | os.PathLike, layout: ParallelSizes, *, device: torch.device | str, dtype: torch.dtype
 ) -> tuple[DiT, Groups]:
-    """The network saved in `directory`, of which this rank holds its part, in evaluation mode; and the ranks' groups.
+    """This rank's shard of the network saved in `directory`, in evaluation mode, and the process groups.
 
     Starts Megatron's process groups. One tensor is read at a time.
 
     Raises:
-        UserError: if the layout does not fit the network or the ranks at hand, or the tensors config.json.
+        UserError: if the layout does not fit the network or the number of ranks, or the tensors do not fit config.json.
     """
     config = load_config(directory)
     groups = initialize(layout, config)
@@ -51,10 +51,10 @@ def load_split_dit(
 def load_split_adapter(
     dit: DiT, state: Mapping[str, Tensor], adapter: AdapterConfig, name: str = DEFAULT, *, groups: Groups
 ) -> None:
-    """`adapters.load_adapter` for a network of `load_split_dit`: of each whole tensor a rank keeps its part.
+    """`adapters.load_adapter` for a network of `load_split_dit`: a rank keeps its shard of each whole tensor.
 
     Raises:
-        UserError: for tensors that do not fit the network, by name and shape, or are not finite; nothing has changed.
+        UserError: for tensors that do not fit the network (by name and shape), or are not finite; then nothing changes.
     """
     load_adapter(dit, state, adapter, name)
     for path, module in dit.named_modules():

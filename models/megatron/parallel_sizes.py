@@ -1,10 +1,10 @@
-"""How ranks share the work, and the rules of it, known before any process group (and without torch).
+"""Sizes of a parallel layout and their rules, independent of process groups (and of torch).
 
     world = tensor x context x data x pipeline = expert tensor x expert x expert data x pipeline
 
 Tensor-parallel ranks split the matrices of a layer, context-parallel ranks the tokens of every sample, pipeline stages
-the layers; each keeps one copy of the model, and data-parallel copies read different samples.
-Experts are divided otherwise: over ranks that hold different tokens, of one sample or of several copies of the model.
+the layers; together they hold one replica of the model, and data-parallel replicas read different samples.
+Experts are split over other ranks, which hold different tokens: of one sample, or of several replicas of the model.
 """
 
 import math
@@ -34,7 +34,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSizes:
-    """How many ranks share each dimension of the work; what remains of the world is data parallel."""
+    """Number of ranks along each dimension of parallelism; the rest of the world is data parallel."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -42,13 +42,14 @@ class ParallelSizes:
     """Model chunks on each pipeline stage (virtual pipeline): more chunks, smaller bubbles."""
     context: int = 1
     context_comm: ContextComm = "ulysses"
-    """Communication of context-parallel attention: heads (`ulysses`), keys and values (`ring`), or heads as far as
-    there are enough of them and keys and values beyond (`both`)."""
+    """Communication of context-parallel attention: heads (`ulysses`), keys and values (`ring`), or heads within groups
+    as
+    large as the number of heads allows, and keys and values between these (`both`)."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
-    """Parameters, gradients and optimizer state are divided among the data- and context-parallel ranks (FSDP)."""
+    """Parameters, gradients and optimizer state are sharded over data- and context-parallel ranks (FSDP)."""
     expert: int = 1
-    """Ranks that hold different experts; tokens are sent to those of their experts."""
+    """Ranks that hold different experts; tokens are sent to them."""
     expert_tensor: int = 1
     """Ranks that share the matrices of one expert."""
 
@@ -59,23 +60,23 @@ class ParallelSizes:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that together compute one copy of the model."""
+        """Ranks that together compute one replica of the model."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def smallest_world(self) -> int:
-        """The fewest ranks that hold whole copies of the model and whole sets of its experts."""
+        """The smallest number of ranks with whole replicas of the model and whole sets of its experts."""
         return self.pipeline * math.lcm(self.tensor * self.context, self.expert_ranks)
 
     @property
     def copies_work_together(self) -> bool:
-        """Whether copies of the model must compute at the same time: each has a part of what the others need."""
-        ranks_of_copy = self.tensor * self.context  # neighbours, as those that share experts are
+        """Whether replicas of the model must compute at the same time, because each holds experts of the others."""
+        ranks_of_copy = self.tensor * self.context  # consecutive, like the ranks of experts
         return self.fully_sharded or ranks_of_copy % self.expert_ranks > 0
 
     @property
     def num_chunks(self) -> int:
-        """Parts into which the layers are divided."""
+        """Number of model chunks, over all pipeline stages."""
         return self.pipeline * self.virtual_pipeline
 
     @property
@@ -85,22 +86,22 @@ class ParallelSizes:
 
     @property
     def sequence_multiple(self) -> int:
-        """The tokens of a micro-batch are a multiple of this: they are cut into so many equal slices."""
+        """The tokens of a micro-batch are a multiple of this, the number of equal slices."""
         return self.context * (self.tensor if self.sequence_parallel else 1)
 
     def head_exchange_size(self, num_attention_heads: int) -> int:
-        """How many of the context-parallel ranks exchange heads; groups of them exchange keys and values."""
+        """Number of context-parallel ranks that exchange heads; groups of them exchange keys and values."""
         if self.context_comm == "ring":
             return 1
         return math.gcd(self.context, num_attention_heads // self.tensor)
 
     def check(self, model: DiTConfig, world_size: int | None = None) -> int:
-        """The data-parallel size; called before any process group exists.
+        """Check the layout and return the data-parallel size; needs no process group.
 
-        Without `world_size` the smallest is taken.
+        Without `world_size`, the smallest possible one is used.
 
         Raises:
-            UserError: for a layout that cannot be built: the rule that it breaks, and the nearest one that works.
+            UserError: for an impossible layout, with the broken rule and the nearest layout that works.
         """
         division = Division(self, model, self.smallest_world if world_size is None else world_size)
         broken = first_broken(RULES, division)
@@ -128,7 +129,7 @@ _SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A network that a number of ranks are to share."""
+    """A network, and the ranks to split it over."""
 
     sizes: ParallelSizes
     model: DiTConfig
@@ -145,24 +146,24 @@ class Division:
 
 
 def refusal(broken: Rule[Division], division: Division) -> str:
-    """The message of a broken rule, and the nearest layout that breaks none."""
+    """The message of a broken rule, with the nearest layout that works."""
     ranks = max(division.world_size, 1)
     near = min(legal_layouts(division.model, ranks, division.sizes), key=lambda one: _distance(division.sizes, one))
     return f"{broken.message(division)}; the nearest layout that works on {ranks} ranks: {near.changes(division.sizes)}"
 
 
 def _as_flags(sizes: ParallelSizes, *names: str) -> str:
-    """Such as "parallel.tensor_model_parallel_size=2 x parallel.context_parallel_size=2"."""
+    """Settings and values, as "parallel.tensor_model_parallel_size=2 x parallel.context_parallel_size=2"."""
     return " x ".join(f"{SETTINGS[name]}={getattr(sizes, name)}" for name in names)
 
 
 def _model_parallel(sizes: ParallelSizes) -> str:
-    """The sizes that spread one copy of the model."""
+    """The sizes that split one replica of the model."""
     return _as_flags(sizes, *(name for name in ("tensor", "pipeline", "context") if getattr(sizes, name) > 1))
 
 
 def _divides(name: str, what: Callable[[Division], tuple[str, int]], holds: str) -> Rule[Division]:
-    """The rule that a size divides `what` = (description, number), so that each rank holds the same."""
+    """The rule that a size divides `what` = (description, number), so that each rank holds the same amount."""
     return Rule(
         needs=lambda division: what(division)[1] % getattr(division.sizes, name) == 0,
         remedy=lambda division: (
@@ -172,12 +173,12 @@ def _divides(name: str, what: Callable[[Division], tuple[str, int]], holds: str)
 
 
 def _in_chunks(layers: Callable[[Division], tuple[str, int]]) -> Rule[Division]:
-    """The rule that the parts of a pipeline have equally many of `layers` = (description, number)."""
+    """The rule that the model chunks have equally many of `layers` = (description, number)."""
     return Rule(
         needs=lambda division: layers(division)[1] % division.sizes.num_chunks == 0,
         remedy=lambda division: (
-            f"{division.sizes.num_chunks} parts ({_as_flags(division.sizes, 'pipeline', 'virtual_pipeline')}) do not "
-            f"divide {layers(division)[0]}: each holds equally many layers"
+            f"{division.sizes.num_chunks} model chunks ({_as_flags(division.sizes, 'pipeline', 'virtual_pipeline')}) "
+            f"do not divide {layers(division)[0]}: each holds equally many layers"
         ),
     )
 
@@ -190,19 +191,19 @@ _OF_RANKS: tuple[Rule[Division], ...] = (
     Rule(
         needs=lambda division: division.world_size % division.sizes.model_parallel_size == 0,
         remedy=lambda division: (
-            f"{division.world_size} ranks cannot hold whole copies of a model spread over "
+            f"{division.world_size} ranks cannot hold whole replicas of a model split over "
             f"{division.sizes.model_parallel_size} ({_model_parallel(division.sizes)}): start "
             f"{nearest_multiples(division.world_size, division.sizes.model_parallel_size)} ranks"
         ),
     ),
     _divides("tensor", _of_model("num_attention_heads", lambda model: model.num_attention_heads), "whole heads"),
-    _divides("tensor", _of_model("num_query_groups", lambda model: model.key_heads), "whole groups of heads"),
-    _divides("tensor", _of_model("ffn_hidden_size", lambda model: model.mlp_size), "an equal part of the MLP"),
+    _divides("tensor", _of_model("num_query_groups", lambda model: model.key_heads), "whole query groups"),
+    _divides("tensor", _of_model("ffn_hidden_size", lambda model: model.mlp_size), "an equal shard of the MLP"),
     Rule(
         when=lambda division: division.sizes.sequence_parallel,
         needs=lambda division: division.sizes.tensor > 1,
         remedy=f"{SETTINGS['sequence_parallel']}=true needs {SETTINGS['tensor']} of 2 or more: "
-        "with 1 there is nothing to cut",
+        "with 1 there is nothing to split",
     ),
     Rule(
         when=lambda division: division.sizes.context_comm == "ulysses",
@@ -221,7 +222,7 @@ _OF_STAGES: tuple[Rule[Division], ...] = (
         needs=lambda division: division.sizes.pipeline > 1,
         remedy=lambda division: (
             f"{_as_flags(division.sizes, 'virtual_pipeline')} needs {SETTINGS['pipeline']} of 2 or more: one stage has "
-            "nothing to take in turn"
+            "nothing to interleave"
         ),
     ),
     Rule(
@@ -238,7 +239,7 @@ _OF_EXPERTS: tuple[Rule[Division], ...] = (
         when=lambda division: division.sizes.expert_ranks > 1,
         needs=lambda division: division.model.experts.num_experts > 0,
         remedy=lambda division: (
-            f"{_as_flags(division.sizes, 'expert')} and {_as_flags(division.sizes, 'expert_tensor')} divide experts, "
+            f"{_as_flags(division.sizes, 'expert')} and {_as_flags(division.sizes, 'expert_tensor')} split experts, "
             "and the network has none (model.experts.num_experts=0)"
         ),
     ),
@@ -255,14 +256,14 @@ _OF_EXPERTS: tuple[Rule[Division], ...] = (
     _divides(
         "expert_tensor",
         _of_model("experts.ffn_hidden_size", lambda model: model.expert_size),
-        "an equal part of each expert",
+        "an equal shard of each expert",
     ),
     Rule(
         when=lambda division: division.model.experts.num_experts > 0 and division.sizes.tensor > 1,
         needs=lambda division: division.sizes.sequence_parallel,
         remedy=lambda division: (
-            f"experts need {SETTINGS['sequence_parallel']}=true with {_as_flags(division.sizes, 'tensor')}: else each "
-            "of these ranks would send the same tokens"
+            f"experts need {SETTINGS['sequence_parallel']}=true with {_as_flags(division.sizes, 'tensor')}: otherwise "
+            "each of these ranks would send the same tokens"
         ),
     ),
 )
@@ -273,7 +274,7 @@ RULES: tuple[Rule[Division], ...] = (*_OF_RANKS, *_OF_STAGES, *_OF_EXPERTS)
 def legal_layouts(model: DiTConfig, world_size: int, like: ParallelSizes | None = None) -> Iterator[ParallelSizes]:
     """Every layout of `world_size` ranks that can train `model`; at least one.
 
-    With `like`, only those whose switches (communication, sequence parallelism, sharding) are its own or off.
+    With `like`, only layouts whose switches (communication, sequence parallelism, sharding) are the same or off.
     """
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tensor in divisors:
@@ -288,7 +289,7 @@ def legal_layouts(model: DiTConfig, world_size: int, like: ParallelSizes | None 
 
 
 def _divided_experts(sizes: ParallelSizes, model: DiTConfig, world_size: int) -> Iterator[ParallelSizes]:
-    """Layouts of these sizes with every division of the experts; their matrices are whole, or divided as all others."""
+    """Layouts of these sizes with every split of the experts; their matrices are whole, or split like all others."""
     most = min(model.experts.num_experts, world_size // sizes.pipeline)
     for expert in range(1, max(most, 1) + 1):
         for expert_tensor in sorted({1, sizes.tensor}) if model.experts.num_experts else (1,):
@@ -297,7 +298,7 @@ def _divided_experts(sizes: ParallelSizes, model: DiTConfig, world_size: int) ->
 
 
 def _switched(sizes: ParallelSizes, model: DiTConfig, like: ParallelSizes | None) -> Iterator[ParallelSizes]:
-    """Layouts of these sizes with every setting of the switches that makes a difference."""
+    """Layouts of these sizes with every combination of switches that makes a difference."""
     layers = model.num_layers // sizes.pipeline
     parts = [size for size in range(1, layers + 1) if layers % size == 0] if sizes.pipeline > 1 else [1]
     comms: tuple[ContextComm, ...] = ("ulysses", "ring", "both") if sizes.context > 1 else ("ulysses",)
@@ -319,7 +320,7 @@ def _switched(sizes: ParallelSizes, model: DiTConfig, like: ParallelSizes | None
 
 
 def _distance(asked: ParallelSizes, other: ParallelSizes) -> float:
-    """How much a layout differs from the one asked for: factors between sizes count most."""
+    """Distance of a layout from the requested one; factors between sizes count most."""
     sizes = sum(abs(math.log2(max(getattr(asked, name), 1) / getattr(other, name))) for name in _SIZES)
     switches = ("context_comm", "sequence_parallel", "fully_sharded")
     return sizes + 0.5 * sum(getattr(asked, name) != getattr(other, name) for name in switches)

@@ -1,17 +1,15 @@
-"""A plain network becomes a rank's part of one: `parallelize` exchanges modules and marks parameters as the plan says.
+"""Turns a plain network into a rank's shard: `parallelize` replaces modules and marks parameters as the plan says.
 
-What is exchanged, and why the rest of the network need not know:
-
-| of the plain network    | becomes, where the layout asks for it                                                |
+| in the plain network    | is replaced, if the layout needs it, by                                              |
 |-------------------------|--------------------------------------------------------------------------------------|
-| `Linear` of the plan    | Megatron's, TransformerEngine's, or of eight bits; ranks hold rows or columns        |
-| other parameters        | the same, whole; an expert's own part                                                |
+| `Linear` of the plan    | Megatron's, TransformerEngine's, or an 8-bit one; ranks hold rows or columns         |
+| other parameters        | the same, whole; a shard of experts                                                  |
 | `enter`, `leave`        | scatter and gather of the tokens (sequence parallelism)                              |
-| `SelfAttention.core`    | attention to other ranks' tokens (context parallelism); computed again in backward   |
+| `SelfAttention.core`    | attention to other ranks' tokens (context parallelism); recomputation in backward    |
 | `STDiTBlock.move`       | the exchange of tokens before attention along one axis                               |
 | `ExpertMLP.compute`     | tokens sent to their experts' ranks; `expert_choice` among the tokens of all ranks   |
-| `LowRank.exchange`, `WidthNorm.sum_over_ranks` | what ranks that share linears and heads exchange               |
-| `blocks`                | blocks that are computed again, in eight bits, or replayed as CUDA graphs            |
+| `LowRank.exchange`, `WidthNorm.sum_over_ranks` | communication of ranks that share linears and heads           |
+| `blocks`                | blocks with recomputation, in FP8, or replayed as CUDA graphs                        |
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,20 +60,21 @@ def parallelize(
     recompute_num_layers: int | None = None,
     cuda_graph_max_segments: int | None = None,
 ) -> Network:
-    """Makes of `dit`, built on the meta device, what this rank computes of it, in place; values are yet to be set.
+    """Turns `dit`, built on the meta device, into this rank's shard, in place; values are set afterwards.
 
-    Names of parameters stay, so that any layout reads and writes the same checkpoints. It is never in memory whole.
+    Parameters keep their names, so that any layout reads and writes the same checkpoints. The whole network is never in
+    memory.
 
     Args:
-        dit: the network, or one part of it.
-        config: see `transformer_config`.
-        groups: this rank's.
-        device: where parameters get memory; on the meta device they get none.
-        plan: how ranks share each parameter.
-        impl: whose linears; those of `fp8` multiply as `config.fp8` says, those of `int8` are frozen.
-        recompute: what is computed again in backward: nothing, attention (`selective`), blocks (`full`).
-        recompute_num_layers: how many blocks of the part; None means all.
-        cuda_graph_max_segments: replay blocks for packs of so many segments at most; None: never.
+            dit: the network, or one model chunk of it.
+            config: see `transformer_config`.
+            groups: this rank's.
+            device: where parameters get memory; on the meta device they get none.
+            plan: how ranks share each parameter.
+            impl: kind of linears; `fp8` multiplies as `config.fp8` says, `int8` is frozen.
+            recompute: what is recomputed in backward: nothing, attention (`selective`), blocks (`full`).
+            recompute_num_layers: how many blocks of the chunk are recomputed; None means all.
+            cuda_graph_max_segments: replay blocks for packs with at most so many segments; None: never.
 
     Raises:
         LookupError: if the plan has no row for a parameter.
@@ -98,7 +97,7 @@ def parallelize(
 def _hold_own_shards(
     dit: Network, plan: Sequence[Row], config: TransformerConfig, axes: Axes, impl: LinearKind, device: torch.device
 ) -> None:
-    """Every parameter in the shape that this rank holds, on `device`; linears are those that the plan asks for."""
+    """Every parameter in the shape of this rank's shard, on `device`; linears are replaced as the plan says."""
     roles = {name: role_of(name, plan) for name, _ in dit.named_parameters()}
     for path, module in list(dit.named_modules()):
         role = roles.get(f"{path}.weight")

@@ -1,16 +1,16 @@
 """The parallel plan: one table that says how ranks share each parameter of a network.
 
-The first row with a parameter's name gives its role, from which derive the linear that replaces a plain one
-(`parallelize.py`), the shape that a rank holds (`local_shape`) and what Megatron and checkpoints are told (`mark`).
+The first row that matches a parameter's name gives its role, which determines the linear that replaces a plain one
+(`parallelize.py`), the shape of a rank's shard (`local_shape`), and marks for Megatron and checkpoints (`mark`).
 
 | role             | a rank holds               | its gradient there                                                   |
 |------------------|----------------------------|----------------------------------------------------------------------|
 | `COLUMN`         | some outputs (whole heads) | complete; sequence parallelism gathers the tokens of the input       |
 | `COLUMN_OF_TEXT` | some outputs               | complete; every rank has the whole text, so nothing is gathered      |
 | `ROW`            | some inputs                | complete; outputs are summed over ranks                              |
-| `SUM_OVER_HEADS` | all of it                  | a part, that of the rank's heads: summed over tensor-parallel ranks  |
-| `PARTIAL`        | all of it                  | under sequence parallelism a part, that of the rank's tokens: summed |
-| `WHOLE`          | all of it                  | complete: it meets all tokens, or the whole text                     |
+| `SUM_OVER_HEADS` | the whole                  | partial, from the rank's heads: summed over tensor-parallel ranks    |
+| `PARTIAL`        | the whole                  | partial under sequence parallelism, from the rank's tokens: summed   |
+| `WHOLE`          | the whole                  | complete: it reads all tokens, or the whole text                     |
 | `EXPERTS_*`      | some experts, some of each | complete after a sum over the ranks that hold the same               |
 """
 
@@ -34,7 +34,7 @@ class Role:
 
     name: str
     split: tuple[tuple[int, str], ...] = ()
-    """(dimension, axis) of each split over ranks (`Axes`); () where each rank holds it whole."""
+    """(dimension, axis) of each split over ranks (`Axes`); (): each rank holds the whole."""
 
     @property
     def is_expert(self) -> bool:
@@ -42,7 +42,7 @@ class Role:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is of a linear that tensor-parallel ranks share."""
+        """Whether it belongs to a linear that tensor-parallel ranks share."""
         return any(axis == "tensor" for _, axis in self.split)
 
 
@@ -61,7 +61,7 @@ class Row:
     """A line of the plan."""
 
     names: str
-    """Patterns of parameters' names, divided by |; * stands for anything."""
+    """Patterns of parameters' names, separated by |; * matches anything."""
     role: Role
 
     def has(self, name: str) -> bool:
@@ -71,12 +71,12 @@ class Row:
 PLAN = (
     Row("blocks.*.experts.fc1", EXPERTS_UP),
     Row("blocks.*.experts.fc2", EXPERTS_DOWN),
-    # `down` of adapters (`low_rank.py`); their other parts are split as the outputs of the linear beside them
+    # `down` of adapters (`lora/layers.py`); their other tensors are split like the outputs of their linear
     Row("blocks.*_attention.qkv.*.down|blocks.*.cross_attention.q.*.down|blocks.*.fc1.*.down", PARTIAL),
     Row("blocks.*.cross_attention.*kv.*.down", WHOLE),
     Row("blocks.*_attention.qkv.[wba]*|blocks.*.cross_attention.q.[wba]*|blocks.*.fc1.[wba]*|*[._][qk]_norm.*", COLUMN),
     Row("blocks.*.cross_attention.*kv.[wba]*", COLUMN_OF_TEXT),
-    Row("blocks.*_attention.proj.weight_steps|blocks.*.fc2.weight_steps", WHOLE),  # of the rows of `int8_linears.py`
+    Row("blocks.*_attention.proj.weight_steps|blocks.*.fc2.weight_steps", WHOLE),  # per row, see `linears/int8.py`
     Row("blocks.*_attention.proj.weight*|blocks.*_attention.proj.*.down|blocks.*.fc2.weight*|blocks.*.fc2.*.down", ROW),
     Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),  # added to a rank's tokens after the sum
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
@@ -84,17 +84,17 @@ PLAN = (
     Row("x_embedder.*|text_embedder.*|image_embedder.*|null_text|positions.*|head.*|log_scale|score_offset", WHOLE),
     Row("*_embedder.*|condition_layernorm.weight|final_layer.*", PARTIAL),
 )
-"""The first row that has a parameter's name decides."""
+"""The plan; the first row that matches a parameter's name decides."""
 
 _OF_ONE_CHUNK = ("x_embedder.", "blocks.", "final_layer.", "head.", "log_scale", "score_offset")
-"""Beginnings of the names of parameters that one part of a pipeline has; of the others every part has a copy."""
+"""Prefixes of parameters that one model chunk has; every chunk has a copy of the others."""
 
 
 def role_of(name: str, plan: Sequence[Row] = PLAN) -> Role:
-    """The role of the parameter `name`; in one of two towers that which it has in a network of one.
+    """The role of the parameter `name`; in one of two towers, its role in a network with one.
 
     Raises:
-        LookupError: if no row of the plan has it.
+        LookupError: if no row of the plan matches.
     """
     for row in plan:
         if row.has(in_tower(name)):
@@ -103,13 +103,13 @@ def role_of(name: str, plan: Sequence[Row] = PLAN) -> Role:
 
 
 def mark(dit: Network, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
-    """Sets on each parameter the marks from which Megatron and our checkpoints tell how ranks share it."""
+    """Sets on each parameter the marks by which Megatron and our checkpoints know how ranks share it."""
     for name, parameter in dit.named_parameters():
         role = role_of(name, plan)
         is_summed = "q_layernorm" in name or "k_layernorm" in name
         assert is_summed == (role is SUM_OVER_HEADS), f"Megatron sums over heads by name, and {name} is {role.name}"
         parameter.splits = role.split
-        # an expert's is its second: no rank of the group over which norms are summed has the same part
+        # an expert's second one: no rank of the group over which norms are summed has the same shard
         dims = [dim for dim, axis in role.split if axis != "expert"]
         parameter.tensor_model_parallel = bool(dims)
         parameter.partition_dim, parameter.partition_stride = dims[0] if dims else -1, 1
@@ -119,17 +119,18 @@ def mark(dit: Network, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
 
 
 def _mark_copy(parameter: nn.Parameter, part: Chunk, *, is_copy: bool) -> None:
-    """Marks the copy that every part of a pipeline has of a parameter.
+    """Marks a parameter of which every model chunk has a copy.
 
-    Gradients are summed over the parts (`pipeline_parallel`), and count once in the norm (`shared`). Each copy has a
-    bucket of its own (`shared_embedding`), so that the distributed optimizer of every part cuts it at the same places.
+    Gradients are summed over the chunks (`pipeline_parallel`), and count once in the norm (`shared`). Each copy has its
+    own
+    bucket (`shared_embedding`), so that the distributed optimizer of every chunk splits it in the same way.
     """
     parameter.pipeline_parallel = parameter.shared_embedding = is_copy
     parameter.shared = is_copy and not part.is_first
 
 
 def local_shape(full: torch.Size, role: Role, axes: Axes) -> torch.Size:
-    """The shape of a rank's part of a parameter."""
+    """The shape of a rank's shard of a parameter."""
     shape = list(full)
     for dim, axis in role.split:
         shape[dim] //= axes[axis].size()

@@ -1,4 +1,4 @@
-"""Blocks that keep their inputs alone, and are computed again in backward."""
+"""Blocks with activation recomputation: they save only their inputs, and are recomputed in backward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ from megadit.models.ops.ledger import cheap_values_recomputed, recomputed
 
 
 class RecomputedBlocks(BlockStack):
-    """Blocks, each within `arithmetic()`; the first `num_recomputed` keep their inputs and nothing else."""
+    """Blocks, each within `arithmetic()`; the first `num_recomputed` save only their inputs."""
 
     def __init__(
         self, blocks: dict[str, nn.Module], num_recomputed: int, arithmetic: Callable[[], AbstractContextManager]
@@ -22,7 +22,7 @@ class RecomputedBlocks(BlockStack):
         self.arithmetic = arithmetic
 
     def forward(self, x: Tensor, *context) -> Tensor:
-        """Tokens [S, B, D] after all blocks, of tokens [S, B, D]."""
+        """Apply all blocks to tokens [S, B, D]."""
         for index, block in enumerate(self.values()):
             if index < self.num_recomputed:
                 x = recomputed(partial(self._compute, block), x, *context)
@@ -32,7 +32,7 @@ class RecomputedBlocks(BlockStack):
         return x
 
     def first(self, count: int) -> "RecomputedBlocks":
-        """The first of them, the same modules, computed as here."""
+        """Return the first `count` blocks, sharing their modules."""
         return RecomputedBlocks(dict(islice(self.items(), count)), self.num_recomputed, self.arithmetic)
 
     def _compute(self, block: nn.Module, x: Tensor, *context) -> Tensor:

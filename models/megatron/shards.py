@@ -1,4 +1,4 @@
-"""Whole tensors and the parts of them that ranks hold, as the marks of `plan.py` say."""
+"""Whole tensors and the shards of them that ranks hold, by the marks of `plan.py`."""
 
 from collections.abc import Callable
 
@@ -10,15 +10,15 @@ from megadit.models.networks.initialize import Fill, initialize_
 
 
 def splits(parameter: Tensor) -> tuple[tuple[int, str], ...]:
-    """(dimension, axis) of each split of a `parameter` (of any shape) over ranks; () where each holds it whole."""
+    """(dimension, axis) of each split of a `parameter` (of any shape) over ranks; (): each rank holds the whole."""
     if is_expert(parameter):
         return parameter.splits
-    # an optimizer's float32 copies of parameters have Megatron's marks alone
+    # an optimizer's float32 copies of parameters have only Megatron's marks
     return ((parameter.partition_dim, "tensor"),) if getattr(parameter, "tensor_model_parallel", False) else ()
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether a parameter (of any shape) is one of experts, which are divided among ranks."""
+    """Whether a parameter (of any shape) belongs to experts, which are split over ranks."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -31,7 +31,7 @@ def full_shape(parameter: Tensor, axes: Axes) -> torch.Size:
 
 
 def shard(parameter: Tensor, value: Tensor, axes: Axes) -> Tensor:
-    """The part of the whole tensor `value` (of any shape) that this rank's `parameter` holds, in its shape."""
+    """This rank's shard of the whole tensor `value` (of any shape), in the shape of `parameter`."""
     for dim, axis in splits(parameter):
         size = parameter.shape[dim]
         value = value.narrow(dim, axes[axis].rank() * size, size)
@@ -39,7 +39,7 @@ def shard(parameter: Tensor, value: Tensor, axes: Axes) -> Tensor:
 
 
 def own_shard(whole: Tensor, role: Role, axes: Axes) -> Tensor:
-    """A rank's part of a whole parameter of any shape, a view of it."""
+    """A rank's shard of a whole parameter of any shape, a view of it."""
     shape = local_shape(whole.shape, role, axes)
     for dim, axis in role.split:
         whole = whole.narrow(dim, axes[axis].rank() * shape[dim], shape[dim])
@@ -57,7 +57,7 @@ def initialize_dit_(
 ) -> nn.Module:
     """`initialize_` for a model split over ranks: the same network in any layout.
 
-    `assign` sets a parameter from the tensor of its shape (of which other data-parallel ranks may hold a part).
+    `assign` sets a parameter from a tensor of its shape (other data-parallel ranks may hold shards of it).
     """
     return initialize_(
         model,

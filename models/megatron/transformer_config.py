@@ -16,7 +16,8 @@ def transformer_config(
     fp8: str | None = None,
     fp8_recipe: str = "tensorwise",
 ) -> TransformerConfig:
-    """Build Megatron's configuration of a DiT; `dtype` is that of the parameters, the rest has Megatron's names."""
+    """Build Megatron's configuration of a DiT; `dtype` is that of the parameters, other arguments have Megatron's
+    names."""
     is_interleaved = layout.virtual_pipeline > 1
     config = TransformerConfig(
         num_layers=model.num_layers,
@@ -28,7 +29,7 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if is_interleaved else None,
         pipeline_dtype=dtype,
-        # interleaved stages send in both directions at once: batched, Megatron gives wrong results with two stages
+        # interleaved stages send in both directions at once: with batched messages, two stages give wrong results
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
         context_parallel_size=layout.context,
@@ -39,7 +40,7 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
-        use_cpu_initialization=True,  # linears are made on the device of torch's context
+        use_cpu_initialization=True,  # linears are created on the device of torch's context
         perform_initialization=False,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         fp8=fp8,

@@ -1,1 +1,1 @@
-"""Files of weights and components: safetensors, manifests, hubs, licenses. Nothing read here is executed."""
+"""Files of weights and components: safetensors, manifests, hubs, licenses. No code in them is executed."""

@@ -1,4 +1,4 @@
-"""How a tokenizer, a text encoder or a network lies on disk: a directory with config.json and model.safetensors."""
+"""Saved components (tokenizer, text encoder, network): a directory with config.json and model.safetensors."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def write_component(directory: str | os.PathLike, config: Mapping[str, Any], ten
 
 
 def component_folder(directory: str | os.PathLike, part: str) -> Path:
-    """Find the folder of a component (tokenizer, text_encoder): `directory` itself, or its folder in a bundle.
+    """Find the folder of a component (tokenizer, text_encoder): `directory` itself, or a folder of a bundle.
 
     Raises:
         UserError: if it is neither.
@@ -45,7 +45,7 @@ def component_folder(directory: str | os.PathLike, part: str) -> Path:
 
 
 def component_type(directory: str | os.PathLike, kind: str, known: Collection[str]) -> str:
-    """The `type` that config.json names.
+    """The `type` in config.json.
 
     Raises:
         UserError: if it is not one of `known`.
@@ -59,7 +59,7 @@ def component_type(directory: str | os.PathLike, kind: str, known: Collection[st
 
 
 def read_settings(directory: str | os.PathLike, names: Collection[str]) -> dict[str, Any]:
-    """The settings in config.json, which must be exactly `names` (beside `type`).
+    """The settings in config.json, which must be exactly `names` (and `type`).
 
     Raises:
         UserError: for a setting that is missing or unknown.
@@ -92,7 +92,7 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, Tensor]:
 
 
 def check_header(path: Path) -> None:
-    """Raises UserError for a safetensors file that is missing, or whose header is longer than any network's."""
+    """Raises UserError for a safetensors file that is missing, or whose header is implausibly long."""
     try:
         with open(path, "rb") as file:
             check_tensor_header(file.read(8), str(path))
@@ -101,7 +101,7 @@ def check_header(path: Path) -> None:
 
 
 def fingerprint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """A hash of 16 hexadecimal digits that is equal exactly where configuration and tensors are."""
+    """A hash of 16 hexadecimal digits, equal exactly if configuration and tensors are equal."""
     digest = hashlib.blake2b(json.dumps(dict(config), sort_keys=True).encode(), digest_size=8)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

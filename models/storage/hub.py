@@ -1,6 +1,6 @@
 """Names of published models, and where their files are on this machine.
 
-Nothing here downloads by itself: `megadit pull` and the hub's own `hf download` do.
+This module downloads nothing: `megadit pull` and the hub's own `hf download` do.
 """
 
 import os
@@ -10,7 +10,7 @@ from megadit.models.shared.errors import UserError
 
 
 def local_directory(name: str, kind: str, files: str) -> Path:
-    """The directory that `name` means: a path, or a hub's model in its cache.
+    """The directory of `name`: a path, or a model in the hub's cache.
 
     Raises:
         UserError: if it is neither; says what to download and where to put it.
@@ -31,7 +31,7 @@ def local_directory(name: str, kind: str, files: str) -> Path:
 
 
 def cached_model(name: str) -> Path | None:
-    """The newest snapshot in the hub's cache, where its library is installed and has one."""
+    """The newest snapshot in the hub's cache; None without one, or without the hub's library."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

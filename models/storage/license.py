@@ -1,4 +1,4 @@
-"""The license of published weights: its files travel with what is made of them."""
+"""The license of published weights, whose files are copied into whatever is made from them."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ from megadit.models.shared.outside import leads_out
 _FILES = re.compile(r"(licen[cs]e|notice|copying|use[_-]policy)", re.IGNORECASE)
 _IN_CARD = re.compile(r"^(?:license|license_name|license_link):\s*[\"']?(.+?)[\"']?\s*$", re.MULTILINE)
 _FAMILIES_WITH_GUARDRAIL = ("cosmos",)
-"""Families whose license (NVIDIA's Open Model License) ends when their guardrail is bypassed without another."""
+"""Families whose license (NVIDIA's Open Model License) forbids to bypass the guardrail without a substitute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,9 +21,9 @@ class License:
     name: str
     """Name of the license in the model card; `unknown` without one."""
     asks_for_guardrail: bool = False
-    """Generating with a content filter is a condition of the license."""
+    """Whether the license requires a content filter."""
     files: tuple[Path, ...] = field(default=(), compare=False)
-    """Licenses, notices and the model card, where they are now."""
+    """Paths of licenses, notices and the model card."""
 
     def copy_files(self, directory: Path) -> None:
         for path in self.files:
@@ -38,7 +38,7 @@ class License:
         """The inverse of `to_dict`.
 
         Raises:
-            UserError: for anything else, since the license's conditions are unknown then.
+            UserError: for other values: the conditions of the license would be unknown.
         """
         name, asks_for_guardrail = values.get("name"), values.get("asks_for_guardrail")
         if not isinstance(name, str) or not isinstance(asks_for_guardrail, bool):
@@ -49,7 +49,7 @@ class License:
 
 
 def find_license(source: Path, family: str) -> License:
-    """The license of the checkpoint at `source`: what its directory, or the one above, says."""
+    """The license of the checkpoint at `source`, from files in its directory or the one above."""
     directories = [source] if source.is_dir() else [source.parent]
     if source.is_dir() and not (source / "model_index.json").exists():
         directories.append(source.parent)

@@ -1,4 +1,4 @@
-"""megadit.json, by which a bundle is known: the size and checksum of each of its files. Nothing here imports torch."""
+"""megadit.json, the manifest of a bundle: size and checksum of each of its files. Nothing here imports torch."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ MANIFEST_FILE = "megadit.json"
 
 
 def is_bundle(path: str | os.PathLike) -> bool:
-    """Whether `path` looks like a bundle, of any version (other directories of ours hold a megadit.json too)."""
+    """Whether `path` looks like a bundle of any version (other directories contain a megadit.json, too)."""
     return (Path(path) / MANIFEST_FILE).is_file() and (Path(path) / "transformer").is_dir()
 
 
@@ -24,17 +24,17 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def check_files(path: Path, manifest: Mapping[str, Any], *, verify: bool = False) -> None:
-    """Checks that every file that the manifest of a folder names is there in its full size, by `verify` unchanged.
+    """Checks that every file in a folder's manifest exists in its full size, with `verify` also its checksum.
 
     Raises:
-        UserError: names the file that is not.
+        UserError: with the name of the wrong file.
     """
     for name, expected in manifest["files"].items():
         _check_file(inner_path(path, name, follow_links=True), expected, verify=verify)
 
 
 def check_replaceable(out: Path) -> None:
-    """Raises UserError where `out` is a directory that holds something else than a bundle."""
+    """Raises UserError if `out` is a directory that holds something else than a bundle."""
     if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
         raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
 

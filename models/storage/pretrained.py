@@ -1,5 +1,5 @@
-"""Networks of published encoders by `transformers`: the library, a look at files before it reads them, and at what it
-found in them."""
+"""Loads published encoders with `transformers`: the library, checks of files before it reads them, and checks of the
+loaded tensors."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -28,11 +28,11 @@ class Encoder:
     """Tensor names of one kind of encoder."""
 
     marks: tuple[str, ...]
-    """Names that one tensor has had over time; the prefix of all names is found by it."""
+    """Names that one tensor has had over time, by which a prefix of all names is found."""
     others: str = "$^"
-    """Pattern of tensors that no feature needs: files may have or lack them."""
+    """Pattern of tensors that no feature depends on: files may have or lack them."""
     rename: Callable[[TensorSource], TensorSource] = lambda source: source
-    """Renames tensors of other publications to transformers' names."""
+    """Renames tensors of other releases to transformers' names."""
 
 
 def find_weights(place: Path, needs: str) -> list[Path]:
@@ -62,9 +62,9 @@ def encoder_tensors(place: Path, encoder: Encoder, needs: str) -> TensorSource:
 
 
 def load_encoder(network_class: type, place: Path, encoder: Encoder, needs: str, **options: Any) -> Any:
-    """The network of this class of `transformers` with the weights at `place`, in evaluation mode.
+    """A network of this `transformers` class with the weights at `place`, in evaluation mode.
 
-    `options` are those of `from_pretrained`, of which `config` is that of the folder unless another is given.
+    `options` are those of `from_pretrained`; its `config` defaults to that of the folder.
 
     Raises:
         UserError: if files are missing or damaged; for tensors that are missing, unexpected or misshapen, by name.
@@ -116,7 +116,7 @@ def _loaded(network_class: type, folder: Path | None, place: Path, encoder: Enco
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own report of tensors and its bars."""
+    """Silence transformers' own report of tensors and its progress bars."""
     logging = transformers_library("an encoder").utils.logging
     before, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -130,9 +130,9 @@ def _quiet() -> Iterator[None]:
 
 
 def check_weights(directory: Path) -> None:
-    """Raises UserError for files of weights that lie elsewhere, or are larger than they seem.
+    """Raises UserError for weight files that are links to elsewhere, or would decompress to more than their size.
 
-    transformers runs no code of theirs.
+    transformers runs no code from them.
     """
     files = set(directory.glob("*.bin"))
     for index in directory.glob("*.index.json"):
@@ -143,11 +143,11 @@ def check_weights(directory: Path) -> None:
 
 
 PRETRAINED = {"local_files_only": True, "trust_remote_code": False}
-"""To every `from_pretrained` of transformers: by itself it asks, on standard input, whether to run a folder's code."""
+"""Argument of every `from_pretrained`: otherwise transformers asks on standard input whether to run a folder's code."""
 
 
 def transformers_library(what: str):
-    """The library, which `what` needs.
+    """Import transformers, which `what` needs.
 
     Raises:
         UserError: if it is not installed.
@@ -159,6 +159,6 @@ def transformers_library(what: str):
 
 
 def require(library: str, what: str) -> None:
-    """Raises UserError where a library is not installed that `what` needs."""
+    """Raises UserError if a library that `what` needs is not installed."""
     if find_spec(library) is None:
         raise UserError(f"{what} needs the library {library}: pip install 'megadit[t5]' {library}")

@@ -1,8 +1,7 @@
 """TorchScript files (`.jit`) read as archives of tensors: nothing in them is executed.
 
 A `.jit` is a zip that holds programs (`code/`), raw storages (`data/0`, `data/1`, ...) and a pickle (`data.pkl`) that
-says how modules are made of them. The pickle is read by an unpickler that knows modules, tensors and plain lists, and
-nothing that could act.
+describes modules. The unpickler here only knows modules, tensors and plain lists, none of which can run code.
 """
 
 import io
@@ -23,7 +22,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.storage.tensor_source import Stored, TensorSource
 
 LARGEST_PICKLE = 64 * 2**20
-"""Bytes; the description of a network of a thousand tensors takes less than one of these megabytes."""
+"""Maximum bytes of the description; that of a network of a thousand tensors takes less than a megabyte."""
 
 _DTYPES = {
     "DoubleStorage": torch.float64,
@@ -83,7 +82,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names above; any other ends the reading."""
+    """Knows the names above, and rejects any other."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("__torch__"):
@@ -102,10 +101,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_archive(path: str | Path) -> TensorSource:
-    """The tensors of a `.jit`, under the names that its modules give them.
+    """The tensors of a `.jit`, under their module names.
 
     Raises:
-        UserError: if the file is missing, damaged, or asks for anything but tensors.
+        UserError: if the file is missing, damaged, or contains anything but tensors.
     """
     path = Path(path)
     try:
@@ -124,8 +123,8 @@ def read_archive(path: str | Path) -> TensorSource:
         raise UserError(f"{path} does not exist") from None
     except UserError:
         raise
-    except Exception as error:  # whatever a damaged or hostile file provokes in the zip reader and the unpickler
-        raise UserError(f"{path} is not read: {error}") from error
+    except Exception as error:  # any error of the zip reader or unpickler
+        raise UserError(f"{path} cannot be read: {error}") from error
 
     def read(name: str) -> Tensor:
         record = records[name]

@@ -1,4 +1,4 @@
-"""Tensors that are read one at a time, and safetensors files written the same way: memory holds one of them."""
+"""Lazily read tensors, and safetensors files written one tensor at a time: memory holds one of them."""
 
 import argparse
 import json
@@ -37,11 +37,11 @@ DTYPES = {
 }
 """safetensors' dtype name -> torch dtype."""
 OPEN_FILES = 2
-"""Shards that are mapped into memory at once."""
+"""Maximum number of shards that are mapped into memory at once."""
 
 
 def renamed_by(rules: Iterable[tuple[str, Any]], name: str) -> str:
-    """Rename a tensor: each (pattern, replacement) of `re.sub` in turn."""
+    """Rename a tensor: applies each (pattern, replacement) with `re.sub`, in order."""
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     return name
@@ -49,7 +49,7 @@ def renamed_by(rules: Iterable[tuple[str, Any]], name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Shape and dtype of a tensor that is not read yet."""
+    """Shape and dtype of a tensor that has not been read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,14 +64,14 @@ class TensorSource:
     stored: Mapping[str, Stored]
     read: Callable[[str], Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """The texts of a file's header."""
+    """The metadata in a file's header."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.stored.items()}
 
     def without_prefix(self, prefix: str) -> "TensorSource":
-        """The same tensors, those whose name begins with `prefix` under shorter names."""
+        """The tensors whose names begin with `prefix`, without it; other names are unchanged."""
         names = {name.removeprefix(prefix): name for name in self.stored}
         stored = {short: self.stored[name] for short, name in names.items()}
         return TensorSource(self.label, stored, lambda short: self.read(names[short]))
@@ -83,17 +83,18 @@ class TensorSource:
         return TensorSource(self.label, stored, lambda name: (more if name in others else self).read(name))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of them, in memory."""
+        """All tensors, in memory."""
         return {name: self.read(name) for name in self.stored}
 
 
 def load_pickled(file: Path | IO[bytes], where: str = "") -> Any:
-    """Load a file of `torch.save`: tensors, numbers and texts, and lists and dictionaries of them, on the CPU.
+    """Load a file of `torch.save` with tensors, numbers and texts, in lists and dictionaries, on the CPU.
 
-    The tensors of a file (not of bytes) are mapped into memory where torch can. `where` names it in messages.
+    Tensors of a file (not of bytes) are memory-mapped where torch can. `where` names it in messages.
 
     Raises:
-        UserError: if it cannot be read, holds something else, which is not run, or is larger than it seems.
+        UserError: if it cannot be read, contains other objects (no code is run), or would decompress to more than its
+        size.
     """
     where = where or str(file)
     try:
@@ -101,15 +102,15 @@ def load_pickled(file: Path | IO[bytes], where: str = "") -> Any:
             check_archive(file, where)
             return torch.load(file, map_location="cpu", weights_only=True)
         check_archive_file(file)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # options of a command, which do nothing
+        with torch.serialization.safe_globals([argparse.Namespace]):  # plain command options
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except UserError:
         raise
-    except pickle.UnpicklingError as error:  # torch's own words advise to run whatever the file holds
-        raise UserError(f"{where} is not read: it is no file of torch.save, or holds more than tensors") from error
-    except Exception as error:  # torch raises many kinds for a damaged file, or one that is more than tensors
+    except pickle.UnpicklingError as error:  # torch's message advises to allow code
+        raise UserError(f"{where} cannot be read: no torch.save file, or it holds more than tensors") from error
+    except Exception as error:  # torch raises many types for damaged files
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"{where} is not read: {reason}") from error
+        raise UserError(f"{where} cannot be read: {reason}") from error
 
 
 def check_archive_file(path: Path) -> None:
@@ -124,10 +125,10 @@ def from_state_dict(state_dict: Mapping[str, Tensor], label: str = "the state di
 
 
 def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
-    """The tensors of one safetensors file, or of several that are one checkpoint.
+    """The tensors of one safetensors file, or of the shards of one checkpoint.
 
     Raises:
-        UserError: if a file is missing or damaged, or holds numbers of a type that is not known.
+        UserError: if a file is missing or damaged, or has an unknown dtype.
     """
 
     @lru_cache(maxsize=OPEN_FILES)
@@ -157,9 +158,9 @@ def write_safetensors(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes all tensors, converted to `dtype` if one is given, reading one at a time; whole or not at all.
+    """Writes all tensors, optionally converted to `dtype`, reading one at a time; whole or not at all.
 
-    `metadata` are the texts of the file's header.
+    `metadata` goes into the file's header.
     """
     names = {number: name for name, number in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

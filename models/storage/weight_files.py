@@ -1,8 +1,8 @@
 """Finds the weight files of a network in a folder: diffusers' and transformers' names, shards and variants.
 
 STEM.safetensors               STEM.safetensors.index.json          and shards
-STEM.bin                       STEM.bin.index.json                  pickled: read as tensors alone
-STEM.fp16.safetensors          STEM.safetensors.index.fp16.json     a variant, where there is only one
+STEM.bin                       STEM.bin.index.json                  pickled; only tensors are read
+STEM.fp16.safetensors          STEM.safetensors.index.fp16.json     a variant, if it is the only one
 """
 
 import re
@@ -18,14 +18,14 @@ _FORMS = (
     r"(?P<stem>{stems})\.(?P<kind>{kinds})\.index(\.(?P<variant>\w+))?\.json",
     r"(?P<stem>{stems})(\.(?P<variant>\w+))?\.(?P<kind>{kinds})",
 )
-"""An index of several files, and a file by itself."""
+"""An index of several files, and a single file."""
 
 
 def weight_files(directory: Path, *stems: str) -> list[Path]:
-    """The files of the weights in a folder, which are called one of `stems`; [] where there are none.
+    """The weight files in a folder whose names begin with one of `stems`; [] if there are none.
 
     Raises:
-        UserError: for several variants without the plain one, and an index whose files lie elsewhere.
+        UserError: for several variants without the plain one, and for an index of files elsewhere.
     """
     found: dict[tuple[str, int, int], Path] = {}
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -50,10 +50,10 @@ def weight_files(directory: Path, *stems: str) -> list[Path]:
 
 
 def open_weights(paths: list[Path]) -> TensorSource:
-    """The tensors of these files, which are one checkpoint.
+    """The tensors of these files, the shards of one checkpoint.
 
     Raises:
-        UserError: if a file is missing, damaged or holds more than tensors.
+        UserError: if a file is missing, damaged or contains other objects than tensors.
     """
     for path in paths:
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""A network on disk: config.json and model.safetensors, under the names that plain torch layers give the tensors."""
+"""Saved networks: config.json and model.safetensors, with the tensor names of plain torch layers."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def save_network(
     """Writes the weights of the network, converted to `dtype` if one is given, one tensor at a time.
 
     Raises:
-        UserError: if `state_dict` is not exactly the tensors of that model.
+        UserError: if `state_dict` has other tensors than that model.
     """
     source = state_dict if isinstance(state_dict, TensorSource) else from_state_dict(state_dict)
     check_shapes(source.shapes, network_shapes(config), "the tensors to save")
@@ -41,7 +41,7 @@ def save_network(
 
 
 def load_config(directory: str | os.PathLike) -> NetworkConfig:
-    """The configuration saved beside the weights.
+    """The configuration next to the weights.
 
     Raises:
         UserError: if it is missing, or not that of a network of this version.
@@ -51,12 +51,12 @@ def load_config(directory: str | os.PathLike) -> NetworkConfig:
 
 
 def config_to_dict(config: NetworkConfig) -> dict[str, Any]:
-    """A configuration with the type of its network, as JSON holds it."""
+    """A configuration and the type of its network, as JSON values."""
     return {"type": _type_of(config), **config.to_dict()}
 
 
 def config_from_dict(values: Mapping[str, Any]) -> NetworkConfig:
-    """The inverse of `config_to_dict`; without a type it is that of a transformer.
+    """The inverse of `config_to_dict`; without a type, the network is a DiT.
 
     Raises:
         UserError: for a type, or a key, that this version does not know.
@@ -71,12 +71,12 @@ def config_from_dict(values: Mapping[str, Any]) -> NetworkConfig:
 def load_network(
     directory: str | os.PathLike, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> SavedNetwork:
-    """The network saved in `directory`, in evaluation mode; `dtype` None keeps the precision of the file.
+    """The network saved in `directory`, in evaluation mode; with `dtype` None in the precision of the file.
 
-    The model is built without memory and takes tensors over one at a time, so that nothing is held twice.
+    The model is built on the meta device and takes over one tensor at a time, so that memory holds it once.
 
     Raises:
-        UserError: if a file is missing or broken, or its tensors are not those that config.json calls for.
+        UserError: if a file is missing or broken, or its tensors do not fit config.json.
     """
     config = load_config(directory)
     path = Path(directory) / parts.TENSOR_FILE
@@ -118,7 +118,7 @@ def check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[in
 
 
 def listed(problems: Mapping[str, Sequence[str]]) -> str:
-    """The tensors that are wrong in each way, as far as there is room: "missing: a, b; misshapen: c"."""
+    """The names of wrong tensors by kind of problem, shortened: "missing: a, b; misshapen: c"."""
     return "; ".join(f"{kind}: {_shorten(names)}" for kind, names in problems.items() if names)
 
 

@@ -1,9 +1,9 @@
-"""Tensors as other programs wrap them, under the names and with the values that a network has.
+"""Unwraps tensors saved by other programs: removes prefixes, applies scales, finds nested state dicts.
 
 - Prefixes: `module.` (DDP), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.`, `model.diffusion_model.` (ComfyUI),
-  `net.`, ...: whatever stands before a name that the network is known by.
-- Eight bits with scales: `NAME.scale_weight` or `NAME.weight_scale` multiplies `NAME.weight`.
-- Files of torch.save in which the tensors lie deeper: `generator_ema` (DMD), `ema`, `model`, `state_dict`, ...
+  `net.`, ...: any text before a known name of the network.
+- 8-bit weights with scales: `NAME.scale_weight` or `NAME.weight_scale` multiplies `NAME.weight`.
+- Files of torch.save with nested state dicts: `generator_ema` (DMD), `ema`, `model`, `state_dict`, ...
 """
 
 import re
@@ -24,20 +24,20 @@ from megadit.models.storage.tensor_source import (
 )
 
 NESTED = ("generator_ema", "ema_model", "model_ema", "ema", "generator", "model", "module", "net", "state_dict")
-"""Keys under which files of torch.save hold a network's tensors, EMA weights first."""
+"""Keys of a network's state dict in files of torch.save, EMA weights first."""
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _AVERAGE = re.compile(r"(^|[._])ema[._]")
 _OTHER_STATE = re.compile(
     r"(first_stage_model|vae|cond_stage_model|conditioner|text_encoders?|image_encoder|(model|net)(_ema)?|ema|optimizer)\."
 )
-"""Beginnings of other tensors in a file in which the network's have a prefix."""
+"""Prefixes of other tensors in files in which the network's tensors have a prefix."""
 _SCALES = (".scale_weight", ".weight_scale")
 _OF_INPUTS = re.compile(r"(^|\.)scaled_fp8$|\.(scale_input|input_scale)$")
-"""Pattern of tensors that only matter to kernels that also multiply activations in 8 bits."""
+"""Pattern of tensors that are only needed by kernels with 8-bit activations."""
 
 
 def open_tensor_file(path: Path) -> TensorSource:
-    """The tensors of a .safetensors file, or of one that torch has pickled, of which nothing else is read.
+    """The tensors of a .safetensors or torch.save file; nothing else in it is loaded.
 
     Raises:
         UserError: if there are none.
@@ -46,7 +46,7 @@ def open_tensor_file(path: Path) -> TensorSource:
         return open_safetensors(path)
     with path.open("rb") as file:
         if file.read(4) == b"GGUF":
-            raise UserError(f"{path} is a GGUF file, whose numbers are quantised: give the safetensors it was made of")
+            raise UserError(f"{path} is a quantised GGUF file: give the original safetensors")
     values = load_pickled(path)
     while isinstance(values, dict) and (deeper := next((key for key in NESTED if _is_nested(values.get(key))), None)):
         values = values[deeper]
@@ -66,14 +66,13 @@ def _without_tensors(values: Any) -> str:
         (name, _) = next((name, value) for name, value in values.items() if isinstance(value, list))
         return f"holds lists of tensors without names ({name}): save the network's state_dict() with these values"
     keys = ", ".join(map(str, list(values)[:8])) if isinstance(values, dict) else type(values).__name__
-    return f"holds no tensors under their names, but: {keys}; they are looked for under {', '.join(NESTED)} too"
+    return f"holds no named tensors, only: {keys}; they are also looked for under {', '.join(NESTED)} too"
 
 
 def unwrapped(source: TensorSource, marks: Collection[str]) -> TensorSource:
-    """The tensors without what stands before the first of the names `marks` that is there; in eight bits, the numbers
-    that they stand for.
+    """The tensors without the prefix of all names, which is found by the names `marks`; 8-bit weights are dequantized.
 
-    Of a network and its EMA, the EMA weights.
+    If there are a network and its EMA, the EMA weights are returned.
 
     Raises:
         UserError: for several networks, and for scales that fit no tensor.
@@ -104,7 +103,7 @@ def _prefixes(names: Collection[str], marks: Collection[str]) -> list[str]:
 
 
 def _without(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Short name -> name, without those of other parts."""
+    """Short name -> name, without the tensors of other components."""
     return {
         short.removeprefix(prefix): name
         for short, name in names.items()
@@ -113,7 +112,7 @@ def _without(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_scales(source: TensorSource) -> TensorSource:
-    """Tensors in eight bits times their scales, float32."""
+    """8-bit tensors times their scales, float32."""
     scales = {
         f"{name.removesuffix(ending)}.weight": name
         for name in source.stored

@@ -105,7 +105,7 @@ def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(base, finished):
     kept = [key for key in _read(checkpoint / "tensors", "") if ".uncertainty." not in key]
     assert len(kept) == 4 * len(state), "weights, an average and two moments"
     assert all(".adapters." in key for key in kept)
-    with pytest.raises(UserError, match="has an adapter alone, without its base network"):
+    with pytest.raises(UserError, match="has only an adapter, without its base network"):
         read_network(checkpoint)
 
 

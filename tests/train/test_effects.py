@@ -225,7 +225,7 @@ EFFECTS = {
     "parallel.context_parallel_comm": ends("start 4 ranks", "ring", "parallel.context_parallel_size=4"),
     "parallel.expert_model_parallel_size": ends("whole sets of experts over 2", "2", *EXPERTS),
     "parallel.expert_tensor_parallel_size": ends("whole sets of experts over 2", "2", *EXPERTS),
-    "parallel.sequence_parallel": ends("nothing to cut", "true"),
+    "parallel.sequence_parallel": ends("nothing to split", "true"),
     "parallel.transformer_impl": ends("parallel.transformer_impl=transformer_engine", "transformer_engine"),
     "parallel.gradient_accumulation_fusion": ends("fused_weight_gradient_mlp_cuda", "true"),
     "parallel.data_parallel": seen("layout", "distributed_optimizer", "optimizer.optimizer=adamw"),

@@ -1,1 +1,1 @@
-"""Linears over tensor-parallel ranks: Megatron's, TransformerEngine's, and products of eight bits."""
+"""Linears over tensor-parallel ranks: Megatron's, TransformerEngine's, and 8-bit ones."""

@@ -1,16 +1,16 @@
-"""Linears whose products have eight bits while training, forward and backward, by torch alone.
+"""Linears with FP8 products in training, forward and backward, in plain torch.
 
-    s     = 2^k, the largest with s max |x| < 2^top     of a tensor, as this rank has it
+    s     = 2^k, the largest with s max |x| < 2^top     of this rank's shard of a tensor
     codes = round(s x)                                  e4m3, or e5m2: three bits of mantissa, or two
     y     = codes_x codes_W^T / (s_x s_W)               sums in float32
 
-and dx = dy W, dW = dy^T x likewise, of dy in the format of gradients (arXiv 2209.05433). A power of two moves no number
-to another mantissa, so that a rank's part of a matrix is rounded as the whole one is. Scales follow from the numbers at
-hand: nothing is kept from step to step.
+and dx = dy W, dW = dy^T x likewise, with dy in the gradient format (arXiv 2209.05433). A power of two does not change
+mantissas, so that a rank's shard of a matrix is rounded like the whole. Scales are computed from the current values:
+there is no state between steps.
 
-Backward takes x and W as autograd kept them, and rounds them again: their codes would take memory beside them.
+Backward rounds x and W, which autograd saves, again: saving their codes in addition would take memory.
 
-Shapes: N tokens, I and O input and output features, of which ranks hold a part; K is summed over.
+Shapes: N tokens, I and O input and output features, possibly sharded; K is summed over.
 """
 
 from typing import NamedTuple
@@ -27,16 +27,16 @@ from megadit.models.ops.linear import linear
 
 
 class Format(NamedTuple):
-    """Floating-point numbers of eight bits."""
+    """An FP8 format."""
 
     dtype: torch.dtype
     top: int
-    """2^top is the largest power of two among them; beyond the largest number torch would give NaN."""
+    """2^top is its largest power of two; beyond the largest number torch would return NaN."""
 
 
 E4M3, E5M2 = Format(torch.float8_e4m3fn, 8), Format(torch.float8_e5m2, 15)
 OF_GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
-"""`train.fp8` -> the format of gradients; all else has `E4M3`."""
+"""`train.fp8` -> the format of gradients; all other tensors use `E4M3`."""
 
 
 class Scale(NamedTuple):
@@ -47,14 +47,14 @@ class Scale(NamedTuple):
 
 
 def scale_of(x: Tensor, of: Format) -> Scale:
-    """The scale of all numbers of `x`, of any shape. Nothing is asked of the device."""
+    """The scale for all values of `x`, of any shape, without synchronizing with the device."""
     largest = torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32)
     return Scale(*fused(_powers, largest, of.top))
 
 
 def _powers(largest, top):
     exponent = largest.view(torch.int32) >> 23  # with the bias of 127: largest < 2^(exponent - 126)
-    biased = (top + 126 + 127 - exponent).clamp(1, 253)  # both it and its inverse are numbers
+    biased = (top + 126 + 127 - exponent).clamp(1, 253)  # so that scale and inverse are finite
     return (biased << 23).view(torch.float32), ((254 - biased) << 23).view(torch.float32)
 
 
@@ -68,7 +68,7 @@ def _codes(x, factor, dtype):
 
 
 def turned_codes_of(x_NK: Tensor, scale: Scale, of: Format, *, both: bool = False) -> tuple[Tensor | None, Tensor]:
-    """(float8 [N, K] where `both`, else None; the same codes turned, [K, N], row by row)."""
+    """(float8 [N, K] if `both`, else None; the same codes transposed, [K, N], contiguous)."""
     if has_kernels(x_NK):
         from megadit.models.ops.cast_transpose import cast_transposed
 
@@ -78,10 +78,11 @@ def turned_codes_of(x_NK: Tensor, scale: Scale, of: Format, *, both: bool = Fals
 
 
 def product(a_NK: Tensor, b_MK: Tensor, steps: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """a b^T of two matrices of codes, each row by row as the kernels of GPUs want them: [N, M].
+    """a b^T of two matrices of codes, both contiguous as GPU kernels require: [N, M].
 
-    `steps` [] are what a code of 1 stands for in each. `fast` adds up in fewer bits than float32 has where the
-    GPU can: for a forward, whose errors add up no further.
+    `steps` [] are the values of code 1 in each. `fast` accumulates in less than float32 where the GPU can: for
+    forwards,
+    where errors do not accumulate further.
     """
     return torch._scaled_mm(
         a_NK, b_MK.t(), scale_a=steps[0], scale_b=steps[1], out_dtype=dtype, use_fast_accum=fast
@@ -121,7 +122,7 @@ class _EightBitProduct(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Module):
-    """A rank's part of a linear; where gradients are taken its products have eight bits, else as many as its weight."""
+    """A rank's shard of a linear, with FP8 products where gradients are computed, else in the weight's precision."""
 
     def __init__(self, share: Share, of_gradients: Format) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class Fp8Linear(nn.Module):
         self.bias = None if share.num_biases is None else nn.Parameter(torch.empty(share.num_biases))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], of the tokens that the layout says."""
+        """x [..., in] -> [..., out], for the tokens of the layout."""
         x = self.share.enter(x)
         if torch.is_grad_enabled():
             y = _EightBitProduct.apply(x, self.weight, self.of_gradients)
@@ -141,5 +142,5 @@ class Fp8Linear(nn.Module):
 
 
 def fp8_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> Fp8Linear:
-    """One in the place of `plain`, whose matrix ranks share as `role` says."""
+    """Replace `plain`, whose matrix ranks share as `role` says."""
     return Fp8Linear(share_of(plain, role, config), OF_GRADIENTS[config.fp8])

@@ -1,6 +1,6 @@
-"""Sums of weight gradients over the micro-batches of a step, written by the products that make them.
+"""Sums of weight gradients over the micro-batches of a step, accumulated by the matrix products.
 
-The first product of a step overwrites its sum: nothing has zeroed it, and nothing reads what it was.
+The first product of a step overwrites its sum, so that it needs no zeroing.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,23 @@ from megadit.models.megatron.extensions import has_torch_product
 
 
 def give_megatron_a_product() -> None:
-    """Megatron gets from torch the one function that it wants of apex, which is left alone where torch is too old;
-    before linears are made."""
+    """Provides torch's product in place of the one function that Megatron needs of apex, where torch is new enough;
+    call it
+    before linears are created."""
     if has_torch_product():
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
         layers._grad_accum_fusion_available = True
 
 
 def add_weight_gradient(x_NI: Tensor, grad_NO: Tensor, sum_OI: Tensor) -> None:
-    """sum += grad^T x in float32, rounded once; sum = grad^T x, where the sum is that of a step before."""
+    """sum += grad^T x in float32, rounded once; the first product of a step overwrites the sum."""
     is_first, sum_OI.is_of_before = getattr(sum_OI, "is_of_before", False), False
     multiply_into(sum_OI, grad_NO.t(), x_NI, beta=0 if is_first else 1)
 
 
 def multiply_into(sum_OI: Tensor, a_ON: Tensor, b_NI: Tensor, *, beta: int) -> None:
-    """sum = beta sum + a b: torch's product of half precision, for GPUs, with such an output. 0 reads no sum."""
+    """sum = beta sum + a b: torch's half-precision product with float32 output, on GPUs. With beta 0, sum is not
+    read."""
     half = {} if a_ON.dtype == torch.float32 else {"out_dtype": torch.float32}
     torch.addmm(sum_OI, a_ON, b_NI, beta=beta, **half, out=sum_OI)
 

@@ -1,14 +1,14 @@
-"""Linears of a frozen base whose matrices are held in eight bits, a byte for each weight.
+"""Linears of a frozen base with int8 matrices, a byte for each weight.
 
-    step_o = max |W_o| / 127        of each row, rounded up to a number of bfloat16
+    step_o = max |W_o| / 127        of each row, rounded up to bfloat16
     codes  = round(W / step)        int8, -127..127
     y      = x (step codes)^T + b
 
-The matrix is made anew for each product, in the precision of x, and gone after it: the backward needs no more than
-dx = dy (step codes). Steps follow from whole rows, so that any layout holds the same numbers. Those from 2^-17 on are
-numbers of float16, too; smaller ones, of rows without a weight beyond 0.001, it rounds.
+The matrix is dequantized for each product, in the precision of x, and then freed: the backward only computes
+dx = dy (step codes). Steps depend on whole rows, so that any layout holds the same numbers. Steps from 2^-17 on are
+exact in float16, too; smaller ones, of rows with all weights below 0.001, are rounded there.
 
-Shapes: I and O input and output features, of which ranks hold a part.
+Shapes: I and O input and output features, possibly sharded.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ LARGEST = 127
 STEPS_DTYPE = torch.bfloat16
 """Dtype that steps are rounded to, so that casting a network leaves them unchanged."""
 _ROUNDED_UP = 1 + torch.finfo(STEPS_DTYPE).eps
-"""So that no code is beyond the largest where the rounding itself goes down."""
+"""Added so that no code exceeds the largest if the rounding goes down."""
 
 
 class Int8Matrix(NamedTuple):
-    """A matrix in eight bits."""
+    """An int8 matrix."""
 
     weight_codes: Tensor
     """int8 [O, I]."""
@@ -40,7 +40,7 @@ class Int8Matrix(NamedTuple):
 
     @classmethod
     def of(cls, matrix_OI: Tensor) -> "Int8Matrix":
-        """The nearest one to a whole matrix [O, I]: no weight is further from its own than half of its row's step."""
+        """Quantize a whole matrix [O, I]: the error of each weight is at most half of its row's step."""
         steps_O = (matrix_OI.float().abs().amax(1) * (_ROUNDED_UP / LARGEST)).to(STEPS_DTYPE).float()
         codes_OI = (matrix_OI.float() / steps_O.clamp_min(torch.finfo(STEPS_DTYPE).tiny)[:, None]).round()
         return cls(codes_OI.to(torch.int8), steps_O)
@@ -51,7 +51,7 @@ class Int8Matrix(NamedTuple):
 
 
 class Int8Linear(nn.Module):
-    """A linear in eight bits, or a rank's part of one; it never learns, and gives the gradient of what it reads."""
+    """An int8 linear, or a rank's shard of one; it is frozen, and returns the gradient of its input."""
 
     def __init__(self, share: Share) -> None:
         super().__init__()
@@ -64,22 +64,22 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix, [O, I], in the precision of the steps, for who reads it (DoRA's norms)."""
+        """The dequantized matrix, [O, I], in the precision of the steps (for DoRA's norms)."""
         return Int8Matrix(self.weight_codes, self.weight_steps).in_precision(self.weight_steps.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], of the tokens that the layout says."""
+        """x [..., in] -> [..., out], for the tokens of the layout."""
         y = self.share.leave(_Product.apply(self.share.enter(x), self.weight_codes, self.weight_steps))
         return y if self.bias is None else y + self.bias
 
 
 def int8_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> Int8Linear:
-    """One in the place of `plain`, whose matrix ranks share as `role` says."""
+    """Replace `plain`, whose matrix ranks share as `role` says."""
     return Int8Linear(share_of(plain, role, config))
 
 
 class _Product(torch.autograd.Function):
-    """x (step codes)^T, whose backward makes the matrix once more: it is never kept."""
+    """x (step codes)^T, whose backward dequantizes the matrix again instead of saving it."""
 
     @staticmethod
     def forward(ctx, x, codes, steps):

@@ -1,4 +1,4 @@
-"""Megatron's linears split over tensor-parallel ranks, as modules that give a tensor.
+"""Megatron's linears split over tensor-parallel ranks, as modules that return a tensor.
 
 Shapes: S video tokens, B batch, D width.
 """
@@ -14,7 +14,7 @@ from megadit.models.ops.linear import linear
 
 
 def split_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.Module:
-    """Megatron's linear in the place of `plain`, whose matrix ranks share as `role` says."""
+    """Replace `plain` by Megatron's linear, whose matrix ranks share as `role` says."""
     has_bias = plain.bias is not None
     if role is ROW:
         return RowLinear(plain.in_features, plain.out_features, config, bias=has_bias)
@@ -23,10 +23,11 @@ def split_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.
 
 
 class _AddsToSum(torch.autograd.Function):
-    """A weight, for Megatron's product, whose backward adds the weight's gradient to `main_grad` and gives none.
+    """A weight for Megatron's product, whose backward adds the weight's gradient to `main_grad` and returns none.
 
-    That it was added Megatron notes on the weight that it kept. Where activations are computed again (`ops/ledger.py`)
-    autograd gives back another object: so it is noted here, on the parameter.
+    Megatron marks the addition on the weight that it saved. With recomputation (`ops/ledger.py`) autograd returns
+    another
+    object, so the parameter is marked here.
     """
 
     @staticmethod
@@ -38,13 +39,13 @@ class _AddsToSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         ctx.weight.grad_added_to_main_grad = True
-        return torch.empty_like(ctx.weight)  # its values are never read: autograd needs a gradient to go on
+        return torch.empty_like(ctx.weight)  # never read: autograd needs a gradient to continue
 
 
 class _CanonicalLinear:
-    """Mixin of both of Megatron's parallel linears: canonical state dicts, and gradient accumulation fusion."""
+    """Mixin for both of Megatron's parallel linears: canonical state dicts, and gradient accumulation fusion."""
 
-    # Megatron adds an empty extra state for TransformerEngine's sake; canonical state dicts have no such key
+    # Megatron adds an empty extra state for TransformerEngine; canonical state dicts have no such key
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
@@ -57,7 +58,7 @@ class _CanonicalLinear:
 
 
 class ColumnLinear(_CanonicalLinear, ColumnParallelLinear):
-    """Megatron's layer, returning a tensor; where it has nothing to add it is called as an ordinary linear."""
+    """Megatron's layer, returning a tensor; without communication it is computed as an ordinary linear."""
 
     def __init__(
         self, in_features: int, out_features: int, config: TransformerConfig, *, gathers: bool, bias: bool
@@ -82,7 +83,7 @@ class ColumnLinear(_CanonicalLinear, ColumnParallelLinear):
 
 
 class RowLinear(_CanonicalLinear, RowParallelLinear):
-    """Megatron's layer, returning a tensor; where it has nothing to add it is called as an ordinary linear."""
+    """Megatron's layer, returning a tensor; without communication it is computed as an ordinary linear."""
 
     def __init__(self, in_features: int, out_features: int, config: TransformerConfig, *, bias: bool) -> None:
         how = {"input_is_parallel": True, "skip_bias_add": False}
@@ -101,9 +102,9 @@ class RowLinear(_CanonicalLinear, RowParallelLinear):
 
 
 def _is_ordinary(group: ProcessGroup, config: TransformerConfig) -> bool:
-    """Whether no other rank has a part of the matrix, and its gradient is an ordinary one."""
+    """Whether the matrix is not split, and its gradient is accumulated by autograd."""
     return group.size() == 1 and not config.gradient_accumulation_fusion
 
 
 def _no_init(weight: Tensor) -> None:
-    """Weights are drawn afterwards, whole, by `initialize_dit_`."""
+    """Do nothing: `initialize_dit_` sets the weights afterwards."""

@@ -1,4 +1,4 @@
-"""A rank's part of a linear whose product is its own, and what the ranks that share it exchange around that."""
+"""A rank's shard of a linear with its own product, and the communication around it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,20 +22,20 @@ def _identity(x: Tensor) -> Tensor:
 
 
 class Share(NamedTuple):
-    """A rank's part of a linear, and what the ranks that share it exchange."""
+    """A rank's shard of a linear, and its communication."""
 
     out_features: int
     in_features: int
     num_biases: int | None = None
-    """None: it has no bias."""
+    """Size of the bias; None: no bias."""
     enter: Callable[[Tensor], Tensor] = _identity
-    """Before the product."""
+    """Applied before the product."""
     leave: Callable[[Tensor], Tensor] = _identity
-    """After it, and before the bias."""
+    """Applied after the product, before the bias is added."""
 
 
 def share_of(plain: nn.Linear, role: Role, config: TransformerConfig) -> Share:
-    """This rank's part of `plain`, whose matrix ranks share as `role` says."""
+    """This rank's shard of `plain`, whose matrix ranks share as `role` says."""
     group = parallel_state.get_tensor_model_parallel_group()
     rows, columns = plain.out_features, plain.in_features
     if role is ROW:

@@ -1,8 +1,8 @@
-"""TransformerEngine's linears in the place of Megatron's: the same layout, with NVIDIA's kernels.
+"""TransformerEngine's linears in place of Megatron's: the same layout, with NVIDIA's kernels.
 
-With `config.fp8` those of the blocks multiply in eight bits. Scales follow from the numbers at hand (`tensorwise`,
-`blockwise`, `mxfp8`), never from those of earlier steps (`delayed`): there is nothing to save, to exchange between
-ranks or to go wrong when a step is left out or a run resumed.
+With `config.fp8` those of the blocks have FP8 products. Scales are computed from the current values (`tensorwise`,
+`blockwise`, `mxfp8`), never from earlier steps (`delayed`): no state must be saved or exchanged between ranks, and
+skipped steps and resumed runs change nothing.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from megadit.models.shared.errors import UserError
 class _TELinear(nn.Module):
     """A TransformerEngine linear under the canonical keys `weight` and `bias`.
 
-    TransformerEngine's module is kept out of the module tree: its state has more than these, which no checkpoint needs.
+    TransformerEngine's module is not registered as a submodule: its state has further keys, which no checkpoint needs.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -30,7 +30,7 @@ class _TELinear(nn.Module):
         object.__setattr__(self, "linear", linear)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        # casts, moves and FSDP put other tensors in the place of parameters
+        # casts, moves and FSDP replace parameters by other tensors
         self.linear._parameters["weight"] = self.weight
         if self.bias is not None:
             self.linear._parameters["bias"] = self.bias
@@ -38,7 +38,7 @@ class _TELinear(nn.Module):
 
 
 def te_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.Module:
-    """TransformerEngine's linear in the place of `plain`, whose matrix ranks share as `role` says."""
+    """Replace `plain` by TransformerEngine's linear, whose matrix ranks share as `role` says."""
     import transformer_engine.pytorch as te
 
     group = parallel_state.get_tensor_model_parallel_group()
@@ -60,11 +60,11 @@ def te_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.Mod
 def fp8_arithmetic(config: TransformerConfig) -> Callable[[], AbstractContextManager]:
     """Return the context manager of a block's computation: FP8 where a backward follows, if `config.fp8` is set.
 
-    Without a backward (validation, sampling) the network is that of a bundle. Entered anew where a block is computed
-    again in backward: the recipes have no state that this could disturb.
+    Without a backward (validation, sampling) the network computes as in a bundle. The context is entered again for
+    recomputation in backward, which is safe: the recipes have no state.
 
     Raises:
-        UserError: if this GPU cannot compute so.
+        UserError: if this GPU does not support the recipe.
     """
     if config.fp8 is None:
         return nullcontext
@@ -81,10 +81,10 @@ def fp8_arithmetic(config: TransformerConfig) -> Callable[[], AbstractContextMan
 
 
 def _fp8_recipe(config: TransformerConfig) -> object:
-    """TransformerEngine's word for `config.fp8` and `config.fp8_recipe`.
+    """TransformerEngine's recipe for `config.fp8` and `config.fp8_recipe`.
 
     Raises:
-        UserError: if this GPU cannot compute so.
+        UserError: if this GPU does not support the recipe.
     """
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe

@@ -1,12 +1,12 @@
-"""Adapters beside linears that tensor-parallel ranks share: what the ranks exchange between `down` and `up`.
+"""Adapters of linears that tensor-parallel ranks share: the communication between `down` and `up`.
 
-| linear           | `down`    | exchanged, of rank features            | `up`      |
+| linear           | `down`    | communication of rank features         | `up`      |
 |------------------|-----------|----------------------------------------|-----------|
-| `COLUMN`         | all of it | the tokens, with sequence parallelism  | own rows  |
-| `COLUMN_OF_TEXT` | all of it | nothing: every rank has the whole text | own rows  |
-| `ROW`            | own part  | the sum over ranks                     | all of it |
+| `COLUMN`         | whole     | the tokens, with sequence parallelism  | own rows  |
+| `COLUMN_OF_TEXT` | whole     | none: every rank has the whole text    | own rows  |
+| `ROW`            | own shard | the sum over ranks                     | whole     |
 
-Forward and backward send as many times less than the linear's own exchange as the rank is smaller than its width.
+Compared with the linear's own communication, messages are smaller by the ratio of rank to width.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from megadit.models.networks.registry import Network
 
 
 def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence_parallel: bool) -> None:
-    """Set how an adapter is split, by how the ranks of `group` share its linear, whose weight has this role."""
+    """Set how an adapter is split, from how the ranks of `group` share its linear, whose weight has this role."""
     if role is ROW:
         size = adapter.in_features // group.size()
         adapter.own_inputs = slice(group.rank() * size, (group.rank() + 1) * size)
@@ -37,12 +37,12 @@ def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence
         adapter.exchange = partial(cut if sequence_parallel else whole, group=group)
     elif role is COLUMN and sequence_parallel:
         adapter.exchange = partial(gather_from_sequence_parallel_region, group=group)
-    else:  # nothing is sent forward; each rank has a part of the gradient
+    else:  # no communication forward; gradients are summed
         adapter.exchange = partial(copy_to_tensor_model_parallel_region, group=group)
 
 
 def share_adapters(dit: Network, plan: Sequence[Row], group: ProcessGroup, *, sequence_parallel: bool) -> None:
-    """Does so for the adapters beside all linears that the ranks of `group` share by the plan."""
+    """Set this for the adapters of all linears that the ranks of `group` share by the plan."""
     for path, module in dit.named_modules():
         if adapters_of(module) and (role := role_of(f"{path}.weight", plan)).is_linear and group.size() > 1:
             for adapter in module.adapters.values():

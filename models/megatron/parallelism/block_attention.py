@@ -1,8 +1,8 @@
-"""Attention to some of the keys, and its backward: the pieces that a ring of ranks puts together.
+"""Attention to a block of keys, and its backward, for ring attention.
 
-The forward gives out = softmax(q k^T / sqrt(K)) v over these keys and lse, the logarithm of its denominator. The
-backward takes out and lse over all keys, from which the probabilities of these follow: exp(q k^T / sqrt(K) - lse). The
-kernels are those of torch's scaled_dot_product_attention, called by name because they tell lse.
+The forward returns out = softmax(q k^T / sqrt(K)) v over these keys and lse, the logarithm of its denominator. The
+backward reads out and lse over all keys, which determine the probabilities of these: exp(q k^T / sqrt(K) - lse). The
+kernels are those of torch's scaled_dot_product_attention, called by name because they return lse.
 
 Shapes: c segments, s queries or keys of each, N heads, K head dim.
 """
@@ -26,7 +26,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_block_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients, as shaped, of q (the part which comes through these keys) [c, s, N, K], k and v [c, l, M, K].
+    """Gradients of q (its contribution from these keys) [c, s, N, K], k and v [c, l, M, K].
 
     `grad` and `out` [c, s, N, K] and `lse` [c, s, N] are those of all keys.
     """
@@ -39,8 +39,9 @@ def attend_block_backward(
 def attend_block_tangent(
     q: Tensor, q_tangent: Tensor, lse: Tensor, k: Tensor, v: Tensor, k_tangent: Tensor, v_tangent: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """sum of P (dS v + dv) [c, s, N, K] and of P dS [c, s, N] over these keys, float32: the derivative of all attention
-    along the tangents is the sum of the first over all keys, less that of the second times out.
+    """sum of P (dS v + dv) [c, s, N, K] and of P dS [c, s, N] over these keys, float32.
+
+    The tangent of attention is the sum of the first over all keys, minus out times the sum of the second.
 
     Tangents q_tangent, k_tangent and v_tangent have the shapes of q [c, s, N, K], k [c, s, N, K] and v [c, s, N, K];
     `lse` [c, s, N] is that of all keys.
@@ -82,7 +83,7 @@ def _flash_backward(grad, q, k, v, out, lse):
 
 
 def plain_forward(q, k, v):
-    """The definition, with all scores in memory: float32 on a GPU, and what the kernels are measured against."""
+    """Reference with all scores in memory: used for float32 on GPUs, and in tests of the kernels."""
     scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v.float()).to(q.dtype), lse

@@ -1,13 +1,13 @@
 """Attention over samples whose tokens are shared by context-parallel ranks.
 
     ulysses   all-to-all: each rank gets all tokens of some heads, and back (arXiv 2309.14509)
-    ring      keys and values go round; each rank adds up its tokens' softmax as they pass (arXiv 2310.01889)
+    ring      keys and values go round; each rank accumulates its tokens' softmax (arXiv 2310.01889)
 
-Both at once: ranks that are neighbours exchange heads, as far as there are enough of them, and groups of neighbours
+Both at once: neighbouring ranks exchange heads, as far as there are enough of them, and groups of neighbours
 pass keys and values round. Every rank holds an equal shard of every segment (`TokenMesh.span`), so that the work is
 balanced; all of them know all boundaries, and no mask is built.
 
-Shapes: S video tokens of this rank, N heads, K head dim, c segments of a pair, s tokens of each.
+Shapes: S video tokens of this rank, N heads, K head dim, c segments of a block, s tokens of each.
 """
 
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ class ContextGroups:
     """The context-parallel ranks as a mesh: rank = ring.rank() * heads.size() + heads.rank()."""
 
     group: ProcessGroup
-    """All of them."""
+    """All context-parallel ranks."""
     heads: ProcessGroup
-    """Neighbours, who exchange heads."""
+    """Neighbours, which exchange heads."""
     ring: ProcessGroup
-    """Ranks with the same heads, who pass keys and values round."""
+    """Ranks with the same heads, which pass keys and values round."""
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class ContextGroups:
         return self.group.rank()
 
     def neighbours(self, mesh: TokenMesh, ring_rank: int) -> TokenMesh:
-        """The CP shards of the neighbours with one rank of the ring, taken together."""
+        """The CP shards of the neighbours of one ring rank, taken together."""
         width = self.heads.size()
         return mesh.at(ring_rank * width, width)
 
@@ -61,7 +61,7 @@ def shared_attention(groups: ContextGroups) -> AttentionCore:
     """`ops.attention` for self-attention, where context-parallel ranks may share the tokens of a sample."""
 
     def core(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:
-        if layout.groups is None or layout.mesh.context == 1:  # every segment is whole on one rank
+        if layout.groups is None or layout.mesh.context == 1:  # every segment is on one rank
             return attention(q, k, v, layout, cross)
         return attend_shared(q, k, v, layout, groups)
 
@@ -97,13 +97,13 @@ def _order_of(layout: PackLayout, groups: ContextGroups) -> Need:
 
 
 def _order(layout: PackLayout, ring_rank: int, width: int) -> Tensor:
-    """int64: for each token of the neighbours in the order of the sequence, its index among theirs rank after rank."""
+    """int64: for each token of the neighbours in the order of the sequence, its index in rank order."""
     shards = [layout.shard(layout.mesh.at(ring_rank * width + rank)) for rank in range(width)]
     return torch.cat([shard.on(CPU).index_S for shard in shards]).argsort()
 
 
 class _Exchange(torch.autograd.Function):
-    """All heads of some tokens [s, 1, N, K] <-> some heads of all tokens [n s, 1, N/n, K], in the sequence's order."""
+    """Exchange all heads of some tokens [s, 1, N, K] for some heads of all tokens [n s, 1, N/n, K], and back."""
 
     @staticmethod
     def forward(ctx, x, order, group, to_heads):
@@ -146,11 +146,11 @@ class _Block(NamedTuple):
     key_start: int
 
     def queries(self, x: Tensor) -> Tensor:
-        """Their rows of a tensor with a row per query here: a view [c, s, ...]."""
+        """The block's rows of a tensor with a row per local query: a view [c, s, ...]."""
         return _rows(x, self.query_start, self.count, self.num_queries)
 
     def keys(self, x: Tensor) -> Tensor:
-        """Their rows of a tensor with a row per key there."""
+        """The block's rows of a tensor with a row per key of the other shard."""
         return _rows(x, self.key_start, self.count, self.num_keys)
 
 
@@ -176,10 +176,11 @@ def _blocks(layout: PackLayout, own: TokenMesh, theirs: TokenMesh) -> list[_Bloc
 
 
 class _Ring(torch.autograd.Function):
-    """Attention of this place's queries to the keys and values of all places of the ring, [S, 1, N, K].
+    """Attention of this rank's queries to the keys and values of all ring ranks, [S, 1, N, K].
 
-    The softmax is summed up online: out and lse (the logarithm of the sum) of what has passed are joined with those of
-    what comes. The backward sends keys and values round once more, and their gradients with them.
+    The softmax is computed online: out and lse (the logarithm of the sum) are updated with each block of keys. The
+    backward
+    sends keys and values round once more, together with their gradients.
     """
 
     @staticmethod
@@ -242,7 +243,7 @@ def _blocks_with(source: int, layout: PackLayout, groups: ContextGroups) -> list
 
 
 def round_trip(kv: Tensor, ring: ProcessGroup):
-    """(place of the ring it comes from, a tensor of any shape), one's own first; the next comes while this is used."""
+    """(ring rank that it comes from, a tensor of any shape), the local one first; the next is received meanwhile."""
     for step in range(ring.size()):
         is_last = step == ring.size() - 1
         shift = None if is_last else Shift(kv, ring)
@@ -252,7 +253,7 @@ def round_trip(kv: Tensor, ring: ProcessGroup):
 
 
 class Shift:
-    """A tensor on its way to the next place of the ring."""
+    """A tensor that is being sent to the next rank of the ring."""
 
     def __init__(self, x: Tensor, ring: ProcessGroup) -> None:
         self._sent, self._received = x, torch.empty_like(x)

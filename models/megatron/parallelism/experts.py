@@ -1,8 +1,8 @@
-"""Experts on several ranks: Megatron's token dispatcher around ours, and the choice among tokens that ranks share.
+"""Experts on several ranks: Megatron's token dispatcher for our experts, and expert choice among tokens of all ranks.
 
-Expert-parallel ranks hold different experts and different tokens. Tokens are sorted by their experts, sent to the ranks
-that hold these (all-to-all), and where ranks share the matrices of an expert, gathered among them; results go back the
-same way. None is dropped, and none has a fixed place: ranks receive as many tokens as were chosen.
+Expert-parallel ranks hold different experts and different tokens. Tokens are sorted by expert, sent to its rank
+(all-to-all), and gathered among the ranks that share an expert's matrices; results return the same way. No token is
+dropped, and there is no fixed capacity: ranks receive as many tokens as were chosen.
 
 Shapes: S video tokens of this rank, B batch, D width, E experts.
 """
@@ -29,9 +29,9 @@ class Dispatch:
 
     def __init__(self, config: TransformerConfig, num_experts: int) -> None:
         cpu_shim.install_for_experts()
-        config = copy(config)  # in one that has experts, Megatron's schedules look for losses of its own
+        config = copy(config)  # with experts in it, Megatron's schedules expect its own losses
         config.num_moe_experts = num_experts
-        # without a capacity Megatron believes that every token has equally many experts; nothing is cut off to it
+        # without a capacity Megatron assumes equally many experts for every token; nothing is dropped
         config.moe_expert_capacity_factor = 1.0
         groups = get_default_pg_collection()
         num_local = num_experts // groups.ep.size()
@@ -49,7 +49,7 @@ class Dispatch:
 
 
 def shared_choice(rule: ExpertChoice, context: ContextGroups | None, cut: ProcessGroup | None) -> ExpertChoice:
-    """rule(scores of all tokens of a pack), of which this rank's tokens get their rows; groups as in `all_tokens`."""
+    """rule(scores of all tokens of a pack), reduced to the rows of this rank's tokens; groups as in `all_tokens`."""
 
     def choose(score_SBE: Tensor, layout: Layout) -> Tensor:
         if layout.groups is None:
@@ -64,10 +64,10 @@ def all_tokens(x_S1E: Tensor, layout: PackLayout, context: ContextGroups | None,
     """The rows of all tokens of a pack, in its order, from those of this rank.
 
     Args:
-        x_S1E: a row for each of this rank's tokens, which has no gradient.
-        layout: this rank's CP shard of the pack.
-        context: the ranks that share every sample, None where each has all tokens.
-        cut: the ranks among which that shard is cut once more, by sequence parallelism.
+            x_S1E: a row for each of this rank's tokens, without gradient.
+            layout: this rank's CP shard of the pack.
+            context: the ranks that share every sample; None: each has all tokens.
+            cut: the ranks that split that shard by sequence parallelism.
     """
     shard = torch.cat(_gather(x_S1E, cut)) if cut is not None else x_S1E
     if context is None:
@@ -90,7 +90,7 @@ def _indices(layout: PackLayout) -> list[Tensor]:
 
 
 def own_tokens(x_S1E: Tensor, layout: PackLayout, cut: ProcessGroup | None) -> Tensor:
-    """The inverse: this rank's rows [S', 1, E], of those of all tokens."""
+    """The inverse of `all_tokens`: this rank's rows [S', 1, E] of all tokens' rows."""
     shard = x_S1E[layout.on(x_S1E.device).index_S]
     return shard if cut is None else shard.chunk(cut.size())[cut.rank()]
 

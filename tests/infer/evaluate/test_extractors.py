@@ -123,7 +123,7 @@ def test_other_tensors_are_refused(tmp_path, capsys):
     assert "is not inception" in capsys.readouterr().err
     torch.save({"weight": print}, tmp_path / "code.pth")
     assert convert.main(["i3d", str(tmp_path / "code.pth"), str(tmp_path / "out.safetensors")]) == 2
-    assert "is not read" in capsys.readouterr().err
+    assert "cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out.safetensors").exists()
 
 

@@ -180,7 +180,7 @@ REFUSED = {
         r"holds several networks, student\., teacher\.",
     ),
     "no names": (lambda path: one(path, {"shadow_params": list(RELEASED.values())}, "ema.pt"), "without names"),
-    "nothing": (lambda path: one(path, {"step": 3}, "ema.pt"), "holds no tensors under their names, but: step"),
+    "nothing": (lambda path: one(path, {"step": 3}, "ema.pt"), "holds no named tensors, only: step"),
 }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_damaged_and_hostile_files_are_refused(tmp_path, monkeypatch):
             return Path("pwned").touch, ()
 
     (tmp_path / "hostile.pt").write_bytes(pickle.dumps({"x": Attack()}))
-    with pytest.raises(UserError, match="hostile.pt is not read"):
+    with pytest.raises(UserError, match="hostile.pt cannot be read"):
         open_published(tmp_path / "hostile.pt")
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist/__0_0.distcp").touch()
@@ -123,7 +123,7 @@ def test_damaged_and_hostile_files_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "pwned").exists()
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:-200])
-    with pytest.raises(UserError, match="cut.pt is not read"):
+    with pytest.raises(UserError, match="cut.pt cannot be read"):
         open_published(tmp_path / "cut.pt")
     with pytest.raises(UserError, match="holds tensors of another network .weight ...."):
         open_published(tmp_path / "other.pt")

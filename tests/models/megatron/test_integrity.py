@@ -188,7 +188,7 @@ def test_files_elsewhere_are_refused(copies):
 
 def test_a_checkpoint_under_the_name_of_another_step(copies):
     (copies / checkpoint_name(2)).rename(copies / checkpoint_name(3))
-    with pytest.raises(DamagedCheckpointError, match="not the step that its name says, but step 2"):
+    with pytest.raises(DamagedCheckpointError, match="holds step 2, which its name contradicts"):
         check_checkpoint(copies / checkpoint_name(3))
 
 

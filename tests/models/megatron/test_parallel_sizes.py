@@ -19,13 +19,13 @@ TOWERS = replace(NAMED_CONFIGS["clip_digits"], num_layers=4, text_tower=TextTowe
 @pytest.mark.parametrize(
     ("sizes", "ranks", "words"),
     [
-        (ParallelSizes(tensor=3), 4, "4 ranks cannot hold whole copies .*: start 3 or 6 ranks"),
+        (ParallelSizes(tensor=3), 4, "4 ranks cannot hold whole replicas .*: start 3 or 6 ranks"),
         (ParallelSizes(tensor=4), 4, "does not divide model.num_attention_heads=6.*tensor_model_parallel_size=2"),
         (ParallelSizes(sequence_parallel=True), 4, "sequence_parallel=true needs"),
         (ParallelSizes(context=4), 4, "does not divide the 6 heads.*context_parallel_comm=both"),
         (ParallelSizes(tensor=2, context=2), 4, "does not divide the 3 heads.*context_parallel_comm=both"),
         (ParallelSizes(pipeline=8), 8, "do not divide model.num_layers=4.*pipeline_model_parallel_size=4"),
-        (ParallelSizes(virtual_pipeline=2), 2, "one stage has nothing to take in turn"),
+        (ParallelSizes(virtual_pipeline=2), 2, "one stage has nothing to interleave"),
         (ParallelSizes(pipeline=2, virtual_pipeline=4), 2, "do not divide model.num_layers=4"),
         (ParallelSizes(pipeline=2, fully_sharded=True), 4, "parallel.data_parallel=fsdp"),
     ],
@@ -38,7 +38,7 @@ def test_impossible_layouts(sizes, ranks, words):
 
 
 def test_a_stage_holds_equally_many_layers_of_either_tower():
-    with pytest.raises(UserError, match="4 parts .* do not divide model.text_tower.num_layers=6") as error:
+    with pytest.raises(UserError, match="4 model chunks .* do not divide model.text_tower.num_layers=6") as error:
         ParallelSizes(pipeline=4).check(TOWERS, 4)
     assert str(error.value).endswith("parallel.pipeline_model_parallel_size=2")
     assert ParallelSizes(pipeline=2).check(TOWERS, 4) == 2
@@ -94,7 +94,7 @@ def test_experts_must_divide(sizes, ranks, words):
 
 
 def test_a_network_without_experts_divides_none():
-    with pytest.raises(UserError, match="divide experts, and the network has none.*expert_model_parallel_size=1"):
+    with pytest.raises(UserError, match="split experts, and the network has none.*expert_model_parallel_size=1"):
         ParallelSizes(expert=2).check(MODEL, 4)
 
 

@@ -292,8 +292,8 @@ def test_tensor_files_say_what_they_hold(tmp_path):
     torch.save({"shadow_params": [torch.ones(2)], "decay": 0.9}, tmp_path / "ema.pt")
     torch.save({"step": 3, "lr": 0.1}, tmp_path / "nothing.pt")
     for name, message in (
-        ("a.gguf", "is a GGUF file"), ("ema.pt", r"lists of tensors without names \(shadow_params\)"),
-        ("nothing.pt", "holds no tensors under their names, but: step, lr; they are looked for under generator_ema"),
+        ("a.gguf", "is a quantised GGUF file"), ("ema.pt", r"lists of tensors without names \(shadow_params\)"),
+        ("nothing.pt", "holds no named tensors, only: step, lr; they are also looked for under generator_ema"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             open_tensor_file(tmp_path / name)

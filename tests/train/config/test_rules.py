@@ -255,11 +255,11 @@ BREACHES = (
         parallel={"tensor_model_parallel_size": 2},
         model={"ffn_hidden_size": 99},
     ),
-    breach("with 1 there is nothing to cut", parallel={"sequence_parallel": True}),
+    breach("with 1 there is nothing to split", parallel={"sequence_parallel": True}),
     breach("does not divide the 6 heads of a tensor-parallel rank", parallel={"context_parallel_size": 4}),
     breach("do not divide model.num_layers=12", parallel={"pipeline_model_parallel_size": 5}),
     of_towers("do not divide model.text_tower.num_layers=1", parallel={"pipeline_model_parallel_size": 2}),
-    breach("nothing to take in turn", parallel={"virtual_pipeline_model_parallel_size": 2}),
+    breach("nothing to interleave", parallel={"virtual_pipeline_model_parallel_size": 2}),
     breach(
         "cannot be combined with parallel.data_parallel=fsdp",
         parallel={"pipeline_model_parallel_size": 2, "data_parallel": "fsdp"},

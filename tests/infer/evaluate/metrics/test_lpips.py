@@ -70,7 +70,7 @@ def test_other_files_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match="holds 0 files alexnet"):
         LPIPS.load(tmp_path)
     (tmp_path / "alexnet.pth").write_bytes(b"nothing")
-    with pytest.raises(UserError, match="alexnet.pth is not read"):
+    with pytest.raises(UserError, match="alexnet.pth cannot be read"):
         LPIPS.load(tmp_path)
     torch.save({"other": torch.zeros(1)}, tmp_path / "alexnet.pth")
     whole = (tmp_path / "alexnet.pth").read_bytes()
