@@ -1,4 +1,4 @@
-"""Balance of tokens among experts: loads counted over all ranks, and the bias of the next step."""
+"""Load balance of experts: token counts over all ranks, and the router bias of the next step."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ Counts = list[list[int]]
 
 
 def exchange_counts(training: Training) -> Counts:
-    """Adds up what all ranks have counted, for the next step to balance; every rank calls this after each step."""
+    """Sum the token counts over all ranks, for the next step to balance; every rank calls this after each step."""
     experts = training.config.model.experts
     if not experts.num_experts or experts.routing != "token_choice":
         return []
@@ -29,18 +29,18 @@ def exchange_counts(training: Training) -> Counts:
 
 
 def restore_counts(training: Training, counts: Counts) -> None:
-    """Sets those of the step before, on a resume."""
+    """Set the counts of the previous step, on a resume."""
     for index, mlp in _expert_mlps(training) if counts else ():
         mlp.load.set_counts(torch.tensor(counts[index]))
 
 
 def largest_load(counts: Counts) -> float:
-    """The most that an expert has to do, as a multiple of the mean of its layer."""
+    """Largest load of an expert, as a multiple of the mean of its layer."""
     return max(max(layer) * len(layer) / max(1, sum(layer)) for layer in counts)
 
 
 def _expert_mlps(training: Training) -> Iterator[tuple[int, ExpertMLP]]:
-    """(layer, its experts) of this rank."""
+    """(layer, experts) of this rank."""
     for part in training.parts:
         for tower in towers(part.module.dit):
             for index, block in tower.blocks.items():

@@ -1,4 +1,4 @@
-"""The parts of a network that a rank holds, wrapped for data parallelism, with the weights that they start from."""
+"""Construction of the model chunks of a rank, with initial weights and data-parallel wrappers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,28 +36,28 @@ from megadit.train.plan.recompute import choice_in_words, needed_memory, with_re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How a network is built."""
+    """Options of building a network."""
 
     is_frozen: bool = False
-    """It is used for inference only."""
+    """Whether it is used for inference only."""
     has_adapter: bool = True
-    """Adapters are attached where the run has `train.adapter`."""
+    """Whether adapters are attached if the run has `train.adapter`."""
     has_adversary: bool = False
-    """It has a head that classifies samples as real or generated."""
+    """Whether it has a discriminator head, which classifies samples as real or generated."""
     base: nn.Module | None = None
-    """Model chunk of another network on this rank; the two share all weights but their adapters."""
+    """Model chunk of another network on this rank, with which all weights except adapters are shared."""
 
 
 TRAINED = Form()
 
 
 def network_of(part: nn.Module) -> TrainingModel:
-    """A part without its wrapper for data parallelism, which a frozen one may lack."""
+    """A model chunk without its data-parallel wrapper (frozen networks may have none)."""
     return part.module if isinstance(part, DataParallel) else part
 
 
 def starting_values(config: RunConfig, initial: InitialWeights | None) -> Weights:
-    """Return a function from a parameter's name to its whole initial value: of `given`, or drawn from the seed."""
+    """Return a function from a parameter's name to its whole initial value: from `initial`, or drawn from the seed."""
     model, seed, adapter = config.model, config.train.seed, config.train.adapter
     shapes = network_shapes(model)
 
@@ -77,14 +77,14 @@ def starting_values(config: RunConfig, initial: InitialWeights | None) -> Weight
 
 
 def build_chunks(config: RunConfig, groups: Groups, weights: Weights, form: Form = TRAINED) -> tuple[DataParallel, ...]:
-    """This rank's parts of the network, ready for Megatron's schedules: gradients are summed in float32. A frozen
-    network is wrapped only where it is sharded.
+    """This rank's model chunks in data-parallel wrappers, which sum gradients in float32, for Megatron's schedules. A
+    frozen network is wrapped only if it is sharded.
     """
     config = _with_recompute(config, groups)
     sizes, is_sharded = config.parallel.sizes, config.parallel.data_parallel == "fsdp"
     if config.parallel.gradient_accumulation_fusion and config.parallel.transformer_impl == "local":
         give_megatron_a_product()
-    # what FSDP shards is float32: it gathers weights in the precision of the computation
+    # FSDP shards float32 weights, and gathers them in the precision of the computation
     dtype = torch.float32 if is_sharded else precision(config)
     megatron = transformer_config(
         config.model,
@@ -110,9 +110,9 @@ def build_chunks(config: RunConfig, groups: Groups, weights: Weights, form: Form
 
 
 def _with_recompute(config: RunConfig, groups: Groups) -> RunConfig:
-    """`config` with `recompute_granularity=auto` decided, by the rank with the least free memory.
+    """`config` with `recompute_granularity=auto` resolved, by the rank with the least free memory.
 
-    All ranks must agree: recomputed blocks repeat what ranks say to each other.
+    All ranks must agree, because recomputed blocks repeat their collectives.
     """
     if config.parallel.recompute_granularity != "auto":
         return config
@@ -127,7 +127,7 @@ def _with_recompute(config: RunConfig, groups: Groups) -> RunConfig:
 
 
 def least_free_memory(groups: Groups) -> float:
-    """Bytes that the rank with the least can still take; all ranks call this."""
+    """Free bytes of the rank that has least; all ranks call this."""
     free = torch.tensor(float(free_memory(groups.device)), dtype=torch.float64, device=groups.device)
     dist.all_reduce(free, dist.ReduceOp.MIN)
     return free.item()
@@ -136,7 +136,7 @@ def least_free_memory(groups: Groups) -> float:
 def _shard(
     config: RunConfig, groups: Groups, megatron: TransformerConfig, weights: Weights, form: Form
 ) -> FullySharded:
-    """The network divided among the ranks, none of which ever holds more than its share and one whole tensor."""
+    """The network sharded by FSDP; no rank ever holds more than its shard and one whole tensor."""
     network = _build_network(config, groups, megatron, 0, form, torch.device("meta"))
     if form.is_frozen:
         network.requires_grad_(False)
@@ -148,7 +148,7 @@ def _shard(
 def _initialized(
     config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int, weights: Weights, form: Form
 ) -> TrainingModel:
-    """Part `index` of the network, with the weights that it has in any layout."""
+    """Model chunk `index` with its initial weights, which are the same in any layout."""
     device = groups.device if form.base is None else torch.device("meta")
     network = _build_network(config, groups, megatron, index, form, device)
     if form.base is not None:
@@ -158,7 +158,7 @@ def _initialized(
 
 
 def _own(form: Form) -> Callable[[str], bool]:
-    """Whether a parameter of this name is the network's own, and has no values yet."""
+    """Predicate of names: whether a parameter is the network's own (not shared) and still without values."""
     return lambda name: form.base is None or adapter_key(name) is not None
 
 
@@ -172,7 +172,7 @@ def _kind_of_linears(config: RunConfig) -> LinearKind:
 def _build_network(
     config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int, form: Form, device: torch.device
 ) -> TrainingModel:
-    """Part `index` of the network; of the DiT no values, and on the meta device no memory."""
+    """Model chunk `index`; DiT weights are uninitialized, and on the meta device take no memory."""
     parallel = config.parallel
     with torch.device("meta"):
         dit = build_network(config.model, Chunk(index, parallel.sizes.num_chunks))
@@ -213,7 +213,7 @@ def _replicate(
         overlap_param_gather=is_distributed and config.parallel.overlap_param_gather,
         use_distributed_optimizer=is_distributed,
     )
-    # parts that come later are reduced while earlier ones are computed: their gradients need no smaller buckets
+    # later chunks are reduced while earlier ones are computed: their gradients need no smaller buckets
     part = DistributedDataParallel(megatron, settings, network, disable_bucketing=turn > 0)
     leave_unzeroed(part)
     return part

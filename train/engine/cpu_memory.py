@@ -1,4 +1,4 @@
-"""Memory of a CPU that a step frees is kept for the next step."""
+"""Reuse of freed CPU memory in the next step."""
 
 import ctypes
 import os
@@ -10,9 +10,9 @@ _MIB = 2**20
 def keep_freed_memory() -> None:
     """Stops glibc from handing the memory of freed tensors back to the kernel, up to tensors of 32 MiB.
 
-    Left alone, every step asks for the same pages again, one page fault each: a fifth of a small network's time. The
-    process stays as large as its largest step. Other C libraries are left as they are; so is what MALLOC_* variables of
-    the environment say.
+    By default every step faults in the same pages again, which takes a fifth of a small network's time. The process
+    stays as large as its largest step. Other C libraries, and settings of MALLOC_* environment variables, are left
+    unchanged.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):

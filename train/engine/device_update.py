@@ -1,16 +1,15 @@
-"""An optimizer step whose numbers stay on the GPU until they are asked for once, together with the losses.
+"""Optimizer step without host synchronization: its scalars are read from the GPU once, together with the losses.
 
-Megatron waits for the number of tokens before it divides all gradients by it, for the norm of each gradient, and for
-the norm of all, by which it clips. Here nothing is asked until the figures of the step are, and the norm with them.
+Megatron synchronizes for the number of tokens, by which it divides all gradients, for the norm of each gradient, and
+for the total norm, by which it clips. Here the norm is read together with the losses of the step.
 
-What multiplies gradients depends on who updates the weights:
+Gradients are scaled differently for different optimizers:
 
-    HalfMomentAdamW     it reads each gradient once, times both factors, and writes the weight too. Megatron's division,
-                        clipping, update of master copies and copies to the weights pass over memory seven times more.
-                        The same equations, whose products are rounded in another order: runs on CPUs, which gain
-                        nothing, keep the old one to the bit.
-    others              Megatron's own functions, told the norm: the same products in the same order. AdamW with float32
-                        moments and Muon end at the same bits.
+    HalfMomentAdamW     reads each gradient once, times both factors, and writes the weight too; Megatron's division,
+                        clipping, update and copies pass over memory seven times more. The equations are the same, but
+                        rounded in another order. CPU runs, which would gain nothing, use Megatron's functions.
+    others              use Megatron's functions with the norm passed in: bit-identical results for AdamW with float32
+                        moments and Muon.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from megadit.train.optim.adamw import HalfMomentAdamW
 from megadit.train.optim.state import DataParallel
 
 CLIP_EPS = 1e-6
-"""Megatron's: keeps the factor of clipping finite."""
+"""Megatron's constant that keeps the clipping factor finite."""
 
 
 class DeviceUpdate:
@@ -54,8 +53,8 @@ class DeviceUpdate:
                 part._copy_main_params_to_model_params = lambda: None  # AdamW has written them
 
     def finalize(self, parts: list[DataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
-        """Call Megatron's `finalize_model_grads`, which would wait for the scalar `num_tokens`, without it, and divide
-        by it here; where AdamW scales the gradients, that is left to it."""
+        """Call Megatron's `finalize_model_grads` without `num_tokens`, for which it would synchronize, and divide by it
+        here, or in AdamW if that scales the gradients."""
         finalize_model_grads(parts, None, **options)
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(num_tokens, parallel_state.get_pipeline_model_parallel_last_rank(), group=pipeline)
@@ -66,7 +65,7 @@ class DeviceUpdate:
 
     @torch.no_grad()
     def prepare(self) -> Tensor:
-        """The norm of the gradient, one number on the device, float64."""
+        """The gradient norm, a float64 scalar on the device."""
         self._optimizer.prepare_grads()
         norm = self._norm()
         if not self._folds:
@@ -80,15 +79,15 @@ class DeviceUpdate:
         return norm
 
     def step(self, norm: float) -> None:
-        """Updates the weights; `norm` is that which `prepare` gave before."""
+        """Update the weights; `norm` is the value that `prepare` returned."""
         if self._folds:
             self._optimizer.step_with_ready_grads()
             return
-        self._optimizer.get_grad_norm = lambda: norm  # what its step else computes, and waits for
+        self._optimizer.get_grad_norm = lambda: norm  # otherwise its step computes it, and synchronizes
         self._optimizer.step()
 
     def _norm(self) -> Tensor:
-        """Gradient norm, summed as in Megatron: over all optimizers where they share their ranks, else one by one."""
+        """Gradient norm, summed as in Megatron: over all optimizers if they share their ranks, else one by one."""
         parts, device = self._optimizer.chained_optimizers, self._per_token.device
         gradients = [part.get_main_grads_for_grad_norm() for part in parts]
         groups = [part.get_grad_stats_parallel_group() for part in parts]
@@ -101,7 +100,7 @@ class DeviceUpdate:
 
 
 def _norm(gradients: Sequence[Tensor], group: ProcessGroup | None, device: torch.device) -> Tensor:
-    """The norm of the numbers that all ranks of a group (None: all there are) have, float64 [1]."""
+    """Norm of gradients over all ranks of a group (None: all ranks), float64 [1]."""
     sharded = None
     for gradient in gradients:
         sharded = get_data_parallel_group_if_dtensor(gradient, sharded)
@@ -113,8 +112,8 @@ def _norm(gradients: Sequence[Tensor], group: ProcessGroup | None, device: torch
 
 
 def device_update(optimizer: MegatronOptimizer, parts: Sequence[DataParallel]) -> DeviceUpdate | None:
-    """The update on the device, for a run that can have it and gains by it."""
-    # a loss scale is read, and its gradients looked through, in Megatron's way
+    """The update on the device for a run that supports and gains by it, else None."""
+    # fp16 uses Megatron's loss scaling and overflow check
     if any(getattr(part, "grad_scaler", None) is not None for part in optimizer.chained_optimizers):
         return None
     wrapped = all(isinstance(part, (DistributedDataParallel, FullySharded)) for part in parts)

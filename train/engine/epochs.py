@@ -1,4 +1,4 @@
-"""Number of steps for passes over a data set: a run counts steps, whose packs hold as many samples as fit."""
+"""Conversion of epochs to steps."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -13,13 +13,13 @@ LOOKED_AT = 1000
 
 
 def with_epochs(config: RunConfig) -> RunConfig:
-    """`config` with the steps of `train.max_epochs` as `train.train_iters`, in its place; as it is without.
+    """`config` with `train.max_epochs`, if set, replaced by the corresponding `train.train_iters`.
 
-    An epoch is as many samples as the training split holds. How many a step takes is told by packing the first
-    `LOOKED_AT`, by their video tokens: where texts fill packs first, the run sees fewer.
+    An epoch is as many samples as the training split has. Samples per step are estimated by packing the first
+    `LOOKED_AT` by their video tokens; if texts fill packs first, the run sees fewer samples.
 
     Raises:
-        UserError: where the number of samples is not known, or none of them has a size.
+        UserError: if the number of samples is not known, or none of them has a valid size.
     """
     epochs = config.train.max_epochs
     if epochs is None:
@@ -41,7 +41,7 @@ def _require_a_size(config: RunConfig) -> None:
     elif path is None:
         why = "data.path is not set"
     elif str(path).endswith((".yaml", ".yml")):
-        why = f"{path} blends data sets, of which one may be read often while another is not done"
+        why = f"{path} blends data sets, whose epochs end at different times"
     if why is not None:
         raise UserError(f"train.max_epochs={config.train.max_epochs:g} needs a data set of known size, and {why}; "
                         "give train.train_iters (trainer.max_steps)")  # fmt: skip
@@ -55,7 +55,7 @@ def _samples_of_a_pack(config: RunConfig, info) -> float:
     tokenizer, capacity = load_tokenizer(info.tokenizer_folder), config.data.seq_length
     lengths = []
     for sample in islice(iter_descriptions(info.root, "train"), LOOKED_AT):
-        with suppress(UserError):  # of an odd size: readers leave it out, too
+        with suppress(UserError):  # invalid size: readers leave it out, too
             frames, *sides = tokenizer.latent_shape(sample.num_frames, sample.height, sample.width)[-3:]
             tokens = prod(config.model.sample_grid(min(frames, config.data.max_frames or frames), *sides))
             lengths += [(tokens, 1)] if tokens <= capacity else []

@@ -17,11 +17,11 @@ from megadit.train.optim.state import assign
 
 
 class FullySharded(_BaseDataParallel):
-    """A network whose float32 parameters, gradients and optimizer state are divided among the ranks that hold the same:
-    those of experts among others than all else.
+    """A network whose float32 parameters, gradients and optimizer state are sharded over its data-parallel ranks
+    (experts over their own group).
 
-    A block's weights are gathered, in `precision`, when it is their turn; gradients are summed in float32. Parameters
-    that are on the meta device get memory for this rank's share alone, and wait for their values.
+    The weights of a block are gathered in `precision` when it runs; gradients are summed in float32. Parameters on the
+    meta device get uninitialized memory for this rank's shard.
     """
 
     def __init__(
@@ -32,40 +32,40 @@ class FullySharded(_BaseDataParallel):
         precision: torch.dtype,
         base: nn.Module | None = None,
     ) -> None:
-        """`base` is another one of these ranks' networks, whose shares of weights beside adapters this one has too."""
+        """`base`: another network on these ranks, whose shards of all weights except adapters this one shares."""
         super().__init__(config, network)
         self.ddp_config = DistributedDataParallelConfig()
         marks = {name: dict(vars(parameter)) for name, parameter in network.named_parameters()}
         values = {name: value.detach().clone() for name, value in network.named_parameters() if not value.is_meta}
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         mesh, expert_mesh = (DeviceMesh.from_group(group, device.type) for group in (groups.data, groups.expert_data))
-        # inputs are cast where they are used: noise levels and noise stay float32
+        # inputs are cast where they are needed: noise levels and noise stay float32
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        # what lies within another comes first
+        # inner modules first
         for kind, of_kind in ((Experts, expert_mesh), (tuple(BLOCKS.values()), mesh)):
             for module in network.modules():
                 if isinstance(module, kind):
                     fully_shard(module, mesh=of_kind, mp_policy=policy)
-        # resharded like the blocks: after a forward without backward no whole parameter may be left standing
+        # resharded like the blocks: after a forward without backward no whole parameter may remain
         fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for module in network.modules():
             if isinstance(module, FSDPModule):
-                # a plain sum: over all tokens it is divided once, by their number (and gloo cannot multiply first)
+                # a plain sum, divided once by the number of tokens (and gloo cannot multiply first)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         if base is None:
             network.to_empty(device=device)
         else:
             share_base(network, base, device)
-            # FSDP looks at its parameters anew, and pads them before an optimizer holds what is in them
+            # FSDP registers its parameters anew, and pads them before an optimizer holds their storage
             network._apply(lambda tensor: tensor)
-        for name, parameter in network.named_parameters():  # FSDP puts other tensors in the place of parameters
+        for name, parameter in network.named_parameters():  # FSDP replaces parameters by other tensors
             vars(parameter).update(marks[name])
             if name in values:
                 assign(parameter, values[name])
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Nothing: the backward has reduced the gradients."""
+        """Do nothing: the backward has reduced the gradients."""
 
     def scale_gradients(self, scaling_factor: Tensor) -> None:
         """Multiplies all gradients by `scaling_factor`, one number."""

@@ -1,4 +1,4 @@
-"""The training loop: `train(config)` runs a configuration to its end, from wherever it stands."""
+"""The training loop: `train(config)` runs a configuration to its end, resuming from its newest checkpoint."""
 
 import math
 import os
@@ -38,12 +38,12 @@ from megadit.train.optim.optimizer import precision, restore_scaler, scaler_stat
 def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
     """Trains until `train.train_iters` steps are done, continuing the run found in `train.output_dir`.
 
-    Every rank calls this. A run that is estimated to need far more memory than a rank has is refused before anything is
-    allocated, unless it is to begin `even_if_too_large`. A SIGTERM, SIGINT or SIGHUP ends the run after the current
-    step, with a checkpoint.
+    Every rank calls this. A run whose estimated memory is far more than a rank has is refused before anything is
+    allocated, unless `even_if_too_large`. SIGTERM, SIGINT or SIGHUP ends the run after the current step, with a
+    checkpoint.
 
     Raises:
-        UserError: for a configuration that cannot run here, a loss that is not a number, or a folder in use.
+        UserError: for a configuration that cannot run here, a loss that is not finite, or a folder in use.
         StoppedError: if a signal ended the run before its end.
     """
     with StopRequest() as stop:
@@ -63,18 +63,18 @@ def train(config: RunConfig, *, even_if_too_large: bool = False) -> None:
             except (RuntimeError, MemoryError) as error:
                 if is_out_of_memory(error):
                     _end_for_memory(config, error)
-                # so a collective fails whose peer is gone
+                # a collective fails like this if its peer is gone
                 if (lost := watchdog.lost_rank()) is None:
                     raise
                 print(f"error: {lost}; run the same command to continue", file=sys.stderr, flush=True)
-                os._exit(EXIT_CODE)  # the process groups cannot be taken down without it
+                os._exit(EXIT_CODE)  # the process groups cannot be destroyed without the lost rank
             finally:
                 process_groups.destroy()
 
 
 @contextmanager
 def _sole_writer(config: RunConfig, groups: Groups) -> Iterator[Fence]:
-    """The first rank holds the run's folder for all; gives what ends it once it has lost that.
+    """Within the block the first rank holds the lock of the run's folder; yields the fence that ends a rank without it.
 
     Raises:
         UserError: if the folder is in use.
@@ -96,7 +96,7 @@ def _sole_writer(config: RunConfig, groups: Groups) -> Iterator[Fence]:
 
 
 def _end_for_memory(config: RunConfig, error: Exception) -> NoReturn:
-    """Ends this rank; the others, which wait for it, name it."""
+    """End this rank; the watchdogs of the others report it."""
     data, said = config.data, said_of_memory(error)
     print(
         f"error: no memory for packs of data.seq_length={data.seq_length:,} tokens, data.micro_batch_size="
@@ -105,7 +105,7 @@ def _end_for_memory(config: RunConfig, error: Exception) -> NoReturn:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(2)  # the process groups cannot be taken down without the others
+    os._exit(2)  # the process groups cannot be destroyed without the others
 
 
 def _watchdog(config: RunConfig) -> Watchdog:
@@ -121,7 +121,7 @@ class _Run:
     """A run in progress."""
 
     def __init__(self, training: Training, mark: Mark, fence: Fence, expected: float) -> None:
-        """`expected` are the expected seconds of a step, on the first rank."""
+        """`expected`: expected seconds of a step, on the first rank."""
         self.training = training
         self.expected = expected
         self.mark = mark
@@ -132,7 +132,7 @@ class _Run:
         self.batches = TrainBatches(training.config, training.groups)
         self.state = RunState()
         if self.config.validation.interval:
-            validation_batches(training.config, training.groups)  # what is missing is missed now, not hours later
+            validation_batches(training.config, training.groups)  # missing data is reported now, not hours later
         self.peak = peak_flops(training.groups.device, precision(training.config)) * training.groups.world_size
         self.saved_iteration: int | None = None
         self.saved_at = time.monotonic()
@@ -144,7 +144,7 @@ class _Run:
         self.unreadable_shards = Counter[str]()
         self.refusals = Refusals(training.config.health, read_ahead=ahead)
         self.caption: str | None = None
-        """Caption of the last video that validation made."""
+        """Caption of the last video of validation."""
 
     def to_the_end(self, stop: StopRequest) -> None:
         self._resume()
@@ -163,7 +163,7 @@ class _Run:
             self._save(metrics)
             self.store.close()
         if not self._is_over():
-            self._say(f"told to stop: saved after step {self.state.iteration}; run the same command to continue")
+            self._say(f"stopped by a signal: saved after step {self.state.iteration}; run the same command to continue")
             dist.barrier()  # a launcher ends all ranks when the first one fails, and that may still copy
             raise StoppedError(stop.signal or signal.SIGTERM)
         else:
@@ -171,7 +171,7 @@ class _Run:
             self._say(*ending(self.config, self.state, steps=steps, seconds=seconds, caption=self.caption))
 
     def _is_over(self) -> bool:
-        """Whether all steps are done, or no validation has been better for longer than the run is to wait."""
+        """Whether all steps are done, or `validation.patience` has run out."""
         patience, since = self.config.validation.patience, self.state.lowest.get("since", 0)
         return self.state.iteration >= self.config.train.train_iters or (patience is not None and since >= patience)
 
@@ -185,7 +185,7 @@ class _Run:
         self._restore_what_is_no_tensor()
         self.threads.go_on(self.state.iteration, self.state.num_threads)
         if (said := self.batches.restore_state(readers)) is not None:
-            self._say(f"the data readers go on with {said}")
+            self._say(f"the data readers continue with {said}")
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
         self._say(f"{'all steps are done in' if self._is_over() else 'continuing from'} {path}")
 
@@ -238,7 +238,7 @@ class _Run:
         return 0 < seconds < time.monotonic() - self.saved_at
 
     def _report(self, values: dict[str, Any], metrics: Metrics, *, may_validate: bool) -> None:
-        """Reports the last step, with what is measured where that is due; a run that stops does both when continued."""
+        """Report the last step, with validation and evaluation if due; a run that stops does these when continued."""
         step, asked = self.state.iteration, self.config.validation
         self.state.untold = None
         if not may_validate and (self._is_due(asked.interval) or self._is_due(asked.evaluate_interval)):
@@ -260,15 +260,15 @@ class _Run:
         metrics.log(values)
 
     def _report_deferred(self, metrics: Metrics) -> None:
-        """Reports the step of a checkpoint that was written on a request to stop, before its validation."""
+        """Report the step of a checkpoint that was written at a request to stop, before its validation."""
         if self.state.untold is not None:
             self._report(self.state.untold, metrics, may_validate=True)
 
     def _get_over(self, anomaly: Anomaly, metrics: Metrics) -> bool:
-        """React to a failed step as `health.*` says; return whether the step counts, without its update.
+        """React to an anomaly as `health.*` says; return whether the step counts, without its update.
 
         Raises:
-            UserError: where it says to stop, or nothing else helped.
+            UserError: if the reaction is to stop, or there have been too many anomalies.
         """
         self.num_anomalies += not anomaly.is_usual
         metrics.event(anomaly.record(self.state.iteration))
@@ -276,9 +276,9 @@ class _Run:
             too_many = f"no. {self.num_anomalies} since the last checkpoint: " if anomaly.remedy != "stop" else ""
             self._fail(
                 f"{too_many}{anomaly.describe()}; the last good checkpoint in {self.config.train.output_dir} is kept: "
-                "try a lower optimizer.lr, or look at these samples"
+                "try a lower optimizer.lr, or inspect these samples"
             )
-        self._say(f"{anomaly.describe()}: {'left out' if anomaly.remedy == 'skip' else 'going back'}")
+        self._say(f"{anomaly.describe()}: {'update skipped' if anomaly.remedy == 'skip' else 'rolling back'}")
         if anomaly.remedy == "rollback":
             self._go_back(anomaly, metrics)
             return False
@@ -286,11 +286,11 @@ class _Run:
         return True
 
     def _go_back(self, anomaly: Anomaly, metrics: Metrics) -> None:
-        """Tensors and step of the last checkpoint, with the data that follow."""
+        """Restore tensors and step of the last checkpoint, and continue with the following data."""
         self.store.finish()
         path = self.store.latest()
         if path is None:
-            self._fail(f"{anomaly.describe()}; there is no checkpoint to go back to")
+            self._fail(f"{anomaly.describe()}; there is no checkpoint to roll back to")
         seen = self.state.consumed_samples, self.state.consumed_tokens, self.state.refused_samples
         self.state, _ = self.store.load(path, self.training.tensors)
         self.state.consumed_samples, self.state.consumed_tokens, self.state.refused_samples = seen
@@ -298,10 +298,10 @@ class _Run:
         self._restore_what_is_no_tensor()
         metrics.rewind(self.state.iteration, self.state.metrics_bytes if path.parent == self.store.root else 0)
         self._report_deferred(metrics)
-        self._say(f"gone back to {path}; the samples since then are not seen again")
+        self._say(f"rolled back to {path}; the samples since then are not repeated")
 
     def _fail(self, message: str) -> NoReturn:
-        """Ends all ranks, which all call this; the first one says why, once the last checkpoint is whole."""
+        """End all ranks, which all call this; the first one prints why, once the last checkpoint is complete."""
         self.store.finish()
         if self.training.groups.is_first:
             raise UserError(message)
@@ -315,7 +315,7 @@ class _Run:
             trained.scheduler.step(self.state.iteration)
 
     def _is_due(self, interval: int) -> bool:
-        """Every `interval` steps and at the end; never for 0."""
+        """Whether the current step is due: every `interval` steps and at the end; never for 0."""
         return self._is_due_at(self.state.iteration, interval)
 
     def _is_due_at(self, step: int, interval: int) -> bool:
@@ -364,5 +364,5 @@ class _Run:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN."""
+    """The number, or None if it is not finite: JSON has no NaN."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Module that Megatron's schedules call: it returns the loss of a pack, or the activations of a pipeline stage.
+"""The module that Megatron's schedules call.
 
 Shapes: G segments of a pack (padding included).
 """
@@ -48,19 +48,19 @@ class TrainingModel(nn.Module):
         self.label_smoothing = label_smoothing
         self.contrast_rows = contrast_rows
         self.readers = readers
-        """Ranks whose samples are compared with one another, where a loss does so; None: this one."""
+        """Data-parallel ranks whose samples a contrastive loss compares; None: this one alone."""
         self.dit = dit
-        """Network, or its substitute."""
+        """The network."""
         self.objective: Callable[[Callable[..., Tensor], PackedBatch], LossSums] | None = None
-        """(D of packs, pack) -> what is minimised in place of the EDM loss."""
+        """(denoiser of packs, pack) -> the loss in place of the EDM loss."""
         self.adversary = adversary
-        """Head of a critic that tells generated samples from real ones."""
+        """Discriminator head of a critic."""
         has_uncertainty = diffusion.learned_uncertainty and dit.part.is_last
         self.uncertainty = Uncertainty() if has_uncertainty else None
         self._before: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Takes the activations [S, B, D] of the part before, None where there is none."""
+        """Set the activations [S, B, D] of the previous model chunk; None for the first."""
         self._before = input_tensor[0]
 
     def forward(
@@ -72,10 +72,11 @@ class TrainingModel(nn.Module):
         is_discriminated: bool = False,
         is_alone: bool = False,
     ) -> LossSums | Tensor:
-        """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of
-        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma); with `is_discriminated`, the
-        discriminator's logits. Activations, where this is not the last part. What denoises nothing knows no noise; with
-        `is_alone`, images are matched with the texts of this micro-batch alone.
+        """Loss sums of a pack, or activations if this is not the last model chunk.
+
+        With `sigma_G`: losses at these noise levels, without uncertainty. With `is_noisy`: D(tokens; sigma). With
+        `is_discriminated`: the discriminator's logits. With `is_alone`: images are matched with the texts of this
+        micro-batch alone. Networks that do not denoise use no noise levels.
         """
         self._announce_direct_reads()
         if self.dit.config.task == "match":
@@ -96,23 +97,22 @@ class TrainingModel(nn.Module):
         return denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, before=self._before)
 
     def discriminate(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
-        """The adversary's logits [S], of what comes out of the first half of the blocks."""
+        """The discriminator's logits [S], computed from the output of the first half of the blocks."""
         through = (len(self.dit.blocks) + 1) // 2
         return self.adversary(denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, through=through))
 
     def _with_guidance(self, batch: PackedBatch) -> PackedBatch:
-        """Add the lowest guidance scale, nearest to the samples themselves, if the network is guidance-distilled and
-        the pack has none."""
+        """Add the lowest guidance scale to a pack without one, if the network is guidance-distilled."""
         scales = self.dit.config.guidance_embedding_range
         if scales is None or batch.guidance_G is not None:
             return batch
         return replace(batch, guidance_G=torch.full_like(batch.fps_G, scales[0]))
 
     def _announce_direct_reads(self) -> None:
-        """Runs the hooks of modules whose parameters are read without a call of the module.
+        """Run the hooks of modules whose parameters are read without a call of the module.
 
-        Megatron's distributed optimizer gathers updated parameters while the forward goes on, and waits for those of a
-        module where the module is called.
+        Megatron's distributed optimizer gathers updated parameters during the forward, and waits for those of a module
+        in the hook of its call.
         """
         readers = [self.dit] if self.uncertainty is None else [self.dit, self.uncertainty.linear]
         readers += [] if self.adversary is None else [self.adversary.linear_1, self.adversary.linear_2]

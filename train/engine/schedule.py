@@ -1,4 +1,4 @@
-"""Micro-batches through the parts of the network on all ranks, in the order of Megatron's pipeline schedules."""
+"""Runs micro-batches through the model chunks of all ranks by Megatron's pipeline schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +20,10 @@ from megadit.train.optim.state import DataParallel
 def run_schedule(
     training: Training, forward_step: Callable[..., Any], batches: Sequence[PackedBatch], *, forward_only: bool = False
 ) -> list[Any]:
-    """Return what `forward_step` returns for each micro-batch, on the last stage; [] on others.
+    """Return the results of `forward_step` for each micro-batch on the last stage; [] on others.
 
-    All ranks of a copy of the model call this with the same samples. They are read beforehand: a stage may be several
-    micro-batches ahead of the next, and could not wait for it to share one.
+    All ranks of a model replica call this with the same samples. They are read beforehand, because a stage may be
+    several micro-batches ahead of the next.
     """
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -38,7 +38,7 @@ def run_schedule(
 
 
 def _tokens_sent(model: DiTConfig, layout: PackLayout) -> int:
-    """Sequence length of a micro-batch: its packs lie one after another in one sequence; two towers have two."""
+    """Tokens that stages exchange per micro-batch: its packs are concatenated; two towers send both sequences."""
     return layout.capacity + (layout.text_capacity if model.task == "match" else 0)
 
 
@@ -46,16 +46,16 @@ def _tokens_sent(model: DiTConfig, layout: PackLayout) -> int:
 def evaluate(
     training: Training, compute: Callable[[DataParallel, PackedBatch], Any], batches: Sequence[PackedBatch]
 ) -> list[Any]:
-    """compute(part, batch) of the last part for each micro-batch, on the last stage; [] on others.
+    """Return compute(chunk, batch) of the last model chunk for each micro-batch on the last stage; [] on others.
 
-    Earlier parts must give their activations. Call it within `evaluation`.
+    For earlier chunks `compute` must return the activations. Call it within `evaluation`.
     """
     pipeline = training.groups.pipeline.size()
 
     def forward_step(iterator, part):
         return compute(part, next(iterator).arrived()), lambda output, non_loss_data: output
 
-    # interleaved stages take micro-batches in rounds of as many as there are stages
+    # interleaved stages process micro-batches in rounds of as many as there are stages
     missing = -len(batches) % pipeline if len(training.parts) > 1 else 0
     found = run_schedule(training, forward_step, [*batches, *batches[-1:] * missing], forward_only=True)
     return found[: len(batches)]
@@ -63,7 +63,7 @@ def evaluate(
 
 @contextmanager
 def evaluation(training: Training) -> Iterator[None]:
-    """Within the block parameters may be read and replaced: no gathering of updated ones is under way or begins."""
+    """Within the block parameters may be read and replaced: no gather of updated ones is in progress or begins."""
     waiting = [
         part
         for part in training.parts
@@ -79,7 +79,7 @@ def evaluation(training: Training) -> Iterator[None]:
 
 
 def from_last_stage(training: Training, tensor: Tensor | None, like: Tensor) -> Tensor:
-    """A tensor of the last stage (of `like`'s shape, which is any shape, and type), on all stages."""
+    """Broadcast a tensor (of `like`'s shape and type) from the last stage to all stages."""
     pipeline = training.groups.pipeline
     if pipeline.size() == 1:
         return tensor

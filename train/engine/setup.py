@@ -1,4 +1,4 @@
-"""Everything a training run is made of, built from its configuration."""
+"""Builds the objects of a training run from its configuration."""
 
 import logging
 import os
@@ -38,51 +38,51 @@ from megadit.train.optim.state import DataParallel, find_ownership, named_parame
 from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 
 CRITIC = "critic."
-"""Before the names of a critic's tensors in checkpoints."""
+"""Prefix of the names of a critic's tensors in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The moving parts of a run."""
+    """Networks, optimizer, EMA weights and process groups of a run."""
 
     config: RunConfig
     groups: Groups
     parts: tuple[DataParallel, ...]
-    """The parts of the network on this rank, in Megatron's data-parallel wrapper; several on an interleaved stage."""
+    """Model chunks of this rank in data-parallel wrappers; several on an interleaved stage."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     ema_weights: EmaWeights
     tensors: TrainedTensors
     base: str | None
-    """`adapters.fingerprint` of the base weights of an adapter."""
+    """`adapters.fingerprint` of an adapter's base weights."""
     device_update: DeviceUpdate | None
-    """Update of the weights on a GPU in place of Megatron's."""
+    """Optimizer step without host synchronization, in place of Megatron's."""
     trained_as: str | None = None
-    """`model.parameterization` of the weights that training starts from."""
+    """`model.parameterization` of the initial weights."""
     distillation: Distillation | None = None
-    """Teacher and objective of a student."""
+    """Teacher and objective of distillation."""
     critic: "Training | None" = None
     """Fake-score network, which learns the distribution of a student's videos."""
 
     @property
     def all_trained(self) -> "tuple[Training, ...]":
-        """This run, and the one of its critic."""
+        """This network and its critic, if any."""
         return (self,) if self.critic is None else (self, self.critic)
 
     @property
     def network(self) -> TrainingModel:
-        """The first part on this rank, without its wrapper."""
+        """The first model chunk on this rank, without its wrapper."""
         return self.parts[0].module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters on this rank that are trained, under their canonical names."""
+        """All trained parameters of this rank with their canonical names."""
         return named_parameters(self.parts)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
 
     def begin_step(self, step: int) -> None:
-        """Draws what a step draws for all of its samples: the dropout of an adapter, a student's number of calls."""
+        """Draw what all samples of a step share: an adapter's dropout, a student's number of sampling steps."""
         if self.distillation is not None:
             self.distillation.begin(step, 0)
         adapter = self.config.train.adapter
@@ -96,7 +96,7 @@ class Training:
 
 
 def start_processes(config: RunConfig) -> Groups:
-    """Threads and process groups of a run."""
+    """Set threads, and create the process groups of a run."""
     _quieten_megatron()
     check_layout(config, process_groups.world_size())
     torch.set_num_threads(config.train.num_threads or threads_of_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -107,7 +107,8 @@ def start_processes(config: RunConfig) -> Groups:
 
 
 def check_memory(config: RunConfig, groups: Groups) -> None:
-    """Raises UserError on all ranks, which all call this, if the estimate is far beyond what one of them has."""
+    """Raises UserError on all ranks, which all call this, if the estimated memory is far beyond what one of them
+    has."""
     free, ranks = least_free_memory(groups), groups.world_size
     check_memory_fits(
         needed_memory(with_recompute(config, ranks, free), ranks), free, f"a rank of {config.recipe}", SMALLER
@@ -115,11 +116,11 @@ def check_memory(config: RunConfig, groups: Groups) -> None:
 
 
 def begin_folder(config: RunConfig, groups: Groups) -> None:
-    """Writes what the folder of a run begins with; called once nothing is left that could refuse the run."""
+    """Write the first files of a run's folder; called once all checks have passed."""
     if groups.is_first:
         folder = Path(config.train.output_dir)
         (folder / "samples").mkdir(parents=True, exist_ok=True)
-        if not (folder / "validation_generation").exists():  # where users of NeMo and DFM look for these videos
+        if not (folder / "validation_generation").exists():  # name of this folder in NeMo and DFM
             (folder / "validation_generation").symlink_to("samples", target_is_directory=True)
         with atomic_path(folder / "config.yaml") as temporary:
             temporary.write_text(to_yaml(config), encoding="utf-8")
@@ -134,15 +135,15 @@ def _set_matmul_precision(precision: MatmulPrecision) -> None:
 
 
 def _quieten_megatron() -> None:
-    """Megatron's notes on itself, and on names of torch functions that it has yet to follow, help no user."""
+    """Silence Megatron's log and its deprecation warnings about torch functions, which help no user."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
 
 
 def build_training(config: RunConfig, groups: Groups) -> Training:
-    """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages; of a student
-    its teacher and critic, too."""
+    """Build the network with initial weights and data-parallel wrappers, optimizer and EMA weights; for distillation
+    also teacher and critic."""
     training = _build_trained(config, groups, initial_weights(config))
     return training if config.train.distill is None else _with_teacher(training)
 
@@ -155,7 +156,7 @@ def _build_trained(
     prefix: str = "",
     form: Form = TRAINED,
 ) -> Training:
-    """A network that is trained; `prefix` comes before the names of its tensors in checkpoints."""
+    """A trained network; `prefix` precedes the names of its tensors in checkpoints."""
     parts = build_chunks(config, groups, starting_values(config, initial), form)
     optimizer = build_optimizer(config, parts)
     update = device_update(optimizer, parts)
@@ -180,8 +181,7 @@ def _build_trained(
 
 
 def _with_teacher(training: Training) -> Training:
-    """Build a student's run, with its teacher and, where its objective needs one, a critic that starts as the
-    teacher."""
+    """Add teacher and, if the objective needs one, a critic initialized as the teacher."""
     config, groups = training.config, training.groups
     asked, teacher = config.train.distill, read_teacher(config)
     frozen = _build_frozen(config, groups, teacher, base=training.network if config.has_one_base else None)
@@ -216,7 +216,7 @@ def _with_teacher(training: Training) -> Training:
 
 
 def _fake_score_config(config: RunConfig) -> RunConfig:
-    """The run of a critic: an ordinary one."""
+    """Configuration of a critic, trained as an ordinary network."""
     rate = config.train.distill.critic_lr or 2 * config.optimizer.lr
     return replace(
         config,
@@ -229,7 +229,7 @@ def _fake_score_config(config: RunConfig) -> RunConfig:
 def _build_frozen(
     config: RunConfig, groups: Groups, initial: InitialWeights, *, base: TrainingModel | None
 ) -> nn.Module:
-    """A network that is only asked, laid out as that of the run is; `base` as in `Form`."""
+    """A frozen network in the parallel layout of the run; `base` as in `Form`."""
     config = replace(config, model=initial.config, train=replace(config.train, distill=None))
     form = Form(is_frozen=True, has_adapter=initial.adapter is not None, base=base)
     (part,) = build_chunks(config, groups, starting_values(config, initial), form)

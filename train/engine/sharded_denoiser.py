@@ -1,4 +1,4 @@
-"""Sampling with the network in training, whichever way its ranks share it.
+"""Sampling with the network in training, in its parallel layout.
 
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width, S video tokens, P patch dim, G segments.
 """
@@ -15,10 +15,10 @@ from megadit.train.engine.setup import Training
 
 
 class ShardedDenoiser:
-    """D(x; sigma) by all ranks of a copy of the model, who call it together and all get the result.
+    """D(x; sigma) on all ranks of a model replica, which call it together and all get the result.
 
-    The batch is packed like training data, with as much padding as makes it divide among the ranks: whatever trains
-    can sample. Call it within `schedule.evaluation`.
+    The batch is packed like training data, padded so that it divides among the ranks. Call it within
+    `schedule.evaluation`.
     """
 
     def __init__(self, training: Training) -> None:
@@ -28,7 +28,7 @@ class ShardedDenoiser:
 
     @torch.no_grad()
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        """Clean latents x0 (float32, on `device`); inputs may be on any device."""
         x_BCTHW = x_BCTHW.to(self.device, torch.float32)
         batch = self._pack(x_BCTHW, conditioning.to(self.device))
         sigma_G = pad_segments(levels_on(sigma_B.float(), self.device), batch.layout, value=1.0)

@@ -1,7 +1,7 @@
-"""Several networks for the memory of one: adapters of their own beside the same frozen weights.
+"""Several networks with adapters of their own on the same frozen base weights, held once.
 
-Each is a network by itself, with modules of its own, so that none is told which adapter is meant: not where blocks are
-computed again in a backward, nor by hooks of FSDP. What they share are the parameters.
+The networks share parameters, but no modules. So recomputed blocks and FSDP's hooks need not know which adapter is
+active.
 """
 
 import torch
@@ -11,10 +11,10 @@ from megadit.models.lora.adapters import adapter_key
 
 
 def share_base(network: nn.Module, base: nn.Module, device: torch.device) -> None:
-    """Gives a network the frozen parameters of `base`, whose linears are of the same kind and the same shares, in place
-    of its own on the meta device; those of its adapters get memory on `device`, and wait for their values.
+    """Replace the parameters of `network` on the meta device by the frozen ones of `base`, which has the same linears
+    and sharding; parameters of adapters get uninitialized memory on `device`.
 
-    What is not on the meta device stays as it is: it is no part of the weights that both have.
+    Parameters that are not on the meta device are left unchanged.
     """
     shared = dict(base.named_parameters())
     for path, module in list(network.named_modules()):
@@ -27,5 +27,5 @@ def share_base(network: nn.Module, base: nn.Module, device: torch.device) -> Non
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))  # the marks of how ranks share it
+    vars(made).update(vars(parameter))  # attributes that describe its sharding
     return made

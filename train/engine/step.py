@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over the micro-batches, reduction, update, averages."""
+"""One optimizer step: forward and backward over the micro-batches, reduction, update, EMA weights."""
 
 import math
 import time
@@ -23,42 +23,42 @@ from megadit.train.objectives.denoise import LossSums
 from megadit.train.optim.optimizer import loss_scaler
 
 Mark = Callable[[int, str], None]
-"""Told the step and what a rank is about to do (see `watchdog`)."""
+"""(step, what the rank is about to do): a report to the watchdog."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step, summed over all data-parallel ranks."""
+    """Results of one step, summed over all data-parallel ranks."""
 
     loss: float
-    """lambda(sigma) |D - x0|^2, or the cross-entropy of a classifier, a mean over the tokens of the global batch."""
+    """Mean of lambda(sigma) |D - x0|^2 (classifiers: cross-entropy) over the tokens of the global batch."""
     error: float
-    """|D - x0|^2, likewise; of a classifier the share of samples whose likeliest class is another."""
+    """Mean of |D - x0|^2; for classifiers the error rate."""
     objective: float
     grad_norm: float
     lr: float
     tokens: int
     samples: int
     refused: dict[str, int]
-    """Samples that the readers left out meanwhile, by reason (those of which there were any)."""
+    """Samples that the readers rejected since the last step, by reason."""
     unreadable_shards: list[str]
-    """Shards of the samples that this rank's reader could not read."""
+    """Shards with samples that this rank's reader could not read."""
     flops: int
     seconds: float
     sample_checksum: int
-    """Checksum of the samples at this occurrence, which their order and layout do not change."""
+    """Checksum of the samples and their occurrences, independent of order and layout."""
     expert_counts: Counts
-    """Tokens of each expert of each layer, where tokens choose."""
+    """Tokens of each expert of each layer (token-choice routing)."""
     reading_seconds: float
     """Part of `seconds` spent waiting for data on this rank."""
     must_stop: bool
-    """Whether some rank was asked to stop."""
+    """Whether some rank got a request to stop."""
     must_save: bool
-    """Whether some rank finds it time for a checkpoint."""
+    """Whether a checkpoint is due on some rank."""
     anomaly: Anomaly | None
-    """Reason why the weights were not updated, or ought not to have been."""
+    """Why the weights were not updated, or should not have been."""
     critic_loss: float | None = None
-    """Loss of the fake-score network in its last update, where a student has one."""
+    """Loss of the fake-score network, if any, in its last update."""
 
 
 def train_step(
@@ -71,9 +71,10 @@ def train_step(
     detector: AnomalyDetector | None = None,
     mark: Mark = lambda step, doing: None,
 ) -> StepResult:
-    """Run optimizer step `step` (1, 2, ...); after an anomaly the weights are those before the step.
+    """Run optimizer step `step` (1, 2, ...).
 
-    (But for a gradient that is not finite and ends the run: then they are no longer to be used.)
+    After an anomaly the weights are those before the step, unless a non-finite gradient ends the run: then they must
+    not be used.
     """
     detector = detector or AnomalyDetector(training.config.health, [])
     start = time.perf_counter()
@@ -95,7 +96,7 @@ def train_step(
     if anomaly is not None:
         anomaly = anomaly if anomaly.is_usual else replace(anomaly, samples=_samples(sums, seen))
     else:
-        mark(step, "averaging the weights")
+        mark(step, "updating the EMA weights")
         training.ema_weights.update(step)
     return StepResult(
         loss=loss,
@@ -122,17 +123,17 @@ def train_step(
 def _loss_of(
     training: Training, sums: Tensor, seen: Sequence[PackedBatch], asked: tuple[bool, bool] = (False, False)
 ) -> tuple[float, dict[str, float]]:
-    """The mean loss over all ranks, and all that `_reduce` gives."""
+    """The mean loss over all ranks, and all results of `_reduce`."""
     norm = None if training.device_update is None else training.device_update.prepare()
     totals = _reduce(training, sums, seen, asked, norm)
     return math.nan if totals["bad_ranks"] else totals["weighted"] / totals["tokens"], totals
 
 
 def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -> float | None:
-    """Update the critic on what the student makes now of the same conditioning; return its last loss.
+    """Update the critic on the student's current samples for the same conditioning; return its last loss.
 
     Raises:
-        UserError: where loss or gradient is not finite.
+        UserError: if loss or gradient is not finite.
     """
     critic, distillation = training.critic, training.distillation
     if critic is None:
@@ -153,7 +154,7 @@ def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -
 
 
 def _update(training: Training, step: int, detector: AnomalyDetector, norm: float) -> tuple[float, Anomaly | None]:
-    """The norm of the gradient (`norm`, where it is known), and what is wrong with it."""
+    """Update the weights; return the gradient norm (`norm`, if that is known), and its anomaly."""
     optimizer = training.optimizer
     if training.device_update is not None:
         anomaly = detector.gradient(step, norm)
@@ -191,7 +192,7 @@ def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Ten
 
 
 def _loss(batch: PackedBatch, sums: LossSums) -> tuple[Tensor, Tensor, Tensor]:
-    """Megatron sums the first over ranks and micro-batches and divides it by the sum of the second."""
+    """(objective, number of tokens, report): Megatron divides the sum of the first by the sum of the second."""
     num_tokens = torch.full((), batch.num_tokens, dtype=torch.int, device=sums.objective.device)  # nothing is sent
     return sums.objective, num_tokens, torch.stack([value.detach() for value in sums])
 
@@ -199,17 +200,17 @@ def _loss(batch: PackedBatch, sums: LossSums) -> tuple[Tensor, Tensor, Tensor]:
 def _reduce(
     training: Training, sums: Tensor, seen: Sequence[PackedBatch], asked: tuple[bool, bool], norm: Tensor | None
 ) -> dict[str, float]:
-    """Sums over all ranks, in one collective; ranks that computed the same count once.
+    """Sums over all ranks, in one collective; ranks that computed the same values count once.
 
-    `asked`: whether this rank has to stop, and to save. With `norm`, which all ranks have: what the host asks a GPU for
-    in a step, it asks for here, once.
+    `asked`: whether this rank must stop, and save. `norm`: the gradient norm, read here too, because this is the only
+    host synchronization of a step.
     """
     groups, config = training.groups, training.config
     distillation = training.distillation
     forwards = 0 if distillation is None else config.train.distill.forwards(distillation.is_guided)
     objective, weighted, error = sums.double().sum(0)
     bad_rank = (~sums.isfinite()).any().double()
-    share = groups.is_last_stage / groups.context.size  # of samples that all ranks of a copy know whole
+    share = groups.is_last_stage / groups.context.size  # all ranks of a replica know all samples
     checksum = share * torch.stack([_checksum(batch) for batch in seen]).sum().double()  # float32 would round it
     losses = torch.stack([objective, weighted, error, bad_rank, checksum]).nan_to_num(0.0)
     counts = [
@@ -228,12 +229,12 @@ def _reduce(
 
 
 def _checksum(batch: PackedBatch) -> Tensor:
-    """A sum over the keys of samples, which their seed, id and occurrence decide; exact in float64."""
+    """Sum over the keys of samples, which depend on seed, id and occurrence; exact in float64."""
     return (batch.noise_key_G & 0xFFFFFFFF).sum()  # padding has key 0
 
 
 def _samples(sums: Tensor, seen: Sequence[PackedBatch]) -> tuple[str, ...]:
-    """The samples of the step whose losses are not finite, or else all of them, from all ranks."""
+    """Samples of the step with non-finite losses, or else all, from all ranks."""
     is_bad = (~sums.isfinite()).any(dim=1).tolist()
     bad = [name for batch, bad in zip(seen, is_bad, strict=False) if bad for name in batch.sample_ids if name]
     every = [name for batch in seen for name in batch.sample_ids if name]

@@ -1,7 +1,7 @@
-"""Threads of a rank on a CPU: all of its cores, or one where its work is too small to share, or others keep cores busy.
+"""Choice of a rank's CPU threads by measurement: all of its cores, or one if that is faster.
 
-Sums over other threads have other last bits: the choice is kept in checkpoints; `train.num_threads` or OMP_NUM_THREADS
-make it beforehand, for runs that are to be equal to the bit.
+The number of threads changes the last bits of sums, so the choice is saved in checkpoints. For bit-identical runs set
+`train.num_threads` or OMP_NUM_THREADS.
 """
 
 import torch
@@ -11,11 +11,11 @@ from megadit.models.shared.cores import asked_threads
 from megadit.train.config.schema import RunConfig
 
 WITH_ALL, WITH_ONE = 2, 3
-"""Steps that are compared; the first one prepares what the others find."""
+"""Steps whose durations are compared; step 1 warms up."""
 
 
 class Threads:
-    """Lets a run's first steps choose its threads."""
+    """Chooses the number of threads in the first steps of a run."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self._all = torch.get_num_threads()
@@ -24,7 +24,7 @@ class Threads:
         self._seconds: dict[int, float] = {}
 
     def go_on(self, step: int, chosen: int) -> None:
-        """After `step` steps, in which so many threads were chosen (0: none)."""
+        """Resume after `step` steps with the threads chosen before (0: not yet)."""
         if self._is_open and (chosen or step):
             torch.set_num_threads(min(chosen or self._all, self._all))
             self._is_open = False
@@ -34,7 +34,7 @@ class Threads:
             torch.set_num_threads(1)
 
     def end(self, step: int, seconds: float) -> int:
-        """Note the seconds of a step; return the threads used from now on, alike on all ranks, or 0 if undecided."""
+        """Record the seconds of a step; return the chosen threads, the same on all ranks, or 0 if undecided."""
         self._seconds[step] = seconds
         if not self._is_open or step != WITH_ONE:
             return 0

@@ -1,4 +1,4 @@
-"""Validation of the weights and each of their averages: losses at fixed noise levels, and videos to look at."""
+"""Validation of the weights and all EMA weights: losses at fixed noise levels, sampled videos, evaluation metrics."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -36,9 +36,9 @@ from megadit.train.objectives.denoise import LossSums
 from megadit.train.optim.state import DataParallel
 
 NUM_PROMPTS = 4
-"""Captions of the validation split that are sampled where `validation.prompts` is empty."""
+"""Number of captions of the validation split that are sampled if `validation.prompts` is empty."""
 RAW = "none"
-"""Stands for the weights themselves among the names of averages."""
+"""Name of the weights without EMA, among the names of EMA weights."""
 
 
 def profile_name(sigma_rel: float | None) -> str:
@@ -46,19 +46,19 @@ def profile_name(sigma_rel: float | None) -> str:
 
 
 class SampledVideo(NamedTuple):
-    """A video that validation made."""
+    """A video sampled by validation."""
 
     caption: str
     path: Path
-    """mp4, or png where it has one frame."""
+    """mp4, or png if it has one frame."""
 
 
 def validate(training: Training, step: int) -> tuple[dict[str, Any], list[SampledVideo]]:
-    """Measures the weights and every average on held-out samples, and samples videos with the best of them.
+    """Measure the weights and all EMA weights on held-out samples, and sample videos with the best of them.
 
     Returns:
-        {"step", "best", "losses": {name: {"mean", and one for each sigma}}}: `loss.edm_loss`'s weighted loss; a name is
-        a sigma_rel, or "none". And the videos of all ranks, of which a classifier makes none.
+        {"step", "best", "losses": {name: {"mean", and one for each sigma}}}: the weighted loss of `denoise.edm_loss`; a
+        name is a sigma_rel, or "none". And the videos of all ranks, none for classifiers.
     """
     batches, num_own = _validation_batches(training)
     losses = {}
@@ -72,7 +72,7 @@ def validate(training: Training, step: int) -> tuple[dict[str, Any], list[Sample
 
 
 def lowest_so_far(before: dict[str, float], found: dict[str, Any]) -> dict[str, float]:
-    """Step and mean loss of the best of all validations, and the number of later ones, `since`: `before` with `found`,
+    """Update `before`, the step and mean loss of the best validation and the number `since` of later ones, by `found`,
     the result of `validate`."""
     loss = found["losses"][found["best"]]["mean"]
     if before and not loss < before["loss"]:
@@ -81,10 +81,10 @@ def lowest_so_far(before: dict[str, float], found: dict[str, Any]) -> dict[str, 
 
 
 def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
-    """Packs of this rank, and how many of them are to be counted.
+    """Packs of this rank, and how many of them count.
 
-    Where copies of the model work together all ranks compute together: those with fewer packs compute
-    some twice, or another's.
+    If model replicas have collectives in common (FSDP, experts), all ranks need the same number of packs: those with
+    fewer repeat some, or compute another rank's.
     """
     batches = list(validation_batches(training.config, training.groups))
     num_own = len(batches)
@@ -99,9 +99,11 @@ def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
 
 
 def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
-    """The weighted loss at each of `validation.sigmas`, a mean over all tokens of all ranks, and the mean of these; of
-    a classifier the cross-entropy, and the share of samples that it takes for another class ("wrong"); of what matches
-    images and texts the same of each pack by itself, whatever the ranks."""
+    """The weighted loss at each of `validation.sigmas`, a mean over the tokens of all ranks, and the mean over sigmas.
+
+    For classifiers the cross-entropy and the error rate ("wrong"); for image-text matching the same, within each pack
+    so that the number of ranks does not matter.
+    """
     if not training.config.model.denoises:
         return _class_metrics(training, batches, num_own)
     sigmas = training.config.validation.sigmas
@@ -127,28 +129,28 @@ def _class_metrics(training: Training, batches: list[PackedBatch], num_own: int)
 
 
 def _means(training: Training, sums: torch.Tensor, batches: list[PackedBatch]) -> list[float]:
-    """Mean over the tokens of all ranks' packs of each of `sums`, whose last entry is set to their number."""
+    """Means of `sums` over the tokens of all ranks' packs; the last entry of `sums` is set to their number."""
     if training.groups.is_last_stage:
         sums[-1] = sum(batch.num_tokens for batch in batches)
-    dist.all_reduce(sums)  # tensor-parallel ranks count alike in every sum
+    dist.all_reduce(sums)  # tensor-parallel ranks contribute equally to every sum
     return (sums[:-1] / sums[-1]).tolist()
 
 
 def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> list[SampledVideo]:
-    """Writes samples/step_0000100/00_a_red_seven.mp4 and so on; the prompts are dealt to the copies of the model.
+    """Write samples/step_0000100/00_a_red_seven.mp4 and so on; prompts are divided among the model replicas.
 
-    Copies that work together all make the same videos.
+    Replicas with common collectives (FSDP, experts) all generate the same videos.
     """
     config, groups = training.config, training.groups
     if config.data.mock or not config.model.denoises:
-        return []  # nothing to encode prompts or decode latents with
+        return []  # no text encoder, no tokenizer
     prompts = list(enumerate(list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)))
     is_together = config.parallel.sizes.copies_work_together
     mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
     with training.ema_weights.swapped_in(sigma_rel, training.parameters()):
         try:
             videos = _generate(training, mine)
-        except UserError as error:  # a run of days does not end over a video
+        except UserError as error:  # a failed video does not end the run
             print(f"no videos of step {step}: {error}", flush=True)
             videos = []
     written = []
@@ -161,9 +163,9 @@ def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> li
 
 
 def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]]:
-    """Figures of the weights, or of the average `best`: {"kid (inception)": {"value", "low", "high"}, ...}.
+    """Metrics of the EMA weights `best`, or of the weights: {"kid (inception)": {"value", "low", "high"}, ...}.
 
-    All ranks make the videos; the first looks at them, and alone has the figures.
+    All ranks generate the videos; only the first computes and returns the metrics.
     """
     config, groups = training.config, training.groups
     real = _real_videos(config.data.path, config.validation.evaluate_count, config.data.use_train_split_for_val)
@@ -174,7 +176,7 @@ def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]
         try:
             videos = _generate(training, mine)
         except UserError as error:
-            print(f"no figures: {error}", flush=True)
+            print(f"no metrics: {error}", flush=True)
             videos = []
     speaks = groups.copy.rank() == 0 and not (is_together and groups.readers.rank())
     own = [(number, video.video) for (number, _), video in zip(mine, videos, strict=False)] if speaks else []
@@ -185,13 +187,13 @@ def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]
     made = dict(pair for part in everyones for pair in part)
     try:
         return _metric_values(training, [made[number] for number, _ in prompts], real)
-    except (UserError, KeyError) as error:  # a run of days does not end over a figure
-        print(f"no figures: {error}", flush=True)
+    except (UserError, KeyError) as error:  # a failed metric does not end the run
+        print(f"no metrics: {error}", flush=True)
         return {}
 
 
 def _metric_values(training: Training, videos: list[np.ndarray], real: VideoSet) -> dict[str, dict[str, float]]:
-    """Evaluation metrics of videos THWC made from the captions of real ones."""
+    """Evaluation metrics of videos THWC generated from the captions of real ones."""
     config = training.config
     fps = float(sampling_defaults(config, check_dataset(config)).fps)
     made = videos_in_memory("in training", np.stack(videos), real.prompts, fps)
@@ -208,13 +210,13 @@ def _metric_values(training: Training, videos: list[np.ndarray], real: VideoSet)
 
 @lru_cache(maxsize=1)
 def _real_videos(path: str, count: int, from_train: bool) -> VideoSet:
-    """Found once for all evaluations."""
+    """Real videos, loaded once for all evaluations."""
     return open_videos(Path(path), count, "train" if from_train else None)
 
 
 @lru_cache(maxsize=1)
 def _extractors(paths: tuple[str, ...], device: torch.device) -> list[Extractor]:
-    """Read once for all evaluations."""
+    """Feature extractors, loaded once for all evaluations."""
     return [*(each for path in paths for each in open_extractors(Path(path), device)), MotionClips()]
 
 
@@ -222,7 +224,7 @@ def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[Genera
     """A video for each (seed, prompt) of this rank.
 
     Raises:
-        UserError: if videos of this size cannot be made, or have values that are no numbers.
+        UserError: if videos of this size cannot be generated, or have non-finite values.
     """
     if not prompts:
         return []
@@ -231,7 +233,7 @@ def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[Genera
 
 
 def _pipeline(training: Training, prompts: list[str]) -> TextToVideo:
-    """Sampling with the network in training, split over ranks as it is."""
+    """Pipeline around the network in training, in its parallel layout."""
     config = training.config
     info = check_dataset(config)
     defaults, texts = sampling_defaults(config, info), _texts(info.text_encoder_folder)
@@ -248,13 +250,13 @@ def _pipeline(training: Training, prompts: list[str]) -> TextToVideo:
 
 @lru_cache(maxsize=1)
 def _tokenizer(folder: Path) -> VideoTokenizer:
-    """Read once for all validations."""
+    """The video tokenizer, loaded once for all validations."""
     return load_tokenizer(folder)
 
 
 @lru_cache(maxsize=1)
 def _texts(folder: Path) -> TextFeaturesCache:
-    """The text encoder, which is let go once the prompts, the same at every validation, are encoded."""
+    """Text features of the prompts; the text encoder is released after they are encoded, once for all validations."""
     return TextFeaturesCache(load_text_encoder(folder), lambda: load_text_encoder(folder))
 
 

@@ -1,4 +1,4 @@
-"""The training objective of classifiers on packs, in float32: without mixup a sample teaches the same beside any other.
+"""Training objective of classifiers on packs, in float32; without mixup the samples are independent.
 
 Shapes: S tokens, D width, G segments of a pack (padding included), K classes.
 """
@@ -16,9 +16,10 @@ from megadit.train.objectives.denoise import LossSums
 def classification_loss(
     vit: ViT, batch: PackedBatch, label_smoothing: float = 0.0, before: Tensor | None = None
 ) -> LossSums | Tensor:
-    """-sum_k q_k ln p_k, where q is 1 at the sample's class, less `label_smoothing`, which all classes share (arXiv
-    1512.00567, section 7); where another is mixed into it, q is mixed alike. Of a part of the network, which takes
-    activations (`before` [S, 1, D]) and gives its own: see `ViT.forward_packed`.
+    """Cross-entropy -sum_k q_k ln p_k with label smoothing (arXiv 1512.00567, section 7); mixup mixes q too.
+
+    Model chunks before the last return activations, from those of the chunk before (`before` [S, 1, D]): see
+    `ViT.forward_packed`.
     """
     logits_GK = vit.forward_packed(batch.tokens_S1P if vit.part.is_first else before, batch.layout)
     if not vit.part.is_last:
@@ -34,8 +35,7 @@ def classification_loss(
 
 
 def sums_of_samples(batch: PackedBatch, objective_G: Tensor, weighted_G: Tensor, is_wrong_G: Tensor) -> LossSums:
-    """Losses of whole samples as those of their tokens, for the mean is over tokens; without text, of which nothing is
-    known, they count nothing."""
+    """Losses of samples, weighted by their tokens, because means are over tokens; samples without a label count 0."""
     tensors = batch.layout.on(objective_G.device)
     tokens_G = torch.zeros_like(weighted_G).index_add_(0, tensors.segment_of_token_S, tensors.is_target_S.float())
     tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)

@@ -1,7 +1,7 @@
-"""The training objectives of two towers on packs, in float32: images and texts of all data-parallel ranks.
+"""Contrastive objectives of CLIP and SigLIP on packs, in float32, over images and texts of all data-parallel ranks.
 
-What a sample teaches depends on those beside it: `data.micro_batch_size` packs on each rank at a time, those of one
-rank with so many or of several with fewer alike. Micro-batches that are accumulated are not compared with one another.
+Each micro-batch (`data.micro_batch_size` packs on each rank) is contrasted as a whole, independently of the number of
+ranks; accumulated micro-batches are not compared with one another.
 
 Shapes: G segments of a pack (padding included), N pairs of a rank, M pairs of all ranks with their padding, E width of
 embeddings.
@@ -32,9 +32,11 @@ def matching_loss(
     rows: int | None = None,
     before: Tensor | None = None,
 ) -> LossSums | Tensor:
-    """CLIP's loss or SigLIP's, of the pairs of a micro-batch among those of all `readers` (None: among themselves);
-    `rows` is `train.contrast_rows`. Of a part of the network, which takes activations (`before`, of the shape that the
-    part before gives) and gives its own: see `CLIP.forward_packed`.
+    """CLIP's or SigLIP's loss of the pairs of a micro-batch among those of all `readers` (None: of this rank); `rows`
+    is `train.contrast_rows`.
+
+    Model chunks before the last return activations, from those of the chunk before (`before`): see
+    `CLIP.forward_packed`.
     """
     embedded = clip.forward_packed(batch.tokens_S1P, batch.text_L1E, batch.layout, before)
     if not clip.part.is_last:
@@ -55,7 +57,7 @@ def softmax_loss(
     images_NE: Tensor, texts_NE: Tensor, scale: Tensor, readers: ProcessGroup | None, rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """-(ln p(text n | image n) + ln p(image n | text n)) / 2 over all pairs of all ranks (arXiv 2103.00020, figure 3),
-    [N]; and 1 where another text is likelier, [N]. With `rows`, the scores of so many images and texts at a time.
+    [N]; and 1 where another text is likelier, [N]. With `rows`, so many rows of the scores are computed at a time.
 
     The gradient is exact: that of an embedding comes from the losses of all ranks. `scale` is [1].
     """
@@ -94,7 +96,7 @@ def _softmax_rows(
 
 
 def _counts(count: int, readers: ProcessGroup | None) -> tuple[list[int], int]:
-    """Pairs of each rank, and which of them this is. Told from host to host, no GPU is waited for."""
+    """Number of pairs of each rank, and this rank's index. Exchanged between hosts, without GPU synchronization."""
     if readers is None or readers.size() == 1:
         return [count], 0
     counts = torch.zeros(readers.size(), dtype=torch.int64, device=CPU)
@@ -115,8 +117,8 @@ def pairwise_loss(
     """Sigmoid loss of each image, the sum of -ln sigmoid(+-(scale cosine + offset)) over all texts of all ranks (arXiv
     2303.15343, eq. 1), + where image and text are a pair, [N]; and 1 where another text scores higher, else 0, [N].
 
-    `scale` and `offset` are [1]. Texts are passed round the ring of ranks: none ever holds all of them, or more scores
-    than those of two ranks' samples.
+    `scale` and `offset` are [1]. Texts are passed around the ring of ranks, so that none ever holds all of them, or
+    more scores than those of two ranks' samples.
     """
     counts, _ = _counts(len(images_NE), readers)
     texts_mE = F.pad(texts_NE, (0, 0, 0, max(counts) - len(texts_NE)))
@@ -124,7 +126,7 @@ def pairwise_loss(
 
 
 class _RingSimilarity(torch.autograd.Function):
-    """See `pairwise_loss`; the backward sends the texts round once more, and their gradients with them."""
+    """Autograd function of `pairwise_loss`; the backward passes the texts around once more, with their gradients."""
 
     @staticmethod
     def forward(ctx, images_NE, texts_mE, scale, offset, counts, readers):
@@ -163,7 +165,7 @@ class _RingSimilarity(torch.autograd.Function):
 
 
 def _passing(texts_mE: Tensor, counts: list[int], readers: ProcessGroup | None) -> Iterator[tuple[bool, Tensor]]:
-    """(whether they are this rank's own, the texts of a rank): its own first, then those of the ranks before it."""
+    """(whether they are this rank's own, texts of a rank), from its own back through the ranks before it."""
     if len(counts) == 1:
         yield True, texts_mE
         return
@@ -172,7 +174,7 @@ def _passing(texts_mE: Tensor, counts: list[int], readers: ProcessGroup | None) 
 
 
 def _block_losses(images_NE: Tensor, texts_nE: Tensor, scale: Tensor, offset: Tensor, is_own: bool) -> Tensor:
-    """Loss of each image, summed over these texts, [N]."""
+    """Loss of each image, summed over the given texts, [N]."""
     score_Nn = scale * images_NE @ texts_nE.T + offset
     sign_Nn = torch.full_like(score_Nn, -1.0)
     if is_own:

@@ -1,7 +1,7 @@
-"""The training objective on packs (Karras et al., arXiv 2206.00364, eq. 2), in float32, of any parameterization.
+"""Denoising objective on packs (Karras et al., arXiv 2206.00364, eq. 2), in float32, for any parameterization.
 
-Every sample of a pack has its own noise level. Noise and noise level are functions of the sample's key alone, so that
-the same sample is trained in the same way in any pack, on any rank and after any resume.
+Every sample of a pack has its own noise level. Noise and noise level depend on the sample's key alone, and so are the
+same in any pack, on any rank and after any resume.
 
 Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 """
@@ -18,46 +18,45 @@ from megadit.train.data.packs.packed_batch import PackedBatch
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens of a micro-batch that are to be predicted, of a mean over P. Scalars, float32."""
+    """Sums over the target tokens of a micro-batch, of means over P; scalars, float32."""
 
     objective: Tensor
-    """Minimised value: the weighted loss, divided by the learned uncertainty where there is one."""
+    """Minimised value: the weighted loss, divided by the learned uncertainty if there is one."""
     weighted: Tensor
-    """lambda(sigma) |D - x0|^2: 1 for a network that knows nothing, at every noise level. Of a classifier the
-    cross-entropy, of what matches images and texts its loss."""
+    """lambda(sigma) |D - x0|^2, about 1 for an untrained network at every noise level; classifiers: cross-entropy;
+    image-text matching: its loss."""
     error: Tensor
-    """|D - x0|^2. Of a classifier 1 where another class is the likeliest, else 0; so, of what matches, where another
-    text is."""
+    """|D - x0|^2; classifiers: 1 if another class is likelier, else 0; image-text matching: 1 if another text is."""
 
 
 class Uncertainty(nn.Module):
     """u(sigma), the logarithm of the loss to expect at a noise level (EDM2, arXiv 2312.02696, section 3.1).
 
-    A linear function of Fourier features of c_noise, zero at the start. It is trained with the network and thrown away.
+    A linear function of Fourier features of c_noise, initially zero. It is trained with the network and then discarded.
     """
 
     def __init__(self, num_features: int = 128) -> None:
         super().__init__()
         generator = torch.Generator("cpu").manual_seed(0)
-        # no buffers: these stay float32 whatever the precision of the parameters
+        # not buffers: these stay float32 whatever the precision of the parameters
         self._frequency = 2 * math.pi * torch.randn(num_features, generator=generator, device="cpu")
         self._phase = 2 * math.pi * torch.rand(num_features, generator=generator, device="cpu")
         self.linear = nn.Linear(num_features, 1, bias=False)
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, c_noise_G: Tensor) -> Tensor:
-        self._frequency, self._phase = (x.to(c_noise_G.device) for x in (self._frequency, self._phase))  # sent once
+        self._frequency, self._phase = (x.to(c_noise_G.device) for x in (self._frequency, self._phase))  # copied once
         frequency, phase = self._frequency, self._phase
         features = math.sqrt(2) * torch.cos(c_noise_G.float()[:, None] * frequency + phase)
-        # divided by sqrt(features), or one step of Adam at a large rate would move u by more than its range
+        # divided by sqrt(features), because one step of Adam at a large rate could move u by more than its range
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
 
 def weighted_error(
     batch: PackedBatch, D_S1P: Tensor, target_S1P: Tensor, weight_G: Tensor, u_G: Tensor | None = None
 ) -> LossSums:
-    """weight |D - target|^2 of the tokens to be predicted; with a learned uncertainty u the objective is that of EDM2
-    (arXiv 2312.02696, eq. 21): weight / exp(u) |D - target|^2 + u."""
+    """weight |D - target|^2 over the target tokens; with a learned uncertainty u the objective is EDM2's (arXiv
+    2312.02696, eq. 21): weight / exp(u) |D - target|^2 + u."""
     tensors = batch.layout.on(weight_G.device)
     segment_S, is_target_S = tensors.segment_of_token_S, tensors.is_target_S
     error_S = (D_S1P - target_S1P).square().mean(dim=(1, 2)) * is_target_S
@@ -77,8 +76,10 @@ def edm_loss(
     uncertainty: Uncertainty | None = None,
     before: Tensor | None = None,
 ) -> LossSums | Tensor:
-    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1). Of a part of the network, which takes
-    activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
+    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1).
+
+    Model chunks before the last return activations, from those of the chunk before (`before` [S, 1, D]): see
+    `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
     x_S1P = batch.noisy(sigma_G, noise_S1P, dit.config.conditioning_noise)

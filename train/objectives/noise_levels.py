@@ -1,4 +1,4 @@
-"""The noise that is trained on, and its level sigma: distributions, and how they follow the size of a sample.
+"""Training noise and its level sigma: distributions, and their shift with the size of a sample.
 
 A flow model's t is sigma / (1 + sigma): a logit-normal t is a log-normal sigma, a shift of t multiplies sigma.
 
@@ -18,7 +18,7 @@ from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
 
 LEAST_T = 1e-4
-"""Smallest t, and largest 1 - t: nearer to 0 or 1, float32 has too little left of x0 or of the noise."""
+"""Minimum of t and of 1 - t: nearer to 0 or 1, float32 loses the noise or x0."""
 
 
 def log_normal(normal_G: Tensor, mean: float, std: float) -> Tensor:
@@ -27,14 +27,14 @@ def log_normal(normal_G: Tensor, mean: float, std: float) -> Tensor:
 
 
 def uniform(normal_G: Tensor, mean: float, std: float) -> Tensor:
-    """sigma [G]: t uniform from 0 to 1, then times exp(mean), which is a flow model's shift; `std` does nothing."""
+    """sigma [G]: t uniform from 0 to 1, then times exp(mean), which is a flow model's shift; `std` is unused."""
     return mode(normal_G, mean, 0.0)
 
 
 def mode(normal_G: Tensor, mean: float, std: float) -> Tensor:
     """sigma [G]: t = 1 - u - s (cos^2(pi u / 2) - 1 + u) with u uniform and s = `std` (arXiv 2403.03206, eq. 20), then
     times exp(mean): more of the middle for s > 0."""
-    # t and 1 - t by the same function of 1 - u and u, so that neither is lost in a difference from 1
+    # t and 1 - t by the same function of 1 - u and u, to avoid cancellation
     t_G, rest_G = (
         (w_G + std * (w_G - torch.sin(math.pi / 2 * w_G) ** 2)).clamp(min=LEAST_T)
         for w_G in (torch.special.ndtr(-normal_G), torch.special.ndtr(normal_G))
@@ -47,24 +47,25 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "uniform": uniform,
     "mode": mode,
 }
-"""`diffusion.noise_levels` -> sigma from unit normal numbers, `p_mean` and `p_std`."""
+"""`diffusion.noise_levels` -> function from unit normal numbers, `p_mean` and `p_std` to sigma."""
 
 
 def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayout) -> Tensor:
-    """Each sample's noise level, float32 [G], as its key and, with `diffusion.shift_tokens`, its size decide."""
+    """Noise level of each sample, float32 [G]: a function of its key and, with `diffusion.shift_tokens`, of its
+    size."""
     position_G = torch.zeros_like(noise_key_G)
     normal_G = normal(noise_key_G, position_G, 1, stream=Stream.SIGMA)[:, 0]
     sigma_G = DISTRIBUTIONS[diffusion.noise_levels](normal_G, diffusion.p_mean, diffusion.p_std)
     if diffusion.shift_tokens is None:
         return sigma_G
-    # padding that is of text alone has no tokens, and needs a level whose logarithm is a number
+    # padding of text alone has no video tokens, and needs a level with a finite logarithm
     tokens_G = layout.on(sigma_G.device).num_tokens_G.clamp(min=1)
     return sigma_G * (tokens_G / diffusion.shift_tokens).sqrt()
 
 
 def initial_noise(batch: PackedBatch, model: DiTConfig) -> Tensor:
-    """The unit noise [S, 1, P] that sampling begins with under the seeds of the pack's videos: the numbers of
-    `noise.latent_noise`, token by token, whichever of the tokens this rank has."""
+    """Initial unit noise [S, 1, P] of sampling with the seeds of the pack's videos: `noise.latent_noise` at the tokens
+    of this rank."""
     tensors = batch.layout.on(batch.seed_key_G.device)
     segment_S, token_S = tensors.segment_of_token_S, tensors.position_in_segment_S
     height_S, width_S = tensors.grid_G3[segment_S, 1:].unbind(-1)

@@ -1,8 +1,8 @@
-"""AdamW (arXiv 1711.05101) whose two moments are kept in bfloat16: half of its state, and so of its traffic.
+"""AdamW (arXiv 1711.05101) with bfloat16 moments: half the state and memory traffic.
 
-A moment changes by less than bfloat16 can tell in most steps: a second moment with beta2 = 0.999 would stand still. It
-is therefore rounded at random, up or down with the probabilities that make the mean exact (arXiv 2010.06192). The
-random numbers are a hash of (step, position in the tensor): the same step gives the same moments.
+Most changes of a moment are below bfloat16's resolution, so round-to-nearest would lose them: moments are rounded
+stochastically instead (arXiv 2010.06192). The random numbers are a hash of (step, position in the tensor), so steps are
+reproducible.
 """
 
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ from megadit.models.host_to_device import sent_together
 from megadit.models.ops.fusion import fused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_LOW_BITS = 0xFFFF  # of a float32, those that bfloat16 has not
+_LOW_BITS = 0xFFFF  # bits of float32 that bfloat16 lacks
 
 
 class HalfMomentAdamW(torch.optim.Optimizer):
-    """Takes float32 parameters (master copies) and float32 gradients. `step` is counted once for each group.
+    """AdamW for float32 parameters (master copies) and float32 gradients. `step` is counted once per group.
 
     Args:
-        params: groups of parameters, in the form that Megatron's optimizers read.
+        params: parameter groups as Megatron's optimizers expect them.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class HalfMomentAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.gradient_factor: Tensor | None = None
-        """Multiplies all gradients as they are read; one number, on their device. None: 1."""
+        """Factor of all gradients, applied as they are read; a scalar on their device. None: 1."""
         self.rounded: dict[Tensor, Tensor] = {}
-        """Parameter -> what else its new values are written to, in that tensor's precision, of its shape."""
+        """Parameter -> tensor of the same shape to which its new values are written too, in that tensor's precision."""
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -49,8 +49,8 @@ class HalfMomentAdamW(torch.optim.Optimizer):
     def _factors(self, group: dict, device: torch.device) -> tuple[Tensor, Tensor]:
         """Decay, rate, correction and gradient factor, and the seed of each parameter.
 
-        Tensors on the device: a number would be compiled in, and these change with every step. Once for a group: what
-        is sent for each parameter by itself takes longer than its update.
+        They change with every step, so they are tensors: numbers would be compiled in. They are copied to the device
+        once per group, because a copy per parameter would take longer than its update.
         """
         step, (beta1, beta2) = group["step"], group["betas"]
         numbers = [1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**step), 1 / (1 - beta2**step), 1.0]
@@ -75,7 +75,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _adamw_(p, grad, exp_avg, exp_avg_sq, rounded, factors, seed, beta1, beta2, eps):
-    """One step of flat tensors, in place; the update reads the moments before they are rounded."""
+    """One step of flat tensors, in place; the update uses the moments before rounding."""
     decay, rate, correction, of_grad = factors.unbind()
     grad = grad.float() * of_grad
     m = torch.lerp(grad, exp_avg.float(), beta1)
@@ -89,16 +89,16 @@ def _adamw_(p, grad, exp_avg, exp_avg_sq, rounded, factors, seed, beta1, beta2, 
 
 
 def round_at_random(x: Tensor, bits: Tensor) -> Tensor:
-    """bfloat16, up with the probability of the part cut off, shaped like `x`.
+    """Stochastic rounding to bfloat16: up with the probability of the fraction cut off.
 
-    `x` is float32 of any shape, the low 16 of `bits`, of the same shape, are uniform (int32).
+    `x` is float32 of any shape; the low 16 bits of `bits` (int32, of the same shape) are uniformly random.
     """
     cut = ((x.view(torch.int32) + (bits & _LOW_BITS)) & ~_LOW_BITS).view(torch.float32)
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
 
 
 def _hash(position: Tensor, seed: Tensor) -> Tensor:
-    """int32 numbers whose bits look random (the finaliser of MurmurHash3, on each position)."""
+    """Pseudo-random int32 numbers (the finaliser of MurmurHash3, on each position)."""
     x = position * -1640531527 + seed * 69069  # 2^32 / the golden ratio; products wrap
     x = (x ^ _shift(x, 16)) * -2048144789
     x = (x ^ _shift(x, 13)) * -1028477387
@@ -106,5 +106,5 @@ def _hash(position: Tensor, seed: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, count: int) -> Tensor:
-    """To the right, filling with zeros (int32 has a sign)."""
+    """Logical right shift of int32."""
     return (x >> count) & ((1 << (32 - count)) - 1)

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), for matrices that may be split over ranks.
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) for matrices that may be sharded over ranks.
 
 The update is that of `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, computed on whole matrices: where
-tensor-parallel ranks hold parts of one, each gathers it, orthogonalises it and keeps its own part.
+tensor-parallel ranks hold shards of one, each gathers it, orthogonalises it and keeps its own shard.
 """
 
 import math
@@ -15,16 +15,16 @@ from torch.distributed import ProcessGroup
 from megadit.models.machine import computing_dtype
 from megadit.models.megatron.shards import full_shape, shard, splits
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that grows small singular values fastest
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that increases small singular values fastest
 _STEPS = 5
 _EPS = 1e-7
 _ELEMENTS_AT_ONCE = 2**26
-"""Bounds the memory of orthogonalising matrices of one shape together."""
+"""Maximum elements of matrices of one shape that are orthogonalised together, which bounds memory."""
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly: singular values of about 1 (0.7 to 1.2). [n, a, b], in bfloat16;
-    in float32 on a processor that does not multiply that.
+    """Approximately nearest semi-orthogonal matrices (singular values of 0.7 to 1.2), [n, a, b], in bfloat16, or
+    float32 on CPUs without bf16 products.
 
     Five steps of the quintic Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T.
     """
@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
     """SGD with Nesterov momentum whose updates are orthogonalised, at AdamW's scale (arXiv 2502.16982, eq. 4).
 
     Args:
-        params: groups of matrices; those split over `tensor_group` say so in Megatron's way.
+        params: groups of matrices; those sharded over `tensor_group` have Megatron's attributes.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
     def _updates(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
-        """Each parameter's update for a learning rate of 1; equal shapes are orthogonalised together."""
+        """Update of each parameter for a learning rate of 1; equal shapes are orthogonalised together."""
         averaged = dict(zip(parameters, self._nesterov(parameters, momentum), strict=True))
         updates = {}
         for shape, alike in _group_by(parameters, self._whole_shape).items():
@@ -94,7 +94,7 @@ class Muon(torch.optim.Optimizer):
         return {"tensor": self.tensor_group}
 
     def _splits(self, parameter: Tensor) -> int:
-        """Over how many ranks a parameter is split."""
+        """Number of ranks over which a parameter is sharded."""
         return self.tensor_group.size() if splits(parameter) and self.tensor_group is not None else 1
 
     def _whole_shape(self, parameter: Tensor) -> torch.Size:

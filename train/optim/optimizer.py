@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: Megatron's, around AdamW or Muon."""
+"""Megatron's optimizers around AdamW or Muon, and its learning-rate schedules."""
 
 from collections.abc import Sequence
 
@@ -22,15 +22,15 @@ LEAST_LOSS_SCALE = 1.0
 
 
 def precision(config: RunConfig) -> torch.dtype:
-    """The arithmetic of the network."""
+    """Data type in which the network computes."""
     return DTYPES[config.train.precision]
 
 
 def build_optimizer(config: RunConfig, parts: Sequence[DataParallel]) -> MegatronOptimizer:
-    """The optimizer of a run.
+    """Build the optimizer of a run.
 
-    AdamW updates everything on every data-parallel rank, or each its share with Megatron's distributed optimizer. Muon
-    needs whole matrices: the data-parallel ranks divide them among themselves, whatever `parallel.data_parallel` says.
+    AdamW updates everything on every data-parallel rank, or one shard on each with Megatron's distributed optimizer.
+    Muon needs whole matrices: data-parallel ranks divide them among themselves, with `ddp` and `distributed_optimizer`.
     """
     if config.optimizer.optimizer == "muon":
         return _muon(config, parts)
@@ -44,15 +44,15 @@ def build_optimizer(config: RunConfig, parts: Sequence[DataParallel]) -> Megatro
 
 
 def fuse_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Lets torch's AdamW update each parameter of a GPU in one kernel; tensor by tensor it would take as much memory
-    again as all gradients have. Megatron chooses torch's where TransformerEngine and apex are missing."""
+    """Use the fused kernel of torch's AdamW on GPUs, whose default takes as much extra memory as all gradients.
+    Megatron uses torch's AdamW if TransformerEngine and apex are missing."""
     if isinstance(optimizer, torch.optim.AdamW) and all(p.is_cuda for g in optimizer.param_groups for p in g["params"]):
         for group in optimizer.param_groups:
             group.update(fused=True, foreach=False)
 
 
 def _halve_moments(part: MegatronOptimizer, settings: OptimizerConfig) -> None:
-    """Puts our AdamW in the place of the one that Megatron chose, with the same groups, before anything has state."""
+    """Replace Megatron's AdamW by `HalfMomentAdamW` with the same groups, before it has state."""
     part.optimizer = HalfMomentAdamW(
         part.optimizer.param_groups,
         lr=settings.lr,
@@ -63,12 +63,12 @@ def _halve_moments(part: MegatronOptimizer, settings: OptimizerConfig) -> None:
 
 
 def uses_distributed_optimizer(config: RunConfig) -> bool:
-    """Whether gradients are reduce-scattered to the ranks that own them (DDP has to know)."""
+    """Whether gradients are reduce-scattered to the ranks that own them, which DDP must know."""
     return config.parallel.data_parallel == "distributed_optimizer" and config.optimizer.optimizer != "muon"
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then cosine or linear decay to `min_lr`, or none; one `step(1)` before each update."""
+    """Linear warm-up from 0, then cosine, linear or no decay to `min_lr`; call `step(1)` once before each update."""
     settings = config.optimizer
     return OptimizerParamScheduler(
         optimizer,
@@ -86,7 +86,7 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
 
 
 def loss_scaler(optimizer: MegatronOptimizer) -> DynamicGradScaler | None:
-    """Loss scaler of a run in fp16, whose factor multiplies the loss and divides the gradients before an update."""
+    """Loss scaler of an fp16 run, which multiplies the loss and divides the gradients before an update; else None."""
     return getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
 
 
@@ -97,17 +97,17 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
 
 
 def restore_scaler(optimizer: MegatronOptimizer, state: dict[str, float] | None) -> None:
-    """Goes on with what `scaler_state` gave; a run that had another precision before starts with a new scaler."""
+    """Restore the result of `scaler_state`; without one (the run had another precision) the scaler starts anew."""
     scaler = loss_scaler(optimizer)
     if scaler is not None and state is not None:
         counts = {name: int(value) for name, value in state.items()}
-        # a window that is shorter now may be over: Megatron asks whether the count equals it, which no later one would
+        # Megatron tests whether the count equals the window, so a count beyond a shortened window would never match
         counts["growth_tracker"] = min(counts["growth_tracker"], scaler.growth_interval - 1)
         scaler.load_state_dict({**counts, "scale": torch.tensor([state["scale"]])})
 
 
 def uses_muon(name: str, parameter: nn.Parameter) -> bool:
-    """The matrices of the blocks; a fused qkv is one matrix."""
+    """Whether Muon updates a parameter: matrices of the blocks (a fused qkv is one matrix)."""
     return ".blocks." in name and parameter.ndim == 2
 
 
@@ -161,7 +161,7 @@ def _muon(config: RunConfig, parts: Sequence[DataParallel]) -> LayerWiseDistribu
 
 
 def _groups(parameters: list[nn.Parameter], settings: OptimizerConfig) -> list[dict]:
-    """Matrices, and vectors (which are not decayed) where there are any, in the form that Megatron's schedule reads."""
+    """Groups of matrices and of vectors (without weight decay), if any, as Megatron's scheduler expects them."""
     parts = ((1.0, lambda parameter: parameter.ndim > 1), (0.0, lambda parameter: parameter.ndim <= 1))
     groups = []
     for wd_mult, belongs in parts:
@@ -172,4 +172,5 @@ def _groups(parameters: list[nn.Parameter], settings: OptimizerConfig) -> list[d
 
 
 def _no_state(optimizer: torch.optim.Optimizer, config: MegatronOptimizerConfig | None = None) -> None:
-    """State appears with the first step, and is restored by `optimizer_state`."""
+    """State initialization that does nothing: state appears with the first step, or is restored by
+    `train.optim.state`."""

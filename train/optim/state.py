@@ -1,8 +1,8 @@
-"""Parts of the parameters and states that each rank's optimizer owns, in one form for all of Megatron's optimizers.
+"""Slices of parameters and optimizer state that each rank owns, in one form for all of Megatron's optimizers.
 
-An optimizer keeps a float32 master copy and some state (moments, momentum) for all parameters on every data-parallel
-rank, for whole parameters dealt to ranks, or for slices of parameters. Seen as slices of flattened parameters these
-are one thing, which is what averaging weights and writing checkpoints that any layout can read need.
+An optimizer has float32 master copies and state (moments, momentum) of all parameters on every data-parallel rank, of
+whole parameters divided among ranks, or of slices of parameters. Here all of these are slices of flattened parameters,
+so that EMA weights and layout-independent checkpoints need one implementation.
 """
 
 import math
@@ -27,20 +27,20 @@ from megadit.train.optim.adamw import HalfMomentAdamW
 from megadit.train.optim.muon import Muon
 
 DataParallel = _BaseDataParallel
-"""A part of the network in one of Megatron's data-parallel wrappers."""
+"""A model chunk in one of Megatron's data-parallel wrappers."""
 
 
 def named_parameters(parts: Sequence[DataParallel]) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters that are trained, of the parts of the network on this rank, under their canonical names.
+    """All trained parameters of this rank's model chunks with their canonical names.
 
-    The conditioning comes once with every part.
+    Parameters that several chunks have (timestep and text embedding) come once per chunk.
     """
     for part in parts:
         yield from ((name, value) for name, value in part.module.named_parameters() if value.requires_grad)
 
 
 def is_copy(parameter: nn.Parameter) -> bool:
-    """Whether an earlier part of the network has the same parameter."""
+    """Whether an earlier model chunk has the same parameter."""
     return getattr(parameter, "shared", False)
 
 
@@ -49,19 +49,19 @@ def held(parameter: Tensor) -> tuple[int, Tensor]:
     if not isinstance(parameter, DTensor):
         return 0, parameter.detach()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return offset[0] * math.prod(parameter.shape[1:]), parameter.detach().to_local()  # FSDP cuts the first dimension
+    return offset[0] * math.prod(parameter.shape[1:]), parameter.detach().to_local()  # FSDP shards the first dimension
 
 
 @torch.no_grad()
 def assign(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Sets what this rank holds of a parameter from the whole tensor, of its shape."""
+    """Set this rank's shard of a parameter from the whole tensor, of its shape."""
     start, values = held(parameter)
     values.copy_(whole.reshape(-1)[start : start + values.numel()].view_as(values))
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedSlice:
-    """Elements start..stop of a flattened parameter, and what the optimizer keeps for them."""
+    """Elements start..stop of a flattened parameter, with their optimizer state."""
 
     name: str
     """The parameter's name in the training model."""
@@ -69,9 +69,9 @@ class OwnedSlice:
     start: int
     stop: int
     master: Tensor
-    """float32, what the optimizer updates; of any shape, its elements are start..stop of the parameter."""
+    """Master copy (float32, any shape) that the optimizer updates; its elements are start..stop of the parameter."""
     key: Tensor
-    """Key of the optimizer's state: `master`, or the sharded tensor whose local part that is."""
+    """Key of the optimizer's state: `master`, or the DTensor whose local shard that is."""
     optimizer: torch.optim.Optimizer
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class OwnedSlice:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The tensors that the optimizer keeps per element beside the master copy."""
+        """Names of the optimizer's per-element state, without the master copy."""
         return ("momentum_buffer",) if isinstance(self.optimizer, Muon) else ("exp_avg", "exp_avg_sq")
 
     def state(self, name: str) -> Tensor:
@@ -89,18 +89,18 @@ class OwnedSlice:
         return held(state[name])[1].reshape(-1) if name in state else torch.zeros_like(self.master).reshape(-1)
 
     def restore_state(self, values: dict[str, Tensor], step: int) -> None:
-        """Sets the state as it was after `step` updates, from flat tensors."""
+        """Set the state after `step` updates from flat tensors."""
         dtype = torch.bfloat16 if isinstance(self.optimizer, HalfMomentAdamW) else torch.float32
         state = {
             name: self._like_key(value.to(self.master.device, dtype, copy=True).view_as(self.master))
             for name, value in values.items()
         }
         if isinstance(self.optimizer, torch.optim.AdamW):
-            # one tensor for each, as torch adds to it in place; a fused kernel reads it where the parameter is
+            # one tensor for each, because torch adds to it in place; a fused kernel needs it on the parameter's device
             [of_group] = [group for group in self.optimizer.param_groups if any(p is self.key for p in group["params"])]
             device = self.master.device if of_group["fused"] else None
             state["step"] = torch.tensor(float(step), device=device)
-        elif not isinstance(self.optimizer, Muon):  # ours and TransformerEngine's count once per group
+        elif not isinstance(self.optimizer, Muon):  # HalfMomentAdamW and TransformerEngine's count once per group
             for group in self.optimizer.param_groups:
                 group["step"] = step
         self.optimizer.state[self.key] = state
@@ -114,21 +114,21 @@ class OwnedSlice:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The slices of one rank; those of all ranks that hold the same cover the parameters."""
+    """All slices of one rank; those of all ranks of a group cover the parameters."""
 
     slices: tuple[OwnedSlice, ...]
     is_replicated: bool
-    """Every data-parallel rank owns everything; else no two own the same."""
+    """Whether every data-parallel rank owns everything; else slices are disjoint."""
     state_names: dict[str, tuple[str, ...]]
-    """Names of the optimizer's states of each parameter of the model, whichever rank owns it."""
+    """State names of each parameter of the model, whichever rank owns it."""
     groups: Groups
 
     def group_of(self, parameter: nn.Parameter) -> ProcessGroup:
-        """The ranks that hold the same part of a parameter, and between them own all of it."""
+        """Ranks that hold the same shard of a parameter, and together own all of it."""
         return self.groups.expert_data if is_expert(parameter) else self.groups.data
 
     def ranges(self) -> Iterator[tuple[OwnedSlice, int, int]]:
-        """(slice, start, stop) such that all data-parallel ranks together have every element exactly once."""
+        """(slice, start, stop) such that all data-parallel ranks together yield every element exactly once."""
         for owned in self.slices:
             group = self.group_of(owned.parameter)
             start, stop = owned.start, owned.stop
@@ -142,7 +142,7 @@ class Ownership:
 def find_ownership(
     optimizer: MegatronOptimizer, named: Iterable[tuple[str, nn.Parameter]], groups: Groups
 ) -> Ownership:
-    """Find what `optimizer` owns of the `named` parameters on this rank."""
+    """Find the slices of the `named` parameters that `optimizer` owns on this rank."""
     names = {parameter: name for name, parameter in named}
     parts = optimizer.chained_optimizers
     slices = [
@@ -171,7 +171,7 @@ def _gather_state_names(slices: list[OwnedSlice]) -> dict[str, tuple[str, ...]]:
 
 
 def _owned(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-    """(parameter, first element, what is updated: its master copy) of everything one of Megatron's optimizers owns."""
+    """(parameter, first element, master copy) of everything that one of Megatron's optimizers owns."""
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, position) in optimizer.model_param_group_index_map.items():
             start = optimizer._get_model_param_range_map(parameter)["param"].start
@@ -188,13 +188,13 @@ def _owned(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, int, Te
 def assemble(
     shape: torch.Size, parts: list[tuple[int, Tensor]], group: ProcessGroup, *, destination: int | None = None
 ) -> Tensor | None:
-    """A whole tensor from the flat float32 parts (first element, values) that the ranks of `group` hold.
+    """Gather a whole tensor from the flat float32 slices (first element, values) of the ranks of `group`.
 
     Args:
         shape: of the whole tensor.
-        parts: this rank's, flat; those of all ranks cover the tensor without overlap.
-        group: every rank calls this for the same tensor.
-        destination: the only rank of `group` that gets the result; None gives it to all.
+        parts: slices of this rank; those of all ranks cover the tensor without overlap.
+        group: ranks that all call this for the same tensor.
+        destination: the only rank of `group` that gets the result; None: all of them.
     """
     whole = torch.zeros(shape, dtype=torch.float32, device=parts[0][1].device if parts else _device())
     for start, values in parts:

@@ -204,7 +204,7 @@ def test_a_preempted_training_is_requeued_continues_and_is_bundled(slurm, tmp_pa
     assert code == 0
     assert [(slurm / f"job{job}.code").read_text() for job in range(1001, 1005)] == ["0"] * 4, logs[-4000:]
     assert len(list(slurm.glob("requeued1002.*"))) == 1
-    assert "told to stop" in logs and "continuing from" in logs
+    assert "stopped by a signal" in logs and "continuing from" in logs
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 31))
     assert (tmp_path / "bundle" / "megadit.json").is_file()
