@@ -52,7 +52,7 @@ def _conditioning_field(name: str) -> tuple[str, Any, Any]:
 
 
 _PartialSettings = make_dataclass(
-    "_GivenSettings",
+    "_PartialSettings",
     map(_conditioning_field, CONDITIONING),
     bases=(ServedSettings,),
     frozen=True,

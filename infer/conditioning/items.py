@@ -56,7 +56,7 @@ class ConditioningItem:
         choose_one(self.kind, KINDS, f"conditioning {self.kind!r} is unknown")
         for kind, name in ((VIDEO_TO_VIDEO, "strength"), ("keyframe", "frame"), ("inpaint", "mask")):
             if (self.kind == kind) != (getattr(self, name) is not None):
-                raise UserError(f"{name} goes with use={kind} alone, got use={self.kind}")
+                raise UserError(f"{name} goes with kind={kind} alone, got kind={self.kind}")
         if self.strength is not None and not 0 < self.strength <= 1:
             raise UserError(f"strength={self.strength} must be greater than 0 and at most 1")
         if self.keep_frames is not None and self.keep_frames < 1:

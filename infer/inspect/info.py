@@ -188,7 +188,7 @@ def describe_dataset(path: Path) -> Facts:
     if damaged := damaged_shards(path):
         facts["damaged"] = "; ".join(damaged)
     if kept:
-        facts["originals"] = f"{_sizes(kept)}; training does not read them, `megadit prepare webdataset` does"
+        facts["source_media"] = f"{_sizes(kept)}; training does not read them, `megadit prepare webdataset` does"
     for name, value in manifest.items():
         if isinstance(value, dict):
             facts |= {f"{name.replace('_', ' ')} {key}": item for key, item in value.items()}

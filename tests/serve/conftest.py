@@ -113,7 +113,7 @@ def kept_running():
                 is_ready.set()
 
         thread = threading.Thread(
-            target=keep_running, args=[server.process], kwargs={"tell": report, "stopping": stopping}
+            target=keep_running, args=[server.process], kwargs={"report": report, "stopping": stopping}
         )
         thread.start()
         try:

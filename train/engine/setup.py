@@ -209,7 +209,7 @@ def _with_teacher(training: Training) -> Training:
     )
     training.network.objective = distillation.loss
     if asked.has_adversary:
-        critic.network.objective = distillation.discriminator_objective(critic.network.discriminator)
+        critic.network.objective = distillation.discriminator_objective(critic.network.discriminate)
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)
     tensors = replace(training.tensors, others=others)
     return replace(training, distillation=distillation, critic=critic, tensors=tensors)

@@ -138,7 +138,7 @@ def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost
         "clipping": 0 if folds else 8 * updated,
         "update": (4 + 8 + moments + (size if writes else 0)) * updated,
         "copies of weights": 6 * updated if is_half and not writes else 0,
-        "averages": 12 * len(config.ema.sigma_rels) * owned,
+        "EMA weights": 12 * len(config.ema.sigma_rels) * owned,
     }
     yield from (_stream(name, moved, gpu, STREAM) for name, moved in passes.items() if moved)
 

@@ -63,7 +63,7 @@ def _metric_values(metric_values: Sequence[dict[str, Any]]) -> str:
         extra = ", ".join(f"{key} {shown(value)}" for key, value in metric_value["extra"].items())
         note = f'<br><span class="bad">{escape(metric_value["note"])}</span>' if metric_value["note"] else ""
         baseline = (
-            f"{shown(metric_value['floor']['low'])} to {shown(metric_value['floor']['high'])}"
+            f"{shown(metric_value['baseline']['low'])} to {shown(metric_value['baseline']['high'])}"
             if metric_value["baseline"]
             else ""
         )

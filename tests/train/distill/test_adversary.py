@@ -40,7 +40,7 @@ def made_and_real(given=()):
 
 
 def loss_of(critic, batch, weight=1.0):
-    given = {"judge": critic.judge, "diffusion": DIFFUSION, "model": CONFIG, "weight": weight}
+    given = {"discriminator": critic.discriminate, "diffusion": DIFFUSION, "model": CONFIG, "weight": weight}
     return critic_loss(critic._denoise, batch, **given)
 
 
@@ -84,12 +84,12 @@ def test_the_way_to_real_is_a_gradient_and_the_critic_gets_none(critic):
     torch.nn.init.normal_(critic.adversary.linear_2.weight)
     batch, sigma_G = made_and_real(given=((0, 2),)), torch.tensor([1.5, 0.4, 1.0])
     y_S1P = batch.tokens_S1P + 0.1
-    grad_S1P = towards_real(critic.judge, batch, y_S1P, sigma_G)
+    grad_S1P = towards_real(critic.discriminate, batch, y_S1P, sigma_G)
     assert all(parameter.grad is None for parameter in critic.parameters())
 
     def value(y_S1P):
         with torch.no_grad():
-            reported_S = F.softplus(-critic.judge(batch, y_S1P, sigma_G))
+            reported_S = F.softplus(-critic.discriminate(batch, y_S1P, sigma_G))
         return (reported_S * batch.layout.on("cpu").is_target_S).sum().item()
 
     along = torch.randn(y_S1P.shape, generator=torch.Generator().manual_seed(3))
@@ -109,7 +109,7 @@ def test_no_graph_is_left_behind(critic, monkeypatch):
     monkeypatch.setattr(ledger, "SMALL", 0)
     torch.nn.init.normal_(critic.adversary.linear_2.weight)
     batch, before = made_and_real(), num_left()
-    towards_real(critic.judge, batch, batch.tokens_S1P, torch.tensor([1.5, 0.4, 1.0]))
+    towards_real(critic.discriminate, batch, batch.tokens_S1P, torch.tensor([1.5, 0.4, 1.0]))
     loss_of(critic, batch).objective.backward()
     assert num_left() == before
     critic._denoise(batch, batch.tokens_S1P, torch.ones(3)).sum()

@@ -105,7 +105,7 @@ def last_frame(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[
     captions = neutral_captions(attributes)
     made, free = generate(pipeline, captions, conditioning), generate(pipeline, captions, [()] * len(captions))
     decoded = pipeline.tokenizer.decode(pipeline.tokenizer.encode(clips))
-    off = {name: _off(video, clips) for name, video in (("off", made), ("off_without", free), ("floor", decoded))}
+    off = {name: _off(video, clips) for name, video in (("off", made), ("off_without", free), ("baseline", decoded))}
     return {"digit": after_first(reader, made, attributes)["digit"], **off}
 
 

@@ -157,7 +157,7 @@ def _score(demo: DistillDemo) -> None:
         first, unseen, second = video_BCTHW.split([count, len(demo.unseen), len(range(0, count, TWICE))])
         made, again = _features(seer, first), _features(seer, second)
         found[name] = {
-            "evaluations": num_function_evaluations(demo.settings(name), Bundle.open(bundle).config),
+            "function_evaluations": num_function_evaluations(demo.settings(name), Bundle.open(bundle).config),
             "seen": score.score(reader, _as_float(first), demo.seen),
             "unseen": score.score(reader, _as_float(unseen), demo.unseen),
             "distance": frechet(moments(made[:, None]), moments(real[:, None])),
@@ -197,7 +197,7 @@ def _draw(demo: DistillDemo) -> None:
     captions, rows = score.heldout_captions(demo.seen), []
     for name in demo.models:
         video_BCTHW = _as_float(load_file(demo.clips(name))["video_BCTHW"])
-        count = found[name]["evaluations"]
+        count = found[name]["function_evaluations"]
         note = f"{count} evaluation{'s' * (count > 1)}"
         rows += [
             contact_sheets.SheetRow(caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=note)

@@ -103,7 +103,7 @@ def guidance(bench: Bench, weaker: str | None, bar: Progress) -> list[dict[str, 
         for name, settings in kinds.items():
             function_evaluations = _function_evaluations(bench, settings)
             right = bench.share_right(sampler="euler", guidance=scale, **settings)
-            rows.append({"guidance": name, "scale": scale, "evaluations": function_evaluations, **right})
+            rows.append({"guidance": name, "scale": scale, "function_evaluations": function_evaluations, **right})
             bar.advance(1, right=right["all"])
     return rows
 

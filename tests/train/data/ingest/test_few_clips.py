@@ -59,7 +59,7 @@ def test_clips_of_training_stand_beside_their_mirror_images(run):
 
 def test_of_a_clip_and_its_mirror_image_one_original_is_kept(run, tmp_path):
     run("--mirror", "--source_media")
-    with tarfile.open(tmp_path / "data" / "originals" / "train-000000.tar") as tar:
+    with tarfile.open(tmp_path / "data" / "source_media" / "train-000000.tar") as tar:
         names = {name.split(".")[0] for name in tar.getnames()}
     assert len(names) == NUM_CLIPS - 1 and not any("mirrored" in name for name in names)
 

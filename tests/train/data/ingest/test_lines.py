@@ -54,7 +54,7 @@ LARGEST = {"list": 350, "select": 250, "report": 50, "keep": 50, "find again": 5
 @pytest.mark.parametrize("captions", ["table", "files"])
 def test_a_row_takes_few_bytes_in_each_stage(captions, tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "BYTES_IN_MEMORY", 1)
-    monkeypatch.setattr(files, "PART", 50)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 50)
     monkeypatch.setattr(report, "draw", lambda *_: None)
     peaks = []
     for rows in (200, 800):

@@ -45,7 +45,7 @@ def test_measures_and_draws_everything(demo, tmp_path, monkeypatch):
     assert result["solvers"].keys() == sampling.SOLVERS.keys() > SAMPLERS.keys()
     assert [point["calls"] for point in result["solvers"]["heun"]] == [3, 3]
     assert [point["calls"] for point in result["solvers"]["euler"]] == [3, 4]
-    costs = {row["guidance"]: row["evaluations"] for row in result["guidance"]}
+    costs = {row["guidance"]: row["function_evaluations"] for row in result["guidance"]}
     assert costs["plain"] == costs["rescale 0.7"] == costs["autoguidance"] == 20
     assert abs(costs["interval 0.3 to 10"] - 20) <= 1  # equal cost is what the comparison claims
     assert (out / "score_against_calls.png").stat().st_size > 10_000

@@ -24,7 +24,7 @@ from megadit.train.data.ingest.sources.sources import caption_of
 from megadit.train.dataset.dataset_info import INFO_FILE
 from megadit.train.dataset.places import is_url
 
-SOURCE_MEDIA = "originals"
+SOURCE_MEDIA = "source_media"
 """The folder of a data set where `megadit prepare --source_media` keeps them."""
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 GZIP = b"\x1f\x8b"

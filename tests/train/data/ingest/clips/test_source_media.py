@@ -30,7 +30,7 @@ IMAGE = (
 )
 
 
-def members(root, folder="originals") -> dict[str, bytes]:
+def members(root, folder="source_media") -> dict[str, bytes]:
     found = {}
     for path in sorted((root / folder).glob("*.tar")):
         with tarfile.open(path) as tar:
@@ -51,7 +51,7 @@ def by_source(found: dict[str, bytes]) -> dict[str, tuple[str, bytes]]:
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory, make_clip, make_pan):
-    root = tmp_path_factory.mktemp("originals") / "videos"
+    root = tmp_path_factory.mktemp("source_media") / "videos"
     root.mkdir()
     make_clip(root / "short.mp4", make_pan("china.jpg", 12, 96, 128, start=(100, 60))).with_suffix(".txt").write_text(
         "a"
@@ -78,7 +78,7 @@ def test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut(clips, tmp_path, 
     assert {kept[f"long.mp4#{number}"][0] for number in (0, 1)} == {"mp4"} and len(kept) == 4
     assert info.main([str(out)]) == 0
     told = capsys.readouterr().out
-    assert "originals" in told and "1, " in told
+    assert "source_media" in told and "1, " in told
     assert prepare.main(["videos", str(clips), str(plain), *VIDEO]) == 0
     assert (out / "train-000000.tar").read_bytes() == (plain / "train-000000.tar").read_bytes()
     assert (out / ".nv-meta" / ".info.json").read_bytes() == (plain / ".nv-meta" / ".info.json").read_bytes()
@@ -99,7 +99,7 @@ def test_what_is_missing_is_made_again_as_it_was(clips, tmp_path, monkeypatch):
     """Killed between the two files of a shard, or before them."""
     command = ["videos", str(clips), str(tmp_path / "out"), *VIDEO, "--source_media"]
     assert prepare.main([*command, "--stages", "fetch,scan,select,encode"]) == 0
-    shard, kept = tmp_path / "out" / "train-000000.tar", tmp_path / "out" / "originals" / "train-000000.tar"
+    shard, kept = tmp_path / "out" / "train-000000.tar", tmp_path / "out" / "source_media" / "train-000000.tar"
     before = shard.read_bytes(), kept.read_bytes()
     for lost in ([shard], [kept], [shard, kept]):
         for path in lost:
@@ -132,6 +132,6 @@ def test_pictures_keep_their_bytes_and_training_does_not_open_them(tmp_path, mon
     monkeypatch.setattr(source_media, "MOST_BYTES", 10)  # all are larger: pixels are kept in their place
     assert prepare.main(["images", str(tmp_path / "in"), str(tmp_path / "large"), *options]) == 0
     assert {suffix for suffix, _ in by_source(members(tmp_path / "large")).values()} == {"png"}
-    for path in (tmp_path / "out" / "originals").iterdir():
+    for path in (tmp_path / "out" / "source_media").iterdir():
         path.write_bytes(b"whoever opens this fails")
     assert next(iter(build_train_loader(run_of(tmp_path / "out", "latents"), rank=0, world_size=1)))
