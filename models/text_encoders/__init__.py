@@ -1,4 +1,4 @@
-"""Texts to features."""
+"""Text encoders: from texts to features."""
 
 import os
 
@@ -39,11 +39,11 @@ PUBLISHED: dict[str, type[T5TextEncoder] | type[CLIPTextEncoder]] = {
     **dict.fromkeys(t5.NETWORKS, T5TextEncoder),
     **dict.fromkeys(clip.NETWORKS, CLIPTextEncoder),
 }
-"""Type of a model of `transformers` -> what encodes texts with it."""
+"""Type of a `transformers` model -> the text encoder for it."""
 
 
 def load_text_encoder(directory: str | os.PathLike) -> TextEncoder:
-    """The text encoder saved in `directory`, which may also be a published T5's or CLIP's, or that of the bundle there.
+    """The text encoder in `directory`: a saved one, a published T5 or CLIP, or the one of a bundle.
 
     Raises:
         UserError: if there is none, or if this version does not know its type.

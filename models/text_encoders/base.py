@@ -1,6 +1,6 @@
 """The protocols of text encoders.
 
-Shapes: B batch, L text tokens, E text feature width, P width of the one feature of a whole text.
+Shapes: B batch, L text tokens, E text feature width, P width of the pooled feature.
 """
 
 import os
@@ -20,9 +20,9 @@ class TextFeatures:
     features_BLE: Tensor
     """float32, zero beyond each length; L is at least 1."""
     length_B: Tensor
-    """int64; 0 for an empty text, unless its encoder has features of that too."""
+    """int64; 0 for an empty text, unless its encoder has features for it."""
     pooled_BP: Tensor | None = None
-    """float32, one feature of each whole text; None of encoders that have none."""
+    """float32, pooled features; None if the encoder has none."""
 
     @staticmethod
     def concatenate(parts: "Sequence[TextFeatures]") -> "TextFeatures":
@@ -43,7 +43,7 @@ class TextEncoder(Protocol):
     dim: int
     """Width E of the features."""
     pooled_dim: int | None
-    """Width P of the one feature of a whole text; None: it has none."""
+    """Width P of the pooled feature; None: it has none."""
 
     def encode(self, texts: list[str]) -> TextFeatures:
         """The features of these texts."""
@@ -61,16 +61,16 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenInput:
-    """An input of a text encoder's network, int64: [B, L] or, with a fixed number of places, of that shape."""
+    """An int64 input of a text encoder's network, [B, L]; L may be fixed."""
 
     below: int
-    """How many values there are."""
+    """Number of different values (vocabulary size)."""
     places: tuple[int, ...] | None = None
-    """The sides after the batch; None: as many tokens as the longest text has."""
+    """The shape without the batch; None: as many tokens as the longest text has."""
 
 
 def on_device(encoder: Any, device: torch.device) -> Any:
-    """An encoder that computes on `device`, where it has weights of its own; others follow their input."""
+    """An encoder that computes on `device`, if it has its own weights; others compute where their input is."""
     return encoder.to(device) if hasattr(encoder, "to") else encoder
 
 
@@ -80,7 +80,7 @@ RunTokens = Callable[[Sequence[Tensor], tuple[int, ...]], Tensor]
 
 @runtime_checkable
 class PublishedTextEncoder(Protocol):
-    """A text encoder whose network is not in the bundle."""
+    """A text encoder with a published network, which is not copied into the bundle."""
 
     dtype: str
     """Dtype in which its weights are loaded."""
@@ -96,17 +96,17 @@ class PublishedTextEncoder(Protocol):
 
 @runtime_checkable
 class NetworkTextEncoder(PublishedTextEncoder, Protocol):
-    """One whose network can be exported and run by another runtime."""
+    """A text encoder whose network can be exported and run by another runtime."""
 
     @property
     def token_inputs(self) -> tuple[TokenInput, ...]:
         """Inputs of its network."""
 
     def graph(self) -> nn.Module:
-        """Its network as a module of tensors alone, in float32 on the CPU."""
+        """The network as a module with only tensor inputs, in float32 on the CPU."""
 
     def with_graph(self, run: RunTokens, device: torch.device) -> "TextEncoder":
-        """The same encoder, whose tokens go through the exported graph that `run` runs."""
+        """The same encoder, with `run` (an exported graph) in place of its network."""
 
     def in_float32(self) -> "TextEncoder":
-        """The same encoder in the precision in which it is exported."""
+        """The same encoder with float32 weights, as it is exported."""

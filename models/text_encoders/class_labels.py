@@ -1,4 +1,4 @@
-"""Classes where texts are expected: a prompt is the name or the number of one.
+"""Class labels in place of texts: a prompt is the name or the number of a class.
 
 Shapes: B batch, L = 1 text token, E = 2 digits of the class's index.
 """
@@ -16,7 +16,7 @@ from megadit.models.text_encoders.base import TextFeatures
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassLabels:
-    """Texts to the classes of a class-conditional network; the empty text is its null class.
+    """Maps texts to the classes of a class-conditional network; the empty text is the null class.
 
     Raises:
         UserError: if there is no class.
@@ -48,14 +48,14 @@ class ClassLabels:
         return TextFeatures(torch.tensor(digits).reshape(len(texts), 1, 2), length_B)
 
     def index(self, text: str) -> int:
-        """The class that a text names."""
+        """The index of the class that a text names."""
         text = text.strip().lower()
         if text.isdecimal():
             if int(text) < len(self.names):
                 return int(text)
             raise UserError(f"class {text} does not exist: there are 0 to {len(self.names) - 1}")
         synonyms = {name.strip().lower(): i for i, names in enumerate(self.names) for name in names.split(",")}
-        synonyms |= {names.strip().lower(): i for i, names in enumerate(self.names)}  # all names of a class at once
+        synonyms |= {names.strip().lower(): i for i, names in enumerate(self.names)}  # all names of a class together
         if text not in synonyms:
             hint = did_you_mean(text, synonyms, f"give one of its names, or 0 to {len(self.names) - 1}")
             raise UserError(f"{text!r} is not a class of this network{hint}")

@@ -1,4 +1,4 @@
-"""The text encoder of a published CLIP (arXiv 2103.00020), or two side by side as in SDXL (arXiv 2307.01952).
+"""The text encoder of a published CLIP (arXiv 2103.00020), or two concatenated as in SDXL (arXiv 2307.01952).
 
 Shapes: B batch, K encoders, L = 77 text tokens, E width of all encoders together, P width of the pooled feature.
 """
@@ -35,11 +35,11 @@ TextPadding = Literal["none", "tokens"]
 EmptyText = Literal["none", "encoded", "zeros"]
 DevicePlacement = Literal["auto", "cpu"]
 NETWORKS = ("clip_text_model", "clip")
-"""Types of models that have such an encoder: it alone, or a whole CLIP."""
+"""Model types with such an encoder: a text encoder, or a whole CLIP."""
 WITHOUT_PROJECTION, WITH_PROJECTION = "CLIPTextModel", "CLIPTextModelWithProjection"
-"""Its classes in `transformers`."""
+"""Classes of the encoder in `transformers`."""
 FOLDERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"))
-"""Network and words of each encoder, in a pipeline."""
+"""Folders of network and vocabulary of each encoder, in a pipeline."""
 _NORM = "final_layer_norm.weight"
 _PUBLISHED = PublishedText(
     "a CLIP text encoder",
@@ -59,30 +59,33 @@ _ARCHITECTURE = {
     "hidden_act": "quick_gelu",
     "projection_dim": 512,
 }
-"""Settings that determine a network, with the defaults that `transformers` leaves out of a file."""
+"""Settings that determine a network, with `transformers`' defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CLIPTextEncoder:
-    """Features of each token, those of two encoders side by side, and the pooled feature of the last encoder.
+    """Features of each token, concatenated over two encoders, and the pooled feature of the last encoder.
 
     Raises:
         UserError: for settings that do not exist, and when files are missing: what to download, and where to put it.
     """
 
     model: str
-    """A directory, or the name of a model on the hub that was downloaded before; of a pipeline, whose `text_encoder/`
-    and, where there is one, `text_encoder_2/` these are."""
+    """A directory, or the name of a downloaded model on the hub; also a pipeline, with its `text_encoder/` and, if
+    there is
+    one, `text_encoder_2/`."""
     layer: Layer = "last"
-    """Layer of the features: `last`, after its norm, or `penultimate`, without norm (SDXL). Pooled: always the last."""
+    """Layer of the features: `last`, after its norm, or `penultimate`, without norm (SDXL). The pooled feature is
+    always
+    that of the last layer."""
     text_padding: TextPadding = "none"
-    """`tokens`: texts are filled with tokens of padding to the 77 places, and all of them count (Stable Diffusion)."""
+    """`tokens`: texts are padded to 77 tokens, and all of them are attended to (Stable Diffusion)."""
     empty_text: EmptyText = "none"
-    """Features of an empty text: none (length 0), those of its tokens, or as many zeros."""
+    """Features of an empty text: none (length 0), those of its tokens, or zeros."""
     dtype: str = "float32"
     """Dtype of the weights and the features."""
     placement: DevicePlacement = "auto"
-    """`auto`: on the GPU where there is one."""
+    """`auto`: on a GPU if there is one."""
     feature_cache: str | None = None
     """A directory in which features are kept between runs."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -112,7 +115,7 @@ class CLIPTextEncoder:
 
     @property
     def max_length(self) -> int:
-        """Tokens that a text has at most, its beginning and end included; beyond, it is cut with a warning."""
+        """Maximum tokens of a text, start and end tokens included; longer texts are truncated with a warning."""
         return min(values["max_position_embeddings"] for values in self._architectures())
 
     # ------------------------------------------------------------------------------------------------ features
@@ -146,7 +149,7 @@ class CLIPTextEncoder:
         return [{"features": row_LE[:length].clone(), "pooled": row_P.clone()} for row_LE, row_P, length in rows]
 
     def _tokens(self, texts: list[str]) -> tuple[Tensor, list[int]]:
-        """Tokens of each encoder, filled to all places, and how many are of each text."""
+        """Token ids for each encoder, padded, and the number of tokens of each text."""
         of_encoders, most = [], self.max_length
         for tokenizer in self._tokenizers():
             longest = max(map(len, tokenizer(texts, verbose=False).input_ids))
@@ -161,7 +164,7 @@ class CLIPTextEncoder:
 
     @property
     def token_inputs(self) -> tuple[TokenInput, ...]:
-        """Tokens of each encoder."""
+        """Token ids for each encoder."""
         vocabulary = min(values["vocab_size"] for values in self._architectures())
         return (TokenInput(vocabulary, (len(self._folders), self.max_length)),)
 
@@ -183,7 +186,7 @@ class CLIPTextEncoder:
     # ------------------------------------------------------------------------------------------------- loading
 
     def to(self, device: torch.device) -> "CLIPTextEncoder":
-        """This encoder, whose network computes on `device` when it is loaded."""
+        """This encoder, whose network computes on `device` once it is loaded."""
         self._loaded["device"] = device
         return self
 
@@ -233,7 +236,7 @@ class CLIPTextEncoder:
     # ------------------------------------------------------------------------------------------------ on disk
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the settings, with the name of the model: its weights stay where they are."""
+        """Writes the settings, with the name of the model; its weights are not copied."""
         save_settings(self, directory, "clip")
 
     @classmethod
@@ -246,9 +249,10 @@ class CLIPTextEncoder:
         return load_settings(cls, directory)
 
     def fingerprint(self) -> str:
-        """Hash of all that determines the features: architectures, words, a sample of the weights, settings.
+        """Hash of everything that determines the features: architectures, vocabulary, a sample of the weights,
+        settings.
 
-        As it was saved, where the encoder was loaded: its files may not be here.
+        For a loaded encoder it is the saved one: the model's files may not be on this machine.
         """
         if "fingerprint" not in self._loaded:
             words = [_PUBLISHED.vocabulary_hash(words) for _, words in self._folders]
@@ -266,8 +270,9 @@ class CLIPTextEncoder:
 
 
 class SideBySide(nn.Module):
-    """Tokens [B, K, L] of K encoders to their features, packed as [B, L + 1, the larger of E and P]: those of the
-    tokens, then the pooled one; the narrower is filled with zeros."""
+    """Token ids [B, K, L] of K encoders to features, packed as [B, L + 1, max(E, P)]: those of the tokens, then the
+    pooled
+    one; the narrower is padded with zeros."""
 
     def __init__(self, networks: Sequence[nn.Module], layer: Layer) -> None:
         super().__init__()
@@ -278,7 +283,7 @@ class SideBySide(nn.Module):
         features, pooled_BP = [], None
         tokens_BKL = tokens_BKL.to(next(self.parameters()).device)
         for place, network in enumerate(self.networks):
-            # no mask: the encoder is causal, and was trained to see its padding
+            # no mask: the encoder is causal, and was trained with its padding
             output = network(tokens_BKL[:, place], output_hidden_states=True)
             features.append(output.last_hidden_state if self.layer == "last" else output.hidden_states[-2])
             pooled_BP = output.text_embeds if hasattr(network, "text_projection") else output.pooler_output
@@ -287,7 +292,7 @@ class SideBySide(nn.Module):
 
 
 def packed(features_BLE: Tensor, pooled_BP: Tensor) -> Tensor:
-    """[B, L, E] and [B, P] as [B, L + 1, the larger of E and P]."""
+    """[B, L, E] and [B, P] as [B, L + 1, max(E, P)]."""
     width = max(features_BLE.shape[-1], pooled_BP.shape[-1])
     rows = (features_BLE, pooled_BP[:, None])
     return torch.cat([F.pad(row, (0, width - row.shape[-1])) for row in rows], dim=1)

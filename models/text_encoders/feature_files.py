@@ -1,4 +1,4 @@
-"""Text features kept on disk: one file for each text, under a name made of the encoder and the text."""
+"""A cache of text features on disk: one file for each text and encoder."""
 
 import hashlib
 import os
@@ -12,11 +12,11 @@ from torch import Tensor
 from megadit.models.shared.files import atomic_path
 
 TextTensors = Mapping[str, Tensor]
-"""Tensors of one text: its `features`, and any others that its encoder returns."""
+"""Tensors of one text: its `features`, and others that the encoder returns."""
 
 
 class FeatureFiles:
-    """A directory that several processes may read and write at once."""
+    """A cache directory that several processes may read and write at once."""
 
     def __init__(self, directory: str | os.PathLike, fingerprint: str) -> None:
         self._directory = Path(directory) / fingerprint

@@ -1,4 +1,4 @@
-"""A text encoder with nothing to download: each word is a fixed random vector, plus its place in the text.
+"""A text encoder without downloads: each word is a fixed random vector, plus a positional encoding.
 
 Shapes: B batch, L text tokens (words), E text feature width.
 """
@@ -26,7 +26,7 @@ _MAX_PERIOD = 10_000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HashedWordEncoder:
-    """Words become Gaussian vectors seeded by a 128-bit hash, so that no two words share one and none is unknown.
+    """Words become Gaussian vectors seeded by a 128-bit hash: different words have different vectors, none is unknown.
 
     Feature l of a text is (word_l + order_scale * order_l) / sqrt(1 + order_scale^2), where word_l ~ N(0, I) is drawn
     from the BLAKE2b hash of the word and order_l is the sinusoidal encoding (arXiv 1706.03762, section 3.5) of l,
@@ -38,7 +38,7 @@ class HashedWordEncoder:
 
     dim: int = 64
     max_length: int | None = None
-    """Words beyond this many are cut off, and the length says so; None keeps all."""
+    """Maximum number of words, to which texts are truncated; None: no limit."""
     order_scale: float = 0.5
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class HashedWordEncoder:
         return None
 
     def encode(self, texts: list[str]) -> TextFeatures:
-        """Features on the CPU; letter case, punctuation and spacing make no difference."""
+        """Features on the CPU; letter case, punctuation and spacing are ignored."""
         words = [split_words(text) for text in texts]
         if self.max_length is not None and (longest := max([0, *map(len, words)])) > self.max_length:
             warnings.warn(f"a text of {longest} words is cut to its first {self.max_length}", stacklevel=2)
@@ -86,12 +86,13 @@ class HashedWordEncoder:
 
 
 def split_words(text: str) -> list[str]:
-    """Lower-case words: runs of letters and digits, with inner apostrophes; all else separates them."""
+    """Lower-case words: runs of letters and digits, with inner apostrophes."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 def _word_vectors(words: list[str], dim: int) -> Tensor:
-    """One row of standard normal numbers per word: half of its hash is the generator's key, half its position."""
+    """One row of standard normal numbers per word: half of its hash is the generator's key, the other half the
+    position."""
     digests = [hashlib.blake2b(word.encode(), digest_size=16).digest() for word in words]
     passes = [[int.from_bytes(half, "little", signed=True) for half in (d[:8], d[8:])] for d in digests]
     key_R, position_R = torch.tensor(passes, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
@@ -99,7 +100,7 @@ def _word_vectors(words: list[str], dim: int) -> Tensor:
 
 
 def _order_encoding(length: int, dim: int) -> Tensor:
-    """sqrt(2) * (sin, cos) of l / 10000^(2e / dim) for each place l: [length, dim], unit mean square."""
+    """sqrt(2) * (sin, cos) of l / 10000^(2e / dim) for each position l: [length, dim], unit mean square."""
     frequency = _MAX_PERIOD ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     return (math.sqrt(2) * torch.cat([angle.sin(), angle.cos()], dim=1)).float()

@@ -1,6 +1,6 @@
 """Features of a conditioning image by a published CLIP (arXiv 2103.00020), through `transformers`, for Wan 2.1.
 
-Shapes: I tokens, E feature width.
+Shapes: I image tokens, E feature width.
 """
 
 import math
@@ -28,7 +28,7 @@ from megadit.models.storage.pretrained import (
 from megadit.models.storage.tensor_source import Stored, TensorSource, renamed_by
 
 RELEASED = "models_clip_*.pth"
-"""The file of Wan's first publication, in its folder."""
+"""Pattern of the file in Wan's original release."""
 _FILES = "config.json, model.safetensors and preprocessor_config.json"
 _NAMES = (
     (r"^cls_embedding$", "embeddings.class_embedding"),
@@ -48,11 +48,12 @@ _USUAL = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12
 _LARGEST = 2**16
 """Largest plausible value of a size."""
 _HEAD_SIZE = 80
-"""Width of a head of ViT-H, which no tensor states."""
+"""Head width of ViT-H, which the tensors do not determine."""
 
 
 def _from_released(source: TensorSource) -> TensorSource:
-    """The tensors under transformers' names, queries, keys and values apart; those of other files as they are."""
+    """The tensors under transformers' names, with queries, keys and values split; those of other files are
+    unchanged."""
     if "visual.cls_embedding" not in source.stored:
         return source
     stored, places = {}, {}
@@ -86,11 +87,12 @@ _ENCODER = Encoder(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ImageEncoder:
-    """Features of the layer before the last, one for each patch and one for the whole."""
+    """Features of the penultimate layer, one for each patch and one for the whole image."""
 
     model: str
-    """Directory, or name in the hub's cache, of a CLIP; of a pipeline, whose `image_encoder/` and `image_processor/`
-    these are; or of Wan's first publication, or its file alone."""
+    """Directory, or name in the hub's cache, of a CLIP; also a pipeline with `image_encoder/` and `image_processor/`;
+    also
+    Wan's original release, or only its file."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -98,38 +100,38 @@ class ImageEncoder:
         """Width E of the features.
 
         Raises:
-            UserError: if the directory is no CLIP of images.
+            UserError: if the directory holds no CLIP image encoder.
         """
         return self._settings()["hidden_size"]
 
     @property
     def num_tokens(self) -> int:
-        """Their number I; raises as `dim`."""
+        """Number I of image tokens; raises as `dim`."""
         values = self._settings()
         return 1 + (values["image_size"] // values["patch_size"]) ** 2
 
     @torch.no_grad()
     def encode(self, image_HWC: np.ndarray) -> Tensor:
-        """float32 [1, I, E] on the CPU, of an image of any size (uint8 HWC)."""
+        """float32 [1, I, E] on the CPU, for an image of any size (uint8 HWC)."""
         prepare, network = self._networks()
         files = "preprocessor_config.json and config.json"
-        with library_errors(lambda reason: f"{self.model} cannot see images as its {files} say ({reason})"):
+        with library_errors(lambda reason: f"{self.model} cannot encode images with its {files} ({reason})"):
             pixels = prepare(images=image_HWC, return_tensors="pt").pixel_values
             seen = network(pixels.to(network.device, network.dtype), output_hidden_states=True)
         return seen.hidden_states[-2].float().cpu()
 
     def to(self, device: torch.device) -> "ImageEncoder":
-        """This encoder, whose network computes on `device` when it is loaded."""
+        """This encoder, whose network computes on `device` once it is loaded."""
         self._loaded["device"] = device
         return self
 
     def check(self) -> None:
-        """Raises UserError for files of weights that are not those of a CLIP of images, by name."""
+        """Raises UserError for weight files with other tensors than a CLIP image encoder, by name."""
         library, _ = transformers_library("an image encoder"), self._settings()
         check_encoder(library.CLIPVisionModel, self._place, _ENCODER, _FILES, **self._config(library))
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the name of the model: its weights stay where they are."""
+        """Writes the name of the model; its weights are not copied."""
         parts.write_component(directory, {"type": "clip", "model": self.model}, {})
 
     @classmethod
@@ -143,7 +145,7 @@ class ImageEncoder:
         return cls(**parts.read_settings(directory, ["model"]))
 
     def _settings(self) -> dict[str, Any]:
-        """Settings of the network, read once: of a released file they are those of its tensors."""
+        """Settings of the network, read once; those of a released file follow from its tensors."""
         if "settings" not in self._loaded:
             self._loaded["settings"] = self._read_settings()
         return self._loaded["settings"]
@@ -159,12 +161,12 @@ class ImageEncoder:
         for name in _USUAL:
             value = values[name]
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST:
-                raise UserError(f"{self._place / parts.CONFIG_FILE}: {name}={value!r:.40} is none that a CLIP can have")
+                raise UserError(f"{self._place / parts.CONFIG_FILE}: {name}={value!r:.40} is not valid")
         return values
 
     @property
     def _place(self) -> Path:
-        """The folder of its network, or the only file."""
+        """The folder of the network, or the only file."""
         if Path(self.model).is_file():
             return Path(self.model)
         folder = self._directory("image_encoder")
@@ -180,7 +182,7 @@ class ImageEncoder:
         return {"config": library.CLIPVisionConfig(**self._settings())} if self._place.is_file() else {}
 
     def _prepare(self, library: Any) -> Any:
-        """Image processor of the folder, by default CLIP's."""
+        """Image processor of the folder; by default CLIP's."""
         if not self._place.is_file():
             return library.CLIPImageProcessor.from_pretrained(self._directory("image_processor"), **PRETRAINED)
         side = self._settings()["image_size"]
@@ -200,10 +202,10 @@ class ImageEncoder:
 
 
 def _settings_of(file: Path) -> dict[str, Any]:
-    """transformers' settings of the network in a file, by its tensors: a ViT-H's.
+    """transformers' settings of the network in a released file, a ViT-H, from its tensors.
 
     Raises:
-        UserError: if it is another.
+        UserError: if it is another network.
     """
     shapes = encoder_tensors(file, _ENCODER, _FILES).shapes
     shapes = {name.removeprefix("vision_model."): shape for name, shape in shapes.items()}
@@ -213,9 +215,9 @@ def _settings_of(file: Path) -> dict[str, Any]:
             shapes[f"{name}.weight"][0] for name in ("encoder.layers.0.mlp.fc1", "embeddings.position_embedding")
         )
     except (KeyError, ValueError) as problem:
-        raise UserError(f"{file} is no CLIP of images: it has no tensor {problem}; give the folder of one") from None
+        raise UserError(f"{file} is no CLIP image encoder: it lacks {problem}; give the folder of one") from None
     if width % _HEAD_SIZE:
-        raise UserError(f"{file} is {width} wide, which is no ViT-H: give the folder that transformers wrote of it")
+        raise UserError(f"{file} is {width} wide, not a ViT-H: give a folder written by transformers")
     return {
         "model_type": "clip_vision_model",
         "hidden_size": width,

@@ -1,5 +1,5 @@
-"""Published text encoders: their files in the form of `transformers` (words, network, single tensors), and what we save
-of them."""
+"""Files of published text encoders in `transformers`' format (vocabulary, network, single tensors), and our settings
+files."""
 
 import hashlib
 import os
@@ -31,8 +31,9 @@ AnyEncoder = TypeVar("AnyEncoder")
 
 
 def loading_dtype(name: str, directory: Path) -> torch.dtype:
-    """Dtype in which to load the weights of a directory or a file: float32 where this processor does not multiply the
-    dtype asked for and memory has room for the weights twice; else as asked, with a warning of its cost."""
+    """Dtype in which to load the weights of a directory or a file: the requested one, with a warning if this processor
+    does
+    not multiply it natively; in that case float32, if memory has room for twice the weights."""
     asked, place = DTYPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if computing_dtype(place, asked) == asked:
         return asked
@@ -45,23 +46,23 @@ def loading_dtype(name: str, directory: Path) -> torch.dtype:
 
 
 def moved(network: Any, loaded: Mapping[str, Any]) -> Any:
-    """A network where its encoder computes: on `loaded["device"]`, else on the GPU that is current, if there is one."""
+    """Move a network to its encoder's device: `loaded["device"]`, else the current GPU, if there is one."""
     current = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return network.to(loaded.get("device", current))
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedText:
-    """How text encoders of one kind lie on disk."""
+    """Files of one kind of text encoder."""
 
     what: str
     """Name of the encoder in messages."""
     vocabularies: tuple[str, ...]
-    """Files that its words may come from, the first that is there."""
+    """Possible vocabulary files; the first one present is used."""
     encoder: Encoder = Encoder(marks=())
-    """How its tensors are recognised."""
+    """Tensor names by which the network is recognised."""
     released: tuple[str, Path] | None = None
-    """A pattern of its file, and the folder of its words, in the folder of another publication."""
+    """Pattern of the weight file, and folder of the vocabulary, in a release of another form."""
 
     @property
     def files(self) -> str:
@@ -72,7 +73,7 @@ class PublishedText:
         """Find the directory of a model, given as a path or as a name on the hub.
 
         Raises:
-            UserError: if they are not on this machine; says what to download, and where to put it.
+            UserError: if it is not on this machine; says what to download, and where to put it.
         """
         return hub.local_directory(model, "text encoder", self.files)
 
@@ -93,7 +94,7 @@ class PublishedText:
         return root, root
 
     def _words_near(self, folder: Path) -> Path:
-        """The folder of the words of a file by itself: its own, or `tokenizer` in it, or beside it."""
+        """The vocabulary folder for a weight file: its own folder, or `tokenizer` in it or next to it."""
         near = [folder, folder / "tokenizer", folder.parent / "tokenizer"]
         near += [] if self.released is None else [folder / self.released[1]]
         return next((place for place in near if any((place / name).is_file() for name in self.vocabularies)), folder)
@@ -112,7 +113,7 @@ class PublishedText:
         Raises:
             UserError: if its files are missing or damaged.
         """
-        self._vocabulary(directory)  # without one, transformers makes a tokenizer that knows no word
+        self._vocabulary(directory)  # without one, transformers creates an empty tokenizer
         try:
             return transformers_library(self.what).AutoTokenizer.from_pretrained(directory, **PRETRAINED)
         except (OSError, ValueError) as error:
@@ -141,7 +142,7 @@ class PublishedText:
         return hashlib.sha256(self._vocabulary(directory).read_bytes()).hexdigest()
 
     def read_tensor(self, directory: Path, *names: str) -> Tensor:
-        """One tensor of the network, of any shape, under the first of the names that `transformers` gave it over time.
+        """One tensor of the network, of any shape, under the first name that exists of those `transformers` has used.
 
         Raises:
             UserError: if it is not there.
@@ -160,15 +161,14 @@ class PublishedText:
 
 
 def settings_of(encoder: type) -> list[str]:
-    """Names of an encoder's settings in config.json: the fields that its repr shows, neither tensors nor loaded
-    networks."""
+    """Names of an encoder's settings in config.json: the fields in its repr, without tensors and loaded networks."""
     return [field.name for field in fields(encoder) if field.repr]
 
 
 def save_settings(
     encoder: Any, directory: str | os.PathLike, kind: str, tensors: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Writes the settings, with the name of the model, whose weights stay where they are, and these tensors."""
+    """Writes the settings, with the name of the model (its weights are not copied), and these tensors."""
     settings = {name: getattr(encoder, name) for name in settings_of(type(encoder))}
     parts.write_component(directory, {"type": kind, **settings, "fingerprint": encoder.fingerprint()}, tensors or {})
 

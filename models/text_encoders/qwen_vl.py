@@ -1,8 +1,8 @@
-"""Features of a published Qwen2.5-VL as Cosmos-Predict2.5 reads them, by `transformers` (arXiv 2502.13923).
+"""Text features of a published Qwen2.5-VL for Cosmos-Predict2.5, by `transformers` (arXiv 2502.13923).
 
-The states of all layers, each with mean 0 and deviation 1 over its channels, lie beside one another: for the 7B 28 x
-3584 = 100,352 numbers a token. The linear with which Predict2.5's network begins to read them knows no noise level, so
-that it belongs here: features have its width, 1024, are computed once for a video, and fit on a disk.
+The states of all layers, each normalised to mean 0 and deviation 1 over its channels, are concatenated: for the 7B 28 x
+3584 = 100,352 numbers a token. The first linear of Predict2.5's network, which reads them, is independent of the noise
+level, so it belongs to this encoder: features have its width, 1024, are computed once for a video, and can be cached.
 
 Shapes: B batch, L text tokens, E text feature width, D width of all layers' states.
 """
@@ -37,7 +37,7 @@ MODEL_TYPE = "qwen2_5_vl"
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
 """System prompt that Predict2.5 was trained with."""
 _LAST_NORMS = ("language_model.model.norm.weight", "model.language_model.norm.weight", "model.norm.weight")
-"""Names that `transformers` gave it over time."""
+"""Names of the tensor in different versions of `transformers`."""
 _PUBLISHED = PublishedText(
     "a Qwen2.5-VL text encoder",
     vocabularies=("tokenizer.json",),
@@ -48,23 +48,22 @@ _CLASS = "Qwen2_5_VLForConditionalGeneration"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class QwenVLTextEncoder:
-    """Features of `max_length` tokens, padding included, which the network was trained to attend to; an empty text has
-    as many.
+    """Features of `max_length` tokens, padding included, as the network was trained with; an empty text has as many.
 
     Raises:
         UserError: for settings that do not exist, and when files are missing: what to download, and where to put it.
     """
 
     model: str = "nvidia/Cosmos-Reason1-7B"
-    """A directory, or the name of a model on the hub that was downloaded before; of a pipeline or of the network."""
+    """A directory, or the name of a downloaded model on the hub; a pipeline or the network itself."""
     max_length: int = 512
-    """Tokens, those of the system's sentence included; beyond this many they are cut off, with a warning."""
+    """Maximum tokens, the system prompt included; longer texts are truncated with a warning."""
     dtype: str = "bfloat16"
     """Dtype of the weights; states are normalised and projected in float32."""
     feature_cache: str | None = None
     """A directory in which features are kept between runs."""
     projection: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    """`weight` ED and `bias` E of the linear before GELU; {}: the states themselves are the features."""
+    """`weight` ED and `bias` E of the linear before GELU; {}: the features are the states."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +87,7 @@ class QwenVLTextEncoder:
 
     @property
     def pooled_dim(self) -> None:
-        """It has no feature of a whole text."""
+        """None: it has no pooled feature."""
 
     def encode(self, texts: list[str]) -> TextFeatures:
         """Features on the CPU, float32."""
@@ -98,7 +97,7 @@ class QwenVLTextEncoder:
         return TextFeatures(features_BLE, torch.full((len(texts),), self.max_length, dtype=torch.int64))
 
     def _compute_all(self, texts: Sequence[str]) -> list[TextTensors]:
-        return [{"features": self._compute(text)} for text in texts]  # one by one: the states of a text take 200 MB
+        return [{"features": self._compute(text)} for text in texts]  # one by one: a text's states take 200 MB
 
     @torch.no_grad()
     def _compute(self, text: str) -> Tensor:
@@ -135,7 +134,7 @@ class QwenVLTextEncoder:
         return self._loaded["tokenizer"]
 
     def to(self, device: torch.device) -> "QwenVLTextEncoder":
-        """This encoder, whose network computes on `device` when it is loaded."""
+        """This encoder, whose network computes on `device` once it is loaded."""
         self._loaded["device"] = device
         return self
 
@@ -155,7 +154,7 @@ class QwenVLTextEncoder:
     # ------------------------------------------------------------------------------------------------ on disk
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the settings, with the name of the model, whose weights stay where they are, and the projection."""
+        """Writes the settings, with the name of the model (its weights are not copied), and the projection."""
         save_settings(self, directory, "qwen_vl", self.projection)
 
     @classmethod
@@ -170,9 +169,10 @@ class QwenVLTextEncoder:
         return load_settings(cls, directory, projection=projection)
 
     def fingerprint(self) -> str:
-        """Hash of all that determines the features: architecture, words, a sample of the weights, length, projection.
+        """Hash of everything that determines the features: architecture, vocabulary, a sample of the weights, length,
+        projection.
 
-        As it was saved, where the encoder was loaded: its files may not be here.
+        For a loaded encoder it is the saved one: the model's files may not be on this machine.
         """
         if "fingerprint" not in self._loaded:
             network, words = self._folders
@@ -184,7 +184,7 @@ class QwenVLTextEncoder:
         return self._loaded["fingerprint"]
 
     def _architecture(self) -> dict[str, int]:
-        """Depth, width and words of the language model, whether config.json has them apart or not."""
+        """Depth, width and vocabulary size of the language model, also where config.json nests them."""
         if "architecture" not in self._loaded:
             directory = self._folders[0]
             values = read_json(directory / "config.json")

@@ -1,5 +1,5 @@
-"""The umT5 that Wan's first publication brings (`models_t5_umt5-xxl-enc-bf16.pth`): its names to those of
-`transformers`, and its sizes, which no file says."""
+"""The umT5 of Wan's original release (`models_t5_umt5-xxl-enc-bf16.pth`): its tensor names in `transformers`, and its
+sizes, derived from the tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from megadit.models.storage.tensor_source import TensorSource, renamed_by
 
 RELEASED_FILES = "models_t5_*.pth"
 RELEASED_WORDS = Path("google") / "umt5-xxl"
-"""Its file, and the folder of its words, in the released folder."""
+"""Its file, and the folder of its vocabulary, in the released folder."""
 _MARK = "blocks.0.ffn.gate.0.weight"
 _NAMES = (
     (r"^token_embedding\.", "shared."),
@@ -26,7 +26,7 @@ _BLOCK, _ATTENTION = "encoder.block.{}.layer", "encoder.block.{}.layer.0.SelfAtt
 
 
 def from_released(source: TensorSource) -> TensorSource:
-    """The tensors under transformers' names; those of other files as they are."""
+    """The tensors under transformers' names; those of other files are unchanged."""
     if _MARK not in source.stored:
         return source
     names = {renamed_by(_NAMES, name): name for name in source.stored}
@@ -35,10 +35,10 @@ def from_released(source: TensorSource) -> TensorSource:
 
 
 def config_from_tensors(tensors: TensorSource) -> dict[str, Any]:
-    """transformers' settings of the encoder with these tensors: a umT5's, whose blocks all have positions, or a T5's.
+    """transformers' settings of the encoder with these tensors: a umT5 (every block has positions) or a T5.
 
     Raises:
-        KeyError: for a tensor that every such encoder has.
+        KeyError: if a tensor of every such encoder is missing.
     """
     shapes = tensors.shapes
     vocabulary, width = shapes["shared.weight" if "shared.weight" in shapes else "encoder.embed_tokens.weight"]

@@ -34,7 +34,7 @@ from megadit.models.text_encoders.released_t5 import RELEASED_FILES, RELEASED_WO
 TextPadding = Literal["none", "zeros"]
 DevicePlacement = Literal["auto", "cpu", "8bit", "offload"]
 NETWORKS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
-"""Type of a model -> the class of `transformers` that is its encoder."""
+"""Model type -> class of its encoder in `transformers`."""
 _LAST_NORM = "encoder.final_layer_norm.weight"
 _PUBLISHED = PublishedText(
     "a T5 text encoder",
@@ -58,17 +58,18 @@ class T5TextEncoder:
     """
 
     model: str = "google-t5/t5-11b"
-    """A directory, or the name of a model on the hub that was downloaded before."""
+    """A directory, or the name of a downloaded model on the hub."""
     max_length: int = 512
-    """Tokens beyond this many are cut off, with a warning."""
+    """Maximum tokens; longer texts are truncated with a warning."""
     text_padding: TextPadding = "none"
-    """`zeros`: features are filled with zeros to `max_length`, and all of them count, for networks that were trained
-    to attend to padding (Cosmos, NeMo, DFM). An empty text has length 0 in any case."""
+    """`zeros`: features are padded with zeros to `max_length`, and all of them are attended to, for networks trained so
+    (Cosmos, NeMo, DFM). An empty text has length 0 in any case."""
     dtype: str = "bfloat16"
     """Dtype of the weights and the features."""
     placement: DevicePlacement = "auto"
-    """`auto`: on the GPU where there is one; `8bit`: there, in 8-bit integers (bitsandbytes); `offload`: as much on
-    the GPU as fits, the rest in memory (accelerate)."""
+    """`auto`: on a GPU if there is one; `8bit`: there, in 8-bit integers (bitsandbytes); `offload`: as much on the GPU
+    as
+    fits, the rest in host memory (accelerate)."""
     feature_cache: str | None = None
     """A directory in which features are kept between runs."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -103,7 +104,7 @@ class T5TextEncoder:
 
     @property
     def token_inputs(self) -> tuple[TokenInput, ...]:
-        """Tokens, and 1 where one is of the text."""
+        """Token ids, and a mask that is 1 for the text's tokens."""
         return TokenInput(self.vocabulary_size), TokenInput(2)
 
     def graph(self) -> nn.Module:
@@ -136,7 +137,7 @@ class T5TextEncoder:
 
     @torch.no_grad()
     def _compute(self, texts: Sequence[str]) -> list[TextTensors]:
-        """`features` [L, E] of each text, true lengths."""
+        """`features` [L, E] of each text, without padding."""
         if not texts:
             return []
         tokenizer, network = self._load_tokenizer(), self.load_network()
@@ -167,7 +168,7 @@ class T5TextEncoder:
         return self._loaded["tokenizer"]
 
     def to(self, device: torch.device) -> "T5TextEncoder":
-        """This encoder, whose network computes on `device` when it is loaded."""
+        """This encoder, whose network computes on `device` once it is loaded."""
         self._loaded["device"] = device
         return self
 
@@ -185,7 +186,7 @@ class T5TextEncoder:
         return self._loaded["network"]
 
     def _network_class(self) -> tuple[str, dict[str, Any]]:
-        """Name of the class of `transformers`, and its configuration where no file says it."""
+        """Name of the class in `transformers`, and its configuration if there is no file of it."""
         values = self._architecture()
         name = NETWORKS[values["model_type"]]
         if self._folders[0].is_dir():
@@ -194,7 +195,7 @@ class T5TextEncoder:
         return name, {"config": network_class.config_class(**values)}
 
     def _placing(self) -> dict[str, Any]:
-        """Arguments of `from_pretrained` for the placement of the weights."""
+        """Arguments of `from_pretrained` that place the weights."""
         if self.placement == "offload":
             require("accelerate", "placement=offload")
             return {"device_map": "auto"}
@@ -209,7 +210,7 @@ class T5TextEncoder:
     # ------------------------------------------------------------------------------------------------ on disk
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the settings, with the name of the model: its weights stay where they are."""
+        """Writes the settings, with the name of the model; its weights are not copied."""
         save_settings(self, directory, "t5")
 
     @classmethod
@@ -222,9 +223,10 @@ class T5TextEncoder:
         return load_settings(cls, directory)
 
     def fingerprint(self) -> str:
-        """Hash of all that determines the features: architecture, words, a sample of the weights, length and padding.
+        """Hash of everything that determines the features: architecture, vocabulary, a sample of the weights, length,
+        padding.
 
-        As it was saved, where the encoder was loaded: its files may not be here.
+        For a loaded encoder it is the saved one: the model's files may not be on this machine.
         """
         if "fingerprint" not in self._loaded:
             words = _PUBLISHED.vocabulary_hash(self._folders[1])
@@ -265,7 +267,7 @@ class _Graph(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Exported:
-    """Called like the class of `transformers`."""
+    """Called like the encoder class of `transformers`."""
 
     run: RunTokens
     dim: int

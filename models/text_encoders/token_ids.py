@@ -1,6 +1,6 @@
-"""Tokens themselves where features of texts are expected, for networks that learn to read.
+"""Token ids in place of text features, for networks that learn their own embeddings.
 
-Shapes: B batch, L text tokens, E = 2 digits of a token's number (`embeddings.class_digits`).
+Shapes: B batch, L text tokens, E = 2 digits of a token id (`embeddings.class_digits`).
 """
 
 import hashlib
@@ -24,23 +24,23 @@ from megadit.models.text_encoders.published import PublishedText
 
 WORDS_FILE = "tokenizer.json"
 MOST_BYTES = 1 << 25
-"""Maximum size of that file: ten times CLIP's."""
+"""Maximum bytes of that file: ten times CLIP's."""
 START, END = "<|startoftext|>", "<|endoftext|>"
 _PUBLISHED = PublishedText("CLIP's words", vocabularies=(WORDS_FILE, "vocab.json"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenIds:
-    """Texts to tokens, by the library `tokenizers`; each has a first and a last one of its own.
+    """Maps texts to token ids with the library `tokenizers`; each text has a start and an end token.
 
     Raises:
-        UserError: for words that the library cannot read, or more than can travel.
+        UserError: for a vocabulary that the library cannot read, or that is too large.
     """
 
     words: str = field(repr=False)
     """The contents of a tokenizer.json."""
     max_length: int = 77
-    """Tokens of a text; beyond this many it is cut, with a warning, and its last one is the end."""
+    """Maximum tokens of a text; longer texts are truncated with a warning, and keep the end token."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,11 +59,11 @@ class TokenIds:
 
     @property
     def num_words(self) -> int:
-        """Tokens that there are."""
+        """Vocabulary size."""
         return self._tokenizer().get_vocab_size()
 
     def tokens(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [B, L], zeros beyond their numbers, and these [B]; an empty text is its beginning and end."""
+        """Token ids int64 [B, L], padded with zeros, and lengths [B]; an empty text has a start and an end token."""
         rows = [encoding.ids for encoding in self._tokenizer().encode_batch([text.strip() for text in texts])]
         if (longest := max([1, *map(len, rows)])) > self.max_length:
             warnings.warn(f"a text of {longest} tokens is cut to its first {self.max_length}", stacklevel=3)
@@ -75,7 +75,7 @@ class TokenIds:
         return token_BL, length_B
 
     def encode(self, texts: list[str]) -> TextFeatures:
-        """Two digits of each token."""
+        """Two digits of each token id."""
         token_BL, length_B = self.tokens(texts)
         digits_BL2 = torch.stack([token_BL // CLASS_BASE, token_BL % CLASS_BASE], dim=-1)
         return TextFeatures(digits_BL2.float(), length_B)
@@ -102,7 +102,7 @@ class TokenIds:
         if "tokenizer" not in self._loaded:
             try:
                 tokenizer = _library().Tokenizer.from_str(self.words)
-            except Exception as error:  # the library has no kind of its own
+            except Exception as error:  # the library raises plain Exception
                 raise UserError(f"{WORDS_FILE} cannot be read: {str(error)[:80]}") from None
             tokenizer.no_padding()
             tokenizer.no_truncation()
@@ -111,7 +111,7 @@ class TokenIds:
 
 
 def published_words(model: str, max_length: int) -> TokenIds:
-    """The words of a published CLIP: a directory in the form of `transformers`, or the name of one on the hub.
+    """The vocabulary of a published CLIP: a directory in `transformers`' format, or a name on the hub.
 
     Raises:
         UserError: if they are missing or damaged.
@@ -123,7 +123,7 @@ def published_words(model: str, max_length: int) -> TokenIds:
 
 
 def learned_words(texts: Iterable[str], *, num_words: int, max_length: int = 77) -> TokenIds:
-    """Byte pairs that are common in these texts, at most `num_words`, in lower case; any other text has tokens too."""
+    """Byte-pair encoding trained on these texts, in lower case, with at most `num_words` tokens; encodes any text."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.normalizer = library.normalizers.Sequence([library.normalizers.NFC(), library.normalizers.Lowercase()])
@@ -141,7 +141,7 @@ def learned_words(texts: Iterable[str], *, num_words: int, max_length: int = 77)
 
 
 def _library() -> Any:
-    """`tokenizers`.
+    """Import `tokenizers`.
 
     Raises:
         UserError: if it is not installed.
@@ -153,7 +153,7 @@ def _library() -> Any:
 
 
 def _read(path: Path) -> str:
-    """The words in a file.
+    """The vocabulary in a file.
 
     Raises:
         UserError: for one that is missing, or larger than any.

@@ -1,8 +1,8 @@
 """The words of a network's training captions, kept in its bundle (`vocabulary.json`).
 
-A text encoder that learned from no text (hashed words) gives a word nobody trained with a vector like any other, and
-the network knows nothing of it: prompts can be compared with what it was told. Published encoders bring words of their
-own, and so many words that no sample would be left to say are not kept.
+With hashed words, a word that no training caption contained has a vector like any other, and the network has not
+learned it: prompts can be compared with the training vocabulary. Published encoders have their own vocabulary, and
+vocabularies that contain nearly every word are not saved.
 """
 
 import difflib
@@ -21,14 +21,14 @@ _MOST_BYTES = 4 << 20
 """Maximum bytes of all words together; their file has a few more."""
 _MOST_SAID = 8
 FAR_LONGER = 2
-"""Times the longest caption."""
+"""Ratio to the longest caption from which a prompt is far longer."""
 _SHORT = 4
-"""Words of a caption that count at least."""
+"""Minimum for the longest caption's words, for this ratio."""
 
 
 def words_of(captions: Iterable[str]) -> set[str] | None:
-    """Return all words of the captions; None if there are more than `MOST_WORDS`, or more bytes than their file may
-    have (words of a script without spaces are whole clauses)."""
+    """Return all words of the captions; None if there are more than `MOST_WORDS`, or too many bytes (in scripts without
+    spaces, words are whole clauses)."""
     found: set[str] = set()
     for caption in captions:
         found.update(split_words(caption))
@@ -42,7 +42,7 @@ def write_words(directory: Path, words: Iterable[str]) -> None:
 
 
 def read_words(directory: Path) -> frozenset[str] | None:
-    """Read the words of a bundle; None where it keeps none.
+    """Read the vocabulary of a bundle; None if it has none.
 
     Raises:
         UserError: if its file holds something else.
@@ -57,7 +57,7 @@ def read_words(directory: Path) -> frozenset[str] | None:
 
 
 def unseen_words(prompts: Iterable[str], directory: Path) -> str | None:
-    """A warning of words in prompts that no caption had in training, with the nearest that one had; else None."""
+    """A warning of words in prompts that no training caption contained, with similar ones that do occur; else None."""
     known = read_words(directory)
     if known is None:
         return None
@@ -67,19 +67,19 @@ def unseen_words(prompts: Iterable[str], directory: Path) -> str | None:
     said = [_with_nearest(word, known) for word in unseen[:_MOST_SAID]]
     more = f" and {len(unseen) - _MOST_SAID} more" if len(unseen) > _MOST_SAID else ""
     return (
-        f"no caption of the training data says {', '.join(said)}{more}: to this model that means nothing; "
+        f"no caption of the training data says {', '.join(said)}{more}: this model does not know them; "
         f"{directory / WORDS_FILE} has its words"
     )
 
 
 def far_longer(prompts: Iterable[str], longest: int | None) -> str | None:
-    """A warning of a prompt far longer than the longest caption of training, in words; else None."""
+    """A warning of a prompt far longer than the longest training caption, in words; else None."""
     most = max((len(split_words(prompt)) for prompt in prompts), default=0)
     if longest is None or most <= FAR_LONGER * max(longest, _SHORT):
         return None
     return (
-        f"a prompt has {most} words, and no caption of the training data more than {longest}: this model may not do "
-        "what the later ones say"
+        f"a prompt has {most} words, and no caption of the training data more than {longest}: this model may ignore "
+        "the later ones"
     )
 
 

@@ -1,4 +1,4 @@
-"""Videos to latents and back."""
+"""Video tokenizers: from videos to latents and back."""
 
 import os
 from collections.abc import Callable
@@ -24,11 +24,11 @@ _LOADERS: dict[str, Callable[[str | os.PathLike], VideoTokenizer]] = {
     **dict.fromkeys(KINDS, Autoencoder.load),
     "haar": HaarTokenizer.load,
 }
-"""Type of a saved tokenizer -> what loads it."""
+"""Type of a saved tokenizer -> its class."""
 
 
 def load_tokenizer(directory: str | os.PathLike) -> VideoTokenizer:
-    """The tokenizer saved in `directory`, which may also be a published one, or that of the bundle or pipeline there.
+    """The tokenizer in `directory`: a saved one, a published one, or the one of a bundle or pipeline.
 
     Raises:
         UserError: if there is none, or if this version does not know its type.

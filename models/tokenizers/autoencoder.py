@@ -1,4 +1,4 @@
-"""Published autoencoders as tokenizers: whatever the network, latents are made, scaled, tiled and saved in one way.
+"""Published autoencoders as tokenizers: encoding, scaling, tiling and saving, the same for every network.
 
 Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
 """
@@ -56,19 +56,19 @@ class Autoencoder:
 
     @property
     def streams(self) -> bool:
-        """Whether the network goes through time by itself, one latent frame after the other."""
+        """Whether the network processes one latent frame after the other by itself."""
         return self.kind.streams
 
     @property
     def _tiles(self) -> Tiles:
-        """Tiles, in space alone where the network itself streams through time."""
+        """Tiles; only in space if the network itself streams through time."""
         return replace(self.tiles, frames=2**30, context=1) if self.streams else self.tiles
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, T, H, W) of the latents of such a video.
 
         Raises:
-            UserError: for a size that cannot be encoded; names the nearest sizes that can.
+            UserError: for a size that cannot be encoded; suggests the nearest sizes.
         """
         factors = {"temporal": self.temporal_compression, "spatial": self.spatial_compression}
         return self.latent_channels, *latent_size(frames, height, width, **factors)
@@ -107,8 +107,8 @@ class Autoencoder:
         return decode_in_tiles(decode, z_BCTHW, self._tiles, self.temporal_compression, self.spatial_compression)
 
     def _on(self, device: torch.device) -> tuple[nn.Module, torch.dtype]:
-        """The network where it computes, and in which dtype it does there."""
-        if self.dtype == "auto":  # float16 overflows in some published decoders; on a CPU torch pools no bfloat16
+        """The network on a device, and its dtype there."""
+        if self.dtype == "auto":  # float16 overflows in some published decoders; on a CPU torch cannot pool bfloat16
             is_wide = device.type == "cpu" or self.network.stored == torch.float16
             dtype = torch.float32 if is_wide else auto_dtype(device, self.network.stored)
         else:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class VideoTokenizer(Protocol):
-    """Turns videos into latents and back."""
+    """Encodes videos to latents, and decodes latents."""
 
     latent_channels: int
     temporal_compression: int
     spatial_compression: int
     sigma_data: float
-    """Standard deviation of the latents, over all of them; measured where the tokenizer was fitted, else nominal."""
+    """Standard deviation of the latents overall: measured where the tokenizer was fitted, else nominal."""
     causal: bool
     """True: a latent frame depends on no later video frame, and an image is a video of one frame."""
 
@@ -24,13 +24,13 @@ class VideoTokenizer(Protocol):
         """Latents (float32 BCTHW, about zero mean and standard deviation `sigma_data`) of RGB video in [-1, 1]."""
 
     def decode(self, latents_BCTHW: Tensor) -> Tensor:
-        """RGB video (float32 BCTHW), in [-1, 1] but for errors: the caller clamps."""
+        """RGB video (float32 BCTHW), in [-1, 1] up to errors: the caller clamps."""
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, T, H, W) of the latents of such a video.
 
         Raises:
-            UserError: for a size that cannot be encoded; names the nearest sizes that can.
+            UserError: for a size that cannot be encoded; suggests the nearest sizes.
         """
 
     def frames_covering(self, frames: int) -> int:
@@ -44,4 +44,4 @@ class VideoTokenizer(Protocol):
         """The inverse of `save`."""
 
     def fingerprint(self) -> str:
-        """A short hash, equal where tokenizers give the same latents."""
+        """A short hash, equal if tokenizers produce the same latents."""

@@ -1,6 +1,6 @@
 """The network of the Cosmos image tokenizers CI8x8 and CI16x16 (arXiv 2501.03575, section 4), which diffusers lacks.
 
-Modules bear the names that the released tensors have. Shapes: B batch, C channels, H/W height, width.
+Modules have the names of the released tensors. Shapes: B batch, C channels, H/W height, width.
 """
 
 import torch
@@ -26,8 +26,9 @@ class CosmosImageNetwork(nn.Module):
         z_channels: int,
         latent_channels: int,
     ) -> None:
-        """`widths` are those of the levels, from the image inwards; the first `num_halvings` of them halve its sides,
-        each after `num_layers` blocks."""
+        """`widths` are those of the levels, from the finest; the first `num_halvings` of them halve the sides, each
+        after
+        `num_layers` blocks."""
         super().__init__()
         patch_dim = 3 * patch_size**2
         self.num_wavelets = patch_size.bit_length() - 1
@@ -37,13 +38,13 @@ class CosmosImageNetwork(nn.Module):
         self.post_quant_conv = nn.Conv2d(latent_channels, z_channels, 1)
 
     def encode(self, x_BCHW: Tensor) -> Tensor:
-        """Moments of the latents, BCHW."""
+        """Latents, BCHW."""
         for _ in range(self.num_wavelets):
             x_BCHW = to_wavelets(x_BCHW)
         return self.quant_conv(self.encoder(x_BCHW))
 
     def decode(self, z_BCHW: Tensor) -> Tensor:
-        """Pictures, BCHW."""
+        """Images, BCHW."""
         x_BCHW = self.decoder(self.post_quant_conv(z_BCHW))
         for _ in range(self.num_wavelets):
             x_BCHW = from_wavelets(x_BCHW)
@@ -111,7 +112,7 @@ class _Decoder(nn.Module):
 
 
 class _Level(nn.Module):
-    """Residual blocks, then half or twice the sides."""
+    """Residual blocks, then resampling by a factor of 2."""
 
     def __init__(self, before: int, after: int, num_layers: int, resampling: str | None) -> None:
         super().__init__()

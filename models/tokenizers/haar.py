@@ -1,4 +1,4 @@
-"""A tokenizer with nothing to download: the orthonormal 3D Haar transform, lossless or cut down by a fitted PCA.
+"""A tokenizer without downloads: the orthonormal 3D Haar transform, lossless or reduced by a fitted PCA.
 
 Shapes: B batch, c colours, C latent channels, T/H/W latent frames/height/width, t/h/w offsets within a patch,
 i/j/k Haar coefficients along time/height/width, R = 3 t h w raw coefficients of a patch.
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 _TEMPORAL_FACTORS = (1, 2, 4, 8)
 _SPATIAL_FACTORS = (1, 2, 4, 8, 16)
 _PIXEL_SIGMA = 0.5
-"""About the standard deviation of natural images in [-1, 1] (arXiv 2206.00364); an orthonormal transform keeps it."""
+"""Approximate standard deviation of natural images in [-1, 1] (arXiv 2206.00364); an orthonormal transform keeps it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class LinearBasis:
         return (z * basis.scale_C) @ basis.basis_RC.T + basis.mean_R
 
     def on(self, device: torch.device) -> "LinearBasis":
-        """The same on a device, to which it is sent once."""
+        """The same basis on a device; copied once."""
         return self if device == self.mean_R.device else _sent_basis(self, device)
 
 
@@ -58,7 +58,7 @@ def _sent_basis(basis: LinearBasis, device: torch.device) -> LinearBasis:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HaarTokenizer:
-    """Patches of the video in the Haar basis; `fit` gives one whose latents are few and normalised.
+    """Patches of the video in the Haar basis; `fit` returns one with few, normalised latent channels.
 
     Causal: the first frame is repeated to fill its temporal patch, so that an image is a video of one frame; a video
     of 1 + k * temporal_compression frames has 1 + k latent frames. Without `pca` the transform is lossless and all
@@ -71,8 +71,8 @@ class HaarTokenizer:
     temporal_compression: int = 4
     spatial_compression: int = 8
     sigma_data: float = _PIXEL_SIGMA
-    """Standard deviation of the latents: 1, made so by `fit`; without `pca` it is a statement about the videos, since
-    nothing is normalised then."""
+    """Standard deviation of the latents: 1 after `fit`; without `pca` an assumption about the videos, as nothing is
+    normalised."""
     pca: LinearBasis | None = None
     reconstruction_psnr: float | None = None
     """PSNR of the videos that the PCA was fitted to, in dB; None without PCA, which is lossless."""
@@ -99,7 +99,7 @@ class HaarTokenizer:
         """(C, T, H, W) of the latents of such a video.
 
         Raises:
-            UserError: for a size that cannot be encoded; names the nearest sizes that can.
+            UserError: for a size that cannot be encoded; suggests the nearest sizes.
         """
         factors = {"temporal": self.temporal_compression, "spatial": self.spatial_compression}
         return self.latent_channels, *latent_size(frames, height, width, **factors)
@@ -121,7 +121,8 @@ class HaarTokenizer:
         return rearrange(latents_BTHWC, "B T H W C -> B C T H W").contiguous()
 
     def decode(self, latents_BCTHW: Tensor) -> Tensor:
-        """RGB video (float32 BCTHW, not clamped): the inverse of `encode`, up to what the PCA left out."""
+        """RGB video (float32 BCTHW, not clamped): the inverse of `encode`, except for components that the PCA
+        dropped."""
         latents_BTHWC = rearrange(latents_BCTHW.float(), "B C T H W -> B T H W C")
         return self._from_coefficients(latents_BTHWC if self.pca is None else self.pca.restore(latents_BTHWC))
 
@@ -175,11 +176,12 @@ class HaarTokenizer:
     ) -> "HaarTokenizer":
         """A tokenizer that keeps the `channels` principal components of these videos (batches, RGB BCTHW in [-1, 1]).
 
-        Each component is divided by its standard deviation to the power `whitening` (0: none; 1: full, which makes
-        faint details as loud as the picture), and all together by one number, so that sigma_data is 1.
+        Each component is divided by its standard deviation to the power `whitening` (0: none; 1: full, which weights
+        faint
+        details like large structures), and all together by one number, so that sigma_data is 1.
 
         Raises:
-            UserError: if there are no videos, or if these have no components: all of one colour.
+            UserError: if there are no videos, or if they have no components (constant colour).
         """
         sizes = {"temporal_compression": temporal_compression, "spatial_compression": spatial_compression}
         return cls.fit_at_most(videos, channels, (), whitening, **sizes)[0]
@@ -270,13 +272,14 @@ def psnr(tokenizer: HaarTokenizer, videos: Iterable[Tensor]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moments:
-    """Moments of the coefficients of all patches of some videos, in float64; `first` are those of first frames, each of
-    which fills its patch with copies of itself."""
+    """Moments of the coefficients of all patches of some videos, in float64; `first` are those of first frames, which
+    fill
+    their patch with copies."""
 
     mean_R: Tensor
     covariance_RR: Tensor
     first_RR: Tensor
-    """Sum of (x - mean) (x - mean)^T over first frames alone."""
+    """Sum of (x - mean) (x - mean)^T over first frames only."""
     eigenvalues: Tensor
     """Eigenvalues of the covariance, ascending."""
     eigenvectors: Tensor
@@ -291,8 +294,9 @@ class _Moments:
     def psnr(self, channels: int) -> float:
         """Predict `psnr` after fitting `channels` channels.
 
-        The orthonormal transform keeps squared errors: a patch's error is the sum of squares of the components left
-        out; for a first frame, of their mean over the copies, which is what is seen.
+        The orthonormal transform keeps squared errors: a patch's error is the sum of squares of the dropped components;
+        for a
+        first frame, of their mean over the copies.
         """
         left_out = self.eigenvectors[:, : len(self.mean_R) - channels]
         whole_error = (left_out.T @ (self.count * self.covariance_RR - self.first_RR) @ left_out).trace()

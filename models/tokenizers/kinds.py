@@ -1,10 +1,10 @@
-"""Differences between published autoencoders: one table, one row for each kind.
+"""Differences between published autoencoders: a table with a row for each kind.
 
 | kind             | published as                                          | network                                  |
 |------------------|-------------------------------------------------------|------------------------------------------|
 | `cosmos`         | Cosmos tokenizers CV4x8x8, CV8x8x8 (arXiv 2501.03575) | diffusers' `AutoencoderKLCosmos`         |
-| `cosmos_image`   | Cosmos tokenizers CI8x8, CI16x16                      | `CosmosImageNetwork`: each frame alone   |
-| `autoencoder_kl` | Stable Diffusion's and others of images               | diffusers' `AutoencoderKL`: likewise     |
+| `cosmos_image`   | Cosmos tokenizers CI8x8, CI16x16                      | `CosmosImageNetwork`: frame by frame     |
+| `autoencoder_kl` | Stable Diffusion's and other image ones               | diffusers' `AutoencoderKL`: likewise     |
 | `wan`            | Wan 2.1's (4x8x8) and 2.2's (4x16x16), Predict2's     | diffusers' `AutoencoderKLWan`: streams   |
 
 Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
@@ -40,19 +40,20 @@ class Kind:
     decode: Callable[[nn.Module, Tensor], Tensor]
     """Latents (BCTHW) to video."""
     statistics: Callable[[Config, Tensor], tuple[Tensor, Tensor]]
-    """Mean and standard deviation of latents, in shapes that broadcast with the given ones."""
+    """Mean and standard deviation of latents, in shapes that broadcast with latents."""
     latent_channels: Callable[[Config], int] = lambda config: config["latent_channels"]
     streams: bool = False
-    """It takes one latent frame after the other by itself and remembers what the next one needs: any length in the
-    memory of a frame, with nothing approximated. A graph of fixed size it has not."""
+    """The network processes one latent frame after the other and caches what the next one needs: any length in the
+    memory of
+    a frame, without approximation. It cannot be exported as a graph of fixed size."""
 
 
 def _of_each_frame(call: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
-    """A function of images as one of videos."""
+    """Apply a function of images to each frame of a video."""
 
     def of_video(module: nn.Module, x_BCTHW: Tensor) -> Tensor:
         images = call(module, rearrange(x_BCTHW, "B C T H W -> (B T) C H W"))
-        return rearrange(images, "(B T) C H W -> B C T H W", B=x_BCTHW.shape[0])  # of len, an export makes a number
+        return rearrange(images, "(B T) C H W -> B C T H W", B=x_BCTHW.shape[0])  # len would be a constant in export
 
     return of_video
 
@@ -72,7 +73,7 @@ def _no_statistics(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
 def _statistics_of_frames(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel and latent frame, [1, C, T, 1, 1]; later frames use the last ones.
 
-    Checkpoints without (Cosmos 0.1) only scale, as NeMo and DFM did.
+    Checkpoints without statistics (Cosmos 0.1) are only scaled, as in NeMo and DFM.
     """
     if config.get("latents_mean") is None:
         return _no_statistics(config, like_BCTHW)
@@ -85,7 +86,7 @@ def _statistics_of_frames(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, T
 
 
 def _shift_and_scale(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of all latents, or of each channel, [1, C, 1, 1, 1], where a checkpoint has them."""
+    """Mean and standard deviation of all latents, or per channel, [1, C, 1, 1, 1], as far as a checkpoint has them."""
     shift, scale = config.get("shift_factor") or 0.0, config.get("scaling_factor") or 1.0
     if config.get("latents_mean") is not None and config.get("latents_std") is not None:
         mean, std = _statistics_of_channels(config, like_BCTHW)
@@ -94,7 +95,7 @@ def _shift_and_scale(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor
 
 
 def _wan_compression(config: Config, name: str, found: int) -> int:
-    """Return `found`, the compression of the layers, which the setting of this name must match."""
+    """Return `found`, the compression by the layers, after a check that the setting `name` matches it."""
     if config.get(name, found) != found:
         raise UserError(f"config.json of an AutoencoderKLWan: {name}={config[name]!r:.40}, but its layers make {found}")
     return found

@@ -24,17 +24,17 @@ from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OURS = {"CosmosImageNetwork": CosmosImageNetwork}
-"""Networks that diffusers does not have."""
+"""Networks that diffusers lacks."""
 MOST_CHANNELS = 2**16
-"""A number in a configuration that is larger is a mistake, with which nothing is built."""
+"""Maximum plausible number in a configuration; with larger ones nothing is built."""
 _STEMS = ("diffusion_pytorch_model", "model")
 _MARKS = ("decoder.conv_in.weight", "decoder.conv_in.conv_s.weight")
-"""Tensors of autoencoders, by which what stands before all names is found."""
+"""Known tensors of autoencoders, by which a prefix of all names is found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Network:
-    """An autoencoder, which follows its inputs to their device."""
+    """An autoencoder, which moves to the device of its inputs."""
 
     class_name: str
     config: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Network:
         """The network with exactly these tensors.
 
         Raises:
-            UserError: if diffusers is not installed, or the tensors are others than the network has.
+            UserError: if diffusers is not installed, or the tensors do not fit the network.
         """
         module = empty_module(class_name, config)
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -60,7 +60,7 @@ class Network:
 
     def on(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         if any((weight.device, weight.dtype) != (device, dtype) for weight in self.module.parameters()):
-            nn.Module.to(self.module, device, dtype)  # diffusers' own warns of every cast
+            nn.Module.to(self.module, device, dtype)  # diffusers' method warns of every cast
         return self.module
 
     def tensors(self) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class Network:
 
 
 def empty_module(class_name: str, config: Mapping[str, Any]) -> nn.Module:
-    """The network of these settings, without memory for its tensors.
+    """The network with these settings on the meta device.
 
     Raises:
         UserError: if diffusers is not installed, or does not know a setting.
@@ -80,11 +80,11 @@ def empty_module(class_name: str, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _check_settings(class_name: str, network_class: type, config: Mapping[str, Any]) -> None:
-    """Raises UserError for values of other kinds than the network's settings are, by name."""
+    """Raises UserError for values of other types than those of the network's settings, by name."""
     kinds, parameters = get_type_hints(network_class.__init__), signature(network_class.__init__).parameters
     for name, value in _settings(config).items():
         if name in kinds and value != parameters[name].default and not _is_of(kinds[name], value):
-            raise UserError(f"config.json of an {class_name}: {name}={value!r:.60} is none that it can have")
+            raise UserError(f"config.json of an {class_name}: {name}={value!r:.60} is not a valid value")
 
 
 def _is_of(kind: Any, value: Any) -> bool:
@@ -114,7 +114,7 @@ def _class_of_diffusers(class_name: str) -> tuple[str, type[nn.Module]]:
 
 
 def complete_config(class_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, those included that a checkpoint leaves to diffusers' defaults."""
+    """The settings, completed by diffusers' defaults."""
     return _settings(config if class_name in OURS else empty_module(class_name, config).config)
 
 
@@ -123,7 +123,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_constants(class_name: str, module: nn.Module) -> None:
-    """Gives constants that are no tensors of the checkpoint (wavelets) their values: they were made without memory."""
+    """Compute constants that are not in the checkpoint (wavelets): the network was built without memory."""
     if class_name != "AutoencoderKLCosmos":
         return
     from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
@@ -136,7 +136,7 @@ def _make_constants(class_name: str, module: nn.Module) -> None:
 
 
 def read_diffusers(directory: Path, known: Collection[str]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """(class, settings, tensors) of a network in the form of diffusers.
+    """(class, settings, tensors) of a network in diffusers' format.
 
     Raises:
         UserError: if it is none of the `known` classes, or files are missing.
@@ -165,12 +165,12 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     check_header(path)
     try:
         return load_file(path)
-    except Exception as error:  # safetensors raises its own for a damaged file, OSError for an unreadable one
+    except Exception as error:  # safetensors' own error if damaged, OSError if unreadable
         raise UserError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def fingerprint(settings: Mapping[str, Any], network: Network) -> str:
-    """Hash of the settings and the network's tensors, as they were saved."""
+    """Hash of the settings and the network's tensors, with their saved values."""
     digest = hashlib.blake2b(json.dumps(dict(settings), sort_keys=True).encode(), digest_size=8)
     for name, tensor in sorted(network.tensors().items()):
         digest.update(f"\n{name} {tuple(tensor.shape)}\n".encode())

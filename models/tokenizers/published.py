@@ -1,4 +1,4 @@
-"""Published tokenizers as they were downloaded: diffusers' directories, the released `.jit` files, names of a hub."""
+"""Loads published tokenizers as downloaded: diffusers' directories, released `.jit` files, names on a hub."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> 
     """Load a tokenizer from a directory of diffusers, a released `autoencoder.jit` or its directory, a file of Wan's
     VAE, or a model in the hub's cache.
 
-    Nothing of a `.jit` is executed. `compression` (as in 4x8x8) is only needed where nothing else tells it.
+    No code in a `.jit` is executed. `compression` (as in 4x8x8) is only needed where nothing else determines it.
 
     Raises:
         UserError: if it is none of these, or another network.
@@ -49,7 +49,7 @@ def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> 
         class_name, config, tensors = read_released(path, compression)
     kind = KIND_OF_CLASS[class_name]
     complete = networks.complete_config(class_name, config)
-    kind.temporal_compression(complete), kind.spatial_compression(complete)  # which refuse what contradicts the layers
+    kind.temporal_compression(complete), kind.spatial_compression(complete)  # raise if settings contradict the layers
     network = Network.build(class_name, complete, tensors, f"the tensors of {path}")
     autoencoder = Autoencoder(kind=kind, network=network, sigma_data=kind.sigma_data)
     _check_computes(copy.deepcopy(autoencoder), path)  # computing casts the weights
@@ -57,7 +57,7 @@ def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> 
 
 
 def _check_computes(autoencoder: Autoencoder, path: Path) -> None:
-    """Raises UserError where settings that only computing asks for, such as statistics of channels, do not fit."""
+    """Raises UserError for settings that are only used in computing, such as channel statistics, and do not fit."""
     side = 2 * autoencoder.spatial_compression
     settings = "settings of its config.json"
     with library_errors(lambda reason: f"{path}: the network does not compute with the {settings} ({reason})"):

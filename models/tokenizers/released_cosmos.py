@@ -1,4 +1,4 @@
-"""The released Cosmos tokenizers, as settings and tensors of `AutoencoderKLCosmos` or, of images, of our network."""
+"""The released Cosmos tokenizers, as settings and tensors of `AutoencoderKLCosmos` or, for images, of our network."""
 
 import math
 import re
@@ -31,7 +31,7 @@ _NAMES = (
 _CONSTANTS = re.compile(r"(wavelets|_arange|patch_size_buffer)$")
 _UP = re.compile(r"^decoder\.up_blocks\.(\d+)\.")
 _RESAMPLER = re.compile(r"samplers\.0\.conv[12]\.")
-"""Convolutions along space (1) and time (2), of which a released network keeps some that it does not use."""
+"""Convolutions along space (1) and time (2); released networks contain some that they do not use."""
 
 
 def diffusers_names(names: Iterable[str]) -> dict[str, str]:
@@ -47,7 +47,8 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def read_released(path: Path, compression: str = "") -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """(class, settings, tensors) of a released tokenizer: `autoencoder.jit`, a directory that holds it, or its halves.
+    """(class, settings, tensors) of a released tokenizer: `autoencoder.jit`, a directory with it, or encoder and
+    decoder.
 
     Raises:
         UserError: if there is none, or its compression is unknown.
@@ -58,7 +59,7 @@ def read_released(path: Path, compression: str = "") -> tuple[str, dict[str, Any
         files = passes if all(half.is_file() for half in passes) else files
     sources = [read_archive(file) for file in files]
     shapes = {name: tensor.shape for source in sources for name, tensor in source.stored.items()}
-    if "encoder.conv_in.weight" in shapes:  # of images: convolutions without a part of their own for time
+    if "encoder.conv_in.weight" in shapes:  # for images: convolutions without separate temporal ones
         tensors = {n: source.read(n).float() for source in sources for n in source.stored if not _CONSTANTS.search(n)}
         return "CosmosImageNetwork", _image_settings(shapes, path), tensors
     names = diffusers_names(shapes)
@@ -117,14 +118,17 @@ def _settings(shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, An
 
 
 def _levels(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> list[int]:
-    """Channels that each level puts out."""
+    """Output channels of each level."""
     pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.resnets\.0\.conv1\.conv_s\.weight")
     found = {int(match[1]): shapes[name][0] for name in shapes if (match := pattern.fullmatch(name))}
     return [found[level] for level in sorted(found)]
 
 
 def _compression(names: Iterable[str], config: dict[str, Any], description: str, path: Path) -> dict[str, int]:
-    """Find the compression whose network has all its tensors here and leaves the fewest over; `told` overrides it."""
+    """Find the compression whose network has all its tensors here and leaves the fewest over.
+
+    A compression in `description` overrides it.
+    """
     names = set(names)
     fits = []
     for temporal in (4, 8, 16):

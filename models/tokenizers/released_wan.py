@@ -1,5 +1,5 @@
-"""Wan's autoencoders as their first publications (`Wan2.1_VAE.pth`, `Wan2.2_VAE.pth`) and ComfyUI
-(`wan_2.1_vae.safetensors`, `wan2.2_vae.safetensors`) have them: one file each, whose tensors say their sizes."""
+"""Wan's autoencoders in their original releases (`Wan2.1_VAE.pth`, `Wan2.2_VAE.pth`) and ComfyUI's
+(`wan_2.1_vae.safetensors`, `wan2.2_vae.safetensors`): one file each, whose tensors determine their sizes."""
 
 import math
 from pathlib import Path
@@ -30,7 +30,7 @@ _STD = (
     0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600,
     0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
 )  # fmt: skip
-"""Mean and deviation of Wan 2.2's latents, which its file does not hold."""
+"""Mean and standard deviation of Wan 2.2's latents, which its file lacks."""
 _NAMES = (
     (r"^conv1\.", "quant_conv."),
     (r"^conv2\.", "post_quant_conv."),
@@ -52,15 +52,15 @@ _NAMES = (
 
 
 def is_wan_file(path: Path) -> bool:
-    """Whether such an autoencoder is in the file `path`, which is called a VAE."""
+    """Whether the file `path` has the name of such a VAE."""
     return "vae" in path.name.lower() and path.suffix in SUFFIXES and path.is_file()
 
 
 def read_wan(file: Path) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """(class of diffusers, settings, tensors under its names) of the autoencoder in a file.
+    """(class in diffusers, settings, tensors with diffusers' names) of the autoencoder in a file.
 
     Raises:
-        UserError: if it is another, or diffusers is not installed.
+        UserError: if it is another network, or diffusers is not installed.
     """
     source = unwrapped(open_tensor_file(file), [_MARK])
     if missing := [name for name in _NEEDED if name not in source.stored]:

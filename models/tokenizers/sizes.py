@@ -9,7 +9,7 @@ def latent_size(frames: int, height: int, width: int, *, temporal: int, spatial:
     """(T, H, W) of the latents of such a video; `temporal` and `spatial` are the compression factors.
 
     Raises:
-        UserError: for a size that cannot be encoded; names the nearest sizes that can.
+        UserError: for a size that cannot be encoded; suggests the nearest sizes.
     """
     if frames < 1 or (frames - 1) % temporal:
         rule = f"take 1 + a multiple of {temporal}, {nearest_multiples(frames, temporal, plus=1)}"

@@ -1,8 +1,8 @@
-"""Encoding and decoding in pieces, so that memory does not grow with the video.
+"""Tiled encoding and decoding, whose memory does not grow with the video.
 
-In time, a piece begins `context` latent frames early, and what these give is thrown away; in space, neighbouring tiles
-overlap and are blended. Exact for a tokenizer that looks at one patch at a time (Haar); for a network that normalises
-over a frame or attends in it, it is an approximation: `tiling_error` says how good.
+In time, a chunk begins `context` latent frames early, and their output is discarded; in space, neighbouring tiles
+overlap and are blended. This is exact for a tokenizer of independent patches (Haar), and an approximation for networks
+with normalisation or attention over a frame: `tiling_error` measures it.
 
 Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
 """
@@ -23,10 +23,10 @@ Transform = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Sizes of the pieces, in latent pixels and latent frames.
+    """Sizes of the tiles and chunks, in latent pixels and latent frames.
 
     Raises:
-        UserError: for sizes that leave nothing beside overlap and context.
+        UserError: for an overlap or context that leaves no room.
     """
 
     side: int = 64
@@ -34,9 +34,9 @@ class Tiles:
     overlap: int = 16
     """Overlap of neighbouring tiles."""
     frames: int = 16
-    """Latent frames in a piece, context included."""
+    """Latent frames in a chunk, context included."""
     context: int = 4
-    """Latent frames before a piece that are decoded and discarded, as its past; at least 1."""
+    """Latent frames before a chunk that are decoded as its past and discarded; at least 1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < self.side:
@@ -46,7 +46,7 @@ class Tiles:
 
 
 def encode_in_tiles(encode: Transform, video_BCTHW: Tensor, tiles: Tiles, temporal: int, spatial: int) -> Tensor:
-    """Latents BCTHW: encode(video) piece by piece; `temporal` and `spatial` are the compression factors."""
+    """Latents BCTHW: encode(video) by tiles; `temporal` and `spatial` are the compression factors."""
     num_latents = 1 + (video_BCTHW.shape[2] - 1) // temporal
     chunks = []
     for first, last, skip in _tiles(num_latents, tiles):
@@ -57,17 +57,17 @@ def encode_in_tiles(encode: Transform, video_BCTHW: Tensor, tiles: Tiles, tempor
 
 
 def decode_in_tiles(decode: Transform, latents_BCTHW: Tensor, tiles: Tiles, temporal: int, spatial: int) -> Tensor:
-    """Video BCTHW: decode(latents) piece by piece."""
+    """Video BCTHW: decode(latents) by tiles."""
     chunks = []
     for first, last, skip in _tiles(latents_BCTHW.shape[2], tiles):
         chunk = _in_space(decode, latents_BCTHW[:, :, first:last], tiles, spatial, 1)
-        # of the skipped latents the first gives one frame, the others `temporal` each
+        # the first of the skipped latents decodes to one frame, the others to `temporal` each
         chunks.append(chunk[:, :, 1 + (skip - 1) * temporal if skip else 0 :])
     return torch.cat(chunks, dim=2)
 
 
 def _tiles(num_latents: int, tiles: Tiles) -> Iterator[tuple[int, int, int]]:
-    """(first, last, skip): latents first..last-1 are computed together, and the first `skip` thrown away."""
+    """(first, last, skip): latents first..last-1 are computed together, and the first `skip` discarded."""
     yield 0, min(tiles.frames, num_latents), 0
     done = tiles.frames
     while done < num_latents:
@@ -101,7 +101,7 @@ def _in_space(transform: Transform, x_BCTHW: Tensor, tiles: Tiles, scale: float,
 
 
 def _starts(size: int, side: int, overlap: int) -> list[int]:
-    """Starts of tiles along an axis; the last tile ends with the picture, and may overlap more."""
+    """Starts of tiles along an axis; the last tile ends with the frame, and may overlap more."""
     if size <= side:
         return [0]
     step = side - overlap
@@ -109,7 +109,7 @@ def _starts(size: int, side: int, overlap: int) -> list[int]:
 
 
 def _weight(tile: Tensor, ramp: int, above: bool, left: bool, below: bool, right: bool) -> Tensor:
-    """Falls towards each edge that has a neighbour: [H, W] in (0, 1]."""
+    """Blending weight, which falls towards each edge with a neighbour: [H, W] in (0, 1]."""
 
     def along(length: int, before: bool, after: bool) -> Tensor:
         weight = torch.ones(length, device=tile.device, dtype=tile.dtype)
@@ -124,7 +124,7 @@ def _weight(tile: Tensor, ramp: int, above: bool, left: bool, below: bool, right
 
 
 def reconstruct(tokenizer: VideoTokenizer, video_BCTHW: Tensor) -> Tensor:
-    """decode(encode(video)), BCTHW of any size: edges are repeated to a size that can be encoded, and cut off again."""
+    """decode(encode(video)), BCTHW of any size: edges are repeated to a size that can be encoded, and cropped again."""
     frames, height, width = video_BCTHW.shape[2:]
     side = tokenizer.spatial_compression
     missing = (
@@ -139,13 +139,13 @@ def reconstruct(tokenizer: VideoTokenizer, video_BCTHW: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class TilingError:
     psnr: float
-    """PSNR of the tiled video against the whole one, in dB, for values in [-1, 1]."""
+    """PSNR of the tiled against the untiled video, in dB, for values in [-1, 1]."""
     seams: float
-    """Mean step across the edges of tiles over the mean step elsewhere, both of the difference; 1 shows no seam."""
+    """Seam ratio: mean step of the difference across tile edges, over its mean step elsewhere; 1 means no seam."""
 
 
 def tiling_error(whole_BCTHW: Tensor, tiled_BCTHW: Tensor, tiles: Tiles, spatial: int) -> TilingError:
-    """How a video decoded in tiles differs from the same decoded at once."""
+    """Difference between a video decoded in tiles and the same decoded at once."""
     difference = tiled_BCTHW.double() - whole_BCTHW.double()
     mean_square = difference.square().mean().item()
     steps_W = difference.diff(dim=-1).abs().mean(dim=(0, 1, 2, 3))

@@ -389,7 +389,7 @@ def test_words_that_training_never_said_are_warned_of(run, tmp_path, bundle_dir)
     write_words(tmp_path / "told", ["a", "red", "seven"])
     code, _, stderr = run("--prompt", "A red seven", "a red zeppelin", "--num_steps", "1", checkpoint="told")
     assert code == 0 and stderr.count("warning:") == 1
-    assert "warning: no caption of the training data says 'zeppelin': to this model that means nothing" in stderr
+    assert "warning: no caption of the training data says 'zeppelin': this model does not know them" in stderr
     assert "warning:" not in run("--prompt", "A red seven", "--num_steps", "1", checkpoint="told")[2]
     manifest = tmp_path / "told" / "megadit.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"training": {"longest_caption": 3}}))
