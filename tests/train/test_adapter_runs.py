@@ -113,7 +113,7 @@ def test_another_base_is_refused(base, finished, run_ranks, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     other = write(tmp_path / "other", 1)
     (told,) = run_ranks(1, *COMMAND, f"checkpoint.init_from={other}", f"train.output_dir={tmp_path / 'run'}", code=2)
-    assert f"of checkpoint.init_from={other}; " in told and "give the base it began with" in told
+    assert f"of checkpoint.init_from={other}; " in told and "give the base it started with" in told
     assert "Traceback" not in told
 
 

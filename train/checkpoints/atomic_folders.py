@@ -1,4 +1,4 @@
-"""Folders that are whole or absent, and on the disk, whenever a run is killed."""
+"""Atomic folders: complete and synced to disk, or absent, whenever a run is killed."""
 
 import errno
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 from megadit.train.checkpoints.writer import sync
 
 UNFINISHED = ".unfinished"
-"""Suffix of a checkpoint that is being written or deleted; a run that starts removes such leftovers."""
+"""Suffix of a checkpoint that is being written or deleted; a starting run removes leftovers."""
 
 
 def unfinished_name(path: Path) -> Path:
@@ -16,23 +16,23 @@ def unfinished_name(path: Path) -> Path:
 
 
 def publish(unfinished: Path, path: Path) -> None:
-    """Gives a finished directory its name, once its contents are on the disk."""
+    """Rename a finished directory to its final name, once its contents are synced to disk."""
     for file in unfinished.rglob("*"):
         sync(file)
     sync(unfinished)
-    if path.exists():  # saved at this step before, by a run that was continued from an older checkpoint
+    if path.exists():  # saved at this step before: the run was continued from an older checkpoint
         shutil.rmtree(path)
     unfinished.rename(path)
     sync(path.parent)
 
 
 def delete(folder: Path) -> None:
-    """Whole or gone, also if killed here."""
+    """Delete a folder; if killed here, it is still complete or no longer has its name."""
     shutil.rmtree(folder.rename(unfinished_name(folder)), ignore_errors=True)
 
 
 def reason_of(error: Exception, folder: Path) -> str:
-    """Describe why reading or writing failed, by the cause in a chain of exceptions."""
+    """Describe why reading or writing failed: the cause in a chain of exceptions."""
     causes = [error, *getattr(error, "failures", {}).values()]
     while causes:
         cause = causes.pop(0)
@@ -40,6 +40,6 @@ def reason_of(error: Exception, folder: Path) -> str:
         if isinstance(cause, OSError):
             return "the disk is full" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else str(cause.strerror or cause)
         causes += [nested for nested in (cause.__cause__, cause.__context__) if nested is not None]
-    if shutil.disk_usage(folder).free < 2**20:  # torch's writer only knows that its file is shorter than it should be
+    if shutil.disk_usage(folder).free < 2**20:  # torch's writer only notes that its file is too short
         return "the disk is full"
     return str(error).strip().splitlines()[-1]

@@ -1,14 +1,14 @@
-"""Checkpoints of a run: complete or absent, found again by themselves, and exact.
+"""Checkpoints of a run: written atomically, found automatically, and resumed exactly.
 
     checkpoints/iter_0000100/
-        state.json      where the run stood (`RunState`) and what wrote it
+        state.json      progress of the run (`RunState`) and the versions that wrote it
         config.yaml     the resolved configuration
-        loaders/        where each data-parallel rank's reader stood, as JSON
-        tensors/        weights, averages, optimizer state (see models.megatron.checkpoint)
+        loaders/        state of each data-parallel rank's reader, as JSON
+        tensors/        weights, EMA weights, optimizer state (see models.megatron.checkpoint)
         SHA256SUMS      the checksum of every file (see models.megatron.integrity)
 
-A directory bears its final name only when everything is in it and on the disk: a run may be killed at any moment. One
-that is no longer what was written is named, and passed over for the one before it.
+A directory gets its final name only when all its contents are synced to disk: a run may be killed at any moment. A
+damaged checkpoint is reported, and the one before it is used.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ LOADERS = "loaders"
 
 @dataclass(slots=True)
 class RunState:
-    """Progress of a run, saved beside its tensors."""
+    """Progress of a run, saved with its tensors."""
 
     iteration: int = 0
     """Optimizer steps done."""
@@ -64,30 +64,30 @@ class RunState:
     consumed_tokens: int = 0
     """Video tokens of samples, padding excluded."""
     refused_samples: dict[str, int] = field(default_factory=dict)
-    """Samples rejected by the readers so far, by reason."""
+    """Number of samples that readers have rejected so far, by reason."""
     metrics_bytes: int = 0
-    """Length of metrics.jsonl."""
+    """Length of metrics.jsonl in bytes."""
     validation: dict[str, Any] = field(default_factory=dict)
-    """The newest validation: its step, and the loss of each average ("none" for the weights themselves)."""
+    """Newest validation: its step, and the loss of each EMA profile ("none": the weights without EMA)."""
     lowest: dict[str, float] = field(default_factory=dict)
     """`step` and mean `loss` of the best validation and the number of later ones, `since`, for `validation.patience`.
     """
     untold: dict[str, Any] | None = None
-    """Values of the last step that metrics.jsonl still lacks: its validation was postponed by a request to stop."""
+    """Values of the last step that metrics.jsonl still lacks: a request to stop postponed its validation."""
     skipped_steps: int = 0
-    """Steps whose update was left out."""
+    """Number of steps whose update was skipped."""
     recent_losses: list[float] = field(default_factory=list)
-    """Losses of the last steps, against which spikes are detected."""
+    """Losses of the last steps, for spike detection."""
     expert_counts: list[list[int]] = field(default_factory=list)
-    """Tokens of each expert of each layer in the last step, which the next one balances."""
+    """Tokens of each expert of each layer in the last step, for load balancing."""
     loss_scaler: dict[str, float] | None = None
-    """Loss scale of fp16, and the steps since its last change."""
+    """State of the fp16 loss scaler: scale, and steps since its last change."""
     num_threads: int = 0
-    """Threads of a rank on a CPU, as measured (`train/engine/threads.py`); 0: not yet."""
+    """CPU threads of a rank as chosen (`train/engine/threads.py`); 0: not yet."""
 
 
 MAX_READER_BYTES = 1 << 28
-"""Maximum size of one reader's state: its buffers hold the keys of many thousand samples."""
+"""Maximum size of one reader's state, whose buffers may hold the keys of many thousand samples."""
 
 
 class SavedReaders:
@@ -116,9 +116,8 @@ class CheckpointStore:
         teacher: str | None = None,
         fence: Fence = lambda: None,
     ) -> None:
-        """`base` and `teacher` are the fingerprints of an adapter's base and of a student's teacher.
-
-        `fence` ends this process if the folder is another's by now.
+        """`base`, `teacher`: fingerprints of an adapter's base and of a student's teacher. `fence` ends this process if
+        another one has locked the folder meanwhile.
         """
         self._fence = fence
         self.root = Path(config.train.output_dir) / "checkpoints"
@@ -129,7 +128,7 @@ class CheckpointStore:
         self._copy = None
         self._pending: tuple[Path, BackgroundWrite] | None = None
         self._saved: str | None = None
-        """A checkpoint that stays however old it is."""
+        """Name of a checkpoint that is never deleted."""
         if groups.is_first:
             self._copy = SecondCopy.at(config.checkpoint.copy_to)
             self.root.mkdir(parents=True, exist_ok=True)
@@ -138,9 +137,9 @@ class CheckpointStore:
         dist.barrier()
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is as it was written: of this run, of its second copy, or of `checkpoint.load`.
+        """The newest intact checkpoint: of this run, of its second copy, or of `checkpoint.load`.
 
-        Damaged ones are named on the way.
+        Damaged ones are reported.
 
         Raises:
             UserError: if all of them are damaged, or `checkpoint.load` is another run without a checkpoint.
@@ -155,16 +154,16 @@ class CheckpointStore:
                 if self._groups.is_first:
                     print(f"{problem}; looking for the one before it", flush=True)
         if damaged:
-            raise UserError(f"no checkpoint in {self.root} is complete; to start anew, choose another train.output_dir")
+            raise UserError(f"no checkpoint in {self.root} is intact; to start anew, choose another train.output_dir")
         return None
 
     def save(self, state: RunState, tensors: TrainedTensors, loader_state: Any) -> None:
-        """Writes a checkpoint; with `checkpoint.async_save` the files follow while training goes on (see `poll`).
+        """Write a checkpoint, with `checkpoint.async_save` in the background (see `poll`).
 
-        `loader_state` is that of this data-parallel rank's reader, None on ranks that do not read.
+        `loader_state`: state of this data-parallel rank's reader, None on ranks without one.
 
         Raises:
-            UserError: if the disk is full or fails; what was there before stays.
+            UserError: if the disk is full or fails; earlier checkpoints remain.
         """
         self.finish()
         path = self.root / checkpoint_name(state.iteration)
@@ -176,7 +175,7 @@ class CheckpointStore:
             self.finish()
 
     def poll(self) -> None:
-        """Completes the checkpoint that is being written, once all ranks have written their files.
+        """Complete the checkpoint that is being written, once all ranks have written their files.
 
         Raises:
             UserError: see `save`.
@@ -189,9 +188,9 @@ class CheckpointStore:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written, and deletes those beyond `checkpoint.keep_last`.
+        """Wait for the checkpoint that is being written, and delete those beyond `checkpoint.keep_last`.
 
-        It gets its name when everything is on the disk: a run killed before continues from the one before.
+        It gets its name when everything is synced to disk; a run killed before resumes from the previous checkpoint.
 
         Raises:
             UserError: see `save`.
@@ -211,23 +210,23 @@ class CheckpointStore:
         if self._groups.is_first:
             print(f"checkpoint: {path}", flush=True)
             if self._copy is not None:
-                self._copy.finish()  # the one before is still being read
+                self._copy.finish()  # it may still read the previous checkpoint
             _delete_old(path, self._config.checkpoint.keep_last, self._saved)
             if self._copy is not None:
                 self._copy.start(path, keep_last=self._config.checkpoint.keep_last, preserved=self._saved)
         dist.barrier()
 
     def close(self) -> None:
-        """Waits for the last checkpoint and its second copy."""
+        """Wait for the last checkpoint and its second copy."""
         self.finish()
         if self._copy is not None:
             self._copy.finish()
 
     def load(self, path: Path, tensors: TrainedTensors) -> tuple[RunState, SavedReaders]:
-        """Restores the tensors of a checkpoint that `latest` found; gives the state of the run and of all readers.
+        """Restore the tensors of a checkpoint that `latest` found; return the state of the run and of all readers.
 
         Raises:
-            UserError: if the checkpoint was written by a newer version, or under settings that cannot be continued.
+            UserError: if the checkpoint was written by a newer version, or with settings that cannot be changed.
         """
         description = read_state(path)
         try:
@@ -244,7 +243,7 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------- finding
 
     def _agree_on(self, candidates) -> Iterator[Path]:
-        """Yield on all ranks the candidates that the first rank finds, one by one (the next may have to be fetched)."""
+        """Broadcast the candidates that the first rank finds, one by one (the next may have to be fetched)."""
         iterator = candidates() if self._groups.is_first else None
         while True:
             found = [_next_or_error(iterator) if self._groups.is_first else None]
@@ -274,7 +273,7 @@ class CheckpointStore:
         yield from reversed(found)
 
     def _problem(self, path: Path) -> str | None:
-        """Return a checkpoint's fault, or None, on all ranks, which share the reading."""
+        """Return what is wrong with a checkpoint, or None, on all ranks, among which the reading is divided."""
         found = self._checksums(path)
         problem = [None]
         if self._groups.is_first:
@@ -286,10 +285,8 @@ class CheckpointStore:
         return problem[0]
 
     def _checksums(self, path: Path, *, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-        """Checksums of all files, each computed by one rank; a file that cannot be read has none.
-
-        `known` are those of files that this rank has just written.
-        """
+        """Checksums of all files, each computed by one rank; unreadable files have none. `known`: checksums of files
+        that this rank has just written."""
         found = self._everyones(known)
         names = [[name for name in file_names(path) if name not in found] if self._groups.is_first else None]
         dist.broadcast_object_list(names, src=0)
@@ -322,7 +319,7 @@ class CheckpointStore:
 
     @contextmanager
     def _all_or_nothing(self, unfinished: Path) -> Iterator[None]:
-        """If writing fails on any rank it has failed on all, and nothing of it is left."""
+        """Within the block, a failure to write on any rank is a failure on all, and deletes the unfinished folder."""
         problem = None
         try:
             yield
@@ -338,7 +335,7 @@ class CheckpointStore:
         raise UserError(
             f"{unfinished.name.removesuffix(UNFINISHED)} could not be written to {self.root} "
             f"({next(filter(None, problems))}); {f'{kept[0].name} is kept' if kept else 'there is none yet'}. "
-            f"Make room ({_space_left(self.root, kept)}) and run the same command to continue"
+            f"Free some space ({_space_left(self.root, kept)}) and run the same command to continue"
         )
 
     # ------------------------------------------------------------------------------------------------ describing
@@ -364,12 +361,12 @@ class CheckpointStore:
         if (base := description.get("base")) != self._base:
             raise UserError(
                 f"{path} has an adapter of a base with the fingerprint {base}, not {self._base} of "
-                f"checkpoint.init_from={self._config.starting_weights}; give the base it began with"
+                f"checkpoint.init_from={self._config.starting_weights}; give the base it started with"
             )
         if (teacher := description.get("teacher")) != self._teacher:
             raise UserError(
                 f"{path} has a student of a teacher with the fingerprint {teacher}, not {self._teacher} of "
-                f"{self._config.train.distill.teacher}; give the teacher it began with"
+                f"{self._config.train.distill.teacher}; give the teacher it started with"
             )
 
 
@@ -391,7 +388,7 @@ def _delete_old(written: Path, keep_last: int, preserved: str | None = None) -> 
 
 
 def _space_left(root: Path, kept: Sequence[Path]) -> str:
-    """How much the disk has left, and how much a checkpoint takes."""
+    """Describe the free space of the disk and the size of a checkpoint."""
     left = f"{memory_in_words(shutil.disk_usage(root).free)} are left"
     sizes = [sum(file.stat().st_size for file in each.rglob("*") if file.is_file()) for each in kept]
     return f"{left}, and a checkpoint takes {memory_in_words(sizes[0])}" if sizes else left

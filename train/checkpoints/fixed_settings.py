@@ -1,4 +1,4 @@
-"""The settings that a run keeps from its first step to its last, compared before anything of it is changed."""
+"""Settings that cannot change when a run is resumed, and their check."""
 
 import json
 from pathlib import Path
@@ -10,15 +10,15 @@ from megadit.train.config.load import to_plain_values
 from megadit.train.config.schema import RunConfig
 
 FIXED_SETTINGS = (
-    *("model", "optimizer.optimizer", "diffusion.learned_uncertainty", "ema.sigma_rels"),  # which tensors there are
-    *("train.adapter", "train.distill"),  # which of them are trained, and to which end
-    *("train.seed", "data.mock"),  # which noise a sample gets, and which samples there are
+    *("model", "optimizer.optimizer", "diffusion.learned_uncertainty", "ema.sigma_rels"),  # which tensors exist
+    *("train.adapter", "train.distill"),  # which of them are trained, and with which objective
+    *("train.seed", "data.mock"),  # noise of a sample, and the samples
 )
-"""Settings that a resumed run cannot change; the reader adds those that decide the order of samples."""
+"""Settings that a resumed run cannot change; the reader adds those that determine the order of samples."""
 
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
-    """The values of `FIXED_SETTINGS` by their dotted names; those of a whole section one by one."""
+    """Values of `FIXED_SETTINGS` by their dotted names; sections are expanded to their keys."""
     values, kept = to_plain_values(config), {}
     for name in FIXED_SETTINGS:
         section, _, field_name = name.partition(".")
@@ -26,11 +26,11 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
             kept[name] = values[section][field_name]
         else:
             kept |= {f"{section}.{key}": value for key, value in values[section].items()}
-    return json.loads(json.dumps(kept))  # as they are read back
+    return json.loads(json.dumps(kept))  # as JSON reads them back
 
 
 def check_fixed(config: RunConfig, path: Path, settings: dict[str, Any]) -> None:
-    """Raises UserError if the checkpoint at `path`, written under `settings`, cannot be continued under `config`."""
+    """Raises UserError if the checkpoint at `path`, written with `settings`, cannot be resumed with `config`."""
     now = fixed_settings(config)
     for name, before in settings.items():
         if _differ(before, now.get(name)):
@@ -41,12 +41,12 @@ def check_fixed(config: RunConfig, path: Path, settings: dict[str, Any]) -> None
 
 
 def check_continues(config: RunConfig) -> None:
-    """Raises UserError if the newest readable checkpoint that a run would go on with forbids its settings."""
+    """Raises UserError if the newest readable checkpoint of a run cannot be resumed with its settings."""
     places = [config.train.output_dir, config.checkpoint.load]
     for path in (path for place in places if place for path in reversed(named_checkpoints(Path(place, "checkpoints")))):
         try:
             settings = read_state(path).get("settings")
-        except UserError:  # damaged: the run names it, and takes the one before it
+        except UserError:  # damaged: the run reports it, and uses the one before
             continue
         if isinstance(settings, dict):
             check_fixed(config, path, settings)
@@ -54,7 +54,7 @@ def check_continues(config: RunConfig) -> None:
 
 
 def _differ(before: Any, now: Any) -> bool:
-    """Whether a value of `fixed_settings` is another one; what a section has today and had not then is none."""
+    """Whether a value of `fixed_settings` has changed; keys that a section did not have then are ignored."""
     if isinstance(before, dict) and isinstance(now, dict):
         return any(now.get(name) != value for name, value in before.items())
     return before != now

@@ -1,4 +1,4 @@
-"""Networks that a run begins with or learns from: bundles, checkpoints, folders of runs."""
+"""Initial weights and teachers of a run, read from bundles, checkpoints or folders of runs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,34 +25,34 @@ from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
 
 Weights = Callable[[str], Tensor]
-"""Gives a whole tensor of the network by its name."""
+"""Function from a name to a whole tensor of the network."""
 UNTRAINED = (
     "it is not trained here, where packs and parallel layouts are those of transformers; train a DiT on images "
     "instead: megadit train --recipe image_xl_256"
 )
 """Remedy for weights of another kind of network."""
 MAY_CHANGE = ("conditioning_sigma", "parameterization")
-"""Settings of a network that no tensor depends on: it can go on with others."""
+"""Settings of a network on which no tensor depends: a run may change them."""
 MAY_CHANGE_OF_POSITIONS = ("rope_scale", "rope_interpolation")
-"""Further settings that no tensor depends on, for another size; but an adapter needs those of its base."""
+"""Further such settings, for another resolution; but an adapter must have those of its base."""
 MAY_COME = ("guidance_embedding_range",)
 """Settings that a network may gain or change, but not lose; an adapter's base may not gain them either."""
 MAY_CHANGE_OF_CLASSIFIER = ("learned_positions", "num_classes")
-"""Settings that may change in a classifier: its positions are resized, and a new head learns other classes."""
+"""Settings that may change in a classifier: positions are resized, and other classes get a new head."""
 
 
 @dataclass(frozen=True, eq=False)
 class InitialWeights:
-    """A network that a run begins with, or learns from."""
+    """A network with which a run starts, or from which it learns."""
 
     config: DiTConfig
     read: Weights
     adapter: Mapping[str, Tensor] | None = None
-    """The state of an adapter beside these weights (`models/lora/adapters.py`)."""
+    """State of an adapter on these weights (`models/lora/adapters.py`)."""
 
     @cached_property
     def fingerprint_of_base(self) -> str:
-        """`adapters.fingerprint` of its weights; all of them are read."""
+        """`adapters.fingerprint` of the weights without adapter, all of which are read."""
         return fingerprint(network_shapes(self.config), self.read)
 
     @property
@@ -65,22 +65,22 @@ class InitialWeights:
 
 
 def initial_weights(config: RunConfig) -> InitialWeights | None:
-    """The network whose tensors training starts from: that of `checkpoint.init_from`, or a student's teacher, with that
-    one's adapter; None where it starts from nothing.
+    """Initial weights of a run: those of `checkpoint.init_from`, or a student's teacher with its adapter; None for
+    random initialization.
 
     Raises:
-        UserError: as `read_initial_weights`, and for an adapter that cannot be the start of the run's.
+        UserError: as `read_initial_weights`, and for an adapter that does not fit the run's.
     """
     source = config.starting_weights
     return None if source is None else _with_teachers_adapter(config, read_initial_weights(config, source))
 
 
 def read_teacher(config: RunConfig) -> InitialWeights:
-    """The network that a student learns from, with its adapter, where it has one.
+    """The teacher of a student, with its adapter, if any.
 
     Raises:
-        UserError: as `initial_weights`, and where it was not trained with the samples' conditioning, or the student
-            is to be told scales of guidance that it does not know.
+        UserError: as `initial_weights`; if the teacher was not trained with the samples' conditioning; and for guidance
+            scales outside its range.
     """
     source = config.train.distill.teacher
     teacher = read_initial_weights(config, source)
@@ -103,10 +103,10 @@ def check_scales(asked: tuple[float, float] | None, known: tuple[float, float] |
 
 
 def _with_teachers_adapter(config: RunConfig, initial: InitialWeights) -> InitialWeights:
-    """Add the adapter of a student's teacher to the weights, from which the adapters of student and critic start.
+    """Add the adapter of a student's teacher, with which the adapters of student and critic start.
 
     Raises:
-        UserError: if it belongs to other weights, or is not what the run trains.
+        UserError: if it belongs to other weights, or differs in shape from what the run trains.
     """
     asked, source = config.train.adapter, config.train.distill and config.train.distill.teacher_adapter
     if source is None:
@@ -122,17 +122,17 @@ def _with_teachers_adapter(config: RunConfig, initial: InitialWeights) -> Initia
     if theirs != (asked.kind, asked.scaling, {asked.rank}, {*chosen_targets(config.model, asked.targets)}):
         raise UserError(
             f"the adapter {source} is a {its.kind} of rank {', '.join(map(str, sorted(ranks)))} and scaling "
-            f"{its.scaling:g} of {len(adapter.changes)} linears, from which that of the run begins: give train.adapter "
+            f"{its.scaling:g} of {len(adapter.changes)} linears, with which that of the run starts: give train.adapter "
             "the same kind, rank, alpha and targets"
         )
     return replace(initial, adapter=state)
 
 
 def read_initial_weights(config: RunConfig, source: str) -> InitialWeights:
-    """The network of a bundle, checkpoint or folder of a run, for a run with the same.
+    """The network of a bundle, checkpoint or folder of a run, for a run with the same network.
 
     Raises:
-        UserError: if `source` is neither, or of another network; another objective is none, for it changes no tensor.
+        UserError: if `source` is neither, or has another network (another parameterization is allowed).
     """
     if not is_bundle(source):
         checkpoint = find_checkpoint(Path(source))
@@ -150,8 +150,8 @@ def read_initial_weights(config: RunConfig, source: str) -> InitialWeights:
 
 
 def _adapted(read: Weights, theirs: DiTConfig, ours: DiTConfig, seed: int) -> Weights:
-    """Adapt a network's tensors to another that starts from them: guidance-distilled from one that is not; a classifier
-    of another size or with other classes."""
+    """Adapt tensors to a network with other settings: with a guidance embedding; or a classifier of another size or
+    with other classes."""
     if ours.denoises and (ours.guidance_embedding_range is None or theirs.guidance_embedding_range is not None):
         return read
 

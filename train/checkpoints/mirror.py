@@ -1,7 +1,7 @@
-"""A second place for checkpoints, by any URL that fsspec knows: s3://bucket/run, gs://..., a folder on another disk.
+"""Second copies of checkpoints, at any fsspec URL: s3://bucket/run, gs://..., a folder on another disk.
 
-A copy is made by a thread while training goes on. Its list of checksums is written last: a copy without it is not
-complete, and one with it is compared file by file when it is fetched.
+A thread copies while training goes on. The list of checksums is copied last: a copy without it is incomplete, and one
+with it is verified file by file when it is fetched.
 """
 
 import shutil
@@ -20,7 +20,7 @@ Checkpoint = TypeVar("Checkpoint")
 
 
 def check_url(url: str | None) -> None:
-    """Raises UserError if fsspec does not know this kind of URL, or lacks the library for it; and for a password."""
+    """Raises UserError if fsspec does not support this URL, lacks a library for it, or if it contains a password."""
     if url is None:
         return
     check_no_secret(url, "checkpoint.copy_to")
@@ -34,16 +34,16 @@ def check_url(url: str | None) -> None:
 
 
 def outdated(complete: Sequence[Checkpoint], written: Checkpoint, keep_last: int) -> Sequence[Checkpoint]:
-    """Select the checkpoints to delete of `complete`, oldest first: those before `written` but for the last
-    `keep_last`, of which it is one.
+    """Select the checkpoints of `complete` to delete, oldest first: those before `written`, except the last `keep_last`
+    (which include `written`).
 
-    Those of later steps do not count: the run has passed over them (they are damaged), or went back to before them.
+    Later steps do not count: they are damaged, or the run has rolled back beyond them.
     """
     return complete[: complete.index(written) + 1][:-keep_last]
 
 
 class SecondCopy:
-    """The checkpoints of one run at a URL; used by the first rank alone."""
+    """Copies of the checkpoints of one run at a URL; used by the first rank alone."""
 
     @classmethod
     def at(cls, url: str | None) -> "SecondCopy | None":
@@ -70,12 +70,12 @@ class SecondCopy:
         return sorted((PurePosixPath(path).parent.name for path in complete), key=lambda name: (len(name), name))
 
     def start(self, path: Path, *, keep_last: int, preserved: str | None = None) -> None:
-        """Copies a checkpoint in the background, then deletes the copies that are `outdated`, but for `spared`."""
+        """Copy a checkpoint in the background, then delete `outdated` copies, except `preserved`."""
         self.finish()
         self._running = path.name, self._thread.submit(self._copy, path, keep_last, preserved)
 
     def finish(self) -> None:
-        """Waits for the copy in progress; one that failed is told, and no more: the checkpoint itself is there."""
+        """Wait for the copy in progress; a failure is only printed, because the checkpoint itself exists."""
         if self._running is None:
             return
         (name, future), self._running = self._running, None
@@ -83,7 +83,7 @@ class SecondCopy:
             print(f"no second copy of {name} at {self.url}: {error}", file=sys.stderr, flush=True)
 
     def fetch(self, name: str, root: Path, unfinished: Path) -> Path:
-        """The copy `name` as a directory in `root`, by way of the name `unfinished`.
+        """Fetch the copy `name` to a directory in `root`, named `unfinished` until it is complete.
 
         Raises:
             UserError: if it cannot be read.
@@ -111,7 +111,7 @@ class SecondCopy:
                 self._remove(self._root / old)
 
     def _remove(self, directory: PurePosixPath) -> None:
-        """The list of checksums first: a copy is complete or has none."""
+        """Delete a copy, its list of checksums first: copies with a list are complete."""
         files: Any = self._files
         if files.exists(str(directory)):
             if files.exists(str(directory / SUMS)):

@@ -1,4 +1,4 @@
-"""The sampling settings of a run's videos and bundles: `validation.sampling`, in the size of the training samples."""
+"""Sampling settings of a run's videos and bundles: `validation.sampling`, in the size of the training samples."""
 
 from dataclasses import asdict
 from itertools import islice

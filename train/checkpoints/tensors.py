@@ -1,9 +1,8 @@
-"""Weights, averages and optimizer state, to and from the distributed checkpoints of Megatron.
+"""Weights, EMA weights and optimizer state in Megatron's distributed checkpoints.
 
-Whatever an optimizer shards, tensors are put together one by one and written whole (see
-`models.megatron.checkpoint`), each by one data-parallel rank: the rank next in turn, so that memory and writing are
-spread. Every rank reads the tensors of its tensor-parallel share, some at a time into the host's memory, and keeps its
-slices: a GPU that a run fills has no room for more.
+Tensors that an optimizer shards over data-parallel ranks are gathered one by one and written whole (see
+`models.megatron.checkpoint`), by each data-parallel rank in turn, which divides memory and work. To read, every rank
+loads its tensor-parallel shards, some at a time, into host memory (the GPU may be full), and copies its slices.
 """
 
 import queue
@@ -33,32 +32,31 @@ from megadit.train.optim.ema import EmaWeights
 from megadit.train.optim.state import OwnedSlice, Ownership, assemble, assign, is_copy
 
 READ_AT_ONCE = 2**31
-"""Bytes of whole tensors that a rank holds while it reads (or one tensor, and its optimizer state)."""
+"""Maximum bytes of whole tensors that a rank holds while it reads (at least one tensor with its optimizer state)."""
 Keys = Mapping[str, Mapping[str, str]]
-"""Parameter -> what of it -> the key in a checkpoint."""
+"""Parameter -> quantity ("weight", an EMA profile, ...) -> key in a checkpoint."""
 FORM = CheckpointingConfig("torch_dist", 1)
 _WRITER_PARAMETERS = signature(TorchDistSaveShardedStrategy.async_save).parameters
 OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in _WRITER_PARAMETERS else {}
-"""Megatron's own writer: from 0.17 on its default, nvidia-resiliency-ext, writes in other processes."""
+"""Selects Megatron's own writer; from 0.17 on its default is nvidia-resiliency-ext, which writes in other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTensors:
-    """Every tensor that training changes."""
+    """All tensors that training changes."""
 
     parameters: tuple[tuple[str, nn.Parameter], ...]
-    """This rank's parameters under their canonical names; those that pipeline stages share are on each of these stages.
-    """
+    """This rank's parameters with their canonical names; parameters that pipeline stages share are on each of them."""
     ownership: Ownership
     ema_weights: EmaWeights
     groups: Groups
     prefix: str = ""
     """Prefix of all keys in a checkpoint."""
     others: "tuple[tuple[TrainedTensors, int], ...]" = ()
-    """Tensors of networks trained beside this one, each with its optimizer steps per step of this one."""
+    """Tensors of other trained networks (the critic), each with its optimizer steps per step of this one."""
 
     def start_save(self, directory: Path) -> BackgroundWrite:
-        """Copies all tensors, and begins to write them into an existing directory; every rank calls this."""
+        """Copy all tensors, and start to write them into an existing directory; every rank calls this."""
         shards = self._shards()
         for other, _ in self.others:
             shards |= other._shards()
@@ -74,17 +72,17 @@ class TrainedTensors:
         return shards
 
     def save(self, directory: Path) -> None:
-        """Writes all tensors into an existing directory; every rank calls this."""
+        """Write all tensors into an existing directory; every rank calls this."""
         self.start_save(directory).finish()
 
     @torch.no_grad()
     def load(self, directory: Path, *, step: int) -> None:
-        """Reads all tensors as they were after optimizer step `step`; every rank calls this."""
+        """Read all tensors, saved after optimizer step `step`; every rank calls this."""
         slices, parameters = defaultdict(list), defaultdict(list)
         for owned in self.ownership.slices:
             slices[owned.name].append(owned)
         for name, parameter in self.parameters:
-            parameters[name].append(parameter)  # several, where parts of the network have copies
+            parameters[name].append(parameter)  # several, if model chunks have copies
         sigma_rels = self.ema_weights.sigma_rels
         keys = {
             name: {"weight": model_key(name)} | {sigma_rel: ema_key(sigma_rel, name) for sigma_rel in sigma_rels}
@@ -105,7 +103,7 @@ class TrainedTensors:
             other.load(directory, step=step * steps)
 
     def _owned_slices(self) -> Iterator[tuple[str, nn.Parameter, list[tuple[int, Tensor]]]]:
-        """(key, parameter, this rank's parts of it) of every tensor, in the same order on every data-parallel rank."""
+        """(key, parameter, this rank's slices of it) of every tensor, in the same order on all data-parallel ranks."""
         ranges: dict[nn.Parameter, list[tuple[OwnedSlice, int, int]]] = {}
         for owned, start, stop in self.ownership.ranges():
             ranges.setdefault(owned.parameter, []).append((owned, start, stop))
@@ -120,10 +118,10 @@ class TrainedTensors:
                 yield optimizer_key(state, name), parameter, [_slice_of(o, o.state(state), i, j) for o, i, j in mine]
 
     def _read(self, directory: Path, keys: Keys) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(parameter, {what: whole tensor}), float32 on the CPU; every rank goes through all of its own."""
+        """(parameter, {quantity: whole tensor}) of all of this rank's parameters, float32 on the CPU."""
         parts = _some_at_a_time(keys, dict(self.parameters))
         counts = [0] * dist.get_world_size()
-        dist.all_gather_object(counts, len(parts))  # reading is a matter of all ranks
+        dist.all_gather_object(counts, len(parts))  # reading is collective
         for names in [*parts, *[[]] * (max(counts) - len(parts))]:
             found = self._read_keys(directory, {key: name for name in names for key in keys[name].values()})
             for name in names:
@@ -140,7 +138,7 @@ class TrainedTensors:
             )
             for key, name in names.items()
         }
-        # ranks may want different tensors, which Megatron's check of the access would take for a mistake
+        # ranks may read different tensors, which Megatron's check of access integrity would refuse
         return dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
 
     def _sharded(self, key: str, parameter: nn.Parameter, tensor: Tensor, *, replica: int) -> ShardedTensor:
@@ -151,13 +149,12 @@ class TrainedTensors:
 
 
 def _request(shards: dict[str, ShardedTensor], directory: Path) -> AsyncRequest:
-    """Megatron's request to write tensors, and nothing else, as every version reads them.
+    """Megatron's request to write tensors alone, in a form that all its versions read.
 
-    `dist_checkpointing.save` of newer versions also writes what is no tensor among them, as an object to be unpickled,
-    and leaves out the file that 0.16.1 looks for.
+    `dist_checkpointing.save` of newer versions also writes pickled objects, and leaves out a file that 0.16.1 needs.
     """
-    shards, _ = save_preprocess(shards)  # compares ranks: each part of a tensor must be written by one
-    # Megatron's writer reports through a queue of a manager process that it spawns; no other process is involved
+    shards, _ = save_preprocess(shards)  # checks that exactly one rank writes each shard
+    # Megatron's writer reports through the queue of a manager process that it spawns; no other process is needed
     filesystem_async._results_queue = queue.SimpleQueue()
     strategy = TorchDistSaveShardedStrategy(FORM.sharded_backend, FORM.sharded_backend_version, thread_count=1)
     request = strategy.async_save(shards, directory, **OWN_WRITER)
@@ -166,7 +163,7 @@ def _request(shards: dict[str, ShardedTensor], directory: Path) -> AsyncRequest:
 
 
 def _describe(directory: Path) -> None:
-    """Tells Megatron's readers the form of what lies there, once all ranks have written; every rank calls this."""
+    """Write the metadata for Megatron's readers, once all ranks have written; every rank calls this."""
     if dist.get_rank() == 0:
         torch.save({}, directory / COMMON_STATE_FNAME)
         save_config(FORM, str(directory))
@@ -174,7 +171,7 @@ def _describe(directory: Path) -> None:
 
 
 def _some_at_a_time(keys: Keys, parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """The parameters in parts, of which each has at most `READ_AT_ONCE` bytes, or one parameter."""
+    """Divide the parameters into lists of at most `READ_AT_ONCE` bytes, or one parameter."""
     parts, size = [[]], 0
     for name in keys:
         more = 4 * len(keys[name]) * parameters[name].numel()

@@ -1,13 +1,13 @@
-"""`megadit bundle CHECKPOINT OUT`: a training checkpoint, written by any layout, as a bundle; of an adapter, as one.
+"""`megadit bundle CHECKPOINT OUT`: converts a training checkpoint of any layout to a bundle or an adapter.
 
-    megadit bundle runs/digits bundle                  # the newest checkpoint, the average that validation found best
+    megadit bundle runs/digits bundle                  # the newest checkpoint, the EMA weights with the lowest loss
     megadit bundle runs/digits bundle --ema 0.05 --step 2000
-    megadit bundle runs/digits bundles --step '*000'   # of each thousandth step one, bundles/1000 and so on
+    megadit bundle runs/digits bundles --step '*000'   # one for every thousandth step: bundles/1000 and so on
     megadit bundle runs/digits/checkpoints/iter_0002000 bundle --ema none
-    megadit bundle runs/subject adapter                # of a run with train.adapter: a folder of PEFT's
-    megadit bundle bundle merged --merge adapter:0.8   # the bundle's weights with the adapter in them
+    megadit bundle runs/subject adapter                # run with train.adapter: a PEFT folder
+    megadit bundle bundle merged --merge adapter:0.8   # a bundle with the adapter merged into its weights
 
-The tokenizer and the text encoder come from the folder of the data set.
+Tokenizer and text encoder are copied from the folder of the data set.
 """
 
 import re
@@ -86,7 +86,7 @@ class BundleOptions:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes a bundle; the exit code is 0, or 2 after a mistake, told in one line."""
+    """Run the command; return 0, or 2 after printing an error."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -100,13 +100,13 @@ def _run(argv: list[str]) -> int:
     for checkpoint, out in chosen_checkpoints(options):
         ema = choose_average(checkpoint, options.ema)
         convert(checkpoint, out, ema=ema, dataset=options.dataset, defaults=options.defaults.default)
-        average = "the weights themselves" if ema is None else f"their average of sigma_rel {ema:g}"
+        average = "the weights without EMA" if ema is None else f"EMA weights of sigma_rel {ema:g}"
         print(f"{out}: {average} from {checkpoint}", flush=True)
     return 0
 
 
 def chosen_checkpoints(options: BundleOptions) -> list[tuple[Path, Path]]:
-    """(checkpoint, what its bundle is to be) of the step that is asked for, or of all that a pattern fits.
+    """(checkpoint, path of its bundle) of the requested step, or of all steps that match a pattern.
 
     Raises:
         UserError: if there is none.
@@ -121,7 +121,7 @@ def chosen_checkpoints(options: BundleOptions) -> list[tuple[Path, Path]]:
 
 
 def step_of(checkpoint: Path) -> str:
-    """Without zeros before it."""
+    """Step of a checkpoint as text, without leading zeros."""
     return str(int(checkpoint.name.removeprefix("iter_")))
 
 
@@ -140,7 +140,7 @@ def _merge(options: BundleOptions) -> None:
 
 
 def find_checkpoint(path: Path, step: str | None = None) -> Path:
-    """The checkpoint that `path` (a checkpoint, or the folder of a run) and `step` mean.
+    """Find the checkpoint of `path` (a checkpoint, or the folder of a run) and `step`.
 
     Raises:
         UserError: if there is none.
@@ -165,12 +165,12 @@ def find_checkpoint(path: Path, step: str | None = None) -> Path:
 
 
 def choose_average(checkpoint: Path, name: str) -> float | None:
-    """The sigma_rel that `name` (best, none, or a number) means; None for the weights themselves.
+    """The sigma_rel of `name` (best, none, or a number); None: the weights without EMA.
 
-    `best` is what the newest validation before the checkpoint found; without one, the narrowest average.
+    `best` is the result of the newest validation before the checkpoint; without one, the narrowest profile.
 
     Raises:
-        UserError: for a name that is none of these, or an average that was not kept.
+        UserError: for any other name, or a profile that the run does not have.
     """
     profiles = ema_profiles(checkpoint)
     if name == "best":
@@ -193,10 +193,10 @@ def convert(
     dataset: str | Path | None = None,
     defaults: Sequence[str] = (),
 ) -> None:
-    """Writes the bundle of a checkpoint, or its adapter where it has one; `defaults` as `changed_defaults`.
+    """Write the bundle of a checkpoint, or its adapter if it has one; `defaults` as `changed_defaults`.
 
     Raises:
-        UserError: if the data set is not there, or `out` holds something else.
+        UserError: if the data set does not exist, or `out` holds something else.
     """
     config = load_config(checkpoint / CONFIG)
     if config.train.adapter is not None:
@@ -223,7 +223,7 @@ def convert(
 
 
 def prompts_of(config: RunConfig, path: str | Path, info: DatasetInfo) -> list[str]:
-    """A few to begin with: those of validation, or captions held out."""
+    """Sample prompts of a bundle: those of validation, or held-out captions."""
     split = "val" if info.num_samples.get("val") else "train"
     prompts = config.validation.prompts or filter(None, captions_of(path, split))
     return list(islice(dict.fromkeys(islice(prompts, 10 * NUM_PROMPTS)), NUM_PROMPTS))
@@ -232,9 +232,8 @@ def prompts_of(config: RunConfig, path: str | Path, info: DatasetInfo) -> list[s
 def training_words(
     config: RunConfig, path: str | Path, info: DatasetInfo, text_encoder: TextEncoder
 ) -> tuple[set[str] | None, int | None]:
-    """Return the words of the captions of this run and of those before it, and how many words the longest caption had;
-    None where they are unknown (captions of conditioning are in no data set), or where the text encoder knows other
-    words, too."""
+    """Words of the captions that this run and its predecessors were trained on, and the length of the longest in words;
+    None if unknown, or if the text encoder was trained on other words too."""
     begun = config.starting_weights
     before = set() if begun is None else read_words(Path(begun))
     is_unchanged = (
@@ -260,7 +259,8 @@ def trained_adapter(config: RunConfig, checkpoint: Path, ema: float | None) -> A
 
 
 def _base_model(config: RunConfig) -> str | None:
-    """The name on the hub of the published weights that the base was made of, for PEFT's settings; None: it was not."""
+    """Hub name of the published weights from which the base was converted, for PEFT's settings; None if there are
+    none."""
     base = config.starting_weights
     training = (Bundle.open(base).manifest.get("training") or {}) if base and is_bundle(base) else {}
     name = str(training.get("converted_from", ""))

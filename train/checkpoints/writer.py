@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on their way to the disk while training goes on."""
+"""Background writing of a checkpoint's tensors."""
 
 import os
 from pathlib import Path
@@ -10,13 +10,13 @@ from megadit.models.megatron.integrity import checksums
 
 
 class BackgroundWrite:
-    """One rank's files: a thread writes them, and computes their checksums while they are in memory.
+    """Thread that writes the files of one rank, and computes their checksums while they are in memory.
 
-    The tensors are copies: training may change what they were made from.
+    It writes copies of the tensors, so that training can go on.
     """
 
     def __init__(self, request: AsyncRequest, directory: Path, prefix: str) -> None:
-        """`request` is Megatron's; the names of the files it writes into `directory` begin with `prefix`."""
+        """`request`: Megatron's; names of the files that it writes into `directory` begin with `prefix`."""
         self._request, self._directory, self._prefix = request, directory, prefix
         self._error: Exception | None = None
         self._sums: dict[str, str] = {}
@@ -28,7 +28,7 @@ class BackgroundWrite:
         return not self._thread.is_alive()
 
     def finish(self) -> dict[str, str]:
-        """Waits for the files, and completes the checkpoint; every rank calls this.
+        """Wait for the files, and complete the checkpoint; every rank calls this.
 
         Returns:
             the checksum of each file, by its name in `directory`.
@@ -53,12 +53,12 @@ class BackgroundWrite:
             for name in names:
                 sync(self._directory / name)
             self._sums = checksums(self._directory, names)
-        except Exception as error:  # told where the other ranks can hear of it
+        except Exception as error:  # raised in `finish`, which all ranks call
             self._error = error
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a directory, are on the disk."""
+    """Wait until a file, or the entries of a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,1 +1,1 @@
-"""A student that makes a teacher's videos in few calls: what it learns, and from which networks."""
+"""Distillation of a teacher to a student that samples in few steps."""

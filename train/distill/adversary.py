@@ -1,7 +1,8 @@
-"""Head on a critic's features that tells real samples from generated ones (DMD2, arXiv 2405.14867, section 4.3): both
-noised, as the critic sees them.
+"""Discriminator head on a critic's features, for noised real and generated samples (DMD2, arXiv 2405.14867, section
+4.3).
 
-Each token is told by itself: it has attended to all of its sample. So a loss is a sum over tokens, as any other.
+It classifies each token separately (tokens have attended to their whole sample), so that its loss is a sum over tokens,
+like the others.
 
 Shapes: S video tokens, P patch dim, D width, G segments of a pack.
 """
@@ -24,9 +25,10 @@ from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 
 HIDDEN = 256
 Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
-"""(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] under the conditions of the pack, whatever its own tokens."""
+"""(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] with the text and conditioning of the pack; its own clean
+tokens are not used."""
 Discriminator = Callable[[PackedBatch, Tensor, Tensor], Tensor]
-"""(pack, x [S, 1, P], sigma_G) -> the logits [S] that each token is of a real sample."""
+"""(pack, x [S, 1, P], sigma_G) -> logits [S] that each token is real."""
 
 
 def head_parameters(width: int) -> int:
@@ -35,9 +37,9 @@ def head_parameters(width: int) -> int:
 
 
 class Adversary(nn.Module):
-    """Logits from what the middle of a network holds, in float32: of a norm, two linears around SiLU.
+    """Logits from features in the middle of a network: norm, linear, SiLU, linear, in float32.
 
-    It says nothing at first. It is trained with the critic and thrown away.
+    Initially all logits are 0. It is trained with the critic and then discarded.
     """
 
     def __init__(self, width: int, seed: int) -> None:
@@ -64,8 +66,9 @@ def critic_loss(
     model: DiTConfig,
     weight: float,
 ) -> LossSums:
-    """Loss of a critic with a head: the denoising loss of what a student made (`edm_loss`), and `weight` times -log
-    P(made | made) - log P(real | real), of the pack's real samples, at the same noise levels."""
+    """Loss of a critic with a discriminator head: the denoising loss of the student's samples (`edm_loss`), plus
+    `weight` times -log P(generated | generated) - log P(real | real) at the same noise levels, with the pack's real
+    samples."""
     sigma_G = draw_sigma(batch.noise_key_G, diffusion, batch.layout)
     real = replace(batch, tokens_S1P=batch.real_S1P, noise_key_G=derived_keys(batch.noise_key_G, 0))
     x_S1P, of_real_S1P = (each.noisy(sigma_G, token_noise(each), model.conditioning_noise) for each in (batch, real))
@@ -78,7 +81,7 @@ def critic_loss(
 
 
 def towards_real(discriminator: Discriminator, batch: PackedBatch, y_S1P: Tensor, sigma_G: Tensor) -> Tensor:
-    """The gradient of -log P(y is real) with respect to y, [S, 1, P]; nothing of the critic gets any."""
+    """Gradient of -log P(y is real) with respect to y, [S, 1, P]; parameters of the critic get none."""
     with torch.enable_grad():
         y_S1P = y_S1P.detach().requires_grad_()
         loss = _sum_of_targets(batch, F.softplus(-discriminator(batch, y_S1P, sigma_G)))
@@ -86,6 +89,6 @@ def towards_real(discriminator: Discriminator, batch: PackedBatch, y_S1P: Tensor
 
 
 def _sum_of_targets(batch: PackedBatch, value_S: Tensor) -> Tensor:
-    """Over the tokens to be predicted, each sample as often as its loss counts."""
+    """Sum over the target tokens, weighted as the losses of their samples."""
     tensors = batch.layout.on(value_S.device)
     return (value_S * tensors.is_target_S * batch.loss_weight_G[tensors.segment_of_token_S]).sum()

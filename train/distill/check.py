@@ -1,7 +1,7 @@
-"""Whether a student's videos are as various, and as near to real ones, as its teacher's.
+"""Check of a student against its teacher: diversity of videos, and distance from real ones.
 
-A student that has learnt one video for each prompt does what prompts ask for: judges of that do not see its collapse.
-The spread of a prompt's videos does, and so does a distance from real ones (arXiv 2405.14867, section 6).
+A collapsed student, which generates one video for each prompt, may still follow prompts well. The diversity of a
+prompt's videos and a distance from real ones detect it (arXiv 2405.14867, section 6).
 
 Shapes: N videos, F features of each, D width.
 """
@@ -25,13 +25,13 @@ from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 
 DISTANCES = ("fvd", "kvd")
-"""The first that so many videos allow."""
+"""Distances by preference; the first that the number of videos allows is used."""
 NOTHING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Allowed range of a student's results, as multiples of its teacher's."""
+    """Allowed values of a student, as multiples of its teacher's."""
 
     least_spread: float
     most_spread: float
@@ -40,26 +40,26 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A student beside its teacher, as multiples."""
+    """Measurements of a student as multiples of its teacher's."""
 
     spread: float
     """Diversity of the videos of one prompt."""
     distance: float | None
-    """Distance from real videos; None if there is no extractor to measure it."""
+    """Distance from real videos; None without a feature extractor."""
     seen_by: str
-    """The extractor."""
+    """Name of the feature extractor."""
     count: int
-    """Videos of each."""
+    """Number of videos of each."""
 
     @property
     def text(self) -> str:
         distance = "" if self.distance is None else f", {self.distance:.2f} times its distance from real videos"
-        return f"{self.spread:.2f} times the teacher's spread{distance} ({self.count} videos, seen by {self.seen_by})"
+        return f"{self.spread:.2f} times the teacher's diversity{distance} ({self.count} videos; {self.seen_by})"
 
     def fault(self, bounds: Bounds) -> str | None:
         """Describe the sign of a collapsed student; None if there is none."""
         if not bounds.least_spread <= self.spread <= bounds.most_spread:
-            return f"its spread is not within {bounds.least_spread:g} to {bounds.most_spread:g} times the teacher's"
+            return f"its diversity is not within {bounds.least_spread:g} to {bounds.most_spread:g} times the teacher's"
         if self.distance is not None and not self.distance <= bounds.most_distance:
             return f"its distance from real videos is more than {bounds.most_distance:g} times the teacher's"
         return None
@@ -69,12 +69,12 @@ class Comparison:
 
 
 class Pixels:
-    """Small pictures of frames, where no network is given that sees more."""
+    """Feature extractor of last resort: downscaled frames."""
 
     name, sees, fewest_frames, fingerprint = "pixels", "clips", 1, ""
     size = 16
     width = 0
-    """Another for each number of frames."""
+    """Number of features; 0, because it depends on the number of frames."""
     protocol = f"frames of {size}x{size}"
 
     def __call__(self, video_BTHWC: Tensor) -> Tensor:
@@ -92,11 +92,13 @@ def compare(
     real: VideoSet | None = None,
     device: str = "cpu",
 ) -> Comparison:
-    """Makes two videos of each prompt by both, of the same noise, at the settings of each; what is in `folder` is kept.
-    `adapters` are beside the student's network.
+    """Generate two videos of each prompt with both, from the same noise and with the settings of each, and compare
+    them.
+
+    Videos found in `folder` are reused. `adapters` are attached to the student's network.
 
     Raises:
-        UserError: for videos that cannot be made, or looked at.
+        UserError: for videos that cannot be generated or read.
     """
     seer = next((each for each in extractors if each.sees == "clips"), None) or Pixels()
     made = []
@@ -118,7 +120,7 @@ def compare(
 
 
 def spread(features_NFD: Tensor) -> float:
-    """Half the mean squared distance between two videos of a prompt: the first half of N has one of each, in order."""
+    """Diversity: half the mean squared distance of the two videos of a prompt, which are n and n + N/2."""
     if len(features_NFD) % 2:
         raise UserError(f"{len(features_NFD)} videos are not two of each prompt")
     first, second = features_NFD.double().mean(1).chunk(2)
@@ -126,14 +128,14 @@ def spread(features_NFD: Tensor) -> float:
 
 
 def spread_within(features_NFD: Tensor, group_N: Tensor) -> float:
-    """Mean squared distance of videos from the mean of their group (int64 [N]: what several prompts have in common)."""
+    """Mean squared distance of videos from the mean of their group (int64 [N], common to several prompts)."""
     features_ND = features_NFD.double().mean(1)
     groups = [features_ND[group_N == group] for group in group_N.unique()]
     return sum((group_ND - group_ND.mean(0)).square().sum().item() for group_ND in groups) / len(features_ND)
 
 
 def _distance(evaluation: Evaluation, made: Sequence[Candidate]) -> float | None:
-    """The student's distance from real videos as a multiple of the teacher's, at least of what chance makes of that."""
+    """The student's distance from real videos, divided by the teacher's or, if that is larger, its chance level."""
     possible = evaluation.possible(made[0].videos.count)
     name = next((each for each in DISTANCES if each in possible), None)
     if name is None or isinstance(evaluation.extractors[0], Pixels):

@@ -1,15 +1,15 @@
-"""`megadit distill`: a student of a bundle that makes its videos in few calls.
+"""`megadit distill`: trains a student of a bundle that samples in few steps.
 
     megadit distill BUNDLE OUT --data data/clips --calls 4 --nproc 2
 
-Stages follow one another, each the teacher of the next: first the student answers in one call what the teacher answers
-under guidance in two, then it learns to make whole videos in `--calls` of them. A stage is a run of `megadit train`: a
-killed one goes on, and `STAGE.section.key=value` sets its values alone. After each, the student is measured beside the
-teacher that was given; one that has collapsed ends the command, and the student before it is kept.
+It runs stages, of which each is the teacher of the next: first the student learns the guided teacher in one pass, then
+to sample in `--calls` steps. A stage is a run of `megadit train`: it can be resumed, and `STAGE.section.key=value` sets
+values of it alone. After each stage the student is compared with the original teacher; if it has collapsed, the command
+ends and the previous student is kept.
 
     megadit distill BUNDLE OUT --data data/clips --calls 4 --adapter_rank 16
 
-With a rank the students are adapters of the teacher's weights, and training has these in memory once.
+With a rank the students are adapters on the teacher's weights, which training holds once.
 """
 
 import shutil
@@ -56,9 +56,9 @@ from megadit.train.plan.hardware import this_machines_memory
 from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 
 REGRESSION_DATA = "pairs"
-"""Folder of the pairs, beside those of the stages."""
+"""Folder of the data of `regression`, next to the folders of the stages."""
 FEW_CALLS = 4
-"""Number of calls below which each has to end in a video, so that the student must learn the distribution of videos."""
+"""Number of sampling steps below which the student must learn the distribution of whole videos in each step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class DistillOptions:
     out: Path = setting(
         help="folder for the runs of the stages, and for bundle/ or adapter/, the last student", positional=True
     )
-    data: str | None = setting(None, "same as data.path=FOLDER: samples whose conditions the student sees")
+    data: str | None = setting(None, "same as data.path=FOLDER: samples whose texts and conditioning the student sees")
     recipe: str | None = setting(
         None, "recipe whose data and optimizer settings are used (default: the teacher's)", metavar="NAME"
     )
@@ -143,7 +143,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRun:
-    """A stage as it is trained here."""
+    """The training run of a stage."""
 
     folder: Path
     config: RunConfig
@@ -212,7 +212,7 @@ def _distill(options: DistillOptions) -> None:
         if (fault := found.fault(_bounds(options))) is not None:
             kept = "no student" if before is None else str(before)
             raise UserError(
-                f"{name}: the student has collapsed: {fault}; it has {found.text}. {kept} is kept; try a lower "
+                f"{name}: the student has collapsed: {fault} ({found.text}). {kept} is kept; try a lower "
                 f"{name}.optimizer.lr, fewer {name}.train.train_iters, other --sigmas, or (too diverse) a lower "
                 "--noise_scale"
             )
@@ -226,14 +226,14 @@ def _distill(options: DistillOptions) -> None:
     )
     next_step = f"megadit generate --checkpoint_path {teacher.path} --adapter {out}, or bundle --merge"
     next_step = next_step if options.adapter_rank else "export and serve it"
-    print(f"{out}: calls for a video, {how}: {len(sigmas)}; {next_step}")
+    print(f"{out}: {len(sigmas)} sampling steps, {how}; {next_step}")
 
 
 def _embedding_range(options: DistillOptions, teacher: Bundle) -> tuple[float, float] | None:
-    """The scales of guidance that the students are told.
+    """Range of guidance scales of guidance-distilled students, else None.
 
     Raises:
-        UserError: for others than a teacher knows that is told some itself, and for one scale in their place.
+        UserError: for scales outside the range of a guidance-distilled teacher, or a single scale for it.
     """
     known = teacher.config.guidance_embedding_range
     refuse(
@@ -250,7 +250,7 @@ def _embedding_range(options: DistillOptions, teacher: Bundle) -> tuple[float, f
 
 
 def _check_adapter(options: DistillOptions) -> None:
-    """Raises UserError for values of adapters without a rank, or apart from those of other stages."""
+    """Raises UserError for adapter settings without a rank, or of one stage alone."""
     asked = [override for override in options.overrides if "train.adapter." in override]
     refuse(
         asked and options.adapter_rank is None,
@@ -267,12 +267,12 @@ def _check_adapter(options: DistillOptions) -> None:
 
 
 def _result(options: DistillOptions) -> str:
-    """Under which name a student lies in its folder."""
+    """Name of a student in the folder of its stage: bundle or adapter."""
     return "adapter" if options.adapter_rank else "bundle"
 
 
 def _make_trajectories(options: DistillOptions, teacher: Bundle) -> None:
-    """Pairs that the first teacher makes, of captions that the student is to see."""
+    """Generate the data of `regression` with the original teacher, for captions of the student's data."""
     captions = (
         draw_captions(Path(options.data), "train", options.num_trajectories)
         if options.data
@@ -294,7 +294,7 @@ def _bounds(options: DistillOptions) -> Bounds:
 
 
 def _check(options: DistillOptions, teacher: Bundle) -> Callable:
-    """(folder, path of a student) -> `check.Comparison`; all that it needs is looked for before anything is trained."""
+    """Return a function (folder, path of a student) -> `check.Comparison`; its inputs are checked before training."""
     device = find_device(options.device)
     extractors = [each for path in options.extractors for each in open_extractors(path, device)]
     real = None
@@ -322,10 +322,10 @@ def _runs(
     sigmas: tuple[float, ...],
     guidance_embedding_range: tuple[float, float] | None,
 ) -> list[StageRun]:
-    """Build the run of each stage; `told` is the range of guidance scales of guidance-distilled students.
+    """Build the run of each stage; `guidance_embedding_range`: range of scales of guidance-distilled students.
 
     Raises:
-        UserError: for one that could not begin: the first has not been trained then.
+        UserError: for a stage that could not start; nothing has been trained then.
     """
     source = ["--recipe", recipe, *(["--config-file", options.config_file] if options.config_file else [])]
     ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
@@ -377,7 +377,7 @@ def _runs(
 
 
 def _check_memory(runs: Sequence[StageRun], ranks: int) -> None:
-    """Raises UserError for a stage that this machine has far too little memory for."""
+    """Raises UserError for a stage that needs far more memory than this machine has."""
     free = this_machines_memory(ranks)
     for run in runs:
         needed = needed_memory(with_recompute(run.config, ranks, free), ranks)
@@ -387,7 +387,7 @@ def _check_memory(runs: Sequence[StageRun], ranks: int) -> None:
 
 
 def _write(student: Path, teacher: Bundle, settings: dict[str, Any]) -> None:
-    """Write the bundle of a run beside it, or its adapter, with the student's sampling settings."""
+    """Write the bundle or adapter of a run next to it, with the student's sampling settings."""
     with atomic_directory(student) as temporary:
         run_module("megadit.train.checkpoints.to_bundle", str(student.parent), str(temporary))
         if is_adapter(temporary):
@@ -397,7 +397,7 @@ def _write(student: Path, teacher: Bundle, settings: dict[str, Any]) -> None:
 
 
 def _begin_with(student: Path, noise_scale: float) -> None:
-    """Changes what the videos of a finished student begin with, which no training depends on."""
+    """Change the initial noise scale of a finished student, on which training does not depend."""
     if is_adapter(student):
         adapter = read_adapter(student)
         write_adapter(student, replace(adapter, defaults={**adapter.defaults, "noise_scale": noise_scale}))

@@ -1,7 +1,7 @@
-"""Networks beside a student: its frozen teacher, and the critic that learns the distribution of the student's videos.
+"""Teacher and critic of a student; the critic learns the distribution of the student's videos.
 
-Each is laid out over the ranks as the student is. The teacher has no gradients, optimizer or averages; the critic is
-trained as any network is, on packs that the student made.
+Each has the parallel layout of the student. The teacher is frozen, without gradients, optimizer or EMA weights; the
+critic is trained like any network, on packs that the student generated.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from megadit.train.distill.objectives import (
 from megadit.train.objectives.denoise import LossSums
 
 CALLS = 1
-"""The stream of the student's numbers of calls, under the key of the run's seed."""
+"""Random stream of the student's numbers of sampling steps, under the key of the run's seed."""
 
 
 @dataclass(slots=True)
@@ -39,18 +39,17 @@ class Distillation:
     seed: int
     teaching: Teaching
     frozen: nn.Module
-    """The teacher's network, as this rank holds it."""
+    """The teacher's network on this rank."""
     teacher_fingerprint: str
     """`adapters.fingerprint` of the teacher's weights."""
     is_guided: bool
-    """Guidance asks the teacher twice."""
+    """Whether guidance takes two forward passes of the teacher."""
     turn: Turn = field(default=Turn(calls=1, step=1), init=False)
     """Random choices of the current update."""
 
     def begin(self, step: int, update: int) -> None:
-        """Draws for all samples and ranks alike how often the student is called in an update of a step (1, 2, ...): 0
-        is the student's own, 1, 2, ... are those of the critic before it.
-        """
+        """Draw the student's number of sampling steps, the same for all samples and ranks, for an update of step
+        `step`: `update` 0 is the student's, 1, 2, ... are those of the critic before it."""
         key_R, position_R = torch.tensor([seed_key(self.seed)]), torch.tensor([step])
         number = uniform(key_R, position_R, update + 1, stream=CALLS)[0, update].item()
         self.turn = Turn(calls=1 + int(number * len(self.teaching.config.sigmas)), step=step)
@@ -61,13 +60,13 @@ class Distillation:
         return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.turn)
 
     def discriminator_objective(self, discriminator: Discriminator) -> Callable[[Denoise, PackedBatch], LossSums]:
-        """Loss of a critic with a head on packs that were `made`."""
+        """Loss of a critic with a discriminator head on packs of `made`."""
         diffusion, model, weight = self.teaching.diffusion, self.teaching.model, self.teaching.config.adversarial_weight
         return partial(critic_loss, discriminator=discriminator, diffusion=diffusion, model=model, weight=weight)
 
     @torch.no_grad()
     def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
-        """Replace the samples of packs by the student's, for update `update` (1, 2, ...) of the critic."""
+        """Replace the samples of packs by samples of the student, for update `update` (1, 2, ...) of the critic."""
         found = []
         for batch in (with_scale(batch, self.teaching.model) for batch in seen):
             own = made_batch(batch, batch.tokens_S1P, number=2 * update)
@@ -79,25 +78,25 @@ class Distillation:
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over a group of tensors of any shape, in place."""
+    """Sum a tensor of any shape over a group, in place."""
     dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def denoiser_of(part: Callable[..., Tensor]) -> Denoise:
-    """A whole network, in its wrapper for data parallelism or without, as a denoiser of packs."""
+    """Wrap a whole network, with or without data-parallel wrapper, as a denoiser of packs."""
     return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_noisy=True)
 
 
 def discriminator_of(part: Callable[..., Tensor]) -> Discriminator:
-    """Return the head of a critic, in its wrapper, as a classifier of real samples."""
+    """Return the discriminator of a critic in its data-parallel wrapper."""
     return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_discriminated=True)
 
 
 def guided(denoise: Denoise, scale: float) -> Denoise:
     """D(no text) + scale (D(text) - D(no text)) (arXiv 2207.12598); the conditioning is the same in both.
 
-    The scale of each sample is that of the pack, where its student is told one.
+    For a guidance-distilled student the scales of the samples come from the pack.
     """
 
     def denoise_guided(batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Objectives of distillation, in place of the samples' own x0. Each is a function beside `loss.edm_loss`.
+"""Objectives of distillation, each in place of `denoise.edm_loss`.
 
-All of them see networks as denoisers of packs, of any parameterization: x is x0 + sigma n (Karras et al.,
-arXiv 2206.00364), so a teacher may be an EDM or a flow model, and what is given of samples stays as it is. As the
-loss, they depend on the samples' keys alone: the same in any pack, layout and after any resume.
+All treat networks as denoisers of packs, of any parameterization: x is x0 + sigma n (Karras et al., arXiv 2206.00364),
+so a teacher may be an EDM or a flow model. Conditioning tokens stay unchanged. Random draws depend on the samples' keys
+alone: they are the same in any pack, layout and after any resume.
 
 Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 """
@@ -37,29 +37,29 @@ LEAST_TANGENT = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teaching:
-    """Settings and networks of an objective, besides the student and the pack."""
+    """Settings and networks of an objective, other than the student."""
 
     config: DistillConfig
     diffusion: DiffusionConfig
     model: DiTConfig
     """Configuration of the student's network."""
     teacher: Denoise
-    """Guided; it keeps nothing for gradients, nor does the critic."""
+    """The guided teacher; it needs no gradients, nor does the critic."""
     critic: Denoise | None
     discriminator: Discriminator | None
-    """Head of the critic, if it has one; it keeps what gradients need."""
+    """Discriminator head of the critic, if any, with gradients."""
     sum_over_context: Callable[[Tensor], Tensor]
-    """Adds up what the ranks have that share the tokens of a pack."""
+    """Sums a tensor over the context-parallel ranks of a pack."""
     uncertainty: Callable[[Tensor], Tensor] | None = None
-    """c_noise_G -> u_G, the logarithm of the loss to expect at a noise level, where that is learnt."""
+    """c_noise_G -> u_G, the learned logarithm of the expected loss at a noise level, if it is used."""
 
     @property
     def parameterization(self) -> Parameterization:
         return parameterization_of(self.model)
 
     def noisy(self, batch: PackedBatch, sigma_G: Tensor, stream: int = Stream.NOISE) -> Tensor:
-        """x0 + sigma n, [S, 1, P], of the samples' own noise; conditioning tokens have that of the student's
-        network."""
+        """x0 + sigma n, [S, 1, P], with the samples' noise; conditioning tokens have the student's conditioning
+        noise."""
         return batch.noisy(sigma_G, token_noise(batch, stream), self.model.conditioning_noise)
 
 
@@ -67,9 +67,9 @@ class Turn(NamedTuple):
     """Random choices that all samples and ranks share in a step."""
 
     calls: int
-    """Student calls along its own trajectory (`student_state`)."""
+    """Sampling steps of the student along its own trajectory (`student_state`)."""
     step: int
-    """1, 2, ..."""
+    """Optimizer step: 1, 2, ..."""
 
 
 Objective = Callable[[Denoise, Teaching, PackedBatch, Turn], LossSums]
@@ -77,7 +77,8 @@ Objective = Callable[[Denoise, Teaching, PackedBatch, Turn], LossSums]
 
 
 def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
-    """lambda(sigma) |D(x; sigma) - D_guided(x; sigma)|^2 (Meng et al., arXiv 2210.03142, eq. 2): one call for two."""
+    """Guidance distillation: lambda(sigma) |D(x; sigma) - D_guided(x; sigma)|^2 (Meng et al., arXiv 2210.03142, eq.
+    2)."""
     sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
     x_S1P = teaching.noisy(batch, sigma_G)
     target_S1P = teaching.teacher(batch, x_S1P, sigma_G)
@@ -86,8 +87,8 @@ def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Tur
 
 
 def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
-    """One Euler step of the student from a level to the next is `teacher_steps` of the teacher's (Salimans and Ho,
-    arXiv 2202.00512, algorithm 2): the x0 that leads there, weighted by lambda(sigma).
+    """Progressive distillation: one Euler step of the student matches `teacher_steps` of the teacher (Salimans and Ho,
+    arXiv 2202.00512, algorithm 2). The loss is that of the corresponding x0, weighted by lambda(sigma).
     """
     sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
     x_S1P = teaching.noisy(batch, sigma_G)
@@ -99,9 +100,11 @@ def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: 
 
 
 def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
-    """The student answers the same at both ends of a step of the teacher's ODE, and after the last the teacher's x0:
-    |D(x; sigma) - stopgrad D(x'; sigma')|^2 / (sigma - sigma') (Song et al., arXiv 2303.01469, algorithm 2; the weight,
-    and no average of the weights in the target, of Song and Dhariwal, 2310.14189, sections 3.2 and 3.3).
+    """Consistency distillation: the student's outputs at both ends of a step of the teacher's ODE agree; for the last
+    step the target is the teacher's x0.
+
+    |D(x; sigma) - stopgrad D(x'; sigma')|^2 / (sigma - sigma') (Song et al., arXiv 2303.01469, algorithm 2; weight and
+    target without EMA: Song and Dhariwal, 2310.14189, sections 3.2 and 3.3).
     """
     sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
     x_S1P = teaching.noisy(batch, sigma_G)
@@ -109,20 +112,20 @@ def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: 
     is_end_S11 = of_tokens(batch, next_G) == 0
     with torch.no_grad():
         target_S1P = student(batch, y_S1P, torch.where(next_G == 0, sigma_G, next_G))
-    target_S1P = torch.where(is_end_S11, y_S1P, target_S1P)  # at sigma = 0 nothing is left to answer
+    target_S1P = torch.where(is_end_S11, y_S1P, target_S1P)  # the network is not evaluated at sigma = 0
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, 1 / (sigma_G - next_G))
 
 
 def continuous_consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
-    """Consistency between levels that are next to each other (sCM: Lu and Song, arXiv 2410.11081, algorithm 1), of any
+    """Continuous-time consistency distillation (sCM: Lu and Song, arXiv 2410.11081, algorithm 1), for any
     parameterization.
 
     With t = arctan(sigma / sigma_d) and x_t = cos(t) x, TrigFlow's network is F = (cos(t) x_t - D) / (sin(t) sigma_d),
     and EDM's is -F. As cos(t) sin(t) d/dt is d / d ln(sigma), the tangent along the teacher's ODE is
-    g = cos(t) dD/dt = (dD / d ln(sigma)) / sin(t). In the first steps a share of it is cos(t)^2 (D - D_teacher) /
-    sin(t), which is stable (tangent warm-up); it is brought to less than unit mean square (tangent normalization); and
-    |F - stopgrad(F) - g|^2 is weighted by what is learnt of its size, with `diffusion.learned_uncertainty` (adaptive
-    weighting).
+    g = cos(t) dD/dt = (dD / d ln(sigma)) / sin(t). In the first steps it is blended with the stable
+    cos(t)^2 (D - D_teacher) / sin(t) (tangent warm-up); it is scaled to less than unit mean square (tangent
+    normalization); and |F - stopgrad(F) - g|^2 is weighted by the learned uncertainty with
+    `diffusion.learned_uncertainty` (adaptive weighting).
     """
     sigma_G, x_S1P, teacher_S1P, slope_S1P = _slope(student, teaching, batch)
     D_S1P = student(batch, x_S1P, sigma_G)
@@ -141,8 +144,8 @@ def continuous_consistency(student: Denoise, teaching: Teaching, batch: PackedBa
 
 
 def consistency_limit(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
-    """The gradient of `consistency` as its levels come together: that of |D - stopgrad(D - dD/dsigma)|^2, where
-    dD/dsigma is along the teacher's ODE (Song et al., arXiv 2303.01469, appendix B.1, of squared distances).
+    """Limit of `consistency` for adjacent levels: its gradient is that of |D - stopgrad(D - dD/dsigma)|^2, where
+    dD/dsigma is along the teacher's ODE (Song et al., arXiv 2303.01469, appendix B.1, for squared distances).
     """
     sigma_G, x_S1P, _, slope_S1P = _slope(student, teaching, batch)
     D_S1P = student(batch, x_S1P, sigma_G)
@@ -151,9 +154,10 @@ def consistency_limit(student: Denoise, teaching: Teaching, batch: PackedBatch, 
 
 
 def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
-    """lambda(sigma) |D(x; sigma) - x0|^2, where x0 is the video that the teacher made: at the first level of that very
-    noise (Luhman and Luhman, arXiv 2101.02388, eq. 7), at those below, which the sampler `consistency` comes to by
-    adding noise, of x0 with any. The pack has no others (`megadit prepare trajectories`).
+    """Regression to the teacher's videos x0 (`megadit prepare trajectories`): lambda(sigma) |D(x; sigma) - x0|^2.
+
+    At the first level, x is the noise from which the teacher generated x0 (Luhman and Luhman, arXiv 2101.02388, eq. 7);
+    at lower levels, which the sampler `consistency` reaches by adding noise, x is x0 with new noise.
     """
     sigma_G, _ = _drawn_interval(batch, teaching.config.sigmas)
     first = teaching.config.sigmas[0]
@@ -165,11 +169,12 @@ def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: T
 
 
 def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
-    """Moves the student's x0 to where the teacher finds them likelier than the critic does: the gradient is
-    (D_critic - D_teacher) / mean |x0 - D_teacher|, of x0 with new noise (Yin et al., arXiv 2311.18828, eqs. 7 and 8),
-    after `calls` calls on the student's own way (2405.14867, section 4.4). The samples give conditions alone, but for
-    the critic's head, which has learnt from them: it adds `adversarial_weight` times the gradient of
-    -log P(x0 with noise is real) (section 4.3).
+    """Distribution matching (DMD2): the gradient with respect to the student's x0 is
+    (D_critic - D_teacher) / mean |x0 - D_teacher|, at x0 with new noise (Yin et al., arXiv 2311.18828, eqs. 7 and 8).
+
+    x0 is the result of `calls` sampling steps of the student (2405.14867, section 4.4); samples of the data set provide
+    text and conditioning alone. With a discriminator, `adversarial_weight` times the gradient of
+    -log P(x0 with noise is real) is added (section 4.3).
     """
     x_S1P, sigma_G = student_state(student, teaching, batch, turn.calls)
     x0_S1P = target_of(batch, student(batch, x_S1P, sigma_G))
@@ -180,7 +185,7 @@ def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBat
         real_S1P, fake_S1P = teaching.teacher(batch, y_S1P, tau_G), teaching.critic(batch, y_S1P, tau_G)
         scale_G = _mean_of_samples(teaching, batch, (fake.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
         step_S1P = (fake_S1P - real_S1P) / of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
-        if (weight := teaching.config.adversarial_weight) > 0:  # an error is a mean over P, which the head's is not
+        if (weight := teaching.config.adversarial_weight) > 0:  # only errors are means over P
             step_S1P += weight * y_S1P.shape[-1] * towards_real(teaching.discriminator, batch, y_S1P, tau_G)
         target_S1P = fake.tokens_S1P - step_S1P / 2
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
@@ -195,14 +200,13 @@ OBJECTIVES: dict[ObjectiveName, Objective] = {
     "regression": regression,
     "distribution_matching": distribution_matching,
 }
-"""`train.distill.objective` -> what it is."""
+"""`train.distill.objective` -> its function."""
 
 
 @torch.no_grad()
 def student_state(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> tuple[Tensor, Tensor]:
-    """(x [S, 1, P], sigma_G) of the last of `calls` calls of the student: from noise, each x0 with new noise of the
-    next level added, as the sampler `consistency` does.
-    """
+    """Input (x [S, 1, P], sigma_G) of the last of `calls` sampling steps of the student, which starts from noise and
+    adds new noise of the next level to each x0, as the sampler `consistency` does."""
     x0_S1P = target_of(batch, torch.zeros_like(batch.tokens_S1P))
     for call, sigma in enumerate(teaching.config.sigmas[:calls]):
         sigma_G = torch.full_like(batch.fps_G, sigma)
@@ -214,8 +218,8 @@ def student_state(student: Denoise, teaching: Teaching, batch: PackedBatch, call
 
 
 def with_scale(batch: PackedBatch, model: DiTConfig) -> PackedBatch:
-    """The pack with a scale of guidance for each sample, drawn evenly by its key, where the student is told one (Meng
-    et al., arXiv 2210.03142, section 3.2)."""
+    """The pack with a guidance scale for each sample, drawn uniformly by its key, if the student is guidance-distilled
+    (Meng et al., arXiv 2210.03142, section 3.2)."""
     if model.guidance_embedding_range is None:
         return batch
     low, high = model.guidance_embedding_range
@@ -224,12 +228,13 @@ def with_scale(batch: PackedBatch, model: DiTConfig) -> PackedBatch:
 
 
 def made_batch(batch: PackedBatch, x0_S1P: Tensor, *, number: int) -> PackedBatch:
-    """The pack with other clean tokens [S, 1, P], whose noise and levels are those of its `number`-th further use."""
+    """The pack with other clean tokens [S, 1, P] and, depending on `number` (1, 2, ...), other noise and noise
+    levels."""
     return replace(batch, tokens_S1P=x0_S1P, noise_key_G=derived_keys(batch.noise_key_G, number))
 
 
 def target_of(batch: PackedBatch, x0_S1P: Tensor) -> Tensor:
-    """x0 [S, 1, P] at the target tokens, and the pack's own at conditioning and padding."""
+    """x0 [S, 1, P] at target tokens, and the pack's own tokens at conditioning and padding."""
     is_target_S = batch.layout.on(x0_S1P.device).is_target_S
     return torch.where(is_target_S[:, None, None], x0_S1P, batch.tokens_S1P)
 
@@ -246,7 +251,7 @@ def _drawn_interval(batch: PackedBatch, sigmas: tuple[float, ...]) -> tuple[Tens
 def _teacher_steps(
     teaching: Teaching, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor, next_G: Tensor, count: int
 ) -> Tensor:
-    """x at `next_G`, after `count` Euler steps of the teacher, evenly in sigma^(1/rho)."""
+    """x at `next_G` after `count` Euler steps of the teacher, evenly spaced in sigma^(1/rho)."""
     start_G, stop_G = sigma_G ** (1 / RHO), next_G ** (1 / RHO)
     for step in range(1, count + 1):
         low_G = next_G if step == count else (start_G + step / count * (stop_G - start_G)) ** RHO
@@ -258,8 +263,8 @@ def _teacher_steps(
 
 @torch.no_grad()
 def _slope(student: Denoise, teaching: Teaching, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(sigma_G, x, D_teacher, dD / d ln(sigma)), all but the first [S, 1, P]: at noise levels as they are drawn for
-    samples, how the student's answer changes along the teacher's ODE (`tangent.derivative`)."""
+    """(sigma_G, x, D_teacher, dD / d ln(sigma)), all but the first [S, 1, P]: at training noise levels, the derivative
+    of the student's output along the teacher's ODE (`tangent.derivative`)."""
     sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
     x_S1P = teaching.noisy(batch, sigma_G)
     teacher_S1P = teaching.teacher(batch, x_S1P, sigma_G)
@@ -274,7 +279,7 @@ def of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
 
 
 def _mean_of_samples(teaching: Teaching, batch: PackedBatch, value_S: Tensor) -> Tensor:
-    """The mean over the wanted tokens of each sample, [G]; 0 of padding."""
+    """Mean over the target tokens of each sample, [G]; 0 for padding."""
     tensors = batch.layout.on(value_S.device)
     is_target_S = tensors.is_target_S.to(value_S.dtype)
     sums_2G = value_S.new_zeros(2, batch.layout.num_segments)

@@ -1,4 +1,4 @@
-"""The pairs that `regression` learns from: noise, and the videos that a teacher makes of it."""
+"""Data of the objective `regression`: pairs of noise and the teacher's video."""
 
 import json
 import random
@@ -11,9 +11,9 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
 DATASET = "dataset"
-"""Folder of the samples in that of the pairs."""
+"""Folder of the samples within the folder of the pairs."""
 SAMPLER = "euler"
-"""An ODE's: what is added on the way would hide which noise a video comes of."""
+"""Deterministic sampler: added noise would make the video independent of its initial noise."""
 
 
 def make_trajectories(
@@ -26,12 +26,12 @@ def make_trajectories(
     guidance: float,
     num_processes: int,
 ) -> None:
-    """Makes the data set of `count` videos of some of the captions, by `megadit prepare trajectories`.
+    """Generate a data set of `count` videos for some of the captions, by `megadit prepare trajectories`.
 
-    A folder that is finished stays as it is, one that was cut off is completed.
+    A finished folder is left unchanged, an interrupted one is completed.
 
     Raises:
-        UserError: if they cannot be made; the command has said why.
+        UserError: if they cannot be generated; the command has printed why.
     """
     chosen = sorted(set(captions))
     random.Random(0).shuffle(chosen)
@@ -43,4 +43,4 @@ def make_trajectories(
     variant = ["--sampler", SAMPLER, "--eta", "0", "--churn", "0"]
     variant += ["--num_steps", str(num_steps), "--guidance", f"{guidance:g}"]
     if launch("megadit.train.data.prepare.command", ["trajectories", *request, *variant], num_processes=num_processes):
-        raise UserError(f"no videos were made to learn from: {folder / 'dataset'} is not whole; run the command again")
+        raise UserError(f"the teacher's videos in {folder / 'dataset'} are incomplete; run the command again")

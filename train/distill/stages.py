@@ -1,4 +1,4 @@
-"""The stages of `megadit distill`: what each changes of a recipe, and how a student is called."""
+"""Stages of `megadit distill`: their overrides of a recipe, and sampling settings of students."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,21 +12,21 @@ from megadit.models.diffusion.settings import OF_TWO_CALLS, SamplingSettings
 from megadit.train.config.schema import RunConfig
 
 MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7
-"""Noise levels for data of unit deviation: the student's second one (at those above it little of the data can be seen),
-and its last (below it one call removes all noise)."""
+"""Noise levels for data of unit standard deviation: the student's second (above it the data are almost invisible), and
+its last (one step from it removes all noise)."""
 CONSISTENCY_LEVELS = 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Overrides and sampler of one objective, in place of the recipe's."""
+    """Overrides and sampler of one objective."""
 
     overrides: Callable[[RunConfig, tuple[float, ...]], list[str]]
     """(the recipe's run, the student's noise levels) -> section.key=value."""
     sampler: str = "consistency"
-    """Sampler that the student is meant for."""
+    """Sampler of the student."""
     is_regression: bool = False
-    """It learns from pairs made with the first teacher in place of --data, as `OF_PAIRS` says."""
+    """Whether it learns from videos of the original teacher in place of --data, with the overrides `OF_PAIRS`."""
 
 
 REGRESSION_OVERRIDES = (
@@ -36,8 +36,8 @@ REGRESSION_OVERRIDES = (
     "data.max_frames=null",
     "data.keep=[]",
 )
-"""How such videos are read, whatever the recipe and the values of all stages choose of --data: they are latents of
-noise and text alone, which nobody has scored, and what is cut off would be missing beside its noise."""
+"""Overrides to read these videos, whatever the recipe sets for --data: they are latents generated from noise and text
+alone, without scores, and must not be cut, because their noise is not."""
 
 
 def _levels(sigmas: Sequence[float]) -> str:
@@ -45,7 +45,7 @@ def _levels(sigmas: Sequence[float]) -> str:
 
 
 def _gently(run: RunConfig, share: float, steps: float) -> list[str]:
-    """A share of the recipe's learning rate, for a share of its steps."""
+    """Overrides for fractions of the recipe's learning rate and steps."""
     count = max(1, round(steps * run.train.train_iters))
     return [
         f"optimizer.lr={share * run.optimizer.lr:.6g}",
@@ -83,16 +83,19 @@ STAGES = {
             *_gently(run, 1 / 24, 0.2),
             f"train.distill.critic_lr={run.optimizer.lr / 4:.6g}",
             "train.distill.critic_updates=3",
-            *("optimizer.adam_beta1=0.5", "optimizer.muon_momentum=0.5"),  # what was right a while ago misleads both
+            *(
+                "optimizer.adam_beta1=0.5",
+                "optimizer.muon_momentum=0.5",
+            ),  # old gradients mislead both networks
             _levels(sigmas),
         ]
     ),
 }
-"""`--stages` -> what it changes of a recipe."""
+"""Value of `--stages` -> stage."""
 
 
 def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
-    """Noise levels of so many calls: the teacher's highest, then evenly in their logarithm."""
+    """Noise levels of `calls` sampling steps: the teacher's highest, then evenly spaced in their logarithm."""
     highest, unit = highest_sigma(teacher.defaults), teacher.config.sigma_data
     if calls == 1:
         return (highest,)
@@ -104,15 +107,15 @@ def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
 def student_settings(
     sampler: str, sigmas: tuple[float, ...], guidance: float = 1.0, noise_scale: float = 1.0
 ) -> dict[str, Any]:
-    """Sampling settings of a student: one call a step, unguided or guidance-distilled, at its own noise levels; the
-    others as its teacher."""
+    """Sampling settings of a student: one function evaluation per step, without guidance or guidance-distilled, at its
+    own noise levels; others are the teacher's."""
     levels = {"sigmas": sigmas, "num_steps": len(sigmas), "shift": 1.0, "noise_scale": noise_scale}
     plain = {**OF_TWO_CALLS, "second_guidance": 0.0, "churn": 0.0, "eta": 0.0, "cache_budget": 0.0}
     return {"sampler": sampler, "guidance": guidance, **levels, **plain}
 
 
 def embedded_scale(teacher: SamplingSettings, guidance_embedding_range: tuple[float, float] | None) -> float:
-    """Return the scale within the range `told` that is nearest to the teacher's; without a range 1, no guidance."""
+    """Return the guidance scale within the range that is nearest to the teacher's; 1 (no guidance) without a range."""
     return (
         1.0
         if guidance_embedding_range is None

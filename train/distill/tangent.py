@@ -1,8 +1,8 @@
-"""The derivative of a network along a direction, exact: forward-mode differentiation through all that ranks exchange.
+"""Exact directional derivative of a network, by forward-mode differentiation through its collectives.
 
-The ops compute by their references (`ops.registry.by_reference`). What ranks send to one another is linear: the tangent
-of an exchange is the exchange of the tangent. Ours say so (`jvp` of `context_parallel.py` and `axial.py`); of
-Megatron's, which are in `EXCHANGES`, it is done here.
+Ops use their reference implementations (`ops.registry.by_reference`). Collectives are linear: the tangent of a
+collective is the collective of the tangent. Those of `context_parallel.py` and `axial.py` implement `jvp`; for
+Megatron's, listed in `EXCHANGES`, it is done here.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,11 @@ COMMUNICATIONS: dict[type[Function], tuple[int, int | None]] = {
     layers.LinearWithFrozenWeight: (0, 2),
     layers.LinearWithGradAccumulationAndAsyncCommunication: (0, 2),
 }
-"""Megatron's functions that are linear in one tensor -> which of their arguments it is, and which is added to it."""
+"""Megatron's functions that are linear in one tensor -> index of that argument, and of one that is added to it."""
 
 
 def derivative(function: Callable[..., Tensor], points: tuple[Tensor, ...], directions: tuple[Tensor, ...]) -> Tensor:
-    """d/dh function(points + h directions) at h = 0, of the shape of what the function gives; nothing is kept of it.
+    """d/dh function(points + h directions) at h = 0, of the shape of the function's result, without a graph.
 
     All ranks that share the network call this together.
     """
@@ -41,7 +41,7 @@ def derivative(function: Callable[..., Tensor], points: tuple[Tensor, ...], dire
 
 @contextmanager
 def _of_tangents() -> Iterator[None]:
-    """Within it Megatron's exchanges take tensors with tangents."""
+    """Within the block Megatron's collectives accept tensors with tangents."""
     for function, places in COMMUNICATIONS.items():
         function.apply = staticmethod(_with_tangent(function.apply, *places))
     try:
@@ -52,7 +52,7 @@ def _of_tangents() -> Iterator[None]:
 
 
 def _with_tangent(apply: Callable[..., Tensor], place: int, added: int | None) -> Callable[..., Tensor]:
-    """`apply`, linear in the argument at `place` but for what is `added`."""
+    """`apply`, linear in the argument at `place` except for the argument `added`."""
 
     def applied(*arguments) -> Tensor:
         value, tangent = forward_ad.unpack_dual(arguments[place])

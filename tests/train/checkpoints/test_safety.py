@@ -75,7 +75,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(cut_short, run_ranks):
     outputs = run_ranks(2, "-c", WITHOUT_DISK, *arguments(cut_short)[2:], code=2)
     errors = [line for output in outputs for line in output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "iter_0000008 could not be written to" in errors[0]
-    assert "iter_0000006 is kept. Make room (" in errors[0] and "run the same command to continue" in errors[0]
+    assert "iter_0000006 is kept. Free some space (" in errors[0] and "run the same command to continue" in errors[0]
     left = sorted(path.name for path in (cut_short / "checkpoints").iterdir())
     assert left == ["iter_0000002", "iter_0000004", "iter_0000006"]
     check_checkpoint(cut_short / "checkpoints" / "iter_0000006")

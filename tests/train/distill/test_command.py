@@ -134,7 +134,7 @@ def test_a_collapsed_student_ends_it_and_the_one_before_is_kept(teacher, tiny_da
     kept = Bundle.open(tmp_path / "out" / "bundle").manifest
     assert main([*told, "--stages", "guidance", "progressive", "--spread", "0.01", "0.02"]) == 2
     said = capfd.readouterr().err
-    assert "the student has collapsed: its spread is not within 0.01 to 0.02 times" in said
+    assert "the student has collapsed: its diversity is not within 0.01 to 0.02 times" in said
     assert Bundle.open(tmp_path / "out" / "bundle").manifest == kept
 
 
@@ -199,7 +199,7 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
     prompts = [f"prompt {number}" for number in range(9)]
     collapsed = compare(tmp_path / "check", bundles[0], bundles[1], prompts)
     alike = compare(tmp_path / "check2", bundles[0], bundles[2], prompts)
-    assert collapsed.spread == 0 and "its spread is not within 0.5 to 2" in collapsed.fault(BOUNDS)
+    assert collapsed.spread == 0 and "its diversity is not within 0.5 to 2" in collapsed.fault(BOUNDS)
     assert alike.spread == 1 and alike.fault(BOUNDS) is None and alike.distance is None
     far = Comparison(spread=1.0, distance=1.6, seen_by="a judge", count=8)
     assert "its distance from real videos is more than 1.5" in far.fault(BOUNDS)

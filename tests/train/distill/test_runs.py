@@ -117,7 +117,7 @@ def test_another_teacher_is_refused(teacher, finished, run_ranks, tmp_path):
     finally:
         shutil.rmtree(teacher)
         shutil.copytree(tmp_path / "kept", teacher)
-    assert "has a student of a teacher with the fingerprint " in told and "give the teacher it began with" in told
+    assert "has a student of a teacher with the fingerprint " in told and "give the teacher it started with" in told
     assert "Traceback" not in told
 
 
