@@ -1,1 +1,1 @@
-"""Bundle -> ONNX -> TensorRT."""
+"""Export of bundles to ONNX and TensorRT."""

@@ -1,7 +1,6 @@
 """Test cases of exported networks with adapters: different ones in each sample of a batch, several at once, and none.
 
-Torch computes them as it does when it samples, with the adapters loaded beside its linears. The graph is told by its
-inputs.
+In torch, adapters are attached to linears as in sampling; in the graph, they are inputs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +18,19 @@ SCALES: Mapping[str, Sequence[Sequence[float]]] = {
     "two in a slot": ([0.7, -1.0], [0.0, 1.0]),
     "one beside none": ([1.0, 0.0], [0.0, 0.0]),
 }
-"""Name of a case -> how much of two adapters each sample gets, again and again."""
+"""Name of a case -> scales of two adapters, cycled over the samples."""
 State = dict[str, Tensor]
 
 
 def adapter_inputs(
     slots: AdapterInputs, batch: int, scales: Sequence[Sequence[float]]
 ) -> tuple[dict[str, Tensor], list[tuple[State, AdapterConfig, Tensor]]]:
-    """The inputs of a graph for random adapters, and these with their scales [B]; they share the rank of the slots
-    where it is more than one."""
+    """Graph inputs of random adapters, and the adapters with their scales [B]; they share the rank of the inputs if it
+    is
+    more than one."""
     ranks = (slots.rank - slots.rank // 2, max(slots.rank // 2, 1))
     rows = [scales[sample % len(scales)] for sample in range(batch)]
-    if slots.rank == 1:  # no room for a second one
+    if slots.rank == 1:  # no rank left for a second one
         rows = [[one, 0.0 if one else other] for one, other in rows]
     adapters = []
     for number, rank in enumerate(ranks):
@@ -42,7 +42,7 @@ def adapter_inputs(
 
 
 def random_state(slots: AdapterInputs, rank: int, seed: int) -> State:
-    """An adapter state, whose changes are a fifth as large as what it reads."""
+    """A random adapter state, whose changes are a fifth as large as the linears' inputs."""
     generator, state = torch.Generator().manual_seed(seed), {}
     for name, target in chosen_targets(slots.config, slots.targets).items():
         shape = (rank, target.in_features)
@@ -53,7 +53,7 @@ def random_state(slots: AdapterInputs, rank: int, seed: int) -> State:
 
 @contextmanager
 def attached(dit: SavedNetwork, adapters: Sequence[tuple[State, AdapterConfig, Tensor]]) -> Iterator[None]:
-    """Within the block these are beside the network, at their scales."""
+    """Attach these adapters to the network, at their scales, within the block."""
     names = [f"case_{number}" for number in range(len(adapters))]
     try:
         for name, (state, about, scale_B) in zip(names, adapters, strict=True):

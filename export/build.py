@@ -1,4 +1,4 @@
-"""Bundle in, bundle out: the same parts, with every network exported beside them and checked against torch."""
+"""Exports a bundle: a copy with an ONNX graph of every network, verified against torch."""
 
 import shutil
 import sys
@@ -50,11 +50,11 @@ class ExportSettings:
         choices=tuple(PRECISIONS),
         metavar="NAME",
     )
-    """Preconditioning, decoder and encoders are float32."""
+    """Precision of the denoiser's network; scalings, decoder and encoders are float32."""
     text_encoder: bool = setting(True, "do not export the text encoder: run it in torch")
-    """Export it too, where it is a network that is on this machine."""
+    """Export it too, if it has a network and its files are on this machine."""
     calibration_prompts: tuple[str, ...] = ()
-    """Prompts sampled to calibrate int8 and fp8 ranges; empty: the prompt of the comparison."""
+    """Prompts for sampling videos that calibrate int8 and fp8 ranges; empty: the prompt of the comparison."""
     profiles: tuple[str, ...] = setting(
         (),
         "sizes to export for, of batch, frames, height, width (of the video) or text (tokens); repeat for each",
@@ -89,13 +89,13 @@ class ExportSettings:
         return self._least_opset if self.opset is None else self.opset
 
     def adapter_inputs(self, config: NetworkConfig) -> AdapterInputs | None:
-        """The room for adapters that a network gets."""
+        """The adapter inputs of a network; None without them."""
         if self.adapter_rank is None:
             return None
         return AdapterInputs(config=config, rank=self.adapter_rank, targets=self.adapter_targets)
 
     def precision_of(self, network: str) -> str:
-        """Latents and texts, which decoders and encoders compute once for all steps, stay in float32."""
+        """Precision of a network: float32 for decoders and encoders, which run once, not in every step."""
         return self.precision if network in DENOISERS else "fp32"
 
     @property
@@ -104,11 +104,12 @@ class ExportSettings:
 
 
 def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings | None = None) -> dict[str, Any]:
-    """Writes `out`, whole or not at all, and gives the report of the comparison that stands in its megadit.json.
+    """Writes `out`, whole or not at all, and returns the report of the comparison, which its megadit.json contains.
 
     Raises:
-        UserError: for a source that is no bundle, or of a network that cannot be exported, sizes that it cannot have, a
-            full disk; and where an exported network is not the torch network, naming the layer.
+        UserError: if the source is no bundle, its network cannot be exported, sizes are unsupported or the disk is
+        full;
+            if an exported network differs from torch, with the layer.
     """
     settings = settings or ExportSettings()
     bundle, out = with_changed_defaults(open_any_bundle(source), settings.defaults.default), Path(out)
@@ -135,7 +136,7 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
 
 
 def check_memory(source: str | Path, settings: ExportSettings) -> None:
-    """Raises UserError for a network whose weights are far too large for this machine, as torch's and as a graph's."""
+    """Raises UserError for a network whose weights, in torch and as a graph, far exceed this machine's memory."""
     bundle = with_changed_defaults(open_any_bundle(source), settings.defaults.default)
     size = PRECISIONS[settings.precision].itemsize
     needed = 2 * size * sum(map(prod, network_shapes(bundle.config).values()))
@@ -166,7 +167,8 @@ def _specs(
 
 
 def _reason(error: OSError) -> str:
-    """The system's message; for a copied tree, from the (from, to, "[Errno 28] what: from -> to") of its first file."""
+    """The system's message; for a copied tree, that of its first file, from (from, to, "[Errno 28] what: from ->
+    to")."""
     if isinstance(error, shutil.Error):
         return error.args[0][0][2].partition("] ")[2].partition(":")[0]
     return error.strerror or str(error)
@@ -187,7 +189,7 @@ def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
     if settings.precision in FORMATS:
         check_transformer(bundle, f"{settings.precision} is for products of blocks; take fp16")
     if bundle.kind != "video" and (settings.precision != "fp32" or settings.adapter_rank is not None):
-        raise UserError(f"a {bundle.kind} is exported in float32, without room for adapters: leave out these options")
+        raise UserError(f"a {bundle.kind} is exported in float32, without adapter inputs: leave out these options")
 
 
 def _check_place(bundle: Bundle, out: Path) -> None:
@@ -198,7 +200,7 @@ def _check_place(bundle: Bundle, out: Path) -> None:
 
 
 def _not_copied(folder: str, names: list[str]) -> list[str]:
-    """Names in a bundle that are written anew, not copied."""
+    """Names in a bundle that are written again, not copied."""
     return [name for name in names if name in (MANIFEST_FILE, *(runtime.folder for runtime in EXPORTED.values()))]
 
 
@@ -239,7 +241,7 @@ def export_network(
     path: Path,
     settings: ExportSettings,
 ) -> dict[str, Any]:
-    """Exports one network and compares it; torch's copy is gone before ONNX Runtime loads its own."""
+    """Exports one network and compares it; torch's copy is freed before ONNX Runtime loads the graph."""
     inputs, precision = contract.sample_inputs(spec, contract.trace_sizes(spec)), settings.precision_of(name)
     slots = settings.adapter_inputs(bundle.config)
     network = build_network(name, bundle, tokenizer, PRECISIONS[precision], slots)
@@ -247,7 +249,7 @@ def export_network(
     to_onnx.export_onnx(network, spec, inputs, path, opset=settings.graph_opset, metadata=about)
     ranges, unrounded = {}, []
     if precision in FORMATS:
-        _say(f"{name}: learning the ranges of its numbers")
+        _say(f"{name}: calibrating the ranges of its activations")
         ranges = calibrate(bundle, settings.calibration_prompts or (usual_prompt(bundle),), name)
         quantise(path, ranges, precision)
         unrounded = reference_cases(network, spec, bundle, slots)
@@ -256,7 +258,7 @@ def export_network(
     levels = verify.sampled_levels(name, bundle)
     rounding = verify.check_rounding(unrounded, cases, precision, levels) if ranges else {}
     del network
-    to_onnx.collect_after(path)  # traced programs and graphs refer to themselves, and would keep weights mapped
+    to_onnx.collect_after(path)  # reference cycles of traced programs would keep weights mapped
 
     def rebuild():
         return comparable(build_network(name, bundle, tokenizer, PRECISIONS[precision], slots), precision, ranges)

@@ -1,4 +1,4 @@
-"""`megadit export`: a bundle to the same bundle with verified ONNX graphs or TensorRT engines."""
+"""`megadit export`: copies a bundle, with verified ONNX graphs or TensorRT engines."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ class ExportOptions:
     format: Literal["onnx", "tensorrt"] = setting("onnx", "output format; tensorrt adds engines (default: onnx)")
     export: ExportSettings = group(ExportSettings)
     calibration_prompts: str | None = setting(
-        None, "one prompt a line, sampled to learn the ranges of int8 and fp8", metavar="FILE"
+        None, "one prompt a line, sampled to calibrate the ranges of int8 and fp8", metavar="FILE"
     )
     refit: str | None = setting(
         None,
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(_export, sys.argv[1:] if argv is None else argv)
 
 
-@enough_memory("export for smaller sizes (--profile), or where there is more: it takes twice the network's weights")
+@enough_memory("export for smaller sizes (--profile), or with more memory: it takes twice the network's weights")
 def _export(argv: list[str]) -> None:
     options = read_options(
         ExportOptions,
@@ -70,7 +70,7 @@ def _export(argv: list[str]) -> None:
     settings = replace(options.export, calibration_prompts=_read_prompts(options.calibration_prompts))
     wants_engines, out = options.format == "tensorrt", Path(os.path.realpath(options.out))
     if options.refit is not None and (not wants_engines or options.engines != EngineSettings()):
-        raise UserError("--refit takes engines as they were built: give --format tensorrt and no other engine options")
+        raise UserError("--refit keeps the options of the engines: give --format tensorrt and no other engine options")
     before = None if options.refit is None else find_refittable(options.refit)
     if wants_engines:
         settings = prepared_for_engines(settings, options.engines, before)
@@ -88,7 +88,7 @@ def _export(argv: list[str]) -> None:
 
 
 def _read_prompts(path: str | None) -> tuple[str, ...]:
-    """The lines of a file that hold something."""
+    """The lines of a file that are not blank."""
     if path is None:
         return ()
     try:

@@ -1,4 +1,4 @@
-"""How large the inputs are that networks are compared with: as a profile says, as far as that is soon computed."""
+"""Sizes of the inputs with which exported networks are compared: those of a profile, reduced where slow."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,14 +19,15 @@ from megadit.models.tokenizers import VideoTokenizer
 MOST_PIXELS = 1 << 20
 """Maximum pixels of all frames that an autoencoder processes at once."""
 MOST_NUMBERS = 1 << 25
-"""Maximum tokens times width in one call of a denoiser."""
+"""Maximum tokens times width in one function evaluation of a denoiser."""
 _SHARES = [step / 32 for step in range(32, -1, -1)]
-"""Interpolation factors between the smallest size of a profile (0, always compared) and the best one (1)."""
+"""Interpolation factors from the smallest size of a profile (0, always compared) to the best one (1)."""
 
 
 def compared_defaults(bundle: Bundle, profiles: Profiles, tokenizer: VideoTokenizer) -> SamplingSettings:
-    """The bundle's defaults with the size of the video that is compared: the best of the profile, smaller in proportion
-    where that is large."""
+    """The bundle's defaults with the size of the comparison video: the best of the profile, reduced in proportion if
+    large.
+    """
     config, side = bundle.config, tokenizer.spatial_compression * bundle.config.patch_spatial
     steps = (tokenizer.temporal_compression * config.patch_temporal, side, side)
     ranges, sizes = [profiles.frames, profiles.height, profiles.width], []
@@ -39,7 +40,7 @@ def compared_defaults(bundle: Bundle, profiles: Profiles, tokenizer: VideoTokeni
 
 
 def compared_sizes(spec: NetworkSpec, sizes: Mapping[str, int], config: NetworkConfig, pixels: int) -> dict[str, int]:
-    """`sizes` of open sides, smaller in proportion where a call would be large; `pixels` are those of a latent."""
+    """`sizes` of dynamic axes, reduced in proportion if a call would be large; `pixels` are those of a latent."""
     names = [name for name in sizes if name != "text"]
     if spec.is_denoiser:
         patch = prod(spec.axes[name].step for name in ("time", "height", "width") if name in spec.axes)
@@ -54,17 +55,19 @@ def compared_sizes(spec: NetworkSpec, sizes: Mapping[str, int], config: NetworkC
 
 
 def check_compared(bundle: Bundle, settings: SamplingSettings, tokenizer: VideoTokenizer) -> None:
-    """Raises UserError where the smallest video that can be compared takes far more memory than this machine has."""
+    """Raises UserError if the smallest comparison video needs far more memory than this machine has."""
     choices = Choices(dtype=torch.float32, num_videos=1)
     needed = plan_memory(bundle, settings, tokenizer, bundle.load_text_encoder(), choices).peak
     size = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
-    remedy = "export for smaller sizes (--profile), or where there is more"
+    remedy = "export for smaller sizes (--profile), or on a machine with more memory"
     check_memory_fits(needed, free_memory(torch.device("cpu")), f"comparing a video of {size}", remedy)
 
 
 def fitted_defaults(bundle: Bundle, profiles: Profiles) -> tuple[SamplingSettings, str | None]:
-    """The bundle's defaults, of the best size of the profile where their own is not exported for, and a line that says
-    so: a service warms up with its defaults, and could not start."""
+    """The bundle's defaults, with the best size of the profile if their own is outside it, and a note about that.
+
+    A service warms up with its defaults, so their size must be exported.
+    """
     fields, names = ("num_frames", "height", "width"), ("frames", "height", "width")
     own, limits = [getattr(bundle.defaults, field) for field in fields], [getattr(profiles, name) for name in names]
     outside = [
@@ -83,7 +86,7 @@ def fitted_defaults(bundle: Bundle, profiles: Profiles) -> tuple[SamplingSetting
 
 
 def _between(low: int, high: int, step: int, share: float) -> int:
-    """An admitted size, a share of the way from `low` to `high`."""
+    """An admitted size, at a fraction between `low` and `high`."""
     return high if share == 1 else low + int((high - low) * share) // step * step
 
 

@@ -1,6 +1,6 @@
 """Test cases of exported networks with conditioning: every kind that the network was trained for, as in sampling.
 
-Torch computes them as it does when it samples: tokens in runs, whose places it knows. The graph is told by its inputs.
+In torch, conditioning is computed as in sampling: runs of tokens at known positions. In the graph, it is an input.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +23,13 @@ MEDIA: dict[str, Callable[[np.ndarray], dict[str, Any]]] = {
     "suffix": lambda video: {"frames": video[1:]},
     "inpaint": lambda video: {"mask": np.indices(video[:1].shape[:3])[2] < video.shape[2] // 2},
 }
-"""Use of training -> what a `ConditioningItem` for it says beside its use, of a video (uint8 THWC) to be made."""
+"""Kind of conditioning -> fields of a `ConditioningItem` for it, except the kind, from a video (uint8 THWC)."""
 
 
 def combined_conditioning(bundle: Bundle) -> dict[str, Media]:
-    """Random media that the network takes, by the name of their case: each use by itself, or all at once where it reads
-    them beside its latents."""
+    """Random conditioning media by name of a case: each kind by itself, or all at once in networks that read them as
+    extra
+    channels."""
     media = {kind: random_medium(kind, bundle.defaults, seed=4) for kind in bundle.conditionings}
     if bundle.config.conditioning.is_among:
         return {kind: (medium,) for kind, medium in media.items()}
@@ -36,14 +37,14 @@ def combined_conditioning(bundle: Bundle) -> dict[str, Media]:
 
 
 def required_conditioning(bundle: Bundle) -> Media:
-    """Random media without which the network makes no video: none of most."""
+    """Random media that the network cannot do without; none for most."""
     return () if bundle.config.conditioning.is_among else next(iter(combined_conditioning(bundle).values()))
 
 
 def conditioning_inputs(
     media: Media, bundle: Bundle, inputs: Mapping[str, Tensor], seed: int = 4
 ) -> tuple[dict[str, Tensor], Conditioning]:
-    """Add conditioning on `media` to the `inputs` of a graph, and return it also as torch takes it.
+    """Add conditioning on `media` to the `inputs` of a graph, and return it also in torch's form.
 
     Noise level, text and frame rate are those of `inputs`.
     """
@@ -60,7 +61,7 @@ def conditioning_inputs(
 
 
 def random_medium(kind: str, settings: SamplingSettings, seed: int = 0) -> ConditioningItem:
-    """Something to give of a video for a use of training."""
+    """Random conditioning of a kind."""
     size = (settings.num_frames, settings.height, settings.width, 3)
     video = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     return ConditioningItem(**{"kind": kind, "frames": video} | (MEDIA[kind](video) if kind in MEDIA else {}))

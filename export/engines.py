@@ -1,4 +1,4 @@
-"""`plan/`: the engines of a bundle whose graphs were exported, built on this machine and compared with torch."""
+"""`plan/`: TensorRT engines for the graphs of an exported bundle, built on this machine and compared with torch."""
 
 import shutil
 from dataclasses import replace
@@ -35,29 +35,29 @@ from megadit.models.storage.manifest import write_manifest
 
 
 def find_refittable(path: str | Path) -> ExportedNetworks:
-    """The engines of an earlier export that can take other weights.
+    """The refittable engines of an earlier export.
 
     Raises:
         UserError: if there are none.
     """
     before = open_exported(open_bundle(path), "tensorrt")
     if not before.settings["engine"]["refittable"]:
-        raise UserError(f"the engines of {path} keep the weights they have: they were built without --refittable")
+        raise UserError(f"the engines of {path} cannot be refitted: they were built without --refittable")
     return before
 
 
 def prepared_for_engines(
     settings: ExportSettings, engines: EngineSettings, before: ExportedNetworks | None
 ) -> ExportSettings:
-    """The settings of graphs for this machine's TensorRT, where they leave the opset open: that of the engines that
-    are to be refitted, or the one in which attention is one operator if it reads that.
+    """The settings of graphs for this machine's TensorRT. If they leave the opset open, it is that of the engines to be
+    refitted, or the one with an attention operator if TensorRT reads that.
 
     Raises:
-        UserError: for engines that it would build wrongly, before anything is exported.
+        UserError: for engines that TensorRT would build incorrectly, before anything is exported.
     """
     try:
         version = metadata.version("tensorrt")
-    except metadata.PackageNotFoundError:  # told when the graphs are there, for another machine to use
+    except metadata.PackageNotFoundError:  # reported after the graphs are written, which another machine can use
         return settings
     check_refittable(engines, version)
     if settings.opset is not None:
@@ -69,12 +69,12 @@ def prepared_for_engines(
 
 
 def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks | None = None) -> dict[str, Any]:
-    """Gives the bundle at `path`, which has `onnx/`, a `plan/`, whole or not at all; gives the report.
+    """Adds `plan/` to the bundle at `path`, which has `onnx/`, whole or not at all, and returns the report.
 
     Engines are built as `settings` say, or are those of `before` with this bundle's weights.
 
     Raises:
-        UserError: without TensorRT or a GPU; for a graph that TensorRT does not read; for an engine that differs.
+        UserError: without TensorRT or a GPU; if TensorRT does not read a graph; if an engine differs from torch.
     """
     bundle, libraries = Bundle.open(path), load_libraries()
     if not torch.cuda.is_available():
@@ -87,7 +87,7 @@ def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks |
             refit_engines(graphs, plan, before, libraries)
     record: dict[str, Any] = {"settings": graphs.settings["precision"]}
     manifest = {**bundle.manifest, "export": {**bundle.manifest["export"], "tensorrt": record}}
-    compared = replace(bundle, manifest=manifest)  # on the disk, engines without a record are opened by nobody
+    compared = replace(bundle, manifest=manifest)  # engines on disk without a report are not opened
     try:
         record["report"] = _compare(compared, open_exported(compared, "tensorrt"))
     except BaseException:
@@ -98,7 +98,7 @@ def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks |
 
 
 def write_engines(graphs: ExportedNetworks, plan: Path, settings: EngineSettings, libraries: Libraries) -> None:
-    """Builds every engine into `plan`, with all that a server needs to know beside them."""
+    """Builds every engine into `plan`, with the files that a server needs."""
     for name in graphs.settings["networks"]:
         graph = graphs.directory / f"{name}.onnx"
         build_engine(graph, graphs.network(name), settings, plan / f"{name}.plan", libraries)
@@ -110,7 +110,7 @@ def refit_engines(graphs: ExportedNetworks, plan: Path, before: ExportedNetworks
     """Writes the engines of an earlier export into `plan`, with the weights of these graphs.
 
     Raises:
-        UserError: if they are another machine's, or of other networks, sizes or number types.
+        UserError: if they are for another machine, or for other networks, sizes or number types.
     """
     check_engine(before, libraries.trt.__version__, *_gpu())
     for what in ("precision", "opset", "networks", "adapters"):

@@ -1,4 +1,4 @@
-"""Static checks of a graph: sides that should be dynamic, and the number types that it computes in."""
+"""Static checks of a graph: axes that should be dynamic, and number types."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,20 +14,20 @@ PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
 def check_open_sides(path: Path, spec: NetworkSpec) -> None:
-    """Raises UserError where the graph has fixed the size of a side that the contract leaves open."""
+    """Raises UserError if the graph fixed the size of an axis that should be dynamic."""
     graph = onnx.load(path, load_external_data=False).graph
     shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
     for tensor in spec.inputs:
         for place, (axis, side) in enumerate(zip(tensor.axes, shapes[tensor.name], strict=True)):
             if isinstance(axis, Axis) and side.HasField("dim_value"):
                 raise UserError(
-                    f"the exported {spec.name} has fixed side {place} ({axis.name}) of its input {tensor.name} at "
+                    f"the exported {spec.name} has fixed axis {place} ({axis.name}) of its input {tensor.name} at "
                     f"{side.dim_value}; it must be dynamic, {axis.min} to {axis.max}"
                 )
 
 
 def check_types(path: Path, spec: NetworkSpec, precision: str) -> None:
-    """Raise UserError where a graph casts to less than the requested precision, which F need not show."""
+    """Raise UserError if a graph casts to less than the requested precision, which outputs may not show."""
     asked = {"bf16": ["BFLOAT16"], "fp32": []}.get(precision, ["FLOAT16"]) if spec.is_denoiser else []
     for node in onnx.load(path, load_external_data=False).graph.node:
         to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), onnx.TensorProto.FLOAT)
@@ -37,8 +37,8 @@ def check_types(path: Path, spec: NetworkSpec, precision: str) -> None:
 
 
 def check_products(path: Path, spec: NetworkSpec, precision: str, layers: Collection[str] = ()) -> None:
-    """Raises UserError where a product of these layers of the denoiser does not read two factors of 8 bits in the
-    precision asked for, or one of another layer reads any."""
+    """Raises UserError if a product of these layers of the denoiser does not have two 8-bit factors of the requested
+    precision, or a product of another layer has any."""
     graph = onnx.load(path, load_external_data=False).graph
     eight_bit = {f"denoiser.dit.{layer}" for layer in layers}
     types = _types_of_eight_bits(graph)
@@ -53,7 +53,7 @@ def check_products(path: Path, spec: NetworkSpec, precision: str, layers: Collec
 
 
 def _types_of_eight_bits(graph: onnx.GraphProto) -> Mapping[str, str]:
-    """Dequantised value -> its 8-bit type, as the zero point says."""
+    """Dequantised value -> its 8-bit type, by the zero point."""
     kinds = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer}
     pairs = [node for node in graph.node if node.op_type == "DequantizeLinear"]
     return {node.output[0]: kinds[node.input[2]] if len(node.input) > 2 else "UINT8" for node in pairs}
@@ -61,14 +61,14 @@ def _types_of_eight_bits(graph: onnx.GraphProto) -> Mapping[str, str]:
 
 def _another_type(spec: NetworkSpec, kind: str, node: onnx.NodeProto, precision: str) -> UserError:
     layer = node.name.rpartition("/")[0]
-    return UserError(f"the exported {spec.name} computes in {kind} in the layer {layer}; {precision} was asked for")
+    return UserError(f"the exported {spec.name} computes in {kind} in the layer {layer}; {precision} was requested")
 
 
 def opened_by(path: Path) -> dict[str, str]:
-    """Provider of the installed ONNX Runtime -> what it says when a plain session opens a graph; "" where it does.
+    """Provider of the installed ONNX Runtime -> its error when a plain session opens a graph, or "".
 
     Raises:
-        UserError: where the one for GPUs is there and does not.
+        UserError: if the GPU provider is installed and fails.
     """
     import onnxruntime
 
@@ -78,7 +78,7 @@ def opened_by(path: Path) -> dict[str, str]:
             try:
                 onnxruntime.InferenceSession(str(path), providers=providers)
                 found[providers[0]] = ""
-            except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+            except Exception as error:  # ONNX Runtime's exceptions have no common base
                 found[providers[0]] = str(error).strip().splitlines()[0]
                 if device != "cpu":
                     raise UserError(
@@ -88,7 +88,7 @@ def opened_by(path: Path) -> dict[str, str]:
 
 
 def where_it_runs(name: str, opened: Mapping[str, str]) -> str | None:
-    """A line where a graph does not open on CPUs, else None."""
+    """A note if a graph does not open on CPUs, else None."""
     if not opened.get("CPUExecutionProvider"):
         return None
     return (

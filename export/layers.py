@@ -1,7 +1,7 @@
 """Finds the first layer of a graph that differs from torch.
 
-The value of every module of the torch network is laid beside the value of the same layer in the graph: nodes are
-named after their layers (`to_onnx.py`), so that the last node of a layer gives what the module returns.
+The output of every module of the torch network is compared with the value of the same layer in the graph: nodes are
+named after their layers (`to_onnx.py`), and the last node of a layer computes the module's output.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ Weights = Mapping[tuple[int, ...], set[bytes]]
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """|value - reference| / |reference|, both as whole tensors; infinite where something is not a number."""
+    """|value - reference| / |reference|, both as whole tensors; infinite if a value is not finite."""
     value, reference = value.double(), reference.double()
     error = (value - reference).norm() / reference.norm().clamp(min=1e-3 * reference.numel() ** 0.5)
     return error.item() if torch.isfinite(error) else float("inf")
@@ -32,9 +32,9 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 def first_difference(
     path: Path, network: nn.Module, inputs: Mapping[str, Tensor], tolerance: float
 ) -> tuple[str, float]:
-    """(layer, relative error) of the first layer beyond `tolerance`, in the order that torch finishes them.
+    """(layer, relative error) of the first layer beyond `tolerance`, in the order in which torch computes them.
 
-    Where none is on its own, the one that differs most.
+    If all are within it, the layer that differs most.
     """
     references = module_values(network, inputs)
     last_value = last_values(path, references)
@@ -52,13 +52,13 @@ def first_difference(
 
 
 def layer_of_failure(message: str) -> str:
-    """The layer whose node ONNX Runtime complains about, as far as it says."""
+    """The layer whose node an ONNX Runtime error names, if it does."""
     found = re.search(r"Name:'([^']*)'", message)
     return found.group(1).rpartition("/")[0] if found else ""
 
 
 def weight_hashes(network: nn.Module) -> Weights:
-    """Hashes of every tensor of a network, as it is and transposed, by shape."""
+    """Hashes of every tensor of a network, original and transposed, by shape."""
     hashes: dict[tuple[int, ...], set[bytes]] = {}
     for tensor in network.state_dict().values():
         for one in (tensor, tensor.T) if tensor.ndim == 2 else (tensor,):
@@ -68,10 +68,10 @@ def weight_hashes(network: nn.Module) -> Weights:
 
 
 def changed_weight(path: Path, hashes: Weights) -> str | None:
-    """The layer of the first tensor in the graph that has the shape of a weight and is none; None where all are."""
+    """The layer of the first graph tensor with the shape of a weight and other values; None if there is none."""
     for value in onnx_ir.load(path).graph.initializers.values():
         shape = tuple(value.shape.numpy())
-        # those of 8 bits are judged by what the network computes
+        # 8-bit ones are checked by the network's output
         if len(shape) > 1 and shape in hashes and value.dtype.is_floating_point() and value.dtype.itemsize > 1:
             content = np.ascontiguousarray(value.const_value.numpy()).view(np.uint8)
             if hashlib.sha256(content).digest() not in hashes[shape]:
@@ -100,7 +100,7 @@ def recorded_outputs(network: nn.Module, record: Callable[[str, Tensor], None]) 
 
 @torch.no_grad()
 def module_values(network: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Output of each module, in the order in which they finish."""
+    """Output of each module, in order of completion."""
     values: dict[str, Tensor] = {}
     with recorded_outputs(network, lambda name, value: values.setdefault(name, value.float().cpu())):
         network(*inputs.values())
@@ -108,7 +108,7 @@ def module_values(network: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str,
 
 
 def last_values(path: Path, layers: Iterable[str]) -> dict[str, str]:
-    """The name of the value that each layer ends with, for the layers that have nodes."""
+    """The name of the last value of each layer that has nodes."""
     known, found = set(layers), {}
     for node in onnx.load(path, load_external_data=False).graph.node:
         scope = node.name.rpartition("/")[0]
@@ -120,11 +120,11 @@ def last_values(path: Path, layers: Iterable[str]) -> dict[str, str]:
 
 
 def graph_values(path: Path, inputs: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-    """Values inside a graph, which a copy of it gives as further outputs."""
+    """Values inside a graph, from a copy with these as further outputs."""
     model = onnx.load(path, load_external_data=False)
     outputs = {output.name for output in model.graph.output}
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in sorted(names - outputs))
-    copy = path.with_name(f"layers_{path.name}")  # beside the file of its weights
+    copy = path.with_name(f"layers_{path.name}")  # next to the file of its weights
     try:
         onnx.save(model, copy)
         session = open_session(copy, torch.device("cpu"), prepack=False)

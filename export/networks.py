@@ -1,4 +1,4 @@
-"""The networks of a bundle as modules of tensors alone, which is what an exporter can trace."""
+"""The networks of a bundle as modules with only tensor inputs, which exporters can trace."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,14 +29,14 @@ PRECISIONS = {
     "int8": torch.float16,
     "fp8": torch.float16,
 }
-"""Precision of the denoiser -> dtype it computes in; products of its blocks use 8 bits instead (`quantize.py`)."""
+"""Precision of the denoiser -> dtype of its computation; products of its blocks use 8 bits instead (`quantize.py`)."""
 
 
 class DenoiserGraph(nn.Module):
-    """D(x; sigma): preconditioning in float32, patches and the network in its own precision."""
+    """D(x; sigma): scalings in float32, patches and network in the chosen precision."""
 
     def __init__(self, denoiser: EDMDenoiser, slots: AdapterInputs | None = None) -> None:
-        """`slots` are for adapters, whose inputs (`AdapterInputs.inputs`) then come after the others."""
+        """`slots` are the adapter inputs (`AdapterInputs.inputs`), which come after the others."""
         super().__init__()
         self.denoiser = denoiser
         self.filled = nullcontext if slots is None else SlottedLinears(denoiser.dit, slots).filled
@@ -48,14 +48,14 @@ class DenoiserGraph(nn.Module):
 
     def split_guidance(self, more: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
         """Split further inputs into the guidance scales [B] of a guidance-distilled network, which come first, and the
-        others."""
+        rest."""
         return (None, more) if self.denoiser.dit.config.guidance_embedding_range is None else (more[0], more[1:])
 
 
 class ConditionedDenoiserGraph(DenoiserGraph):
-    """D(x; sigma) of a network with conditioning latents: their mask, and the time of each frame, are inputs.
+    """D(x; sigma) of a network with conditioning latents; further inputs are their mask, and the time of each frame.
 
-    Extra conditioning frames come after those of the video, in `x` and `x0` too, where they have no meaning.
+    Extra conditioning frames follow those of the video, in `x` and in `x0`, where their values have no meaning.
     """
 
     def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
@@ -67,8 +67,9 @@ class ConditionedDenoiserGraph(DenoiserGraph):
 
 
 class ChannelDenoiserGraph(DenoiserGraph):
-    """The same of a network that reads what is given beside its latents, which of the frames of each latent are given
-    (M, T, H, W), and maybe features of images."""
+    """D(x; sigma) of a network with conditioning channels. Inputs are also the mask of pixel frames (M, T, H, W), and
+    maybe
+    image features."""
 
     def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
         guidance, (clean, is_clean, *more) = self.split_guidance(more)
@@ -88,8 +89,8 @@ class ChannelDenoiserGraph(DenoiserGraph):
 
 
 def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig) -> DenseLayout:
-    """Layout of a batch whose conditioning mask and times are tensors: the rows of `DenseRows`, token by token."""
-    clean, batch = conditioning.clean, conditioning.fps_B.shape[0]  # a number that stays open, as len does not
+    """Layout of a batch with a conditioning mask and times as tensors: the rows of `DenseRows`, token by token."""
+    clean, batch = conditioning.clean, conditioning.fps_B.shape[0]  # stays symbolic in export, unlike len
     is_clean_S = conditioning_tokens(clean.is_clean_THW, config)
     return DenseLayout(
         config.token_grid(*clean.size),
@@ -101,7 +102,7 @@ def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig)
 
 
 class WholeTextDenoiserGraph(DenoiserGraph):
-    """The same of a network of images that reads all rows of its texts, and maybe one feature of each whole text."""
+    """D(x; sigma) of an image network that attends to all text tokens, and maybe reads a pooled feature."""
 
     def forward(self, x, sigma, text, *more: Tensor) -> Tensor:
         count = 0 if self.denoiser.dit.config.pooled_size is None else 1
@@ -137,7 +138,7 @@ class EncoderGraph(nn.Module):
 
 
 class TowerGraph(nn.Module):
-    """Pictures, or tokens and their numbers, to unit vectors."""
+    """A tower of CLIP or a ViT: images, or token ids and their numbers, to unit vectors or logits."""
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
@@ -148,18 +149,18 @@ class TowerGraph(nn.Module):
 
 
 def network_of(tokenizer: VideoTokenizer) -> nn.Module | None:
-    """The module inside a tokenizer, in float32, so that an exporter finds its weights; Haar has none."""
+    """The module inside a tokenizer, in float32, so that an exporter finds its weights; None for Haar."""
     network = getattr(tokenizer, "network", None)
-    return None if network is None else nn.Module.float(network.module)  # diffusers' own warns of every cast
+    return None if network is None else nn.Module.float(network.module)  # diffusers' method warns of every cast
 
 
 def in_float32(tokenizer: VideoTokenizer) -> VideoTokenizer:
-    """The tokenizer as it is exported: computing in float32, whatever its weights are stored in."""
+    """The tokenizer for export: computing in float32, whatever its stored dtype."""
     return replace(tokenizer, dtype="float32") if hasattr(tokenizer, "dtype") else tokenizer
 
 
 def _without_tiles(tokenizer: VideoTokenizer) -> VideoTokenizer:
-    """The tokenizer with one tile that no video exceeds: a graph has no fixed number of them."""
+    """The tokenizer with one tile larger than any video: a graph cannot have a variable number of tiles."""
     if not hasattr(tokenizer, "tiles"):
         return tokenizer
     return replace(in_float32(tokenizer), tiles=Tiles(side=2**30, overlap=0, frames=2**30, context=1))
@@ -168,10 +169,11 @@ def _without_tiles(tokenizer: VideoTokenizer) -> VideoTokenizer:
 def build_network(
     name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: torch.dtype, slots: AdapterInputs | None = None
 ) -> nn.Module:
-    """The module behind a contract of this name; only denoisers compute in `dtype`, and have `slots`."""
+    """The module for the signature of this name; only denoisers compute in `dtype`, and have adapter inputs
+    (`slots`)."""
     if name in DENOISERS:
         denoiser = EDMDenoiser(load_network(bundle.path / bundle.networks[DENOISERS.index(name)], dtype=dtype))
-        denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
+        denoiser.parameterization.scalings(torch.ones(1))  # fills cached tables, which tracing could not
         network = _DENOISER_GRAPHS[type(bundle.config)](bundle)(denoiser, slots)
     elif name == "classifier":
         network = bundle.load_classifier(dtype=dtype)
@@ -197,10 +199,11 @@ _DENOISER_GRAPHS: dict[type, Callable[[Bundle], type[DenoiserGraph]]] = {
 
 
 def comparable(network: nn.Module, precision: str, ranges: Mapping[str, float] | None = None) -> nn.Module:
-    """The network as its graph is compared, so that every layer is compared in full and rounding hides nothing.
+    """The network with which its graph is compared, so that rounding does not hide differences.
 
-    Of bfloat16: its weights, in float32, as CPUs have no bfloat16 products in ONNX Runtime; the rounding of results is
-    the runtime's own. Of 8 bits: with the roundings of the graph, for these ranges.
+    For bfloat16: its weights in float32, because ONNX Runtime has no bfloat16 products on CPUs; results are rounded by
+    the
+    runtime. For 8 bits: with the roundings of the graph, for these ranges.
     """
     if ranges:
         round_linears(network.denoiser.dit, ranges, precision)

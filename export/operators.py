@@ -11,7 +11,7 @@ import onnx
 from megadit.models.shared.errors import UserError
 
 BASE_VERSION = (10, 1)
-"""The oldest TensorRT whose list of operators is kept."""
+"""The oldest TensorRT version with a list of operators here."""
 
 
 @cache
@@ -21,10 +21,10 @@ def operator_table() -> dict[str, Any]:
 
 
 def check_operators(path: Path, version: str = "10.1") -> None:
-    """Refuses a graph that TensorRT `version` does not read.
+    """Raises an error for a graph that TensorRT `version` does not read.
 
     Raises:
-        UserError: names the operator or type, and the layer that has it.
+        UserError: with the operator or type, and its layer.
     """
     known, number = operator_table(), _number(version)
     if number < BASE_VERSION:
@@ -43,7 +43,7 @@ def check_operators(path: Path, version: str = "10.1") -> None:
 
 
 def reads_attention(version: str) -> bool:
-    """Whether TensorRT `version` reads what takes the place of many operators in the newest opset: attention as one."""
+    """Whether TensorRT `version` reads attention as one operator, as in the newest opset."""
     return _number(version) >= max(map(_number, operator_table()["since"].values()))
 
 
@@ -56,11 +56,11 @@ def _check_values(path: Path, graph: onnx.GraphProto, known: dict[str, Any]) -> 
         if name not in known["types"]:
             raise UserError(f"{path.name}: TensorRT has no type {name}, in {layer}")
         if len(kind.shape.dim) > known["largest_rank"]:
-            raise UserError(f"{path.name}: TensorRT has at most {known['largest_rank']} sides, in {layer}")
+            raise UserError(f"{path.name}: TensorRT has at most {known['largest_rank']} dimensions, in {layer}")
 
 
 def _layer(node: onnx.NodeProto) -> str:
-    return node.name.rpartition("/")[0] or node.name or "a node of no name"
+    return node.name.rpartition("/")[0] or node.name or "a node without a name"
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""8-bit products: a graph whose linears read and hold 8-bit numbers, as pairs of QuantizeLinear and DequantizeLinear.
+"""8-bit quantisation of graphs: pairs of QuantizeLinear and DequantizeLinear around the factors of products.
 
-TensorRT fuses such pairs on both inputs of a product into one 8-bit product; ONNX Runtime computes what they say.
-Ranges of activations are the largest values seen while videos of a few prompts are sampled.
-Only the linears of the blocks are quantised: embeddings, modulation and the last layer take little time and need their
-digits (as in NVIDIA's recipes for diffusion transformers).
+TensorRT fuses such pairs on both inputs of a product into one 8-bit product; ONNX Runtime computes them literally.
+Ranges of activations are the largest magnitudes while videos of a few prompts are sampled.
+Only the linears of the blocks are quantised: embeddings, modulation and the last layer take little time and need
+precision (as in NVIDIA's recipes for diffusion transformers).
 """
 
 import re
@@ -34,14 +34,14 @@ CALIBRATION_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class EightBit:
-    """A number format of 8 bits."""
+    """An 8-bit number format."""
 
     dtype: ir.DataType
     torch_dtype: torch.dtype
     least: float
     largest: float
     per_channel: bool
-    """Weights have a scale for each output; else one for all, which is what TensorRT's fp8 products take."""
+    """Whether weights have a scale for each output; else one for all, as TensorRT's fp8 products need."""
 
 
 FORMATS = {
@@ -51,14 +51,15 @@ FORMATS = {
 
 
 def quantised_linears(dit: nn.Module) -> dict[str, nn.Linear]:
-    """Name -> module of the linears that are computed in 8 bits."""
+    """Name -> module of the linears that are quantised."""
     found = {name: module for name, module in dit.named_modules() if isinstance(module, nn.Linear)}
     return {name: module for name, module in found.items() if _QUANTISED.search(name)}
 
 
 def calibrate(bundle: Bundle, prompts: Sequence[str], name: str = DENOISERS[0]) -> dict[str, float]:
-    """The largest magnitude that each quantised linear of the denoiser of this name reads while these prompts are
-    sampled as the bundle says.
+    """The largest input magnitude of each quantised linear of the denoiser of this name, while these prompts are
+    sampled
+    with the bundle's defaults.
 
     Raises:
         UserError: without prompts.
@@ -106,10 +107,10 @@ def _recorder(largest: dict[str, float], name: str):
 
 
 def round_linears(dit: nn.Module, ranges: Mapping[str, float], precision: str) -> None:
-    """Makes the linears of a torch network read and hold what the products of its graph do (`quantise`), in place.
+    """Rounds weights and inputs of a torch network's linears as the products of its graph do (`quantise`), in place.
 
-    Such a network differs from its graph by no more than one of half precision does, but for numbers that lie so near
-    the middle of two of 8 bits that they are rounded to the other one.
+    The rounded network differs from the graph like one in half precision, except for values near the middle between two
+    8-bit numbers, which may be rounded differently.
     """
     form, linears = FORMATS[precision], quantised_linears(dit)
     for name, largest in ranges.items():
@@ -119,12 +120,12 @@ def round_linears(dit: nn.Module, ranges: Mapping[str, float], precision: str) -
         weight_OI = torch.from_numpy(steps.astype(np.float32) * scale.astype(np.float32)).T
         weight_OI = weight_OI.to(linear.weight.dtype).contiguous()
         rounded = RoundedLinear(linear, weight_OI, float(_scale(np.asarray(largest), form, number)), form)
-        move_adapters(linear, rounded)  # which read what was not rounded
+        move_adapters(linear, rounded)  # they read unrounded inputs
         dit.set_submodule(name, rounded)
 
 
 class RoundedLinear(nn.Linear):
-    """A linear whose weight was rounded, and which rounds what it reads to steps of `scale`."""
+    """A linear with a rounded weight, which rounds its inputs to steps of `scale`."""
 
     def __init__(self, linear: nn.Linear, weight_OI: Tensor, scale: float, form: EightBit) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -140,7 +141,7 @@ class RoundedLinear(nn.Linear):
 
 
 def quantise(path: Path, ranges: Mapping[str, float], precision: str, prefix: str = "denoiser.dit.") -> None:
-    """Puts pairs of Q and DQ before the products of these layers, in place.
+    """Inserts quantise and dequantise pairs before the products of these layers, in place.
 
     Raises:
         UserError: if a layer is not in the graph as one product with its weight.
@@ -148,7 +149,7 @@ def quantise(path: Path, ranges: Mapping[str, float], precision: str, prefix: st
     form, model = FORMATS[precision], ir.load(path)
     products = {node.name.rpartition("/")[0]: node for node in model.graph if node.op_type == "MatMul"}
     for layer, largest in ranges.items():
-        node = products.get(prefix + layer)  # those of adapters have layers of their own
+        node = products.get(prefix + layer)  # products of adapters have their own layers
         if node is None or node.inputs[1].const_value is None:
             raise UserError(f"{path.name}: the layer {layer} is no product with a weight, and cannot be quantised")
         _quantise_input(model.graph, node, largest, form)
@@ -168,7 +169,7 @@ def _quantise_input(graph: ir.Graph, node: ir.Node, largest: float, form: EightB
 
 
 def _quantise_weight(graph: ir.Graph, node: ir.Node, form: EightBit) -> None:
-    """The weight is [in, out]; it is divided by its scale and rounded, once for all."""
+    """Quantise a weight [in, out] to 8-bit constants with their scale."""
     weight = node.inputs[1]
     stored, scale = _weight_steps(weight.const_value.numpy().astype(np.float32), form, weight.dtype.numpy())
     scale, zero = _constants(graph, f"{node.name}/weight", scale, np.zeros(scale.shape, form.dtype.numpy()))
@@ -182,7 +183,7 @@ def _quantise_weight(graph: ir.Graph, node: ir.Node, form: EightBit) -> None:
 
 
 def _weight_steps(values: np.ndarray, form: EightBit, number: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """(8-bit numbers, scale) of a weight [in, out]; the scale is one for each output, or one for all."""
+    """(8-bit numbers, scale) of a weight [in, out]; one scale for each output, or one for all."""
     scale = _scale(np.abs(values).max(axis=0 if form.per_channel else None), form, number)
     steps = np.clip(values / scale.astype(np.float32), -form.largest, form.largest)
     steps = np.rint(steps) if form.dtype == ir.DataType.INT8 else steps
@@ -190,7 +191,7 @@ def _weight_steps(values: np.ndarray, form: EightBit, number: np.dtype) -> tuple
 
 
 def _scale(largest: np.ndarray, form: EightBit, number: np.dtype) -> np.ndarray:
-    """Quantisation step, in the number type of the product; positive even where all values are zero."""
+    """Quantisation step, in the number type of the product; positive even if all values are zero."""
     return np.maximum((largest / form.largest).astype(number), np.finfo(number).smallest_subnormal)
 
 

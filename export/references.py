@@ -1,6 +1,7 @@
-"""Inputs and torch outputs of an exported network, which its graph and engine are compared with.
+"""Test inputs and torch outputs of an exported network, with which its graph and engine are compared.
 
-Random sizes and numbers; of the denoiser every noise level with a real prompt, each use of what is given, adapters.
+Random sizes and values; for the denoiser also every noise level with a real prompt, each kind of conditioning,
+adapters.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ CONDITIONING_SIGMA = 5.0
 REAL = "sigma"
 """Prefix of the names of cases with a real prompt."""
 F_LAYER = "denoiser.dit"
-"""The module that returns F."""
+"""Name of the module that computes F."""
 PROMPTS = {"class_labels": "0"}
 USUAL_PROMPT = "a red seven moving left"
 
@@ -44,8 +45,9 @@ class Case:
 def reference_cases(
     network: nn.Module, spec: NetworkSpec, bundle: Bundle, slots: AdapterInputs | None = None
 ) -> list[Case]:
-    """Random inputs at the extremes of every side and at the best sizes; for the denoiser every sigma and real text,
-    each use of given videos, and adapters in its `slots`."""
+    """Random inputs at the extremes of every axis and at the best sizes; for the denoiser also every sigma with a real
+    text,
+    each kind of conditioning, and adapters in `slots`."""
     shrunk = partial(_compared, spec, bundle)
     inputs = {}
     for extreme in ("min", "opt", "max"):
@@ -68,7 +70,7 @@ def reference_cases(
 
 
 def _compared(spec: NetworkSpec, bundle: Bundle, sizes: dict[str, int]) -> dict[str, int]:
-    """`compared_sizes`, of a network that works on videos."""
+    """`compared_sizes` for networks that process videos; else `sizes`."""
     if bundle.kind != "video" or spec.name == "text_encoder":
         return sizes
     tokenizer = bundle.load_tokenizer()
@@ -76,7 +78,7 @@ def _compared(spec: NetworkSpec, bundle: Bundle, sizes: dict[str, int]) -> dict[
 
 
 def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterInputs) -> list[Case]:
-    """Cases with adapters, whose reference outputs come from adapters attached to linears, not from the slots."""
+    """Cases with adapters; in torch they are attached to linears, not adapter inputs."""
     cases = []
     for name, scales in SCALES.items():
         inputs, adapters = adapter_inputs(slots, len(usual["x"]), scales)
@@ -87,8 +89,9 @@ def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterI
 
 
 def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tensor]:
-    """The best size, a real prompt beside no text, latents with noise of this level, nothing given (random
-    numbers where it stands beside the latents) and no adapter."""
+    """Inputs of the best size: a real prompt and an empty text, latents with noise of this level, no conditioning
+    (random
+    values for extra channels) and no adapter."""
     sizes = _compared(spec, bundle, {name: axis.opt for name, axis in spec.axes.items()})
     features = bundle.load_text_encoder().encode([usual_prompt(bundle), ""])
     text_length, longest = features.length_B, features.features_BLE.shape[1]
@@ -106,13 +109,13 @@ def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tens
     fps_B = inputs.get("fps", torch.zeros(batch))
     conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), fps_B, **conditions)
     values = denoiser_inputs(x, torch.full((batch,), sigma), conditioning)
-    if not bundle.config.conditioning.is_among:  # without which it is never asked
+    if not bundle.config.conditioning.is_among:  # it is always used with conditioning
         values |= {name: inputs[name] for name in CHANNEL_INPUTS if name in inputs}
     return {name: values[name] if name in values else torch.zeros_like(of_slot) for name, of_slot in inputs.items()}
 
 
 def usual_prompt(bundle: Bundle) -> str:
-    """A prompt that its text encoder knows."""
+    """A prompt that the bundle's text encoder knows."""
     return PROMPTS.get(bundle.manifest["components"]["text_encoder"], USUAL_PROMPT)
 
 
@@ -120,7 +123,7 @@ def usual_prompt(bundle: Bundle) -> str:
 def reference(
     network: nn.Module, name: str, inputs: dict[str, Tensor], conditioning: Conditioning | None = None
 ) -> Case:
-    """Run the torch network on these inputs; a denoiser with the `conditioning` that they stand for."""
+    """Run the torch network on these inputs; a denoiser with the `conditioning` that they represent."""
     raw: dict[str, Tensor] = {}
 
     def keep(layer: str, value: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Signatures of the exported networks: names and types of inputs and outputs, dynamic sides, profiles, sample inputs.
+"""Signatures of the exported networks: names and types of inputs and outputs, dynamic axes, profiles, sample inputs.
 
-Users speak of videos (`--profile frames=1,49,121`); graphs speak of latents. `Profiles` is the former, a
-`NetworkSpec` the latter, and `specs` leads from one to the other.
+Users specify videos (`--profile frames=1,49,121`); graphs process latents. `Profiles` describes the former, a
+`NetworkSpec` the latter, and `specs` converts one to the other.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,16 +25,16 @@ GUIDANCE_BATCH = 2
 LONGEST_TEXT, USUAL_TEXT = 128, 16
 """Maximum and best text length for encoders that do not truncate."""
 MOST_KEYFRAMES = 8
-"""Maximum keyframes (conditioning images) of a video of the largest size; smaller ones have room for more."""
+"""Maximum keyframes (conditioning images) of a video of the largest size; smaller videos may have more."""
 Range = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profiles:
-    """(smallest, best, largest) of what a user varies; sizes in pixels and frames of the decoded video."""
+    """(smallest, best, largest) of each variable size; sizes in pixels and frames of the decoded video."""
 
     batch: Range
-    """Videos at once; guidance doubles them in the denoiser, unless that is guidance-distilled."""
+    """Videos at once; guidance doubles the denoiser's batch, unless it is guidance-distilled."""
     frames: Range
     height: Range
     width: Range
@@ -43,8 +43,9 @@ class Profiles:
 
 
 def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: TextEncoder) -> Profiles:
-    """Best at the bundle's defaults; up to twice their sides and frames as far as the network can, and four videos;
-    of a network that judges 32 pictures."""
+    """Best: the bundle's defaults. Largest: up to twice their sides and frames, as far as the network can, and four
+    videos;
+    for classifiers and CLIP, 32 images."""
     defaults, side = bundle.defaults, tokenizer.spatial_compression * bundle.config.patch_spatial
     frames = _frames_of_patches(defaults.num_frames, bundle.config, tokenizer)
     most_frames = _frames_of_patches(2 * defaults.num_frames, bundle.config, tokenizer)
@@ -65,17 +66,17 @@ def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: Te
 
 
 def _frames_of_patches(frames: int, config: NetworkConfig, tokenizer: VideoTokenizer) -> int:
-    """Round a number of frames up to one whose latents are whole patches in time."""
+    """Round a number of frames up to one whose latents are whole temporal patches."""
     patch, temporal = config.patch_temporal, tokenizer.temporal_compression
     latents = 1 + (tokenizer.frames_covering(frames) - 1) // temporal
     return 1 + (-(-latents // patch) * patch - 1) * temporal
 
 
 def parse_profiles(clean: Sequence[str], defaults: Profiles) -> Profiles:
-    """`defaults` with what `name=min,opt,max` (or `name=size`, which is all three) says in their place.
+    """`defaults`, overridden by texts `name=min,opt,max` or `name=size` (all three).
 
     Raises:
-        UserError: for an unknown name, or numbers that are none or not in order.
+        UserError: for an unknown name, and for invalid or unordered numbers.
     """
     names = [field.name for field in fields(Profiles)]
     for text in clean:
@@ -104,14 +105,13 @@ def specs(
     denoisers: Sequence[str] = DENOISERS[:1],
     image_encoder: ImageEncoder | None = None,
 ) -> dict[str, NetworkSpec]:
-    """The contract of each network, by name; that of a text encoder where one is given that is a network.
+    """The signature of each network, by name; a text encoder's only if it is a network.
 
-    `takes` are the uses of given videos that the denoiser was trained for; `slots` are its room for adapters;
-    `denoisers` are the names of those that there are, all of `config`; `image_encoder` gives the features of images
-    that they read.
+    `conditionings` are the kinds that the denoiser was trained for; `slots` its adapter inputs; `denoisers` the names
+    of the denoisers, all with `config`; `image_encoder` computes the image features that they read.
 
     Raises:
-        UserError: for sizes that the tokenizer or the network cannot take; names the nearest that it can.
+        UserError: for sizes that the tokenizer or the network does not support; suggests the nearest ones.
     """
     latents = zip(*(_latent_sizes(profiles, place, config, tokenizer) for place in range(3)), strict=True)
     patches = (config.patch_temporal, config.patch_spatial, config.patch_spatial)
@@ -128,7 +128,7 @@ def specs(
     passes = GUIDANCE_BATCH if config.guidance_embedding_range is None else 1
     doubled = (profiles.batch[0], passes * profiles.batch[1], passes * profiles.batch[2])
     batch, one = _axis("batch", doubled), _axis("batch", (1, 1, max(2, profiles.batch[2])))
-    # classes stand for texts in one token, whatever the longest text is
+    # classes replace texts by one token, whatever the longest text is
     text = _axis("text", profiles.text) if config.has_text else 1
     latent = (config.in_channels, time, height, width)
     seen = _longer(time, conditionings, config)
@@ -171,19 +171,19 @@ def specs(
     }
     if not getattr(tokenizer, "streams", False):
         return networks
-    # a tokenizer that streams takes as many calls as there are frames, which no graph has: torch runs it
+    # a streaming tokenizer is called once for each latent frame, which no graph can: torch runs it
     return {name: network for name, network in networks.items() if not name.startswith("video_")}
 
 
 def embedding_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
-    """The contract of a network that judges, or of its towers; pictures all have one size.
+    """The signature of a classifier, or of CLIP's towers; images all have one size.
 
     Raises:
-        UserError: where `profiles` are of several sizes.
+        UserError: if `profiles` have several sizes.
     """
     size = bundle.defaults
     if (profiles.frames[2], profiles.height[2], profiles.width[2]) != (size.num_frames, size.height, size.width):
-        raise UserError(f"--profile: a {bundle.kind} takes pictures of one size; only batch and text may vary")
+        raise UserError(f"--profile: a {bundle.kind} takes images of one size; only batch and text may vary")
     latent = tokenizer.latent_shape(size.num_frames, size.height, size.width)
     batch = _axis("batch", profiles.batch)
     pictures = {"x": {"dtype": "float32", "axes": (batch, *latent)}}
@@ -199,19 +199,20 @@ def embedding_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenize
 
 
 def _network(name: str, inputs: Mapping[str, dict[str, Any]], further: tuple[TensorSpec, ...] = ()) -> NetworkSpec:
-    """The signature of a network from what its inputs are, by name, in the order of `INPUTS`, of which some may be
-    missing. `further` come after them."""
+    """The signature of a network from its inputs by name, ordered as in `INPUTS`, of which some may be missing;
+    `further`
+    come after them."""
     tensors = tuple(TensorSpec(name=each, **inputs[each]) for each in INPUTS[name] if each in inputs)
     return NetworkSpec(name=name, inputs=tensors + further, output=OUTPUTS[name])
 
 
 def slot_tensors(slots: AdapterInputs, batch: Axis) -> tuple[TensorSpec, ...]:
-    """Inputs for adapters: one slot for each sample."""
+    """Adapter inputs, for each sample of a batch."""
     return tuple(TensorSpec(name=name, dtype="float32", axes=(batch, *sides)) for name, sides in slots.inputs.items())
 
 
 def _longer(time: Axis, conditionings: Collection[str], config: NetworkConfig) -> Axis | int:
-    """The frames of a video's latents, and those that are only given; of a network of images always one."""
+    """The latent frames of a video with extra conditioning frames; always one for an image network."""
     if config.most_latent_frames == 1:
         return 1
     extra = time.max if "edit" in conditionings else 0
@@ -234,7 +235,7 @@ def _axis(name: str, sizes: Sequence[int], *, step: int = 1, offset: int = 0) ->
 
 
 def _free(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Without their steps: a tokenizer's networks know nothing of patches."""
+    """Axes without steps: a tokenizer's networks have no patches."""
     return tuple(replace(axis, step=1) for axis in axes)
 
 
@@ -251,9 +252,9 @@ def _latent_sizes(
 
 
 def trace_sizes(spec: NetworkSpec) -> dict[str, int]:
-    """Sizes to export with: small, and different from one another, so that no two sides are taken for one.
+    """Sizes to trace with: small, and all different, so that no two axes are identified.
 
-    The smallest are those of the video: a network may have learned positions for few more.
+    Sizes of the video come first: a network may have learned positions for few larger ones.
     """
     sizes, of_video, others = {}, 2, 5
     for axis in spec.axes.values():
@@ -265,10 +266,11 @@ def trace_sizes(spec: NetworkSpec) -> dict[str, int]:
 
 
 def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) -> dict[str, Tensor]:
-    """Random inputs of the kind that the network meets.
+    """Random inputs in the ranges that the network is used with.
 
-    For the denoiser: sigmas spread over 0.002 to 80, latents with that much noise, texts of every length down to none
-    (the unconditional half), videos and an image.
+    For the denoiser: sigmas spread over 0.002 to 80, latents with that much noise, texts of all lengths down to none
+    (the
+    unconditional pass), videos and an image.
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = {tensor.name: tensor.shape(sizes) for tensor in spec.inputs}
@@ -304,19 +306,19 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
 
 
 def _sample_mask(batch: int, longest: int) -> Tensor:
-    """Texts of several lengths."""
+    """Mask of texts of several lengths."""
     length_B = (torch.arange(batch) % longest + 1).flip(0)
     return (torch.arange(longest) < length_B[:, None]).long()
 
 
 def _sample_adapters(factors: Tensor) -> Tensor:
-    """Another adapter in every slot, but for the last of several, which is empty."""
+    """A different adapter in every sample; if there are several, the last sample has none."""
     is_filled = torch.arange(len(factors)) < max(1, len(factors) - 1)
     return factors * factors.shape[-1] ** -0.5 * is_filled[:, None, None, None]
 
 
 def _sample_conditioning(shapes: Mapping[str, Shape], normal: Callable[[Shape], Tensor]) -> dict[str, Tensor]:
-    """Every other column of latents given, and the last frame, which is from between two others."""
+    """Mask with every other column of latents as conditioning, and times with the last frame between two others."""
     *_, frames, _, width = shapes["is_clean"]
     is_clean = (torch.arange(width) // 2 % 2).expand(shapes["is_clean"]).clone()
     is_clean[..., -1, :, :] = 1

@@ -1,7 +1,7 @@
-"""One network to one ONNX file: traced by torch's exporter, cleaned by its optimizer, the same bytes each time.
+"""Exports one network to one ONNX file: traced by torch's exporter, cleaned by its optimizer, deterministic.
 
-Every node is named after the layer that it came from (`denoiser.dit.blocks.3.mlp.fc1/linear_12`), which is what
-errors, profilers and `layers.py` show. Files tell nothing of the machine that wrote them.
+Every node is named after its layer (`denoiser.dit.blocks.3.mlp.fc1/linear_12`), as shown by errors, profilers and
+`layers.py`. Files contain no information about the machine that wrote them.
 """
 
 import ast
@@ -22,16 +22,16 @@ from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
 from megadit.models.shared.errors import choose_one
 
 OPSETS = (18, 20, 23)
-"""18 is read by any TensorRT; 20 has 8-bit numbers of half precision; 23 has attention and RMS norms as one operator,
+"""18 is read by any TensorRT; 20 has 8-bit numbers with half precision; 23 has attention and RMS norms as operators,
 which TensorRT reads from 10.15 on."""
 DEFAULT_OPSET, EIGHT_BIT_OPSET, ATTENTION_OPSET = 18, 20, 23
 EXTERNAL_DATA_FROM = 2**27
-"""Bytes of weights from which they lie in a file of their own: inside, each is held several times while writing, and an
-ONNX file holds less than 2 GB."""
+"""Bytes of weights from which they are written to a separate file: inside the ONNX file, they are held several times
+while writing, and it is limited to 2 GB."""
 
 
 def check_opset(opset: int) -> None:
-    """Raises UserError for an opset that the exporter does not write."""
+    """Raises UserError for an opset that the exporter does not support."""
     choose_one(opset, OPSETS, f"opset {opset} is not supported (18 is for any TensorRT)")
 
 
@@ -44,7 +44,7 @@ def export_onnx(
     opset: int = DEFAULT_OPSET,
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes `path` (and `path`.data beside it, where the weights are large); `inputs` are those to trace with."""
+    """Writes `path` (and `path`.data next to it, for large weights); `inputs` are those to trace with."""
     import onnx_ir
 
     example = tuple(inputs[tensor.name] for tensor in spec.inputs)
@@ -52,7 +52,7 @@ def export_onnx(
         shapes = tuple(inspect.signature(network.forward).bind(*_dynamic_shapes(spec)).arguments.values())
         traced = torch.export.export(network, example, dynamic_shapes=shapes, strict=False)
         _select_outputs(traced.graph_module)
-        if opset < ATTENTION_OPSET:  # from there on attention is told its scale in float32
+        if opset < ATTENTION_OPSET:  # from there on attention has its scale in float32
             _scale_exactly(traced.graph_module)
         program = torch.onnx.export(
             traced,
@@ -72,8 +72,9 @@ def export_onnx(
 
 
 def collect_after(path: Path) -> None:
-    """Frees what refers to itself and holds weights, where those of the graph at `path` are large; however small they
-    are, it takes a part of a second."""
+    """Collects reference cycles that hold weights, if those of the graph at `path` are large: a collection takes a
+    fraction
+    of a second."""
     if _data_of(path).exists():
         gc.collect()
 
@@ -83,12 +84,12 @@ def _data_of(path: Path) -> Path:
 
 
 def _dynamic_shapes(spec: NetworkSpec) -> tuple[dict[int, object], ...]:
-    """Open sides, as torch.export wants them: equal names are one side, steps are kept."""
+    """Dynamic axes for torch.export: equal names are one dimension, steps are kept."""
     roots = {name: torch.export.Dim(f"{name}_count") for name, axis in spec.axes.items() if axis.step > 1}
 
     def side(axis: Axis):
         if axis.step == 1:
-            return torch.export.Dim.DYNAMIC  # sides that the network needs equal become one by themselves
+            return torch.export.Dim.DYNAMIC  # dimensions that must be equal are unified
         return axis.step * roots[axis.name] + axis.offset if axis.offset else axis.step * roots[axis.name]
 
     return tuple(
@@ -98,7 +99,8 @@ def _dynamic_shapes(spec: NetworkSpec) -> tuple[dict[int, object], ...]:
 
 
 def _expand_masks(graph) -> None:
-    """Gives masks of Attention (from opset 23) a row for each query: ONNX Runtime's CPUs do not broadcast them."""
+    """Expands masks of Attention (from opset 23) to a row for each query: ONNX Runtime does not broadcast them on
+    CPUs."""
     import onnx_ir as ir
 
     masked = [node for node in graph if node.op_type == "Attention" and len(node.inputs) > 3 and node.inputs[3]]
@@ -120,9 +122,9 @@ def _expand_masks(graph) -> None:
 
 
 def _trust_masks(graph) -> None:
-    """Removes what stands behind a softmax in case that nothing may be attended to: every mask keeps a key.
+    """Removes the handling of fully masked rows after a softmax: every mask keeps a key.
 
-    In its place TensorRT would not see that the products around are an attention.
+    With it, TensorRT would not recognise the surrounding products as attention.
     """
     for node in list(graph):
         condition = node.inputs[0].producer() if node.op_type == "Where" else None
@@ -136,8 +138,7 @@ def _trust_masks(graph) -> None:
 
 
 def _select_outputs(traced: torch.fx.GraphModule) -> None:
-    """Takes parts of a tensor one by one: an ONNX sequence, which the exporter writes of all, is more than TensorRT
-    reads."""
+    """Selects parts of a tensor one by one: the exporter would write an ONNX sequence, which TensorRT does not read."""
     for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.unbind.int):
         x, dim = (*node.args, 0)[:2]
         for part in list(node.users):
@@ -153,8 +154,9 @@ def _select_outputs(traced: torch.fx.GraphModule) -> None:
 def _scale_exactly(traced: torch.fx.GraphModule) -> None:
     """Scales the logits of attention in half precision by two factors whose product is the scale.
 
-    The exporter multiplies queries and keys by the scale's root, rounded: in bfloat16 all logits would be up to 0.4 %
-    off, the same way.
+    The exporter multiplies queries and keys by the scale's root, rounded: in bfloat16 all logits would have the same
+    error
+    of up to 0.4 %.
     """
     attention, mul = torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.mul.Tensor
     for node in traced.graph.find_nodes(op="call_function", target=attention):
@@ -172,7 +174,7 @@ def _scale_exactly(traced: torch.fx.GraphModule) -> None:
 
 
 def _factors(product: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Two numbers of this precision whose product is nearest to this one."""
+    """Two numbers of this precision whose product is nearest to `product`."""
     eps = torch.finfo(dtype).eps
     first = 2.0 ** math.floor(math.log2(product) / 2) * torch.arange(1, 2, eps, dtype=torch.float64)
     second = (product / first).to(dtype).double()
@@ -182,7 +184,7 @@ def _factors(product: float, dtype: torch.dtype) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _quiet():
-    """The exporter reports its progress on every channel there is; what matters is checked afterwards."""
+    """Silence the exporter's progress output on all channels; results are checked afterwards."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

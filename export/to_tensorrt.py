@@ -1,6 +1,6 @@
-"""ONNX graphs to TensorRT engines (10.x, 11.x), by polygraphy; strongly typed: precision is what the graph says.
+"""Builds TensorRT engines (10.x, 11.x) from ONNX graphs, by polygraphy; strongly typed: the graph decides precision.
 
-TensorRT 11 knows no other way, and 10 builds the same: there are no precision flags and no calibrator here.
+TensorRT 11 has no other mode, and 10 builds the same: there are no precision flags and no calibrator here.
 """
 
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ class EngineSettings:
     """How engines are built."""
 
     workspace_gb: float | None = setting(None, "maximum memory of one layer, in GB", above=0)
-    """None leaves TensorRT's own choice."""
+    """None: TensorRT's default."""
     optimization_level: int = setting(3, "builder optimization level, 0 (fast build) to 5 (fast engine)", low=0, high=5)
     timing_cache: str | None = setting(None, "file of kernel timings, to build faster the next time", metavar="PATH")
     """A file that is read, and extended."""
@@ -45,7 +45,7 @@ class Libraries(NamedTuple):
 
 
 def load_libraries() -> Libraries:
-    """TensorRT and polygraphy.
+    """Import TensorRT and polygraphy.
 
     Raises:
         UserError: if one is missing; says what to install.
@@ -69,20 +69,20 @@ def build_engine(onnx: Path, spec: NetworkSpec, settings: EngineSettings, plan: 
     check_refittable(settings, trt.__version__)
     check_operators(onnx, trt.__version__)
     config = backend.CreateConfig(profiles=[_profile(spec, backend)], **_options(settings, trt))
-    # what polygraphy's own command sets too: engines of compatible kinds need TensorRT's own normalisation
+    # as polygraphy's own command sets: engines of compatible kinds need TensorRT's native normalisation
     is_compatible = settings.version_compatible or settings.hardware_compatible
     flags = [trt.OnnxParserFlag.NATIVE_INSTANCENORM] if is_compatible else None
     network = backend.NetworkFromOnnxPath(str(onnx), flags=flags, strongly_typed=True, config=config)
     build = backend.EngineBytesFromNetwork(network, config=config, save_timing_cache=settings.timing_cache)
     try:
         engine = build()
-    except Exception as error:  # polygraphy raises its own, TensorRT any
+    except Exception as error:  # polygraphy has its own exceptions, TensorRT raises any
         raise UserError(f"TensorRT cannot build {onnx.name}: {str(error).strip().splitlines()[-1]}") from error
     plan.write_bytes(memoryview(engine))
 
 
 def check_refittable(settings: EngineSettings, version: str) -> None:
-    """Raises UserError for weights that can be exchanged with a TensorRT that loses some of them."""
+    """Raises UserError for refittable engines with a TensorRT version that loses some of their weights."""
     if settings.refittable and version.startswith(LOSES_BIASES):
         raise UserError(
             f"--refittable: TensorRT {version} may drop biases of such engines; use 11.4 or newer, or leave it out"
@@ -90,12 +90,13 @@ def check_refittable(settings: EngineSettings, version: str) -> None:
 
 
 def refit_engine(before: Path, onnx: Path, plan: Path, trt: ModuleType, *, host_code: bool = False) -> None:
-    """Writes to `plan` the engine of `before` with the weights of a graph of the same shapes (other averages, say).
+    """Writes to `plan` the engine of `before` with the weights of a graph of the same shapes (such as other EMA
+    weights).
 
-    `host_code`: the engine brings code of its own for the host, as those do that newer versions of TensorRT load.
+    `host_code`: the engine contains host code, like version-compatible engines.
 
     Raises:
-        UserError: if the engine cannot be loaded, was not built for this, or the graphs differ in more than weights.
+        UserError: if the engine cannot be loaded or is not refittable, or the graphs differ in more than weights.
     """
     logger = trt.Logger(trt.Logger.WARNING)
     runtime = trt.Runtime(logger)
@@ -106,7 +107,7 @@ def refit_engine(before: Path, onnx: Path, plan: Path, trt: ModuleType, *, host_
     refitter = trt.Refitter(engine, logger)
     parser = trt.OnnxParserRefitter(refitter, logger)
     if not parser.refit_from_file(str(onnx)) or not refitter.refit_cuda_engine():
-        raise UserError(f"{before} cannot take the weights of {onnx.name}: leave out --refit, and a new one is built")
+        raise UserError(f"{before} cannot take the weights of {onnx.name}: leave out --refit to build a new one")
     plan.write_bytes(memoryview(engine.serialize()))
 
 

@@ -1,7 +1,7 @@
-"""The numeric gate: an exported network is the torch network, or the export fails and names the layer.
+"""Verifies that an exported network computes the same as the torch network; otherwise names the layer that differs.
 
-The denoiser is judged on its raw prediction F, for D = c_skip x + c_out F hides any error of F at small sigma. F is
-read inside the graph, and once more out of D, where float32 leaves room for it.
+The denoiser is compared by its raw prediction F, because D = c_skip x + c_out F hides errors of F at small sigma. F is
+read inside the graph, and also computed from D where float32 is precise enough.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,31 +43,31 @@ from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 
 EPS = {"fp16": torch.finfo(torch.float16).eps, "bf16": torch.finfo(torch.bfloat16).eps}
 TOLERANCES = {"fp32": 1e-4, "fp16": 10 * EPS["fp16"], "bf16": 10 * EPS["bf16"], "int8": 8e-2, "fp8": 1.5e-1}
-"""Relative error of F (and of what other networks give), by precision of the network.
+"""Relative error of F (or of other networks' outputs), by precision of the network.
 
-float32 sums in another order differ by 1e-6 to 2e-5. Halves: each rounding adds a fifth of eps (its deviation, relative
-to values between two powers of two), and those of a path add in squares: 10 eps are 2,500 roundings, about 90 layers.
-8 bits, against torch with the same 8 bits: halves again, but a number in the middle between two of 8 bits may be
-rounded to the other one, a whole step away. `tests/export/test_tolerances.py` measures all of them on random networks
-of 2 to 28 layers, with random and real inputs, the arithmetic of both sides as different as it can be: at most 2.8e-3
-(fp16), 2.4e-2 (bf16), 4.0e-2 (int8) and 7.9e-2 (fp8). Tolerances leave a factor of 2 to 3.5."""
+float32 sums in another order differ by 1e-6 to 2e-5. Half precision: each rounding adds a fifth of eps (its deviation,
+relative to values between two powers of two), and those of a path add in squares: 10 eps are 2,500 roundings, about 90
+layers. 8 bits, against torch with the same 8 bits: half precision again, but a value in the middle between two 8-bit
+numbers may be rounded to the other one, a whole step away. `tests/export/test_tolerances.py` measures all of them on
+random networks of 2 to 28 layers, with random and real inputs and very different arithmetic on both sides: at most
+2.8e-3 (fp16), 2.4e-2 (bf16), 4.0e-2 (int8) and 7.9e-2 (fp8). Tolerances leave a factor of 2 to 3.5."""
 GRAPH_TOLERANCES = TOLERANCES | {"bf16": TOLERANCES["fp32"]}
 """Tolerances of graphs; bfloat16 graphs are compared in float32 (see `networks.comparable`)."""
 ROUNDING_COSTS = {"int8": 2e-1, "fp8": 3e-1}
-"""Relative error of F that 8 bits may bring, against no such roundings, while real prompts are sampled.
+"""Relative error of F that 8-bit quantisation may cause, against no quantisation, with real prompts.
 
-A product whose factors are rounded to steps of 1/127 of the largest value errs by 1 to 2 %, to 3 bits behind the
-leading one by 4 %; through the layers of the networks above this grew to at most 5.5e-2 (int8) and 1.4e-1 (fp8).
-Several times as much means ranges that cut off what is sampled."""
+A product whose factors are rounded to steps of 1/127 of the largest value has an error of 1 to 2 %, to a mantissa of 3
+bits one of 4 %; through the layers of the networks above this grew to at most 5.5e-2 (int8) and 1.4e-1 (fp8). Several
+times as much means ranges that clip what is sampled."""
 LEAST_PSNR = {"fp32": 50.0, "fp16": 35.0, "bf16": 25.0, "int8": 25.0, "fp8": 20.0}
 """Minimum PSNR of each frame of a sampled video against torch's (8 bits: against float32), in dB.
 
-An error r of every F leaves r sigma_data in the latents: of a video in [-1, 1] with sigma_data = 0.5 that are
-20 log10(2 / 0.5 r) dB: 52, 34, 26 and 22 for what fp16, bf16, int8 and fp8 may bring. Solvers enlarge them."""
+A relative error r of every F leaves r sigma_data in the latents: in a video in [-1, 1] with sigma_data = 0.5 that is
+20 log10(2 / 0.5 r) dB: 52, 34, 26 and 22 for the errors of fp16, bf16, int8 and fp8. Solvers increase them."""
 
 
 def check_runtime() -> None:
-    """Raises UserError without ONNX Runtime, which graphs are compared with."""
+    """Raises UserError without ONNX Runtime, which runs the graphs."""
     if find_spec("onnxruntime") is None:
         raise UserError("exporting needs the library onnxruntime: pip install 'megadit[export]'")
 
@@ -87,17 +87,18 @@ def verify_network(
 ) -> dict[str, Any]:
     """The report of a network that passes.
 
-    `weights` are the hashes of torch's; `rebuild` gives the torch network once more, to look for a layer; `ranges` are
-    those of its 8-bit layers.
+    `weights` are the hashes of torch's; `rebuild` builds the torch network again, to find a layer that differs;
+    `ranges`
+    are those of its 8-bit layers.
 
     Raises:
-        UserError: for a network that does not pass; names the case, the error and the first layer that differs.
+        UserError: if the network does not pass, with the case, the error and the first layer that differs.
     """
     check_open_sides(path, spec)
     check_types(path, spec, precision)
     check_products(path, spec, precision, ranges)
     layer = changed_weight(path, weights)
-    collect_after(path)  # the graph that was read refers to itself
+    collect_after(path)  # the graph has reference cycles
     if layer:
         raise UserError(f"the exported {spec.name} is not the network: a weight of the layer {layer} was changed")
     with _as_compared(path, precision) as graph:
@@ -108,7 +109,7 @@ def verify_network(
 
 @contextmanager
 def _as_compared(path: Path, precision: str) -> Iterator[Path]:
-    """The graph itself, or in place of bfloat16 its copy in float32 (see `networks.comparable`)."""
+    """The graph itself, or a float32 copy in place of bfloat16 (see `networks.comparable`)."""
     if precision != "bf16":
         yield path
         return
@@ -129,10 +130,10 @@ def _compare(
     for case in cases:
         try:
             values = run(case.inputs)
-        except Exception as error:  # ONNX Runtime's exceptions have no base of their own
-            layer = layer_of_failure(str(error)) or "of no name"
+        except Exception as error:  # ONNX Runtime's exceptions have no common base
+            layer = layer_of_failure(str(error)) or "without a name"
             raise UserError(
-                f"{spec.name} does not run with {case.name}: the layer {layer} takes no such sizes "
+                f"{spec.name} does not run with {case.name}: the layer {layer} does not support these sizes "
                 f"({str(error).strip().splitlines()[0]})"
             ) from error
         errors[case.name] = _errors(case, values, spec, config)
@@ -151,13 +152,13 @@ def _compare(
 def check_rounding(
     unrounded: list[Case], rounded: list[Case], precision: str, levels: tuple[float, float]
 ) -> dict[str, Any]:
-    """The report of what 8 bits cost: F of torch with the graph's roundings against torch without, for real prompts.
+    """The report of the 8-bit error: F of torch with the graph's roundings against torch without, for real prompts.
 
-    Random inputs and noise levels outside of `levels`, which the network is not asked for, are left out: they leave the
-    ranges that sampling has.
+    Random inputs and noise levels outside of `levels`, which sampling does not use, are left out: they exceed the
+    calibrated ranges.
 
     Raises:
-        UserError: where they cost more than the format has to.
+        UserError: if the error is larger than the format explains.
     """
     pairs = zip(unrounded, rounded, strict=True)
     costs = {one.name: _largest(two.F, one.F) for one, two in pairs if _is_sampled(one, levels)}
@@ -165,7 +166,7 @@ def check_rounding(
     if costs[worst] > ROUNDING_COSTS[precision]:
         raise UserError(
             f"{precision} changes what the denoiser predicts by {costs[worst]:.0%} ({worst}; at most "
-            f"{ROUNDING_COSTS[precision]:.0%}): give prompts like those to come (--calibration_prompts), or take fp16"
+            f"{ROUNDING_COSTS[precision]:.0%}): give more typical prompts (--calibration_prompts), or use fp16"
         )
     return {"rounding": {"worst": costs[worst], "most": ROUNDING_COSTS[precision], "cases": costs}}
 
@@ -189,10 +190,10 @@ def verify_runtime(
     config: DiTConfig,
     precision: str,
 ) -> dict[str, Any]:
-    """The report of a network under another runtime that passes; `run` takes inputs and the shape of the output.
+    """The report of a network that passes with another runtime; `run` takes inputs and the shape of the output.
 
     Raises:
-        UserError: for a network that does not pass; names the case and the error.
+        UserError: if the network does not pass, with the case and the error.
     """
     errors = {}
     for case in cases:
@@ -212,7 +213,7 @@ def _worst(errors: Mapping[str, Mapping[str, float]]) -> float:
 
 
 def _graph(path: Path, spec: NetworkSpec) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """The graph as a function of inputs to its output and, of the denoiser, F."""
+    """The graph as a function of inputs to its output and, for the denoiser, F."""
     model = onnx.load(path, load_external_data=False)
     outputs = {spec.output: spec.output}
     if spec.is_denoiser and (found := last_values(path, [F_LAYER])):
@@ -234,7 +235,7 @@ def _graph(path: Path, spec: NetworkSpec) -> Callable[[Mapping[str, Tensor]], di
 
 
 def _errors(case: Case, values: Mapping[str, Tensor], spec: NetworkSpec, config: DiTConfig) -> dict[str, float]:
-    """Relative errors, each of the sample that differs most."""
+    """Relative errors, each for the sample that differs most."""
     output = values[spec.output]
     if case.F is None:
         return {spec.output: _largest(output, case.output)}
@@ -245,7 +246,7 @@ def _errors(case: Case, values: Mapping[str, Tensor], spec: NetworkSpec, config:
 
 
 def errors_from_D(output: Tensor, case: Case, config: DiTConfig) -> float:
-    """The relative error of F = (D - c_skip x) / c_out, less what rounding D to float32 makes uncertain."""
+    """The relative error of F = (D - c_skip x) / c_out, minus the uncertainty from rounding D to float32."""
     x, sigma = case.inputs["x"].double(), case.inputs["sigma"].double()[:, None, None, None, None]
     c_skip, c_out, _, _ = parameterization_of(config).scalings(sigma)
     D, F = output.double(), case.F.double()
@@ -270,7 +271,7 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
     """Samples one video with torch and with `runtime`, and compares them frame by frame.
 
     Raises:
-        UserError: where a frame differs too much.
+        UserError: if a frame differs too much.
     """
     settings = replace(bundle.defaults, num_steps=min(num_steps, bundle.defaults.num_steps), autoguidance="")
     prompt, frames = usual_prompt(bundle), {}
@@ -283,20 +284,20 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
         pipeline = TextToVideo.from_pretrained(bundle, device=device, dtype=dtype, runtime=name, **parts)
         (video,) = pipeline.stream([prompt], settings, seeds=1, conditioning=required_conditioning(bundle))
         frames[name] = video.video.astype(np.float64)
-        del pipeline  # before the next one comes
+        del pipeline  # before the next one is loaded
     mean_square_T = ((frames["torch"] - frames[runtime]) ** 2).mean(axis=(1, 2, 3))
-    psnr_T = 10 * np.log10(255**2 / np.maximum(mean_square_T, 1e-3))  # at most 78 dB: equal in every value
+    psnr_T = 10 * np.log10(255**2 / np.maximum(mean_square_T, 1e-3))  # at most 78 dB, for equal frames
     worst = int(psnr_T.argmin())
     if psnr_T[worst] < LEAST_PSNR[precision]:
         raise UserError(
             f"frame {worst} of a video sampled with {runtime} is {psnr_T[worst]:.1f} dB from torch's; at least "
-            f"{LEAST_PSNR[precision]:.0f} dB are asked for, though every network passed on its own"
+            f"{LEAST_PSNR[precision]:.0f} dB are required, though every network passed on its own"
         )
     size = {"num_frames": len(psnr_T), "height": settings.height, "width": settings.width}
     return {"psnr": float(psnr_T[worst]), "least": LEAST_PSNR[precision], **size, "prompt": prompt}
 
 
 def _text_encoder(bundle: Bundle) -> TextEncoder:
-    """The bundle's; of a network in float32, as it was exported."""
+    """The bundle's text encoder; in float32 if it has a network, as it was exported."""
     encoder = bundle.load_text_encoder()
     return encoder.in_float32() if isinstance(encoder, NetworkTextEncoder) else encoder

@@ -1,17 +1,17 @@
-"""`megadit convert`: published weights in and out.
+"""`megadit convert`: imports and exports published weights.
 
     megadit convert nvidia/Cosmos-1.0-Diffusion-7B-Text2World cosmos        # from the hub's cache: a bundle
     megadit convert DiT-XL-2-256/ dit --dtype bfloat16                      # diffusers' pipeline, tokenizer included
-    megadit convert stable-diffusion-v1-5/ sd                               # likewise; XL too
+    megadit convert stable-diffusion-v1-5/ sd                               # also XL
     megadit convert iter_0010000/ bundle --tokenizer CV4x8x8/ --text_encoder t5-11b/
-    megadit convert Cosmos-Tokenizer-CV4x8x8/autoencoder.jit tokenizer      # one part alone
+    megadit convert Cosmos-Tokenizer-CV4x8x8/autoencoder.jit tokenizer      # a single component
     megadit convert bundle out --to diffusers
     megadit convert google/vit-base-patch16-224 vit                         # and back: --to transformers; CLIP too
-    megadit convert lora.safetensors adapter --base bundle                  # an adapter as a folder of PEFT's
-    megadit convert high=lora.safetensors adapter --base pair               # for one of two networks: high= or low=
-    megadit convert adapter lora.safetensors                                # and as one file with diffusers' keys
+    megadit convert lora.safetensors adapter --base bundle                  # an adapter as a PEFT folder
+    megadit convert high=lora.safetensors adapter --base bundle             # for one of two experts: high= or low=
+    megadit convert adapter lora.safetensors                                # an adapter as one file, for diffusers
 
-Tensors are read, changed and written one at a time.
+Tensors are read, converted and written one at a time.
 """
 
 import sys
@@ -87,7 +87,7 @@ class ConvertOptions:
     tokenizer: str | None = setting(None, "video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
         None,
-        "directory or name of a T5 or CLIP, for Predict2.5 of a Qwen2.5-VL; default: that of the pipeline, or "
+        "directory or name of a T5 or CLIP (Predict2.5: of a Qwen2.5-VL); default: that of the pipeline, or "
         f"{T5} (Wan: {UMT5})",
         metavar="PATH",
     )
@@ -113,7 +113,7 @@ def _run(argv: list[str]) -> int:
     if is_adapter(Path(split_expert(options.source)[1])):
         _convert_adapter(options)
     elif options.base is not None:
-        raise UserError(f"--base is for an adapter, which {options.source} is not")
+        raise UserError(f"--base is for adapters, and {options.source} is not one")
     elif options.to != "bundle":
         _export(Path(options.source), options.out, options.to)
     else:
@@ -129,7 +129,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _convert_adapter(options: ConvertOptions) -> None:
-    """The name of `out` decides the form."""
+    """Convert an adapter; the name of `out` decides the format."""
     if options != replace(
         ConvertOptions(source=options.source, out=options.out), dtype=options.dtype, base=options.base
     ):
@@ -140,7 +140,7 @@ def _convert_adapter(options: ConvertOptions) -> None:
     bundle = None if options.base is None else Bundle.open(options.base)
     expert, path = split_expert(options.source)
     if expert is not None and bundle is None:
-        raise UserError(f"{options.source}: say of which two networks with --base BUNDLE, or leave {expert}= out")
+        raise UserError(f"{options.source}: name its bundle of two experts (--base BUNDLE), or leave {expert}= out")
     adapter = read_adapter(path, None if bundle is None else bundle.config)
     based = adapter if bundle is None else with_base(adapter, bundle, options.source)
     write_adapter(options.out, based, PRECISIONS.get(options.dtype))
@@ -154,14 +154,14 @@ def _locate(source: str) -> Path:
 
 
 def _free(out: Path) -> Path:
-    """`out`, if nothing there would be lost but a part of ours."""
+    """`out`, after a check that at most a component of ours would be replaced."""
     if out.exists() and not (out.is_dir() and (_is_component(out) or not any(out.iterdir()))):
         raise UserError(f"{out} holds something else, and would be replaced; choose another directory")
     return out
 
 
 def _is_component(path: Path) -> bool:
-    """A tokenizer as this command writes it; published ones have a config.json without a type."""
+    """Whether `path` is a tokenizer that this command wrote; published ones have a config.json without a type."""
     config = read_json(path / parts.CONFIG_FILE) if (path / parts.CONFIG_FILE).is_file() else None
     return isinstance(config, dict) and "type" in config
 
@@ -235,8 +235,9 @@ def _choose_tokenizer(source: Path, chosen: str | None, compression: str) -> Vid
 
 
 def _choose_text_encoder(source: Path, published: Published, chosen: str | None) -> TextEncoder:
-    """Choose the text encoder: class names for a class-conditioned network; else the one given, the pipeline's own, or
-    the one that the network was trained with."""
+    """Choose the text encoder: class names for a class-conditional network; else the chosen one, the pipeline's, or the
+    one
+    that the network was trained with."""
     if not published.config.has_text:
         numbers = range(published.config.num_classes or 0)
         names = published.class_names or tuple(f"class {i}" for i in numbers) or ("unlabelled",)
@@ -256,8 +257,9 @@ def _t5(published: Published, model: str | None, usual: str = T5) -> TextEncoder
 
 
 def _clip(published: Published, model: str | None) -> TextEncoder:
-    """All 77 places count, padding too. XL reads the layer before the last, and takes zeros for an empty text unless
-    its pipeline says otherwise."""
+    """CLIP with all 77 tokens attended to. XL reads the penultimate layer, and zeros for an empty text unless its
+    pipeline
+    says otherwise."""
     if model is None:
         raise UserError("the pipeline has no text_encoder/: give --text_encoder, the directory of its CLIP")
     is_xl = published.config.pooled_size is not None
@@ -283,7 +285,7 @@ _TEXT_ENCODERS: dict[str, Callable[[Published, str | None], TextEncoder]] = {
     "stable_diffusion": _clip,
     "wan": partial(_t5, usual=UMT5),
 }
-"""Family, or its member that reads texts otherwise -> the text encoder of a directory, or the usual one; else a T5."""
+"""Family, or variant with another text encoder -> function that loads it from a directory, or its default; else T5."""
 
 
 def _choose_image_encoder(source: Path, config: NetworkConfig, chosen: str | None) -> ImageEncoder | None:
@@ -299,7 +301,7 @@ def _choose_image_encoder(source: Path, config: NetworkConfig, chosen: str | Non
 
 
 def _padding(config: DiTConfig) -> str:
-    """Published networks attend to 512 places, zeros behind the text; ours to the text alone."""
+    """Padding mode: published networks attend to 512 zero-padded tokens, others only to the text."""
     return "none" if config.structure.projects_text and not config.structure.text_mlp else "zeros"
 
 
@@ -308,7 +310,7 @@ def _padding(config: DiTConfig) -> str:
 
 def _export(source: Path, out: Path, form: str) -> None:
     if not is_bundle(source):
-        raise UserError(f"--to {form} takes a bundle, which {source} is not")
+        raise UserError(f"--to {form} needs a bundle, and {source} is not one")
     bundle = Bundle.open(source)
     networks = {part: open_safetensors(source / part / parts.TENSOR_FILE) for part in bundle.networks}
     text_encoder = bundle.load_text_encoder()
@@ -336,7 +338,7 @@ def _export(source: Path, out: Path, form: str) -> None:
 
 
 def _export_scheduler(kind: str, defaults: SamplingSettings, directory: Path) -> None:
-    """The one by which diffusers samples as the bundle does, or most nearly."""
+    """Write the diffusers scheduler that is equivalent, or closest, to the bundle's sampling."""
     values, other = schedulers.scheduler_values(kind, defaults)
     if not values:
         how = f"sampler {defaults.sampler}, schedule {defaults.schedule}, shift {defaults.shift}"

@@ -4,8 +4,8 @@
     megadit pull hf://somebody/digits digits
     megadit push adapter hf://somebody/subject
 
-A hub's model is `hf://OWNER/NAME`; other places are URLs of fsspec (file://, s3://, gs://, memory:// ...). The
-manifest is sent last and checked first, so that a copy that was cut short is none.
+A hub's model is `hf://OWNER/NAME`; other places are URLs of fsspec (file://, s3://, gs://, memory:// ...). The manifest
+is sent last and checked first, so that an interrupted copy is not valid.
 """
 
 import glob
@@ -69,10 +69,10 @@ def _pull(argv: list[str]) -> None:
 
 
 def push_bundle(bundle: str | os.PathLike, url: str) -> None:
-    """Sends a bundle or an adapter, after a check that it is whole.
+    """Sends a bundle or an adapter, after a check that it is complete.
 
     Raises:
-        UserError: if it is not, holds links out of it, or the place cannot be written to.
+        UserError: if it is incomplete, contains links out of it, or the destination cannot be written to.
     """
     path = Path(bundle)
     check_own(path)
@@ -89,14 +89,14 @@ def push_bundle(bundle: str | os.PathLike, url: str) -> None:
                 store.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
                 store.put_file(str(path / name), f"{root}/{name}")
                 bar.advance()
-    except Exception as error:  # each store has exceptions of its own
+    except Exception as error:  # each store has its own exceptions
         raise UserError(f"{url} cannot be written to: {error}") from error
 
 
 def pull_bundle(url: str, out: str | os.PathLike) -> None:
-    """Fetches a bundle or an adapter; it appears at `out` whole, with every checksum right, or not at all.
+    """Fetches a bundle or an adapter; it appears at `out` complete, with correct checksums, or not at all.
 
-    What the manifest does not list, be it a model card or what somebody slipped in, stays where it is.
+    Files that the manifest does not list (a model card, foreign files) are not fetched.
 
     Raises:
         UserError: if there is none, it is damaged, or `out` holds something else.
@@ -113,7 +113,7 @@ def pull_bundle(url: str, out: str | os.PathLike) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """Raises UserError for what is neither a whole bundle nor a whole adapter of ours."""
+    """Raises UserError if `path` is neither a complete bundle nor a complete adapter of ours."""
     if is_adapter(path):
         check_adapter(path)
     else:
@@ -135,16 +135,16 @@ def _pull_from_store(url: str, directory: Path) -> None:
                 bar.advance()
     except UserError:
         raise
-    except Exception as error:  # each store has exceptions of its own
+    except Exception as error:  # each store has its own exceptions
         raise UserError(f"{url} cannot be read: {error}") from error
 
 
 def _listed(directory: Path) -> list[str]:
-    """The files that a manifest, which is fetched first, lists."""
+    """The files in a manifest, which is fetched first."""
     manifest = read_json(directory / MANIFEST_FILE)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict):
-        raise UserError(f"{MANIFEST_FILE} lists no files: it is not that of a bundle")
+        raise UserError(f"{MANIFEST_FILE} lists no files: it is not the manifest of a bundle")
     return sorted(files)
 
 
@@ -176,7 +176,7 @@ def _push_to_hub(path: Path, files: list[str], name: str) -> None:
     add = [hub.CommitOperationAdd(path_in_repo=file, path_or_fileobj=path / file) for file in files]
     try:
         hub.HfApi().create_repo(name, exist_ok=True)
-        # one commit, all of it or nothing; `upload_folder` may make several
+        # a single, atomic commit; `upload_folder` may make several
         hub.HfApi().create_commit(name, add, commit_message="From megadit")
     except Exception as error:  # no network, no permission, no such owner
         raise UserError(f"{HUB}{name} cannot be written to: {_one_line(error)}") from error
@@ -191,7 +191,7 @@ def _pull_from_hub(name: str, directory: Path) -> None:
             hub.hf_hub_download(name, MANIFEST_FILE, revision=newest.sha, local_dir=directory)
             listed = [glob.escape(file) for file in _listed(directory)]
             hub.snapshot_download(name, revision=newest.sha, local_dir=directory, allow_patterns=listed)
-            shutil.rmtree(directory / ".cache", ignore_errors=True)  # what the library notes for itself
+            shutil.rmtree(directory / ".cache", ignore_errors=True)  # the library's own records
     except UserError:
         raise
     except Exception as error:  # no network, no such model

@@ -105,7 +105,7 @@ def round_output(layer):
 def test_one_operation_in_half_precision(check):
     """Queries of cross-attention: F hardly shows them."""
     layer = "denoiser.dit.blocks.0.cross_attention.q"
-    with pytest.raises(ValueError, match=f"computes in BFLOAT16 in the layer {layer}; fp32 was asked for"):
+    with pytest.raises(ValueError, match=f"computes in BFLOAT16 in the layer {layer}; fp32 was requested"):
         check(round_output(layer))
 
 
