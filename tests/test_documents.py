@@ -222,8 +222,8 @@ def adapter_cache(run, tmp_path_factory, write_clip) -> Path:
         from safetensors.torch import save_file
 
         torch.manual_seed(0)
-        save_file(DigitReader().state_dict(), "runs/demo/scorer.safetensors", metadata={KIND: "digits"})
-        write_scorer(Path("runs/demo", SCORER_DIR), Path("runs/demo/scorer.safetensors"))
+        save_file(DigitReader().state_dict(), "runs/demo/classifier.safetensors", metadata={KIND: "digits"})
+        write_scorer(Path("runs/demo", SCORER_DIR), Path("runs/demo/classifier.safetensors"))
         write_able_bundle("runs/demo/bundle", "runs/demo-conditioning/bundle")
         make_pipeline(folder / "stable-diffusion-v1-5", "1.x", write_clip)
         for name, write in (

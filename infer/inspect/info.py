@@ -183,7 +183,7 @@ def describe_adapter(path: Path) -> Facts:
 def describe_dataset(path: Path) -> Facts:
     """Samples, shards and tokenizer of a dataset."""
     manifest = read_json(path / MANIFEST_FILE)
-    kept = set(path.glob("originals/*.tar"))
+    kept = set(path.glob("source_media/*.tar"))
     facts: Facts = {"dataset": str(path), "shards": _sizes(set(path.rglob("*.tar")) - kept)}
     if damaged := damaged_shards(path):
         facts["damaged"] = "; ".join(damaged)

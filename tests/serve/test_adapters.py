@@ -264,7 +264,7 @@ def test_adapters_are_read_once_and_the_oldest_dropped(engine, monkeypatch):
     run(engine, asker("one"))
     assert len(read) == 4 and not adapter_names(dit), "beyond the bytes all go that nobody uses"
     engine.pipeline._adapters._cached_bytes = 10**9
-    monkeypatch.setattr(adapter_cache, "KEPT", 2)
+    monkeypatch.setattr(adapter_cache, "MAX_ADAPTERS", 2)
     for name in ("one", "two", "three", "two", "three"):
         run(engine, asker(name))
     assert len(read) == 7 and len(adapter_names(dit)) == 2, "beyond their number the oldest"

@@ -266,7 +266,7 @@ def test_a_hundred_come_and_go(bundle_dir, tmp_path):
 
 
 def test_one_that_is_used_is_not_dropped(bundle_dir, one, two, monkeypatch):
-    monkeypatch.setattr(adapter_cache, "KEPT", 0)
+    monkeypatch.setattr(adapter_cache, "MAX_ADAPTERS", 0)
     pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     dit = pipeline.denoiser._denoiser.dit
     first = pipeline.stream(PROMPTS, adapters={one: 1.0}, seeds=SEEDS, batch_size=1)
@@ -290,7 +290,7 @@ def test_one_is_dropped_after_another_could_not_be(bundle_dir, one, two, monkeyp
 
     remove_adapter = AdaptableDenoiser.remove_adapter
     monkeypatch.setattr(AdaptableDenoiser, "remove_adapter", remove)
-    monkeypatch.setattr(adapter_cache, "KEPT", 0)
+    monkeypatch.setattr(adapter_cache, "MAX_ADAPTERS", 0)
     with pytest.raises(RuntimeError, match="it stays"), pipeline._adapters.held([two]):
         pass
     with pipeline._adapters.held([]):

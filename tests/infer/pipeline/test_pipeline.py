@@ -326,7 +326,7 @@ def test_mistakes_are_told_before_the_network_is_asked(pipeline, arguments, mess
 
 def test_more_texts_than_are_remembered_are_still_encoded_once(monkeypatch):
     """Of one generation: while it samples, an encoder that has left would come back and stay."""
-    monkeypatch.setattr(text_features, "_KEPT", 2)
+    monkeypatch.setattr(text_features, "_CACHED", 2)
     encoded, encoder = [], HashedWordEncoder(dim=8)
 
     class Counting:

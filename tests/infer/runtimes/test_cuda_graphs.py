@@ -47,7 +47,7 @@ def test_recorded_calls_are_those_of_the_network(pipeline):
 
 
 def test_each_size_is_recorded_once_and_few_are_kept(pipeline, monkeypatch):
-    monkeypatch.setattr(graphs, "KEPT", 2)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     recordings = []
 
     def record(compute):

@@ -115,7 +115,7 @@ class Settings:
     source_media: bool = setting(
         False, "also store the source files, and the clips cut out of longer videos, unencoded"
     )
-    """Training does not read them; `megadit prepare webdataset` of the data set does (`originals.py`)."""
+    """Training does not read them; `megadit prepare webdataset` of the data set does (`clips/source_media.py`)."""
 
     def __post_init__(self) -> None:
         if not self.sizes or any(side < 1 for size in self.sizes for side in size):

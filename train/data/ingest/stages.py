@@ -311,7 +311,7 @@ def encode_shards(preparation: Preparation) -> None:
 
 
 def _missing(preparation: Preparation, shard: Path) -> list[Path]:
-    """Paths of a shard and its originals that are not written yet."""
+    """Paths of a shard and its source media that are not written yet."""
     paths = [shard, source_media_of(shard)] if preparation.settings.source_media else [shard]
     return [path for path in paths if not path.is_file()]
 
@@ -337,7 +337,7 @@ def index(preparation: Preparation) -> None:
     notes.previous.unlink(missing_ok=True)
     print(summary(report, notes))
     if preparation.settings.source_media:
-        print(f"originals: {source_media_bytes(root):,} bytes")
+        print(f"source media: {source_media_bytes(root):,} bytes")
 
 
 def load_encoders(preparation: Preparation) -> list[Encoder]:

@@ -1,9 +1,9 @@
-"""Originals beside the encodings (`--source_media`), so that another tokenizer or judge can be run without a download.
+"""Source media of the samples (`--source_media`), kept so that other tokenizers and scorers can run without a download.
 
-`originals/train-000000.tar` holds, for every sample of `train-000000.tar` that is not the mirror image of another, its
-description and what it was made from:
-the bytes of its picture or its short video as they were found, or, of a clip that was cut out of a longer one, an mp4
-of the clip in the size of its bucket. Training lists the shards of the data set's own folder, and never opens these.
+`source_media/train-000000.tar` holds, for every sample of `train-000000.tar` that is no mirror image of another, its
+description and its source: the bytes of its picture or short video as they were found or, for a clip cut out of a longer
+video, an mp4 of the clip in the size of its bucket. Training lists the shards of the data set's own folder, and never
+opens these.
 """
 
 import io
@@ -33,17 +33,17 @@ _ANIMATIONS = ((b"\x89PNG", "apng"), (b"RIFF", "webp"), (b"GIF8", "gif"))
 
 
 def source_media_of(shard: Path) -> Path:
-    """Path of the originals of a shard."""
+    """Path of the source media of a shard."""
     return shard.parent / SOURCE_MEDIA / shard.name
 
 
 def source_media_bytes(root: Path) -> int:
-    """Size of the originals in a data set's folder; 0: it keeps none."""
+    """Size of the source media in a data set's folder; 0: it keeps none."""
     return sum(path.stat().st_size for path in (root / SOURCE_MEDIA).glob("[!.]*.tar"))
 
 
 def write_source_media(shard: Path, clips: Sequence[Clip], settings: Settings, pool: Pool) -> None:
-    """Writes the originals of one shard, whole or not at all, in the order of `clips`.
+    """Writes the source media of one shard, whole or not at all, in the order of `clips`.
 
     Raises:
         UserError: for a source that has changed since it was scanned.
@@ -98,7 +98,7 @@ def _size(source: Source) -> int:
 
 
 def expected(clips: Iterable[Clip]) -> str:
-    """Describe the expected size of a plan's originals, before any is written."""
+    """Describe the expected size of a plan's source media, before any is written."""
     whole, cut = LongList(source_from_json), 0
     for clip in _own(clips):
         if clip.is_whole:
@@ -107,6 +107,6 @@ def expected(clips: Iterable[Clip]) -> str:
             cut += 1
     looked_at = whole[:: max(1, len(whole) // LOOKED_AT)]
     num_bytes = sum(map(_size, looked_at)) * len(whole) / max(1, len(looked_at))
-    return f"originals: {len(whole):,} files of about {num_bytes / 1e6:,.1f} MB together" + (
+    return f"source media: {len(whole):,} files of about {num_bytes / 1e6:,.1f} MB together" + (
         f", and {cut:,} clips that are cut out of longer videos" if cut else ""
     )

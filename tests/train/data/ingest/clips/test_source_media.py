@@ -39,7 +39,7 @@ def members(root, folder="source_media") -> dict[str, bytes]:
 
 
 def by_source(found: dict[str, bytes]) -> dict[str, tuple[str, bytes]]:
-    """Source -> suffix and bytes of its originals; several clips of one count as `name#1`."""
+    """Source -> suffix and bytes of its source media; several clips of one count as `name#1`."""
     kept = {}
     for name, content in found.items():
         if name.endswith(".json"):
@@ -70,8 +70,8 @@ def test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut(clips, tmp_path, 
     assert prepare.main(["videos", str(clips), str(out), *VIDEO, "--source_media"]) == 0
     said = capsys.readouterr().out
     whole = sum((clips / name).stat().st_size for name in ("short.mp4", "moving.webp"))
-    assert f"originals: 2 files of about {whole / 1e6:,.1f} MB together, and 2 clips that are cut out" in said
-    assert f"originals: {source_media_bytes(out):,} bytes" in said
+    assert f"source media: 2 files of about {whole / 1e6:,.1f} MB together, and 2 clips that are cut out" in said
+    assert f"source media: {source_media_bytes(out):,} bytes" in said
     kept = by_source(members(out))
     assert kept["short.mp4#0"] == ("mp4", (clips / "short.mp4").read_bytes())
     assert kept["moving.webp#0"] == ("webp", (clips / "moving.webp").read_bytes())
