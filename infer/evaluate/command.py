@@ -103,7 +103,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "machine and service": ("device", "dtype", "key_file"),
 }
 EXAMPLES = (
-    "megadit evaluate runs/demo/bundle --real runs/demo/dataset --extractors runs/demo/classifier.safetensors --out out",
+    "megadit evaluate runs/demo/bundle --real runs/demo/dataset --extractors runs/demo/classifier.safetensors --out o",
     "megadit evaluate my_model --real clips --metrics motion --out report",
     "megadit evaluate my_model --against other_model --prompts prompts.txt --extractors clip_folder --out report",
     "megadit evaluate --videos made --real clips --metrics motion --out report",
