@@ -112,7 +112,7 @@ MISTAKES = {
     f"{GENERATE} --num_steps 0": "--num_steps=0 must be greater than 0",
     f"{GENERATE} --video_save_path out.avi": "cannot write .avi; use .mp4",
     f"{GENERATE} --video_save_path out.png": "use .mp4 for 5 frames",
-    f"{GENERATE} --height 16000 --width 16000": "more than the 16,777,216 that are possible; make it smaller",
+    f"{GENERATE} --height 16000 --width 16000": "more than the limit of 16,777,216; make it smaller",
     f"{GENERATE} --adapter nowhere": "the adapter nowhere does not exist; give PATH or PATH:SCALE",
     f"{GENERATE} --image nowhere.png": "cannot read nowhere.png: No such file or directory",
     f"{GENERATE} --mask first.png": "--mask=first.png needs --video",
@@ -123,7 +123,7 @@ MISTAKES = {
     f"{GENERATE} --contact_sheet sheet": "--contact_sheet=sheet: use a name that ends in .mp4",
     f"{GENERATE} --contact_sheet notes.txt/a.png": "--contact_sheet=notes.txt/a.png: its folder is a file",
     "generate --checkpoint_path bundle --prompt_file prompts.jsonl": 'line 1 must be an object with a "prompt"',
-    "generate --repeat clip.mp4": "of how it was made: give a file that this command wrote",
+    "generate --repeat clip.mp4": "of its settings: give a file that this command wrote",
     # evaluate, distill
     EVALUATE: "give --real (videos to compare with",
     f"{EVALUATE} --real nowhere": "nowhere is not a folder of videos, nor a data set",

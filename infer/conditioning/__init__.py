@@ -1,1 +1,1 @@
-"""Conditioning on images, clips and masks: the items a user gives, and their latents."""
+"""Conditioning on images, clips and masks: a user's items, and their latents."""

@@ -1,4 +1,4 @@
-"""Conditioning media as latents: what sampling keeps, what the network sees of it, and its images' features.
+"""Conditioning media as latents: latents that sampling keeps, inputs of the network, and image features.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width (frames/height/width of a video), M frames of a
 latent, I tokens of an image, E their width.
@@ -37,12 +37,12 @@ from megadit.models.tokenizers import VideoTokenizer
 
 @dataclass(frozen=True, slots=True)
 class EncodedConditioning:
-    """Conditioning of the videos of a batch, in the same places in all."""
+    """Conditioning of the videos of a batch, at the same places in all."""
 
     latents_BCTHW: Tensor
-    """Clean latents, float32; zeros where nothing is known."""
+    """Clean latents, float32; zeros where there is no conditioning."""
     is_fixed_THW: Tensor
-    """Mask of the latents that stay as they are, bool."""
+    """Mask of the latents that sampling keeps, bool."""
     clean: CleanLatents | None = None
     """Conditioning that the network sees; None if it was not trained with it."""
     image_BIE: Tensor | None = None
@@ -54,7 +54,7 @@ class EncodedConditioning:
         return self.latents_BCTHW.double() + sigma * noise_BCTHW.double()
 
     def seen(self, config: NetworkConfig, key_B: Tensor) -> dict[str, Any]:
-        """Return the network's conditioning inputs for videos of these keys, with noise where it was trained so."""
+        """Return the network's conditioning inputs for videos of these keys, noised if it was trained that way."""
         clean = self.clean
         if clean is not None and config.conditioning.is_noised:
             clean_BCTHW = clean.latents_BCTHW
@@ -63,9 +63,9 @@ class EncodedConditioning:
         return {"clean": clean, "image_BIE": self.image_BIE}
 
     def replaces(self, denoise: Denoise) -> Denoise:
-        """Wrap a denoiser: where latents are kept, it returns these.
+        """Wrap a denoiser: where latents are kept, it returns them.
 
-        With D = x0 there, every solver keeps it on x = x0 + sigma noise: what training saw of such videos.
+        With D = x0 there, every solver stays on x = x0 + sigma noise, as in training.
         """
         if not on_host(self.is_fixed_THW).any():
             return denoise
@@ -97,7 +97,7 @@ def encode_conditioning(
 ) -> EncodedConditioning | None:
     """Encode the media of one video, which passed `check_conditioning`; None where there are none.
 
-    `image_encoder` gives the features of given images to a network that reads them.
+    `image_encoder` gives the features of conditioning images to a network that reads them.
     """
     if not media:
         return None
@@ -133,18 +133,19 @@ def encode_conditioning(
 
 
 def _nothing(target: Target, device: torch.device) -> Tensor:
-    """bool THW of its latents: none."""
+    """Empty mask of the target's latents, bool THW."""
     return torch.zeros(target.shape[1:], dtype=torch.bool, device=device)
 
 
 def _features(media: Sequence[ConditioningItem], image_encoder: ImageEncoder) -> Tensor:
-    """float32 [1, I, E]: of each given image in the order of time, one after another."""
+    """Features of the conditioning images, concatenated in the order of time: float32 [1, I, E]."""
     in_order = sorted(media, key=lambda medium: medium.kind != "first_frame")
     return torch.cat([image_encoder.encode(medium.frames[0]) for medium in in_order], dim=1)
 
 
 def _as_channels(media: Sequence[ConditioningItem], target: Target, device: torch.device) -> CleanLatents:
-    """Return the conditioning in extra channels: latents of a video that is grey where nothing is given, and marks."""
+    """Return the conditioning as extra channels: latents of a video that is grey where there is no conditioning, and
+    its mask."""
     video_1cTHW = torch.zeros(1, 3, target.covering, target.settings.height, target.settings.width, device=device)
     is_clean_T = torch.zeros(target.covering, dtype=torch.bool, device=device)
     compression = target.tokenizer.temporal_compression
@@ -155,7 +156,7 @@ def _as_channels(media: Sequence[ConditioningItem], target: Target, device: torc
         video_1cTHW[:, :, place] = _pixels(source.frames_THWC, target.settings, device)
         is_clean_T[place] = True
     latents_1CTHW = target.tokenizer.encode(video_1cTHW).float()
-    # the first latent stands for one frame, as often as the others for theirs
+    # the first latent covers one frame, repeated to the compression of the others
     marks_T = torch.cat([is_clean_T[:1].expand(compression - 1), is_clean_T])
     marks_MTHW = rearrange(marks_T, "(T M) -> M T 1 1", M=compression).expand(-1, -1, *target.shape[2:])
     return CleanLatents(latents_1CTHW, marks_MTHW.any(0), marks_MTHW=marks_MTHW)
@@ -169,7 +170,7 @@ def _encode(
 
 
 def _pixels(frames_THWC: np.ndarray, settings: SamplingSettings, device: torch.device) -> Tensor:
-    """float32 [1, 3, T, H, W], -1..1, in the size of the settings."""
+    """Pixels, float32 [1, 3, T, H, W], -1..1, resized to the settings."""
     video = _sent(frames_THWC, device).float() / 127.5 - 1
     video_TcHW = rearrange(video, "T H W c -> T c H W")
     if video_TcHW.shape[2:] != (settings.height, settings.width):
@@ -183,7 +184,7 @@ def _sent(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _fixed_mask(medium: ConditioningItem, target: Target, device: torch.device) -> Tensor:
-    """bool THW: the latents that stay as they are, if the medium is placed there."""
+    """Mask of the latents that this medium keeps, bool THW."""
     T, H, W = target.shape[1:]
     if medium.kind != "inpaint":
         return torch.full((T, H, W), medium.kind != VIDEO_TO_VIDEO, device=device)
@@ -192,8 +193,8 @@ def _fixed_mask(medium: ConditioningItem, target: Target, device: torch.device) 
     size = (target.settings.height, target.settings.width)
     is_new = _sent(mask_THW, device).float()[:, None]
     is_new_THW = F.interpolate(is_new, size=size, mode="area")[:, 0]
-    # a latent is made anew if any of its pixels is; the first has one frame, the others `temporal_compression`
+    # a latent is generated if any of its pixels is; the first has one frame, the others `temporal_compression`
     before = -len(is_new_THW) % target.tokenizer.temporal_compression
     padded = torch.cat([is_new_THW[:1].expand(before, -1, -1), is_new_THW])
-    assert len(padded) == T * math.ceil(len(padded) / T), "latents cover equally many frames, the first one excepted"
+    assert len(padded) == T * math.ceil(len(padded) / T), "all latents but the first cover equally many frames"
     return reduce(padded, "(T t) (H h) (W w) -> T H W", "max", T=T, H=H, W=W) == 0

@@ -1,7 +1,7 @@
-"""Conditioning media of a video (frames, clips, a mask), and how sampling takes them.
+"""Conditioning media of a video (frames, clips, a mask), and how sampling uses them.
 
-A network that was trained with a conditioning (`train/data/packs/conditioning.py`) sees it as clean tokens (`Given`).
-Any other one sees a noisy video, in which sampling puts the known parts back at every step.
+A network that was trained with a conditioning (`train/data/packs/conditioning.py`) sees it as clean tokens
+(`CleanLatents`). Any other one sees a noisy video, in which sampling replaces the known latents at every step.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width (frames/height/width of a video).
 """
@@ -21,37 +21,38 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.tokenizers import VideoTokenizer
 
 VIDEO_TO_VIDEO = "remake"
-"""Video-to-video: noise is added to a whole video, from which the last steps are done again."""
+"""Video-to-video (SDEdit): noise is added to a whole video, which is denoised in the last steps of the schedule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ConditioningItem:
-    """Conditioning medium: a video or image, and its use in the generated one; resized where the size differs.
+    """Conditioning medium: a video or image, and its kind; resized where the size differs.
 
     Raises:
-        UserError: for frames of another kind, an unknown use, or a use that lacks what it needs.
+        UserError: for frames of another dtype or shape, an unknown kind, or fields that do not fit the kind.
     """
 
     frames: np.ndarray
     """uint8 THWC."""
     kind: str = ""
-    """One of `KINDS`; "" where `strength` or `keep_frames` says it."""
+    """One of `KINDS`; "" where `strength` or `keep_frames` implies it."""
     strength: float | None = None
-    """Strength of video-to-video: the share of the steps that is done again, from this video with that much noise."""
+    """Strength of video-to-video, 0..1: the fraction of the schedule's steps that run, starting from this video with
+    the noise of that level."""
     keep_frames: int | None = None
-    """Number of frames that are kept: this video's last ones become the first (`prefix`), its first ones the last
-    (`suffix`); rounded down to what the tokenizer can encode."""
+    """Number of frames that are kept: the last ones of this video become the first ones (`prefix`), or the first ones
+    become the last (`suffix`); rounded down to a number that the tokenizer can encode."""
     frame: int | None = None
-    """Index of the frame that a `keyframe` is."""
+    """Frame index of a `keyframe`."""
     mask: np.ndarray | None = None
-    """Mask of `inpaint`: bool THW, or 1HW for all frames; True where the video is made anew."""
+    """Mask of `inpaint`: bool THW, or 1HW for all frames; True where the video is generated."""
 
     def __post_init__(self) -> None:
         if self.frames.dtype != np.uint8 or self.frames.ndim != 4 or self.frames.shape[-1] != 3:
             raise UserError(f"frames must be uint8 [T, H, W, 3], got {self.frames.dtype} {list(self.frames.shape)}")
         if not self.kind:
             if (self.strength is None) == (self.keep_frames is None):
-                raise UserError("a conditioning video without a use needs one of strength and keep_frames")
+                raise UserError("a conditioning video without a kind needs one of strength and keep_frames")
             object.__setattr__(self, "kind", "prefix" if self.strength is None else VIDEO_TO_VIDEO)
         choose_one(self.kind, KINDS, f"conditioning {self.kind!r} is unknown")
         for kind, name in ((VIDEO_TO_VIDEO, "strength"), ("keyframe", "frame"), ("inpaint", "mask")):
@@ -66,7 +67,7 @@ class ConditioningItem:
 
 
 def remaining_sigmas(sigmas: Tensor, all_media: Iterable[Sequence[ConditioningItem]]) -> Tensor:
-    """The last levels of a schedule [steps + 1]: the share `strength` of its steps, and at least one.
+    """The last levels of a schedule [steps + 1]: the fraction `strength` of its steps, at least one.
 
     Raises:
         UserError: if the strengths of videos differ.
@@ -79,7 +80,7 @@ def remaining_sigmas(sigmas: Tensor, all_media: Iterable[Sequence[ConditioningIt
 
 
 def strength_of(media: Iterable[ConditioningItem]) -> float | None:
-    """Strength of video-to-video; None where no medium is for it."""
+    """Strength of video-to-video; None where no medium has one."""
     return next((medium.strength for medium in media if medium.kind == VIDEO_TO_VIDEO), None)
 
 
@@ -95,19 +96,19 @@ def common_strength(all_media: Iterable[Sequence[ConditioningItem]]) -> float | 
     return next(iter(strengths), None)
 
 
-# ------------------------------------------------------------------------------------------------------------- uses
+# ------------------------------------------------------------------------------------------------------------ kinds
 
 
 CHANNEL_FRAMES = {"first_frame": "--image", "last_frame": "--last_image"}
-"""Conditionings in extra channels, without which such networks (Wan's) make no video -> flags of `megadit generate`."""
+"""Conditionings that networks with extra channels (Wan's) require -> flags of `megadit generate`."""
 
 
 class Target(NamedTuple):
-    """The video to be made."""
+    """The video to generate."""
 
     settings: SamplingSettings
     covering: int
-    """Frames that its latents decode to: at least as many as are asked for."""
+    """Frames that its latents decode to: at least `num_frames`."""
     shape: tuple[int, int, int, int]
     """Shape of its latents, (C, T, H, W)."""
     tokenizer: VideoTokenizer
@@ -116,7 +117,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, settings: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer) -> "Target":
-        """Raises UserError for a size that cannot be made; see `latent_size`."""
+        """Raises UserError for an invalid size; see `latent_size`."""
         return cls(settings, *latent_size(settings, config, tokenizer), tokenizer, config.conditioning)
 
     @property
@@ -137,10 +138,10 @@ class Source(NamedTuple):
 
     frames_THWC: np.ndarray
     first: int | None
-    """Latent frame of the video at which they begin; None: extra conditioning frames, at `times`."""
+    """Latent frame of the video at which they begin; None for extra conditioning frames, at `times`."""
     times: tuple[float, ...] = ()
     skipped: int = 0
-    """Latent frames that are dropped at their beginning."""
+    """Latent frames to drop at the beginning."""
 
 
 def _first_frame(medium: ConditioningItem, target: Target) -> Source:
@@ -157,7 +158,7 @@ def _prefix(medium: ConditioningItem, target: Target) -> Source:
 
 
 def _suffix(medium: ConditioningItem, target: Target) -> Source:
-    """Place a video's end, whose latents depend on unknown frames before it: its first one stands for them."""
+    """Place the end of a video; its latents depend on unknown earlier frames, so its first frame is repeated there."""
     asked = len(medium.frames) if medium.keep_frames is None else medium.keep_frames
     compression = target.tokenizer.temporal_compression
     count = min(asked, len(medium.frames)) // compression
@@ -202,7 +203,7 @@ KINDS: dict[str, Callable[[ConditioningItem, Target], Source]] = {
     "edit": _edit,
     VIDEO_TO_VIDEO: _whole,
 }
-"""Use of a medium -> its frames to encode and their place."""
+"""Kind of a medium -> function that returns its frames to encode and their place."""
 
 
 Media = tuple[ConditioningItem, ...]
@@ -232,7 +233,7 @@ def structure_of(media: Media, target: Target) -> tuple[Any, ...]:
 
 
 def places_of(media: Media, target: Target) -> tuple[Any, ...]:
-    """Return the uses and places of media: equal for videos that differ in pictures and masks alone."""
+    """Return the kinds and places of media: equal for videos that differ only in pixels and masks."""
     sources = [KINDS[medium.kind](medium, target) for medium in media]
     return tuple(
         (medium.kind, medium.strength, len(source.frames_THWC), *source[1:])
@@ -241,12 +242,12 @@ def places_of(media: Media, target: Target) -> tuple[Any, ...]:
 
 
 def num_extra_frames(media: Media, target: Target) -> int:
-    """Number of extra conditioning frames beside the video's own, in latent frames."""
+    """Number of extra conditioning frames, in latent frames."""
     return sum(len(KINDS[medium.kind](medium, target).times) for medium in media)
 
 
 def trained_as(kind: str, frame: int | None) -> str:
-    """Return the conditioning of training (`train/data/packs/conditioning.py`) that belongs to a use here."""
+    """Return the training conditioning (`train/data/packs/conditioning.py`) that corresponds to a kind."""
     if kind == "keyframe":
         return "keyframes" if frame else "first_frame"
     return kind
@@ -255,16 +256,16 @@ def trained_as(kind: str, frame: int | None) -> str:
 def _encodable(frames: int, tokenizer: VideoTokenizer) -> int:
     """The largest number of frames, at most `frames`, that can be encoded."""
     if not tokenizer.causal:
-        raise UserError("only a causal tokenizer's videos can be continued: its latents know no later frame")
+        raise UserError("only a causal tokenizer's videos can be continued: its latents do not depend on later frames")
     covering = tokenizer.frames_covering(frames)
     return covering if covering == frames else covering - tokenizer.temporal_compression
 
 
 def lengthened(video: np.ndarray, length: int, frames: int) -> np.ndarray:
-    """The first `wanted` frames, the last of them repeated up to `frames`.
+    """The first `length` frames, padded to `frames` by repeating the last.
 
     Raises:
-        UserError: if there are fewer than `wanted`.
+        UserError: if there are fewer than `length`.
     """
     if len(video) < length:
         raise UserError(
@@ -275,12 +276,12 @@ def lengthened(video: np.ndarray, length: int, frames: int) -> np.ndarray:
 
 
 def check_conditioning(media: Sequence[ConditioningItem], conditionings: Collection[str], target: Target) -> None:
-    """Check media as far as it can be done before anything is encoded.
+    """Check media before anything is encoded.
 
-    `takes` are the conditionings that the network was trained with.
+    `conditionings` are those that the network was trained with.
 
     Raises:
-        UserError: for media that do not fit the video or each other, and uses that the network cannot take.
+        UserError: for media that do not fit the video or each other, and kinds that the network does not support.
     """
     if len(media) > 1 and strength_of(media) is not None:
         raise UserError("strength is for video-to-video alone: leave out all other conditioning")

@@ -1,4 +1,4 @@
-"""Conditioning options as media: each file with its use, whether files are paths or, in a request, their bytes."""
+"""Conditioning options as media: each file with its kind; files are paths or, in a request, bytes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megadit.models.diffusion.conditioning_settings import KINDS, check_conflict
 
 DEFAULT_STRENGTH = 0.6
 DARKEST_WHITE = 128
-"""Least value of a mask's white pixel, 0..255."""
+"""Lowest value of a mask's white pixel, 0..255."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ def _medium(name: str, kind: str, values: Mapping[str, Any], num_frames: int) ->
 
 
 def white_of(frames_THWC: np.ndarray) -> np.ndarray:
-    """bool THW: where frames of a mask are white."""
+    """Mask, bool THW: True where the frames of a mask are white."""
     return frames_THWC.max(-1) >= DARKEST_WHITE
 
 

@@ -77,7 +77,7 @@ def _generate(argv: list[str]) -> None:
         paths = output_paths(options.video_save_path, grid.specs, options.format)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
         if options.compile and is_first():
-            print("the network is compiled when it is first asked, which may take minutes", file=sys.stderr)
+            print("the network is compiled at its first call, which may take minutes", file=sys.stderr)
         pipeline = TextToVideo.from_pretrained(
             bundle,
             device=device,
@@ -115,10 +115,10 @@ def _generate(argv: list[str]) -> None:
 
 
 def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
-    """Return the videos to make, their checkpoint, and the options, which `--repeat` fills in first."""
+    """Return the options (completed by `--repeat`), the checkpoint, and the videos to generate."""
     refuse(
         options.lpips_weights,
-        "--lpips_weights is for `megadit calibrate-cache`: a calibrated plan is used without it; leave it out",
+        "--lpips_weights is for `megadit calibrate-cache`: generation does not use it; leave it out",
     )
     record = read_record(options.repeat) if options.repeat else None
     wants_other_checkpoint = bool(options.checkpoint_path)
@@ -127,7 +127,7 @@ def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
     is_other = record is not None and record.get("checkpoint") != checkpoint_fingerprint(bundle)
     refuse(
         is_other and not wants_other_checkpoint,
-        f"{bundle.path} is no longer the checkpoint that made {options.repeat}; to use it nevertheless, name it with "
+        f"{bundle.path} is no longer the checkpoint that made {options.repeat}; to use it anyway, pass "
         "--checkpoint_path",
     )
     return options, bundle, video_grid(options, bundle.defaults, recorded)
@@ -136,7 +136,7 @@ def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
 def _check_videos(
     specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
 ) -> dict[ConditioningFile, ConditioningItem]:
-    """Refuse what cannot be made before the network is loaded; return the conditioning media by their files."""
+    """Check the videos before the network is loaded; return the conditioning media by their files."""
     for settings in dict.fromkeys(spec.settings for spec in specs):
         latent_size(settings, bundle.config, tokenizer)
         warning = far_from_training(settings, bundle.defaults, bundle.config, tokenizer)
@@ -144,7 +144,7 @@ def _check_videos(
             print(f"warning: {warning}", file=sys.stderr)
         if settings.autoguidance:
             weaker_bundle(settings.autoguidance, bundle)
-    # what an adapter was told, it does not say
+    # adapters do not record the sizes they were trained on
     prompts = [spec.prompt for spec in specs if not spec.adapters]
     for warning in (unseen_words(prompts, bundle.path), far_longer(prompts, bundle.longest_caption)):
         if warning and is_first():
@@ -171,7 +171,7 @@ def _check_videos(
 
 
 def _later_conditioning(options: GenerateOptions, settings: SamplingSettings, conditionings: Collection[str]) -> Media:
-    """Conditioning media of windows after the first, with black frames in place of those yet to be made."""
+    """Conditioning media of windows after the first; black frames stand in for frames yet to be generated."""
     nothing = np.zeros((settings.num_frames, settings.height, settings.width, 3), np.uint8)
     return later_conditioning(nothing, options.keep_frames or 1, conditionings, nothing if options.keep_first else None)
 
@@ -193,7 +193,7 @@ def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle
 
 
 def _dtype(options: GenerateOptions, bundle: Bundle) -> str:
-    """Return the dtype that the options name, or else choose one for this bundle; the first rank prints it."""
+    """Return the dtype in the options, or else one chosen for this bundle; the first rank prints it."""
     choose_dtype = print_dtype if is_first() else chosen_dtype
     runtime = options.runtime or DEFAULT_RUNTIME
     return choose_dtype(options.dtype or DEFAULT_DTYPE, bundle, device_name(options.device), runtime)
@@ -220,7 +220,7 @@ def _asked_of_memory(
 
 
 def _check_memory(asked: tuple[Any, ...], free: int) -> None:
-    """Raises UserError for far more memory than there is, with the flags that would make it less."""
+    """Raises UserError if far more memory is needed than is free; the message names flags that need less."""
     needed = plan_memory(*asked).peak
     if needed > free:
         fits = fitting(*asked, free)
@@ -239,7 +239,7 @@ def _videos(
     media: dict[ConditioningFile, ConditioningItem],
     options: GenerateOptions,
 ) -> Iterator[GeneratedVideo]:
-    """The video of each spec, in order: neighbours with the same settings share batches."""
+    """The video of each spec, in order; consecutive specs with the same settings share batches."""
     groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.settings, spec.conditioning))]
 
     def conditioning(group: list[VideoSpec]) -> tuple[ConditioningItem, ...]:

@@ -1,4 +1,4 @@
-"""Conditioning files of a generation: from options to files with a use, and back from a record."""
+"""Conditioning files of a generation: read from options, written to a record, and read back from it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
 
 MEDIA = {name: kind for name, kind in KINDS.items() if name != "keyframe"}
-"""Options that name one file -> its use; a `video` with a `mask` is for inpaint. `keyframe` names several."""
+"""Options that name one file -> its kind; a `video` with a `mask` is for inpaint. `keyframe` names several."""
 OPTIONS = (*MEDIA, "keyframe", "mask", "strength", "keep_frames")
 """All options of conditioning files, and the keys of a .jsonl prompt file's lines."""
 
@@ -75,7 +75,7 @@ def _conditioning_file(part: Medium) -> ConditioningFile:
 
 
 def as_record(files: Sequence[ConditioningFile]) -> list[dict[str, Any]]:
-    """Return files as the record of a video has them."""
+    """Return files in the form of a video's record."""
     return [{name: value for name, value in asdict(file).items() if value not in (None, "")} for file in files]
 
 
@@ -83,22 +83,20 @@ def options_of(recorded: Any) -> dict[str, Any]:
     """Return the options that name the conditioning files of a record.
 
     Raises:
-        UserError: if one of the files was changed since, and for what was given from Python, in no file.
+        UserError: if one of the files has changed, or the conditioning came from Python and is in no file.
     """
     if not recorded:
         return {}
     kinds = ", ".join(values["kind"] for values in recorded if "path" not in values)
     if kinds:
-        raise UserError(
-            f"its {kinds} came from Python and is in no file; give it with the options, such as --image FILE"
-        )
+        raise UserError(f"its {kinds} came from Python and is in no file; pass it as an option, such as --image FILE")
     files = [ConditioningFile(**values) for values in recorded]
     found: dict[str, Any] = {}
     names = {kind: name for name, kind in MEDIA.items()} | {"inpaint": "video"}
     for file in files:
         for path, known in ((file.path, file.sha256), (file.mask, file.mask_sha256)):
             if path and sha256_of(path) != known:
-                raise UserError(f"{path}, from which it started, was changed since")
+                raise UserError(f"{path}, one of its conditioning files, has changed")
         kind = file.kind or ("prefix" if file.strength is None else VIDEO_TO_VIDEO)
         if kind == "keyframe":
             found["keyframe"] = (*found.get("keyframe", ()), f"{file.frame}:{file.path}")

@@ -19,12 +19,12 @@ from megadit.models.shared.progress import Progress
 
 
 def stories(grid: Grid, options: GenerateOptions, conditionings: Collection[str]) -> Grid:
-    """The videos to be made: one for each prompt, or with --story one of all prompts.
+    """The videos to generate: one for each prompt, or with --story one for all prompts.
 
-    `takes` are the conditionings that the network was trained with.
+    `conditionings` are the kinds that the network was trained with.
 
     Raises:
-        UserError: for options that a video in windows cannot have.
+        UserError: for options that do not work with windows.
     """
     refuse(options.format not in (None, "mp4"), f"--total_frames makes an mp4: leave out --format={options.format}")
     refuse(options.contact_sheet, "--total_frames makes no contact sheet: leave out --contact_sheet")
@@ -53,7 +53,7 @@ def write_long_videos(
     bundle: Bundle,
     mark: Marker | None = None,
 ) -> None:
-    """Make the videos one after another, and print the path of each."""
+    """Generate the videos one after another, and print the path of each."""
     keep_frames = options.keep_frames or 1
     per_window = [pipeline.num_denoiser_calls(1, spec.settings) for spec in specs]
     windows = [num_windows(options.total_frames, spec.settings.num_frames, keep_frames) for spec in specs]

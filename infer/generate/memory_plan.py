@@ -1,8 +1,8 @@
-"""`megadit generate --dry-run`: what memory a generation takes on its device, from sizes alone, before anything loads.
+"""`megadit generate --dry-run`: the device memory of a generation, computed from sizes before anything is loaded.
 
-A generation has three phases, which take turns: the text is encoded, latents are sampled, a video is decoded. Weights
-of the network and the autoencoder stay through all of them, those of the text encoder unless they are offloaded.
-Activations are counted as the tensors that live at once in the largest step of each phase (rounded up).
+A generation has three phases in sequence: text encoding, sampling, decoding. The weights of the network and the
+autoencoder stay on the device through all of them; so do those of the text encoder unless it is offloaded.
+Activations are the tensors alive at once in the largest step of each phase (rounded up).
 """
 
 from collections.abc import Callable
@@ -34,17 +34,17 @@ from megadit.models.text_encoders.published import DTYPES
 from megadit.models.tokenizers import VideoTokenizer
 
 LIVE_WIDTHS = 10
-"""Tensors as large as a block's tokens that live at once: input, norm, q, k, v fused and apart, the result."""
+"""Tensors as large as a block's tokens that are alive at once: input, norm, q, k, v fused and split, the result."""
 SAMPLER_STATES = 6
-"""float64 latents that live at once: x, its noise, and what solvers remember of earlier steps."""
+"""float64 latents that are alive at once: x, its noise, and the history of multistep solvers."""
 LIVE_FEATURES = 4
-"""Tensors as large as the decoder's widest that live at once."""
+"""Tensors as large as the decoder's widest that are alive at once."""
 TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """Options of a generation that decide its memory beside its size."""
+    """Options of a generation that decide its memory, in addition to its size."""
 
     dtype: torch.dtype
     resident_blocks: int | None = None
@@ -54,7 +54,7 @@ class Choices:
     num_videos: int | None = None
     """Videos of the request: no batch is larger; None: any number."""
     slots: AdapterInputs | None = None
-    """The room for adapters of a network that was exported with some: it is taken with and without any."""
+    """Adapter inputs of an exported network: they take memory with and without adapters."""
 
     @property
     def flags(self) -> str:
@@ -71,7 +71,7 @@ class MemoryPlan:
     network: int
     autoencoder: int
     text_encoder: int | None
-    """Weights; None: its files are not on this machine."""
+    """Weights; None if its files are not on this machine."""
     keeps_text_encoder: bool
     sampling: int
     """Activations."""
@@ -124,7 +124,7 @@ def fitting(
     choices: Choices,
     free: int,
 ) -> Choices | None:
-    """The choices that slow a generation least of those that fit in `room` bytes; None where none do."""
+    """The fastest choices that fit in `free` bytes; None where none do."""
     for offload, in_turn in ((False, False), (True, False), (True, True)):
         kept = {
             "offload_text_encoder": offload or choices.offload_text_encoder,
@@ -140,7 +140,7 @@ def fitting(
 
 
 def describe_plan(plan: MemoryPlan, free: int, fits: Choices | None) -> str:
-    """The plan in lines, with what fits in `room` bytes."""
+    """The plan in lines, with choices that fit in `free` bytes."""
     text = "not on this machine" if plan.text_encoder is None else memory_in_words(plan.text_encoder)
     leaves = "" if plan.keeps_text_encoder else ", only while the text is encoded"
     fetched = f" (all blocks, {memory_in_words(plan.host)}, in the host's memory)" if plan.host else ""
@@ -173,8 +173,8 @@ def _network_bytes(config: NetworkConfig, choices: Choices) -> tuple[int, int]:
 
 
 def _rows(settings: SamplingSettings, config: NetworkConfig) -> int:
-    """Rows of a video in one call of the network: the wanted conditions, and the one that guidance leads away from,
-    unless it is another network's (`guidance.in_one_batch`), or the network is guidance-distilled."""
+    """Batch rows of one video in one call of the network: one for each condition, and one for the unconditional pass,
+    unless another network computes that (`guidance.in_one_batch`), or the network is guidance-distilled."""
     if config.guidance_embedding_range is not None:
         return 1
     num_passes, total = 1 + bool(settings.second_prompt), settings.guidance + settings.second_guidance
@@ -190,7 +190,7 @@ def _sampling_bytes(
     videos = videos if choices.num_videos is None else min(videos, choices.num_videos)
     state = 8 * SAMPLER_STATES * prod(shape) * videos
     numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))
-    sets = 2 if settings.adapter_interval else 1  # filled for the noise levels within, empty for the others
+    sets = 2 if settings.adapter_interval else 1  # adapters at the noise levels within, zeros at the others
     rows = videos * (1 if choices.sequential_guidance else _rows(settings, config))
     activations = _ACTIVATIONS[type(config)](config, shape, rows, choices.dtype.itemsize)
     return activations + state + 4 * rows * sets * numbers
@@ -206,7 +206,7 @@ def _activations_of_dit(config: DiTConfig, shape: tuple[int, ...], rows: int, si
 
 
 def _activations_of_unet(config: UNetConfig, shape: tuple[int, ...], rows: int, size: int) -> int:
-    """The finest level's, and what each level on the way in keeps for the way out."""
+    """Activations of the finest level, and the skip connections of all levels."""
     latents, layers = prod(shape[1:]), config.settings["layers_per_block"]
     of_levels = [width * latents / 4**level for level, width in enumerate(config.widths)]
     skipped = sum((1 + (layers if isinstance(layers, int) else max(layers))) * numbers for numbers in of_levels)
@@ -217,12 +217,12 @@ _ACTIVATIONS: dict[type, Callable[[Any, tuple[int, ...], int, int], int]] = {
     DiTConfig: _activations_of_dit,
     UNetConfig: _activations_of_unet,
 }
-"""Class of a configuration -> bytes of its activations, of latents of a shape (CTHW), rows of a batch, bytes of a
-number."""
+"""Configuration class -> function of (config, latent shape CTHW, batch rows, bytes of a number) that gives the bytes
+of its activations."""
 
 
 def _decoding_bytes(settings: SamplingSettings, tokenizer: VideoTokenizer) -> int:
-    """Bytes of one tile of a video through the decoder's widest features at full size, and of the video itself."""
+    """Bytes of the decoder's widest features for one tile at full size, and of the video itself."""
     frames = tokenizer.frames_covering(settings.num_frames)
     video = 4 * 3 * frames * settings.height * settings.width
     network = getattr(tokenizer, "network", None)

@@ -1,4 +1,4 @@
-"""The options of `megadit generate`: what they are called, what they mean, and which of them exclude each other."""
+"""The options of `megadit generate`: names, meanings, and which exclude each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,20 +25,20 @@ FORMATS = ("mp4", "gif", "webp", "png", "jpg", "safetensors")
 
 
 def _path(help: str) -> Any:
-    """A path as text, of which "" is none."""
+    """A path as text; "" means none."""
     return setting("", help, metavar="PATH")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateOptions(ConditioningOptions):
-    """The options of the command; None is the checkpoint's default."""
+    """The options of the command; None means the checkpoint's default."""
 
     checkpoint_path: str = _path(
-        "a bundle, or a training directory, whose newest checkpoint is then converted to a bundle once"
+        "a bundle, or a training directory, whose newest checkpoint is converted to a bundle once"
     )
     repeat: str = _path(
-        "a file that this command wrote: make it again, from the settings inside it or beside it; other options "
-        "replace what it says"
+        "a file that this command wrote: generate it again, from the settings inside it or in the .json next to it; "
+        "other options replace those"
     )
 
     # what to make
@@ -51,8 +51,8 @@ class GenerateOptions(ConditioningOptions):
     )
     adapter: Sequence[str] = setting(
         (),
-        "an adapter to add, and how much of it (default: 1); repeat for several. high=PATH or low=PATH: for one of "
-        "two networks alone (Wan 2.2). A line of a .jsonl prompt file may have a list of its own",
+        "a LoRA adapter and its scale (default: 1); repeat for several. high=PATH or low=PATH: for the high-noise or "
+        "low-noise expert alone (Wan 2.2). A line of a .jsonl prompt file may have a list of its own",
         repeated=True,
         metavar="PATH[:SCALE]",
     )
@@ -71,7 +71,7 @@ class GenerateOptions(ConditioningOptions):
     )
     total_frames: int | None = setting(
         None,
-        "frames of a longer video, an mp4: made in windows of --num_frames, each of which begins with the last "
+        "frames of a longer video, an mp4: generated in windows of --num_frames; each begins with the last "
         "--keep_frames (default: 1) of the one before",
         above=0,
     )
@@ -81,13 +81,13 @@ class GenerateOptions(ConditioningOptions):
     )
     keep_first: bool = setting(
         False,
-        "condition every window of --total_frames on the first one too, as a clip to edit, so that what it "
-        "shows stays itself (needs a model with edit conditioning)",
+        "condition every window of --total_frames on the first one too, as a clip to edit, so that subjects "
+        "stay consistent (needs a model with edit conditioning)",
     )
     cache_measure: Measure = setting(
         "latents",
-        "error that --cache_budget bounds: the relative error of the latents (default), or lpips, how "
-        "different the frames look",
+        "error that --cache_budget bounds: latents, the relative error of the latents (default), or lpips, the "
+        "LPIPS distance of the frames",
     )
     lpips_weights: str = _path(
         "for calibrate-cache with lpips: the folder of alexnet*.pth (torchvision's) and alex.pth (LPIPS')"
@@ -97,29 +97,29 @@ class GenerateOptions(ConditioningOptions):
     video_save_path: str = setting(
         "outputs",
         "a file (mp4, gif, webp; png or jpg for one frame; safetensors for latents), or a directory; several videos "
-        "are numbered, and NAME.mp4.json with the settings is written beside each (default: outputs)",
+        "are numbered, and NAME.mp4.json with the settings is written next to each (default: outputs)",
         metavar="PATH",
     )
     format: str | None = setting(
         None,
-        "format of files in a directory: mp4 (default), gif, webp, safetensors (latents), or png and jpg, "
-        "which make a folder of frames of a video and a file of an image",
+        "format of files in a directory: mp4 (default), gif, webp, safetensors (latents), or png and jpg "
+        "(a folder of frames for a video, a file for an image)",
         choices=FORMATS,
     )
     contact_sheet: str = _path(
-        "also one picture of all videos, a row for each prompt and scale: an image of their middle frames, or an mp4, "
-        "gif or webp"
+        "also write one grid of all videos, a row for each prompt and scale: an image of their middle frames, or an "
+        "mp4, gif or webp"
     )
 
     # machine
     batch_size: int | None = setting(
-        None, f"videos made at once (default: as many as make {TOKENS_PER_BATCH:,} video tokens)", above=0
+        None, f"videos per batch (default: as many as make {TOKENS_PER_BATCH:,} video tokens)", above=0
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
     dtype: str | None = setting(
         None,
         "dtype of the network: float32, bfloat16, float16, or auto (default): as stored, where the device "
-        "multiplies that",
+        "supports that",
         metavar="NAME",
     )
     runtime: str | None = setting(
@@ -133,18 +133,18 @@ class GenerateOptions(ConditioningOptions):
     cuda_graphs: bool = setting(False, "record the network's kernels as a CUDA graph, once for each size (GPU)")
     resident_blocks: int | None = setting(
         None,
-        "offload blocks of the network: keep so many and one more on the device, and copy each other one in before "
-        "use: much less memory, slower (default: keep all)",
+        "block offloading: keep this many blocks of the network and one more on the device, and copy each other one "
+        "in before use: much less memory, slower (default: keep all)",
         above=0,
     )
     dry_run: bool = setting(
         False,
-        "print the memory that the videos need and what fits; load and make nothing",
+        "print the memory that the videos need and what fits; load and generate nothing",
         names=("--dry_run", "--dry-run"),
     )
     device_memory: float | None = setting(
         None,
-        "memory of the device that may be used, in GiB (default: what is free on --device)",
+        "memory of the device that may be used, in GiB (default: all that is free on --device)",
         above=0,
         metavar="GIB",
     )
@@ -167,7 +167,7 @@ class GenerateOptions(ConditioningOptions):
     )
     guardrail_dir: str = _path("directory with guardrail.py, a content filter for prompts and videos")
 
-    signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in what is written")
+    signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in output files")
     settings: PartialSettings = group(PartialSettings, "settings of sampling (default: those of the checkpoint)")
 
     @property
@@ -191,11 +191,11 @@ _GROUPS = {
         *("guidance_convention", "guidance_interval", "guidance_rescale", "image_guidance", "low_guidance"),
         *("autoguidance", "second_prompt", "second_guidance", "adapter_interval"),
     ),
-    "conditioning: images and videos that the video is made from": (
+    "conditioning: images and videos": (
         *("image", "last_image", "keyframe", "input_video", "strength", "continue_video", "lead_to_video"),
         *("keep_frames", "video", "mask", "instruction"),
     ),
-    "length: videos longer than the network makes at once": ("total_frames", "story", "keep_first"),
+    "length: videos longer than one window": ("total_frames", "story", "keep_first"),
     "output": ("contact_sheet",),
     "speed and memory": (
         *("device", "dtype", "runtime", "batch_size", "compile", "cuda_graphs", "overlap_decoding"),
@@ -203,7 +203,7 @@ _GROUPS = {
         *("resident_blocks", "dry_run", "device_memory", "even_if_too_large"),
     ),
     "several devices, under torchrun": ("tp_size", "cp_size", "cfg_parallel", "num_devices"),
-    "parts from elsewhere": ("tokenizer_model", "tokenizer_cache_dir", "t5_cache_dir"),
+    "components from other directories": ("tokenizer_model", "tokenizer_cache_dir", "t5_cache_dir"),
     "safety": ("guardrail_dir", "c2pa_certificate", "c2pa_key"),
 }
 GROUPS = with_rest(_GROUPS, _SAMPLING, PartialSettings)
@@ -223,11 +223,11 @@ EXAMPLES = {
 }
 
 _DESCRIPTIONS = {
-    "generate": "Generates videos, or images, from prompts. What is left out takes the checkpoint's default.",
-    "calibrate-cache": "Measures with these prompts which denoiser calls `megadit generate --cache_budget` can spare "
-    "under these settings, and stores that in the bundle. Options of output are not used.",
+    "generate": "Generates videos, or images, from prompts. Options left out take the checkpoint's defaults.",
+    "calibrate-cache": "Measures with these prompts which denoiser calls `megadit generate --cache_budget` can skip "
+    "under these settings, and stores that in the bundle. Output options are not used.",
     "check-cache": "Measures with these prompts how well a cache that was calibrated for these settings keeps its "
-    "budget. Options of output are not used.",
+    "budget. Output options are not used.",
 }
 
 
@@ -235,7 +235,7 @@ def parse(argv: list[str], verb: str = "generate") -> GenerateOptions:
     """The options in `argv`.
 
     Raises:
-        UserError: for an unknown or malformed option, and for what no checkpoint could make right.
+        UserError: for an unknown or malformed option, and for options that are wrong with any checkpoint.
     """
     options = read_options(
         GenerateOptions,
@@ -258,7 +258,7 @@ def check(options: GenerateOptions) -> None:
     refuse(options.guidance is not None and options.guidances, "give --guidance or --guidances, not both")
     refuse(
         options.guidance is None and not options.guidances and options.guidance_convention != "standard",
-        f"--guidance_convention={options.guidance_convention} says what --guidance means; give that too",
+        f"--guidance_convention={options.guidance_convention} says what --guidance means; give --guidance too",
     )
     others = {"story": ("total_frames",), "keep_first": ("total_frames",), "tokenizer_cache_dir": ("tokenizer_model",)}
     others["keep_frames"] = (*NEEDED["keep_frames"], "total_frames")
@@ -268,7 +268,7 @@ def check(options: GenerateOptions) -> None:
             any(getattr(options, one) for one in needed) or options.repeat
         )
         refuse(missing, f"--{name}={value} needs --{' or --'.join(needed)}")
-    refuse(options.instruction and options.prompt, "--instruction stands for the prompt: give one of them")
+    refuse(options.instruction and options.prompt, "--instruction replaces the prompt: give one of them")
     for one in (options, options.settings):
         for name, about in settings_of(type(one)).items():
             if about.metavar == "PATH":
@@ -306,7 +306,7 @@ def _check_machine(options: GenerateOptions) -> None:
 
 
 def check_path(name: str, path: str) -> None:
-    """Raises UserError for what no file system takes, room for a temporary name included."""
+    """Raises UserError for a path that no file system takes, with a temporary suffix."""
     check_text(f"--{name}", Path(path))
 
 

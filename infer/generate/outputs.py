@@ -1,4 +1,4 @@
-"""Output files of `megadit generate`: videos with all their settings, inside the file and beside it."""
+"""Output files of `megadit generate`: videos with all their settings, inside the file and in a .json next to it."""
 
 import json
 import mimetypes
@@ -34,9 +34,9 @@ LATENTS_SUFFIX = ".safetensors"
 
 
 def output_paths(save_path: str, specs: Sequence[VideoSpec], format: str | None = None) -> list[Path]:
-    """Return the file of each spec's video: `save_path` itself, or numbered names beside or inside it.
+    """Return the file of each spec's video: `save_path` itself, or numbered names next to or inside it.
 
-    A name without a suffix is that of a folder of frames.
+    A name without a suffix is a folder of frames.
 
     Raises:
         UserError: for a file type that cannot be written, and a directory that cannot be made or written to.
@@ -97,13 +97,13 @@ def _suffix(format: str | None, num_frames: int) -> str:
 
 
 def _scale(spec: VideoSpec, specs: Sequence[VideoSpec]) -> str:
-    """Return the part of a file name that tells one prompt at several scales apart; "" for a single scale."""
+    """Return the guidance scale in a file name where one prompt has several scales; "" for a single scale."""
     alike = {other.settings.guidance for other in specs if other.prompt == spec.prompt}
     return f"_guidance{spec.settings.guidance:g}" if len(alike) > 1 else ""
 
 
 def _slug(prompt: str) -> str:
-    """A part of a file name: letters, digits and dashes alone, so that no prompt leads out of the directory."""
+    """A prompt in a file name: letters, digits and dashes only, so that no prompt leads out of the directory."""
     return re.sub("[^a-z0-9]+", "-", prompt.lower())[:48].strip("-") or "video"
 
 
@@ -117,9 +117,9 @@ def save(
     format: str | None = None,
     mark: Marker | None = None,
 ) -> None:
-    """Writes a video (or its latents, or a folder of its frames) with its record inside, and beside it as .json.
+    """Writes a video (or its latents, or a folder of its frames) with its record inside, and next to it as .json.
 
-    `mark` signs it, but not latents.
+    `mark` signs videos and frames, not latents.
     """
     comment = json.dumps(record)
     if path.suffix.lower() == LATENTS_SUFFIX:
@@ -144,7 +144,7 @@ def save_long(
     bundle: Bundle,
     mark: Marker | None = None,
 ) -> None:
-    """Writes a video whose frames come part by part, with its record inside and beside it."""
+    """Writes a video whose frames come in several arrays, with its record inside and next to it."""
     record = {
         **origin_of(
             bundle,
@@ -179,7 +179,7 @@ def _files_of(spec: VideoSpec) -> dict[str, Any]:
 
 
 def read_record(path: str) -> dict[str, Any]:
-    """The record inside a file that `save` wrote, or in the .json beside it.
+    """The record inside a file that `save` wrote, or in the .json next to it.
 
     Raises:
         UserError: if there is none.
@@ -193,10 +193,10 @@ def read_record(path: str) -> dict[str, Any]:
         comment = read_comment(file)
         try:
             record = parse_json(comment or "null", "it", is_finite=False)
-        except UserError:  # somebody else's words
+        except UserError:  # another program's comment
             record = None
     if not isinstance(record, dict) or "megadit_record" not in record:
-        raise UserError(f"--repeat={path} says nothing of how it was made: give a file that this command wrote")
+        raise UserError(f"--repeat={path} has no record of its settings: give a file that this command wrote")
     return record
 
 
@@ -204,7 +204,7 @@ def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[Gener
     """Return the options with the record's values where none were given, and the record's settings.
 
     Raises:
-        UserError: if the record is incomplete, or a file it started from was changed.
+        UserError: if the record is incomplete, or one of its conditioning files has changed.
     """
     try:
         names = SamplingSettings.__dataclass_fields__.keys() & record.keys()
@@ -246,5 +246,5 @@ def _repeated_adapters(adapters: Sequence[ScaledAdapter], options: GenerateOptio
     texts = tuple(f"{adapter.path}:{adapter.scale!r}" for adapter in adapters)
     for adapter, now in zip(adapters, adapters_of(texts), strict=True):
         if adapter.sha256 != now.sha256:
-            raise UserError(f"--repeat={options.repeat}: the adapter {adapter.path} was changed since")
+            raise UserError(f"--repeat={options.repeat}: the adapter {adapter.path} has changed since")
     return texts

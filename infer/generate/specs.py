@@ -40,15 +40,15 @@ class Grid:
 
     specs: list[VideoSpec]
     num_columns: int
-    """Videos in a row of the contact sheet: the seeds of one prompt and scale, or a square of what has one seed."""
+    """Videos in a row of the contact sheet: the seeds of one prompt and scale; near a square for a single seed."""
 
 
 def video_grid(options: GenerateOptions, defaults: SamplingSettings, recorded: SamplingSettings | None = None) -> Grid:
-    """All videos of the options with a checkpoint's defaults; settings in `recorded` come before defaults of the
-    checkpoint and its adapters.
+    """All videos of the options with a checkpoint's defaults; settings in `recorded` take precedence over the defaults
+    of the checkpoint and its adapters.
 
     Raises:
-        UserError: for a prompt file that cannot be read, and for settings that no video can have.
+        UserError: for a prompt file that cannot be read, and for invalid settings.
     """
     prompts = (*options.prompt, *filter(None, [options.instruction]))
     lines = [*({"prompt": prompt} for prompt in prompts), *prompt_lines(options.prompt_file)]
@@ -92,7 +92,7 @@ def adapters_of(texts: Sequence[str]) -> tuple[ScaledAdapter, ...]:
     """Parse adapters of the form PATH:SCALE.
 
     Raises:
-        UserError: for a scale that is no number, a path that is no adapter's, or one given twice.
+        UserError: for a scale that is no number, a path that is not an adapter, or an adapter named twice.
     """
     scales = parse_adapters(texts)
     for path in scales:
@@ -119,7 +119,7 @@ def _check_subject(prompts: list[str], subject: str) -> None:
 
 _SETTINGS = settings_of(SamplingSettings)
 _KEYS = (*_SETTINGS, "seed", "seeds", "adapter", *GIVEN)
-"""Keys of a line of a .jsonl prompt file beside its prompt: each as the option of that name."""
+"""Keys of a line of a .jsonl prompt file in addition to its prompt; each means the option of that name."""
 
 
 def prompt_lines(path: str) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def prompt_lines(path: str) -> list[dict[str, Any]]:
 
 
 COMMENT = "#"
-"""Beginning of a line of a text file that is no prompt."""
+"""Beginning of a comment line in a text file of prompts."""
 
 
 def _parsed(location: str, text: str) -> Any:

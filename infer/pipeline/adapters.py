@@ -1,4 +1,4 @@
-"""Adapters while sampling: loaded when a prompt first names them, and dropped when others need the room."""
+"""Adapters while sampling: loaded when a prompt first names them, and evicted from an LRU cache."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ Scales = Mapping[str, float]
 """Path of an adapter -> its scale: 1 as it was trained, 0 without effect."""
 NO_ADAPTERS: Scales = MappingProxyType({})
 MAX_ADAPTERS, CACHE_BYTES = 8, 2 << 30
-"""Limits of the adapters that stay in memory while no generation uses them: their number, and their bytes together."""
+"""Limits of the adapters that stay in memory while no generation uses them: their number, and their total bytes."""
 MERGE_FIRST = "merge it into its base first: megadit bundle BASE OUT --merge ADAPTER"
 NO_ADAPTER_INPUTS = f"exported without inputs for adapters: export again with --adapter_rank N, or {MERGE_FIRST}"
 """Error of an exported network without inputs for adapters."""
@@ -47,7 +47,7 @@ def scaled_adapters(scales: Scales) -> tuple[ScaledAdapter, ...]:
     """Return adapters as records list them: resolved path, scale and checksum of each.
 
     Raises:
-        UserError: for a path that is no adapter's.
+        UserError: for a path that is not an adapter.
     """
     found = []
     for asked, scale in scales.items():
@@ -59,8 +59,8 @@ def scaled_adapters(scales: Scales) -> tuple[ScaledAdapter, ...]:
 
 
 def adapted_defaults(defaults: SamplingSettings, adapters: Scales | Sequence[Scales]) -> SamplingSettings:
-    """Return a bundle's defaults with those of its adapters in their place, such as the few steps of students. For
-    several videos, only what the adapters of all agree on.
+    """Return a bundle's defaults, overridden by those of its adapters, such as a student's few steps. For several
+    videos, only values on which all adapters agree.
 
     Raises:
         UserError: as `asked_defaults`.
@@ -75,7 +75,7 @@ def adapted_defaults(defaults: SamplingSettings, adapters: Scales | Sequence[Sca
 
 
 def _checksum(file: Path) -> str:
-    """Return the SHA-256 of a file, computed again only when the file has changed: hundreds of videos may name it."""
+    """Return the SHA-256 of a file, computed again only when the file has changed."""
     written = file.stat()
     return _read_checksum(file, written.st_mtime_ns, written.st_size)
 
@@ -101,14 +101,14 @@ class AdapterCache:
         self._cached_bytes = cached_bytes
         self._inputs = slots
         self._names: OrderedDict[tuple[str | None, str, int], str] = OrderedDict()
-        """(which of two networks, path, time of its last change) -> name at the network; the latest used come last."""
+        """(expert or None, path, time of its last change) -> name at the network; the most recently used come last."""
         self._num_bytes: dict[str, int] = {}
         self._num_users: Counter[str] = Counter()
         self._next_number = 0
 
     @contextmanager
     def held(self, paths: Sequence[str]) -> Iterator[dict[str, str]]:
-        """Context in which these adapters are attached to the network; gives the name of each there.
+        """Context in which these adapters are attached to the network; gives {path: name at the network}.
 
         Raises:
             UserError: for one that cannot be read, or does not fit the bundle.
@@ -123,7 +123,7 @@ class AdapterCache:
             self._drop()
 
     def check_together(self, names: Iterable[str]) -> None:
-        """Raises UserError for more adapters of one video, by their names, than its denoiser takes."""
+        """Raises UserError if one video has more adapters (by their names) than its denoiser supports."""
         if self._inputs is None:
             return
         names = list(names)
@@ -144,7 +144,7 @@ class AdapterCache:
         return self._names[key]
 
     def _drop(self) -> None:
-        """Drop unused adapters, the longest unused first, until few enough (`KEPT`) of few enough bytes remain."""
+        """Drop unused adapters, least recently used first, down to `MAX_ADAPTERS` and the limit of bytes."""
         unused = [key for key, name in self._names.items() if not self._num_users[name]]
         num_bytes = sum(self._num_bytes[self._names[key]] for key in unused)
         for place, key in enumerate(unused):
@@ -159,9 +159,9 @@ class AdapterCache:
 def adapter_cache(
     denoiser: Denoiser, bundle: Bundle, runtime: str, cached_bytes: int, *, has_plain_blocks: bool, is_distributed: bool
 ) -> AdapterCache | None:
-    """The shelf of a bundle's denoiser; None where it takes no adapters.
+    """The adapter cache of a bundle's denoiser; None if the denoiser supports no adapters.
 
-    `has_plain_blocks`: all of torch's blocks are in memory, uncompiled; `is_distributed`: other processes have them.
+    `has_plain_blocks`: all of torch's blocks are in memory, uncompiled; `is_distributed`: other processes hold them.
 
     Raises:
         UserError: if it was not exported for `runtime`.
@@ -178,10 +178,10 @@ def adapter_cache(
 
 @contextmanager
 def hold_adapters(adapter_cache: AdapterCache | None, adapters: Sequence[Scales]) -> Iterator[dict[str, str]]:
-    """`AdapterCache.held` for the adapters of several prompts; without any, no shelf is needed.
+    """`AdapterCache.held` for the adapters of several prompts; without adapters, no cache is needed.
 
     Raises:
-        UserError: where a denoiser that has no shelf is asked for some, and for more of a prompt than it takes.
+        UserError: if there are adapters but no cache, or more for one prompt than the denoiser supports.
     """
     paths = [path for scales in adapters for path in scales]
     if not paths:

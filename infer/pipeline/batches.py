@@ -1,4 +1,4 @@
-"""The videos of a generation, cut into those that are sampled together."""
+"""The videos of a generation, cut into batches."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megadit.models.shared.cli.setting import plain
 from megadit.models.shared.errors import UserError
 
 TOKENS_PER_BATCH = 32768
-"""Video tokens that one call of the denoiser handles (before guidance doubles them) where no batch size is given."""
+"""Video tokens in one call of the denoiser (before guidance doubles them) if no batch size is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Batch:
     """The videos that are sampled together."""
 
     places: range
-    """Indices of its videos among all prompts of the generation."""
+    """Indices of its videos in all prompts of the generation."""
     prompts: list[str]
     seeds: list[int]
     adapter_scale_B: Mapping[str, Tensor]
-    """Scale of each adapter for each video, float32, by the adapter's name at the network."""
+    """Adapter's name at the network -> its scale for each video, float32 [B]."""
     conditioning: Sequence[Media]
-    """Conditioning media of each video, in the same places in all."""
+    """Conditioning media of each video; all have them at the same places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Videos:
         adapters: Scales | Sequence[Scales],
         conditioning: list[Media],
     ) -> "Videos":
-        """Check the inputs of a generation, and give each video its own.
+        """Check the inputs of a generation, and assign each video its own.
 
-        Seeds and adapters come once for all prompts, or as a list with an entry for each, as `given` does.
+        Seeds, adapters and conditioning are one value for all prompts, or a list with an entry for each.
 
         Raises:
-            UserError: for prompts that are none, and a list of another length.
+            UserError: for invalid prompts, and for a list of another length.
         """
         prompts = read_prompts(prompts)
         seeds = plain(seeds)
@@ -72,7 +72,7 @@ class Videos:
         return cls(prompts, seeds, scales, conditioning)
 
     def batch(self, here: slice, names: Mapping[str, str]) -> Batch:
-        """Return the videos of a slice; `names` maps paths of adapters to their names beside the network."""
+        """Return the videos of a slice; `names` maps paths of adapters to their names at the network."""
         scales = _scales(self.adapters[here], names)
         return Batch(
             range(here.start, here.stop), self.prompts[here], self.seeds[here], scales, self.conditioning[here]
@@ -80,7 +80,7 @@ class Videos:
 
 
 def read_prompts(prompts: Sequence[str] | None) -> list[str]:
-    """Raises UserError for prompts that are no list of texts."""
+    """Raises UserError unless the prompts are a list of texts."""
     if prompts is None:
         raise UserError("prompts are missing: give a list of texts, such as ['a red seven']")
     if isinstance(prompts, str):
@@ -95,7 +95,7 @@ def read_prompts(prompts: Sequence[str] | None) -> list[str]:
 
 
 def cuts_of(all_media: Sequence[Media], target: Target, config: NetworkConfig, asked: int | None) -> list[slice]:
-    """Slices of videos to sample together: neighbours given in the same places, as many as are `asked` for."""
+    """Slices of videos to sample together: consecutive ones with conditioning at the same places, at most `asked`."""
     _, frames, *size = target.shape
     most = frames + max(num_extra_frames(media, target) for media in all_media)
     num_tokens = config.num_tokens(most, *size)
@@ -103,7 +103,7 @@ def cuts_of(all_media: Sequence[Media], target: Target, config: NetworkConfig, a
 
 
 def cut_batches(structures: Sequence[Hashable], size: int) -> list[slice]:
-    """Runs of neighbours of equal structure, at most `size` of them at a time."""
+    """Slices of consecutive videos of equal structure, at most `size` each."""
     cuts, first = [], 0
     for _, alike in groupby(structures):
         stop = first + sum(1 for _ in alike)

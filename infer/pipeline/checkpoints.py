@@ -1,4 +1,4 @@
-"""Opening of a bundle from whatever a user calls a checkpoint, and checks of what is used beside it."""
+"""Opens a bundle from any kind of checkpoint path, and checks the components used with it."""
 
 import os
 import subprocess
@@ -19,10 +19,10 @@ from megadit.models.tokenizers import VideoTokenizer
 
 
 def open_bundle(path: str | Path) -> Bundle:
-    """The bundle of videos at `path`; see `open_any_bundle`.
+    """The bundle of a video model at `path`; see `open_any_bundle`.
 
     Raises:
-        UserError: if there is none, or one that makes no videos.
+        UserError: if there is none, or its model generates no videos.
     """
     bundle = open_any_bundle(path)
     check_kind(bundle, "video")
@@ -30,20 +30,20 @@ def open_bundle(path: str | Path) -> Bundle:
 
 
 def open_any_bundle(path: str | Path) -> Bundle:
-    """The bundle at `path`; for a training directory, that of its newest valid step; by name, one of a hub's cache.
+    """The bundle at `path`: a bundle, a training directory (its newest valid step), or a name in a hub's cache.
 
     A training directory (the one that holds `checkpoints/`) is converted once into its folder `bundle/`, and again
-    only when a checkpoint was written since; of several processes that ask, one converts and the others wait.
+    only after a newer checkpoint was written. Of several processes, one converts and the others wait.
 
     Raises:
-        UserError: if there is neither, or the conversion fails.
+        UserError: if there is none of these, or the conversion fails.
     """
     path = _existing(path)
     if (path / "checkpoints").is_dir():
         converted = _converted(path)
         if is_adapter(converted):
             raise UserError(
-                f"{path} has trained an adapter, which is in {converted} now: give the bundle that it began with, and "
+                f"{path} has trained an adapter, now in {converted}: give the bundle that it was trained on, and "
                 f"--adapter {converted}"
             )
         return Bundle.open(converted)
@@ -58,7 +58,7 @@ def open_any_bundle(path: str | Path) -> Bundle:
 
 
 def _existing(path: str | Path) -> Path:
-    """The folder at `path`, or of a model of this name in a hub's cache."""
+    """The folder at `path`, or that of a model of this name in a hub's cache."""
     if found := Path(path) if Path(path).exists() else cached_model(str(path)):
         return found
     raise UserError(
@@ -67,7 +67,7 @@ def _existing(path: str | Path) -> Path:
 
 
 def weaker_bundle(path: str, bundle: Bundle) -> Bundle:
-    """The bundle of a weaker checkpoint, to guide away from.
+    """The bundle of a weaker checkpoint for autoguidance.
 
     Raises:
         UserError: if there is none, or its latents or text features are not those of `bundle`.
@@ -77,14 +77,14 @@ def weaker_bundle(path: str, bundle: Bundle) -> Bundle:
         if weaker.manifest["fingerprints"][part] != fingerprint:
             name = part.replace("_", " ")
             raise UserError(
-                f"autoguidance={path} has another {name} than {bundle.path}: take a checkpoint with the same"
+                f"autoguidance={path} has another {name} than {bundle.path}: use a checkpoint with the same"
             )
     return weaker
 
 
 @dataclass
 class WeakerDenoisers:
-    """The denoisers of weaker checkpoints than a bundle, of which the last one is kept."""
+    """Loads denoisers of weaker checkpoints for autoguidance; the last one stays in memory."""
 
     bundle: Bundle
     load: Callable[[Bundle], Denoiser]
@@ -98,10 +98,10 @@ class WeakerDenoisers:
 
 
 def check_component(bundle: Bundle, part: str, component: VideoTokenizer | TextEncoder) -> None:
-    """Check a tokenizer or text encoder: any but the one trained with would give noise without an error.
+    """Check a tokenizer or text encoder: any other than the one trained with would give noise without an error.
 
     Raises:
-        UserError: if `given` is another than the bundle's `part`.
+        UserError: if `component` differs from the bundle's `part`.
     """
     expected = bundle.manifest["fingerprints"][part]
     if component.fingerprint() != expected:
@@ -117,11 +117,11 @@ def _converted(training_directory: Path) -> Path:
     if _is_older(bundle, training_directory):
         with held_alone(training_directory / ".bundle.lock"):
             changed = _last_change(training_directory)
-            if _is_older(bundle, training_directory):  # nobody else made it meanwhile
+            if _is_older(bundle, training_directory):  # no other process has made it meanwhile
                 message = f"converting the newest checkpoint of {training_directory} to {bundle}"
                 print(message, file=sys.stderr, flush=True)
                 _convert(training_directory, bundle)
-                # what was written during the conversion is newer than its result
+                # checkpoints written during the conversion must be newer than its result
                 os.utime(bundle / MANIFEST_FILE, ns=(changed, changed))
     return bundle
 
@@ -132,7 +132,7 @@ def _is_older(bundle: Path, training_directory: Path) -> bool:
 
 
 def _last_change(training_directory: Path) -> int:
-    """Time of the last change of checkpoints, which are renamed into their directory once they are complete."""
+    """Time when a checkpoint was last added; complete checkpoints are renamed into their directory."""
     return (training_directory / "checkpoints").stat().st_mtime_ns
 
 

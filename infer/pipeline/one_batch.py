@@ -1,4 +1,4 @@
-"""One batch of videos: the function of (x, sigma) that its settings ask for, and the latents at the end of it."""
+"""One batch of videos: its denoiser under guidance and adapters, and the latents that sampling gives."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,10 @@ def denoise_by_settings(
     weaker: Denoiser | None,
     evaluate: Evaluate,
 ) -> Denoise:
-    """The denoiser of a batch's prompts under its guidance, with its adapters at the noise levels at which they act.
+    """The denoiser of a batch with guidance, and with adapters at the noise levels where they act.
 
     `condition`, `weaker` and `evaluate` are those of `guided_by_settings`. Where `low_guidance` is set, `denoiser` is
-    a `ExpertDenoiser`.
+    an `ExpertDenoiser`.
     """
 
     def guided(guidance: float, adapter_scale_B: Mapping[str, Tensor]) -> Denoise:
@@ -67,8 +67,8 @@ def sample(
     weaker: Denoiser | None,
     evaluate: Evaluate,
 ) -> Tensor:
-    """Return the latents BCTHW, float32, of one batch: `solve` over `sigmas` [num_steps + 1] by the denoiser of
-    `denoise_by_settings`, whose calls number `skipped` are predicted; `around` wraps the denoiser."""
+    """Return the latents BCTHW, float32, of one batch: `solve` over `sigmas` [num_steps + 1] with the denoiser of
+    `denoise_by_settings`; the calls with indices in `skipped` are predicted; `around` wraps the denoiser."""
     settings, condition = embedded_guidance(settings, config, condition)
     denoise = denoise_by_settings(settings, batch, denoiser, condition, weaker=weaker, evaluate=evaluate)
     denoise = cached(with_whole_steps(denoise, settings, config), skipped, config.sigma_data)
@@ -84,11 +84,13 @@ def solve(
     shape: Sequence[int],
     encoded: EncodedConditioning | None,
 ) -> Tensor:
-    """Return the latents BCTHW, float32, solved from the noise of `key_B` at the first of `sigmas` [num_steps + 1], or
-    from what is `known`, to the last. `settings.noise_scale` scales the noise where nothing is kept.
+    """Return the latents BCTHW, float32, solved from the first to the last of `sigmas` [num_steps + 1].
+
+    The initial state is the noise of `key_B`, added to `encoded` latents where there are some.
+    `settings.noise_scale` scales the noise where no latents are kept.
 
     Raises:
-        UserError: if they are not finite.
+        UserError: if the latents are not finite.
     """
     sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
     scale = settings.noise_scale * noise_of_start(settings, sigmas)
@@ -99,5 +101,5 @@ def solve(
     noise = settings_randomness(settings, key_B, shape)
     latents_BCTHW = SAMPLERS[settings.sampler](denoise, x, sigmas, *noise).float()
     if not latents_BCTHW.isfinite().all():
-        raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
+        raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or a lower guidance scale")
     return latents_BCTHW

@@ -86,8 +86,7 @@ from megadit.models.tokenizers import VideoTokenizer
 class TextToVideo:
     """Generates videos from prompts: opened by `from_pretrained`, then called.
 
-    The initial noise of a video is a function of its seed alone, so that neither its place in a batch nor its company
-    changes it.
+    The initial noise of a video depends on its seed alone, not on the batch or the place in it.
     """
 
     def __init__(
@@ -111,13 +110,20 @@ class TextToVideo:
         origin: Mapping[str, Any] = MappingProxyType({}),
         reopen: Callable[[], "TextToVideo"] | None = None,
     ) -> None:
-        """`evaluate` runs the passes of guidance; `load_weaker` gives the denoiser of a checkpoint for
-        autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `adapters` holds
-        those of the denoiser, where it takes any; `takes` are the conditionings that it was trained with
-        (`Bundle.conditionings`), `image_encoder` gives features of conditioning images to networks that read them;
-        `cache_plans` are those that `cache_budget` chooses from; with `overlap_decoding` a batch is decoded while the
-        next is sampled; `origin` is kept in the record of each video (`results.origin_of`); `reopen` opens the same
-        pipeline again, in place of a copy of what can have none (sessions, processes, threads)."""
+        """Use `from_pretrained` to open a bundle; this takes its components.
+
+        Args:
+            evaluate: runs the conditional and unconditional pass of guidance.
+            load_weaker: loads the denoiser of a checkpoint for autoguidance.
+            reload_text_encoder: frees the text encoder while sampling, and loads it again by this.
+            adapters: the denoiser's adapter cache, if it supports adapters.
+            conditionings: the kinds that the network was trained with (`Bundle.conditionings`).
+            image_encoder: gives features of conditioning images to networks that read them.
+            cache_plans: plans that `cache_budget` chooses from.
+            overlap_decoding: decodes a batch while the next one is sampled.
+            origin: kept in the record of each video (`results.origin_of`).
+            reopen: opens the same pipeline again where it cannot be copied (sessions, processes, threads).
+        """
         self.denoiser = denoiser
         self.tokenizer = tokenizer
         self.text_encoder = TextFeaturesCache(text_encoder, reload_text_encoder)
@@ -164,22 +170,28 @@ class TextToVideo:
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not, or by its name in a hub's cache), or of a training directory.
 
-        A `tokenizer` or `text_encoder` given here spares loading the bundle's copy, and must be the same. `dtype` is
-        that of the network (auto: `runtimes/chosen_dtype.py`); preconditioning is float32 and the sampler's state
-        float64 in any case. Without `batch_guidance` the conditional and unconditional pass are two calls, not one;
-        `offload_text_encoder` frees its memory while sampling; `compile` compiles the network (torch.compile), with
-        sizes left open; `cuda_graphs` records its kernels for each size (on a GPU); with `resident_blocks` K at most K
-        + 1 blocks are in memory (`runtimes/offloaded.py`); `overlap_decoding` decodes a batch, maybe in tiles
-        (`tokenizers/tiling.py`), while the next one is sampled; `cache_measure` is the error that `cache_budget` bounds
-        (`step_cache.py`); `guardrail_dir` names a content filter (`hooks/guardrail.py`); adapters that nobody asks for
-        stay in memory up to `adapter_bytes`; without `opens_paths` no setting opens another checkpoint; `runtime` is
-        torch, or onnx or tensorrt for a bundle that `megadit export` made.
-        Processes of torchrun can share the network's matrices (`tensor_parallel` of them), the tokens of a video
-        (`context_parallel`) and, in groups, the passes of guidance; all of them then generate the same prompts. Without
-        torchrun, `ranks` are processes that this one starts to share all these (`runtimes/ranked.py`).
+        Args:
+            dtype: of the network (auto: `runtimes/chosen_dtype.py`). The parameterization is always computed in
+                float32, the sampler's state in float64.
+            tokenizer, text_encoder: used instead of loading the bundle's copy; must be the same.
+            batch_guidance: runs the conditional and unconditional pass in one call; without it, in two.
+            offload_text_encoder: frees the text encoder's memory while sampling.
+            compile: compiles the network (torch.compile) with dynamic sizes.
+            cuda_graphs: records the network's kernels for each size (on a GPU).
+            resident_blocks: with K, at most K + 1 blocks are on the device (`runtimes/offloaded.py`).
+            overlap_decoding: decodes a batch (in tiles where `tokenizers/tiling.py` needs it) while the next one is
+                sampled.
+            cache_measure: error that `cache_budget` bounds (`step_cache.py`).
+            guardrail_dir: directory of a content filter (`hooks/guardrail.py`).
+            adapter_bytes: limit of the unused adapters that stay in memory.
+            opens_paths: without it, no setting may open another checkpoint.
+            runtime: torch, or onnx or tensorrt for a bundle that `megadit export` made.
+            tensor_parallel, context_parallel, split_guidance: processes of torchrun that share the network's matrices,
+                the tokens of a video, and the passes of guidance; all of them generate the same prompts.
+            ranks: without torchrun, processes that this one starts to share all these (`runtimes/distributed.py`).
 
         Raises:
-            UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
+            UserError: if there is no such checkpoint, device or dtype, or a component is not the one trained with.
         """
         asked = {name: value for name, value in locals().items() if name != "cls"}
         place = find_device(device)
@@ -234,7 +246,7 @@ class TextToVideo:
         )
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        """Pickles and copies have the weights of a network in torch; another is opened again where they arrive."""
+        """Pickle the weights of a torch network; other runtimes open the bundle again where the pickle is loaded."""
         return super().__reduce_ex__(protocol) if self._reopen is None else (_reopened, (self._reopen, self.defaults))
 
     def __repr__(self) -> str:
@@ -257,17 +269,19 @@ class TextToVideo:
     ) -> GeneratedVideos:
         """One video for each prompt, in order.
 
-        `settings` are the fields of `SamplingSettings` (`num_frames`, `height`, `sampler`, `num_steps`, ...); what is
-        left out, or None, comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
-        `num_frames` may be any number: more are generated where the tokenizer needs them, and the tail is cut. One
-        frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
-        `given` are conditioning media (frames, a clip, a mask): one `ConditioningItem`, a tuple of several, or a list
-        with either, or None, for each prompt. `adapters` gives the paths of adapters with their scales, {path: scale},
-        or a list of these, one for each prompt; settings left out may come from students. `on_step` is called after
-        every denoiser call, may look at a preview, and cancels by returning False.
+        Args:
+            seeds: one seed for all prompts, or a list with one for each.
+            batch_size: videos per batch (None: as many as `TOKENS_PER_BATCH` allows).
+            conditioning: frames, a clip, a mask: one `ConditioningItem`, a tuple of several, or a list with either, or
+                None, for each prompt.
+            adapters: {path: scale}, or a list of these, one for each prompt; their defaults override the bundle's.
+            on_step: called after every denoiser call; may look at a preview, and cancels by returning False.
+            settings: fields of `SamplingSettings` (`num_frames`, `height`, `sampler`, `num_steps`, ...); those left
+                out, or None, take the bundle's defaults. `num_frames` may be any number: more are generated where the
+                tokenizer needs them, and the tail is cut. One frame is an image.
 
         Raises:
-            UserError: for anything that cannot be generated, before the network is asked.
+            UserError: for anything that cannot be generated, before the network is called.
             Cancelled: if `on_step` cancels.
         """
         if guidance is not None:
@@ -290,10 +304,11 @@ class TextToVideo:
         skipped: Sequence[int] | None = None,
         around: Around = nothing_around,
     ) -> Iterator[GeneratedVideo]:
-        """Like a call, but gives each video as soon as its batch is done, and takes all settings in one.
+        """Like a call, but yields each video as soon as its batch is done, and takes all settings in one object.
 
-        None means the bundle's defaults; see `resolve_settings`. `skipped` are denoiser calls to
-        predict instead, in place of those that `cache_budget` chooses. `around` is entered around parts of the work.
+        None means the bundle's defaults; see `resolve_settings`. `skipped` are the indices of denoiser calls to
+        predict, instead of those that `cache_budget` chooses. `around` is entered around each stage
+        (`callbacks.Around`).
         """
         settings = resolve_settings(adapted_defaults(self.defaults, adapters) if settings is None else settings)
         prompts = read_prompts(prompts)
@@ -301,7 +316,10 @@ class TextToVideo:
         if self.guardrail is not None:
             self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])
         if settings.low_guidance and not isinstance(self.denoiser, ExpertDenoiser):
-            raise UserError(f"low_guidance={settings.low_guidance} is for checkpoints of two networks; this has one")
+            raise UserError(
+                f"low_guidance={settings.low_guidance} is for checkpoints of a high-noise and a low-noise "
+                "expert; this has one network"
+            )
         target = Target.of(settings, self.config, self.tokenizer)
         for media in dict.fromkeys(videos.conditioning):
             check_conditioning(media, self.conditionings, target)
@@ -314,7 +332,7 @@ class TextToVideo:
         num_calls = num_denoiser_calls(settings.sampler, sigmas)
         progress = StepProgress(on_step, len(cuts) * num_calls, self.preview)
 
-        @lru_cache(maxsize=1)  # the same media are often given of all videos, and encoded once
+        @lru_cache(maxsize=1)  # all videos often share the same media, which are encoded once
         def encoded_of(media: Media) -> EncodedConditioning | None:
             return encode_conditioning(media, self.conditionings, target, self.device, self._image_encoder)
 
@@ -349,7 +367,7 @@ class TextToVideo:
             yield from results
 
     def admit_adapters(self, scales: Scales) -> None:
-        """Read adapters, so that unusable ones are reported before anything is generated.
+        """Load adapters, so that invalid ones are reported before anything is generated.
 
         Raises:
             UserError: as a call.
@@ -364,7 +382,7 @@ class TextToVideo:
         batch_size: int | None = None,
         conditioning: AnyConditioning = None,
     ) -> int:
-        """Denoiser calls that `num_videos` take: `num_steps` of the calls of `on_step`; cached ones count, too."""
+        """Denoiser calls for `num_videos`, the `num_steps` that `on_step` reports; cached ones count too."""
         media, target = media_of(conditioning, num_videos), Target.of(settings, self.config, self.tokenizer)
         sigmas = remaining_sigmas(settings_sigmas(settings), media)
         return len(cuts_of(media, target, self.config, batch_size)) * num_denoiser_calls(settings.sampler, sigmas)
@@ -401,7 +419,7 @@ class TextToVideo:
         return sample(batch, settings, sigmas, key_B, shape, encoded, condition, skipped, progress.around, **network)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
-        """Decode one video at a time: a decoder's memory grows with the batch, and no result depends on it."""
+        """Decode one video at a time: memory grows with the batch, results do not depend on it."""
         video_1CTHW = self.tokenizer.decode(latents_CTHW[None])
         frames_THWC = rearrange(video_1CTHW, "1 C T H W -> T H W C")[:num_frames]
         video_THWC = ((frames_THWC.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()

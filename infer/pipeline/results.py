@@ -19,14 +19,14 @@ from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
 
 _NARROWEST = 256
-"""Pixels of the screen that a notebook gives a video at least."""
+"""Minimum width of a video in a notebook, in CSS pixels."""
 
 
 _RECORD_VERSION = 1
 
 
 def origin_of(bundle: Bundle, *, dtype: str, runtime: str, cache_measure: str) -> dict[str, Any]:
-    """Return the origin of a video beside its settings, a part of its record."""
+    """Return the origin of a video for its record: bundle, dtype, runtime."""
     return {
         "megadit_record": _RECORD_VERSION,
         "checkpoint_path": str(bundle.path.resolve()),
@@ -44,25 +44,25 @@ def checkpoint_fingerprint(bundle: Bundle) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class GeneratedVideo:
-    """A video and all that made it; notebooks show it."""
+    """A video and everything it was generated from; notebooks show it."""
 
     video: np.ndarray
     """uint8 THWC, 0..255."""
     prompt: str
     seed: int
     settings: SamplingSettings
-    """Everything else that decides the video, in the standard guidance convention."""
+    """All other settings of the video, in the standard guidance convention."""
     latents_CTHW: Tensor
     """Latents that the video was decoded from; float32, on the CPU."""
     num_denoiser_calls: int
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """Origin of the video (`origin_of`); empty for a pipeline that was put together by hand."""
+    """Origin of the video (`origin_of`); empty for a pipeline that was not opened from a bundle."""
     adapters: Scales = field(default_factory=dict)
     conditioning: Sequence[str] = ()
-    """Uses of its conditioning media."""
+    """Kinds of its conditioning media."""
 
     def record(self) -> dict[str, Any]:
-        """All of it but the numbers of frames and latents, for JSON; `megadit generate --repeat` reads it.
+        """All fields except frames and latents, for JSON; `megadit generate --repeat` reads it.
 
         Raises:
             UserError: if an adapter is no longer there.
@@ -78,7 +78,7 @@ class GeneratedVideo:
         }
 
     def save(self, path: str | Path, *, record: Mapping[str, Any] | None = None, mark: Marker | None = None) -> Path:
-        """Writes an mp4, gif or webp (of one frame a png or jpg), whole or not at all, and returns its path.
+        """Writes an mp4, gif or webp (or png, jpg for one frame) atomically, and returns its path.
 
         The prompt is its title; `record`, by default `self.record()`, is kept inside as a comment. `mark` signs it.
 

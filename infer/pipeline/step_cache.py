@@ -1,8 +1,8 @@
 """Step caching: some denoiser calls are replaced by predictions from the calls before them.
 
-D changes smoothly along a trajectory, and at high noise hardly matters. Which calls can be skipped is measured once for
-a checkpoint, its settings and the places of its conditioning media (`megadit calibrate-cache`), and is the same for
-every such video: none depends on what else is in its batch.
+D changes smoothly along a trajectory, and at high noise hardly matters. `megadit calibrate-cache` measures once which
+calls can be skipped for a checkpoint, its settings and the places of its conditioning media. All such videos skip the
+same calls, so that no video depends on the others of its batch.
 """
 
 import math
@@ -22,7 +22,7 @@ from megadit.models.shared.errors import UserError
 Measure = Literal["latents", "lpips"]
 """Error that a budget bounds: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""
 _IRRELEVANT = ("negative_prompt", "fps", "cache_budget", "adapter_interval")
-"""Settings that a plan does not depend on: like prompts, they are what its margin is for; adapters have no plan."""
+"""Settings that a plan does not depend on: like prompts, they are covered by its margin; adapters have no plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class CachePlan:
 def plan_key(settings: SamplingSettings, conditioning: Sequence[Any] = ()) -> dict[str, Any]:
     """Return the key of a plan, as JSON: its settings, and the places of conditioning media (`places_of`).
 
-    Pictures and masks themselves are left out: like prompts, they are what a plan's margin is for.
+    Pictures and masks themselves are left out: like prompts, they are covered by a plan's margin.
     """
     kept = {name: value for name, value in asdict(settings).items() if name not in _IRRELEVANT}
     return _as_json(kept | ({"conditioning": conditioning} if conditioning else {}))
@@ -75,18 +75,18 @@ def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan
 def find_plan(
     plans: Iterable[CachePlan], settings: SamplingSettings, conditioning: Sequence[Any] = ()
 ) -> CachePlan | None:
-    """Return the plan that skips most within the settings' budget, for conditioning media at the places `given`; None
-    where the settings ask for no cache.
+    """Return the plan that skips most within the settings' budget, for media at the places `conditioning`; None if the
+    settings ask for no cache.
 
     Raises:
-        UserError: if there is none for these settings; says how to make one.
+        UserError: if there is none for these settings; the message says how to make one.
     """
     if not settings.cache_budget:
         return None
     key = plan_key(settings, conditioning)
     fitting = [plan for plan in plans if plan.settings == key and plan.budget <= settings.cache_budget]
     if not fitting:
-        what = "these settings" + " and what is given of the video" * bool(conditioning)
+        what = "these settings" + " and this conditioning" * bool(conditioning)
         raise UserError(
             f"cache_budget={settings.cache_budget} was not calibrated for {what}; run: megadit calibrate-cache "
             f"--cache_budget {settings.cache_budget} --checkpoint_path ... --prompt_file ..., with the same options"
@@ -101,7 +101,7 @@ def cached_calls(
     conditioning: Sequence[Media],
     target: Target,
 ) -> list[Sequence[int]]:
-    """The denoiser calls of each video that are predicted: the same of all that can share a batch.
+    """Indices of the denoiser calls of each video that are predicted; equal for videos that can share a batch.
 
     Raises:
         UserError: as `find_plan`, and for a video with adapters.
@@ -113,11 +113,11 @@ def cached_calls(
 
 
 def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoise:
-    """Wrap a denoiser for one trajectory: its calls number `skipped` are predicted from those before.
+    """Wrap a denoiser for one trajectory: the calls with indices in `skipped` are predicted from earlier ones.
 
     D_next = D + r (D - D_previous),  r = min((t_next - t) / (t - t_previous), 1),  t = atan(sigma / sigma_data):
-    a straight line over the angle t (D settles towards both ends of the noise, where t does too), that reaches no
-    further than the last two calls lie apart: predictions in a row would only amplify their difference.
+    Linear extrapolation over the angle t (like D, t settles at both ends of the noise levels), over at most the
+    distance of the last two calls: several predictions in a row would amplify their difference.
     """
     skipped = frozenset(skipped)
     if not skipped:
@@ -132,7 +132,7 @@ def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoi
         if num_calls - 1 in skipped:
             return _predicted(outputs, t)
         if outputs and outputs[-1][0] == t:
-            outputs.pop()  # a second answer at the same level replaces the first
+            outputs.pop()  # a second output at the same level replaces the first
         outputs.append((t, denoise(x, sigma_B)))
         del outputs[:-2]
         return outputs[-1][1]

@@ -1,4 +1,4 @@
-"""Text features, computed once for each text.
+"""Text features, cached for each text.
 
 Shapes: B batch, L text tokens, E text feature width.
 """
@@ -15,22 +15,22 @@ _CACHED = 1024
 
 
 class TextFeaturesCache:
-    """A text encoder that remembers the texts it has seen, and may be let go between generations.
+    """A text encoder with a cache of features, which may be freed between generations.
 
-    Every text is encoded alone, so that its features do not depend on its company.
+    Every text is encoded alone, so that its features do not depend on other texts of the batch.
     """
 
     def __init__(self, encoder: TextEncoder, reload: Callable[[], TextEncoder] | None = None) -> None:
-        """Wrap an encoder; with `reload` it is dropped after every `prepare`, and loaded again for unseen texts."""
+        """Wrap an encoder; with `reload` it is freed after every `prepare`, and loaded again for new texts."""
         self._encoder: TextEncoder | None = encoder
         self._reload = reload
         self._seen: OrderedDict[str, TextFeatures] = OrderedDict()
         self._most = _CACHED
 
     def prepare(self, texts: Iterable[str]) -> None:
-        """Encodes these texts, before the network needs the memory."""
+        """Encodes these texts before sampling needs the memory."""
         texts = list(dict.fromkeys(texts))
-        self._most = max(_CACHED, len(texts))  # all of these are about to be asked for
+        self._most = max(_CACHED, len(texts))  # all of these are needed next
         for text in texts:
             self._features(text)
         if self._reload is not None:
@@ -40,7 +40,7 @@ class TextFeaturesCache:
         return TextFeatures.concatenate([self._features(text) for text in texts])
 
     def conditioning(self, texts: list[str], fps: float) -> Conditioning:
-        """Return the conditioning of videos of these texts, one each, with as many frames per second (0: images)."""
+        """Return the conditioning of one video for each text; `fps` is 0 for images."""
         encoded = self.encode(texts)
         fps_B = torch.full((len(texts),), fps)
         return Conditioning(encoded.features_BLE, encoded.length_B, fps_B, pooled_BP=encoded.pooled_BP)

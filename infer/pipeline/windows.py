@@ -1,6 +1,6 @@
-"""Videos of any length, by windows: each begins with the last frames of the one before.
+"""Videos of any length, generated in windows: each begins with the last frames of the one before.
 
-However long a video is, no more than a window of it is in memory, or two with the first one.
+At most one window of a video is in memory, or two if the first one is kept.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -15,10 +15,10 @@ from megadit.models.shared.errors import UserError
 
 
 def num_windows(total_frames: int, num_frames: int, keep_frames: int) -> int:
-    """Windows of `num_frames` that make a video of `total_frames`, of which each keeps `keep_frames` of the last.
+    """Number of windows of `num_frames` in a video of `total_frames`; each repeats `keep_frames` of the one before.
 
     Raises:
-        UserError: if a window makes nothing new.
+        UserError: if a window adds no frames.
     """
     if not 1 <= keep_frames < num_frames:
         raise UserError(f"keep_frames={keep_frames} must be at least 1 and leave some of the {num_frames} of a window")
@@ -41,15 +41,15 @@ def stream_windows(
     """The frames (uint8 THWC) that each window adds to each of several videos.
 
     Args:
-        stories: of each video, a prompt for each window; the last one serves all that are left.
-        keep_frames: of a window, with which the next one begins.
-        keep_first: gives each window the first one, too, as a clip to edit: small errors do not add up from window to
-            window, as they do where each knows the one before alone.
-        seeds: of each video. Window n has the noise of seed + n.
-        given: of each video's first window.
+        stories: for each video, a prompt for each window; the last one is used for all windows that follow.
+        keep_frames: frames of a window with which the next one begins.
+        keep_first: also conditions each window on the first one, as a clip to edit, so that small errors do not add up
+            from window to window.
+        seeds: one for each video. Window n has the noise of seed + n.
+        conditioning: media of each video's first window.
 
     Raises:
-        UserError: if a window makes nothing new, and for what `TextToVideo.stream` refuses.
+        UserError: if a window adds no frames, and as `TextToVideo.stream`.
     """
     settings = resolve_settings(pipeline.defaults if settings is None else settings)
     media, first, made = list(conditioning or [()] * len(stories)), [], 0
@@ -81,8 +81,8 @@ def stream_windows(
 def later_conditioning(
     before_THWC: np.ndarray, keep_frames: int, conditionings: Collection[str], first_THWC: np.ndarray | None = None
 ) -> Media:
-    """Conditioning media of a window: the end of the one before, and the first window where it is kept for all."""
-    # one frame is a prefix, too, but not every network that was trained to go on from a first frame takes those
+    """Conditioning media of a window: the end of the one before, and the first window where it is kept."""
+    # one frame is also a prefix, but not every network that was trained with first frames supports prefixes
     kind = "first_frame" if keep_frames == 1 and "first_frame" in conditionings else "prefix"
     before = ConditioningItem(frames=before_THWC[-keep_frames:], kind=kind, keep_frames=keep_frames)
     return (before,) if first_THWC is None else (before, ConditioningItem(frames=first_THWC, kind="edit"))

@@ -1,4 +1,4 @@
-"""Progress of a generation: a callback for every denoiser call, which may look at it and may cancel it."""
+"""Progress of a generation: a callback after every denoiser call, which may preview and may cancel it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,8 +10,8 @@ from torch import Tensor
 from megadit.infer.sampling.samplers import Denoise
 
 
-class Cancelled(Exception):  # noqa: N818 - a wish, no error
-    """A callback ended the generation; videos that were complete before stand."""
+class Cancelled(Exception):  # noqa: N818 - asked for, not an error
+    """A callback ended the generation; videos that were already complete stay valid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,13 +21,13 @@ class Step:
     step: int
     """Denoiser calls made so far, over all batches of the generation: 1..num_steps."""
     num_steps: int
-    """Denoiser calls that the generation makes in all."""
+    """Denoiser calls of the whole generation."""
     sigma: float
     """Noise level of the call."""
     videos: range
-    """Indices of the prompts that this batch makes."""
+    """Indices of the prompts of this batch."""
     preview: Callable[[], np.ndarray]
-    """Computes what the videos look like by now: uint8 [B, T, height, width, 3], a frame for each latent frame."""
+    """Computes a preview of the videos: uint8 [B, T, height, width, 3], a frame for each latent frame."""
 
 
 StepCallback = Callable[[Step], bool | None]
@@ -36,8 +36,8 @@ StepCallback = Callable[[Step], bool | None]
 
 DENOISE, DECODE = "denoise", "decode"
 Around = Callable[[str, range], AbstractContextManager[None]]
-"""Called with a stage of a generation (`DENOISE` of a batch, `DECODE` of a video) and the indices of its prompts; the
-context that it returns is entered around that stage, in its thread."""
+"""(stage, indices of its prompts) -> context that is entered around the stage (`DENOISE` of a batch, `DECODE` of a
+video), in its thread."""
 
 
 def nothing_around(part: str, videos: range) -> AbstractContextManager[None]:
@@ -45,16 +45,13 @@ def nothing_around(part: str, videos: range) -> AbstractContextManager[None]:
 
 
 class StepProgress:
-    """Reports every denoiser call of a generation of several batches to a callback, where there is one."""
+    """Reports every denoiser call of a generation, over all batches, to a callback if there is one."""
 
     def __init__(self, on_step: StepCallback | None, num_steps: int, preview: Callable[[Tensor], np.ndarray]) -> None:
         self._on_step, self._done, self._num_steps, self._preview = on_step, 0, num_steps, preview
 
     def around(self, denoise: Denoise, videos: range) -> Denoise:
-        """Wrap the function of (x, sigma_B) of the batch that makes these videos.
-
-        It raises `Cancelled` where the callback returns False.
-        """
+        """Wrap the denoiser of a batch of these videos; it raises `Cancelled` where the callback returns False."""
 
         def reported(x: Tensor, sigma_B: Tensor) -> Tensor:
             x0 = denoise(x, sigma_B)

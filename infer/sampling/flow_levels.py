@@ -1,6 +1,6 @@
-"""Noise levels of flow models as the programs of their publishers step through them, with their rounding.
+"""Noise levels of flow models as their publishers' programs compute them, with their rounding.
 
-A level is t = sigma / (1 + sigma), from 1 (noise) to 0, in float64 and then in float32 as theirs is.
+A level is t = sigma / (1 + sigma), from 1 (noise) to 0, computed in float64 and then rounded to float32 as there.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from megadit.models.shared.errors import UserError
 STEPS = 1000
 """Factor of t in the network's input."""
 _NOISE = 1 - 1e-8
-"""t of noise alone: float32 takes it for 1, and sigma stays finite."""
+"""t of pure noise: rounds to 1 in float32, and sigma stays finite."""
 _LEAST = 1e-4
-"""Lowest t of the network's input, where rounding leaves 0."""
+"""Lowest t of the network's input, used where rounding gives 0."""
 
 
 def wan(num_steps: int, shift: float) -> np.ndarray:
@@ -47,12 +47,12 @@ def flow_match_euler(num_steps: int, shift: float) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class FlowLevels:
-    """Levels of one published program."""
+    """Noise levels of one published program."""
 
     levels: Callable[[int, float], np.ndarray]
     """(num_steps, shift) -> t."""
     has_whole_steps: bool
-    """Whether the network's input, STEPS t, is cut to a whole number."""
+    """Whether the network's input, STEPS t, is truncated to a whole number."""
 
 
 FLOW_LEVELS = {
@@ -64,32 +64,32 @@ FLOW_LEVELS = {
 
 
 def flow_level_sigmas(settings: SamplingSettings) -> Tensor:
-    """Noise levels with the shift, then 0, of a schedule that is one of `FLOW_LEVELS`: float64 [num_steps + 1].
+    """Shifted noise levels of a schedule in `FLOW_LEVELS`, then 0: float64 [num_steps + 1].
 
     Raises:
-        UserError: for a shift that leaves them no room.
+        UserError: for a shift at which levels coincide.
     """
     t = FLOW_LEVELS[settings.schedule].levels(settings.num_steps, settings.shift)
     rounded = t.astype(np.float32).astype(np.float64)
     t = np.where(rounded < 1, rounded, np.minimum(t, _NOISE))
     if not (np.diff(t, append=0) < 0).all():
         raise UserError(
-            f"shift={settings.shift:g} leaves no {settings.num_steps} levels apart; use one of about 1 to 20"
+            f"shift={settings.shift:g} makes some of the {settings.num_steps} levels equal; use one of about 1 to 20"
         )
     return torch.from_numpy(np.append(t / (1 - t), 0.0))
 
 
 def noise_of_start(settings: SamplingSettings, sigmas: Tensor) -> float:
-    """Scale of the first noise: (1 + sigma) / sigma where a program begins with noise alone, else 1; sigmas [K].
+    """Scale of the initial noise: (1 + sigma) / sigma where a program starts from pure noise, else 1; sigmas [K].
 
-    The state of a flow, (1 - t) x0 + t noise, has that at t = 1 only, where `sigmas` do not quite begin.
+    The state of a flow, (1 - t) x0 + t noise, is pure noise only at t = 1; `sigmas` begin slightly below.
     """
     begins = settings.schedule in FLOW_LEVELS and not settings.sigmas and len(sigmas) == settings.num_steps + 1
     return (1 + sigmas[0].item()) / sigmas[0].item() if begins else 1.0
 
 
 def with_whole_steps(denoise: Denoise, settings: SamplingSettings, config: NetworkConfig) -> Denoise:
-    """Wrap a denoiser whose network is of a flow: its noise level is rounded as the schedule's program does.
+    """Wrap the denoiser of a flow network: its noise level is rounded as in the schedule's program.
 
     With D(x'; sigma') at the rounded level, and x' such that the network sees the same, the velocity is
     (state - D) / t', and the estimate at the level itself is state - t velocity.

@@ -1,7 +1,7 @@
-"""Guidance: wrappers that turn a conditional denoiser into the function of (x, sigma) that a sampler solves.
+"""Guidance: combines outputs of a conditional denoiser into the function D(x, sigma) that a sampler integrates.
 
-All of them are sums  D = base + sum_k scale_k (D_k - base)  of what a few branches (a denoiser and its conditions)
-answer, and differ in which these are:
+All forms are sums  D = base + sum_k scale_k (D_k - base)  of the outputs of a few branches (a denoiser and its
+conditions), and differ in the branches:
 
     classifier-free (arXiv 2207.12598)   base: no text, or the negative prompt;  D_1: the prompt
     autoguidance (arXiv 2406.02507)      base: a weaker network, same prompt;    D_1: the prompt
@@ -27,7 +27,7 @@ GuidanceConvention = Literal["standard", "nemo"]
 
 
 class Denoiser(Protocol):
-    """D(x_BCTHW, sigma_B, conditioning) -> x0_BCTHW, float32: what every runtime offers."""
+    """D(x_BCTHW, sigma_B, conditioning) -> x0_BCTHW, float32: the interface of every runtime."""
 
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning, /) -> Tensor: ...
 
@@ -41,13 +41,13 @@ class Branch:
 
 
 Ask = Callable[[Tensor, Tensor], list[Tensor]]
-"""(x, sigma_B) -> the x0 of each of some branches."""
+"""(x, sigma_B) -> the x0 of each branch."""
 Evaluate = Callable[[Sequence[Branch]], Ask]
-"""Maker of an `Ask` for branches (`in_one_batch`, `in_turn`), whose conditions are put together once for all sigmas."""
+"""Branches -> an `Ask` (`in_one_batch`, `in_turn`); their conditions are concatenated once for all sigmas."""
 
 
 def guidance_scale(guidance: float, convention: GuidanceConvention = "standard") -> float:
-    """The scale of D = uncond + scale (cond - uncond) that a number means under a convention.
+    """The scale in D = uncond + scale (cond - uncond) for a number under a convention.
 
     `standard` means the scale itself; NeMo and DFM wrote cond + g (cond - uncond), which is a scale of 1 + g.
 
@@ -59,8 +59,8 @@ def guidance_scale(guidance: float, convention: GuidanceConvention = "standard")
 
 
 def in_one_batch(branches: Sequence[Branch]) -> Ask:
-    """Evaluate branches of one denoiser in one call of several times the batch; different denoisers take turns, and so
-    do branches with and without conditioning media."""
+    """Evaluate branches of one denoiser in one call with a larger batch; different denoisers run in turn, and so do
+    branches with and without conditioning media."""
     calls: list[tuple[Denoiser, list[int], Conditioning]] = []
     together: dict[tuple[int, bool], list[int]] = {}
     for place, branch in enumerate(branches):
@@ -80,7 +80,7 @@ def in_one_batch(branches: Sequence[Branch]) -> Ask:
 
 
 def in_turn(branches: Sequence[Branch]) -> Ask:
-    """Evaluate each branch in a call of its own: half the memory of a shared one."""
+    """Evaluate each branch in its own call: with two branches, half the memory of a shared call."""
     return lambda x, sigma_B: [branch.denoiser(x, sigma_B, branch.conditioning) for branch in branches]
 
 
@@ -96,10 +96,10 @@ def guided(
 ) -> Denoise:
     """D = base + sum_k scale_k (D_k - base).
 
-    Outside the noise levels of `interval` (arXiv 2404.07724), and where the scales add up to 1, the base has no part:
-    the result is the mean of the first `num_targets` conditions (None: all), weighted by their scales, and costs that
-    much less. `rescale` mixes in the result with the per-sample deviation of that mean (arXiv 2305.08891, eqs. 15 and
-    16), which high scales inflate.
+    Outside the noise levels of `interval` (arXiv 2404.07724), and where the scales add up to 1, the base is not
+    evaluated: the result is the mean of the first `num_targets` conditions (None: all), weighted by their scales.
+    `rescale` mixes in the result rescaled to the per-sample standard deviation of that mean (arXiv 2305.08891, eqs. 15
+    and 16), which high scales inflate.
     """
     total, total_scale = sum(scales), sum(scales[:num_targets])
     low, high = interval or (0.0, math.inf)
@@ -131,9 +131,9 @@ def guided_by_settings(
     weaker: Denoiser | None = None,
     evaluate: Evaluate = in_one_batch,
 ) -> Denoise:
-    """Return the denoiser of some prompts under the guidance of the settings.
+    """Return the denoiser of prompts with the guidance of the settings.
 
-    `condition` gives the conditions of texts, with the videos' conditioning media; `weaker` is the network of
+    `condition` maps texts to conditions, with the videos' conditioning media; `weaker` is the network of
     autoguidance, which has no adapters.
     """
 
@@ -191,8 +191,8 @@ def classifier_free_guidance(
 ) -> Denoise:
     """D(x; sigma) = D_uncond + scale (D_cond - D_uncond), both passes in one call of twice the batch.
 
-    (arXiv 2207.12598, eq. 6 with w = scale - 1.) `negative` stands in for the null text of the unconditional pass.
-    A scale of 1 is D_cond, and takes that pass alone. `options` are those of `guided`.
+    (arXiv 2207.12598, eq. 6 with w = scale - 1.) `negative` replaces the null text of the unconditional pass.
+    At a scale of 1, only D_cond is evaluated. `options` are those of `guided`.
     """
     uncond = conditioning.null() if negative is None else negative
     return guided([Branch(denoiser, conditioning)], [scale], Branch(denoiser, uncond), **options)

@@ -1,4 +1,4 @@
-"""Resolution of a video's settings: noise levels that exist, and the size of its latents."""
+"""Resolution of a video's settings: valid noise levels, and the size of its latents."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from megadit.models.shared.errors import UserError, nearest_multiples
 from megadit.models.tokenizers import VideoTokenizer
 
 MOST_TOKENS = 1 << 24
-"""Most tokens of one video: a limit against slips of the pen, far above what fits any machine."""
+"""Most tokens of one video: a limit against typing errors, far above what fits any machine."""
 _FAR = 2.0
-"""Ratio of tokens to the defaults', either way, from which on a shape is called far from training."""
+"""Ratio of tokens to the defaults', up or down, from which on a shape counts as far from training."""
 
 
 def resolve_settings(
     defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **changes: Any
 ) -> SamplingSettings:
-    """Resolve settings as `diffusion.settings.resolve` does, with the number of steps that the noise levels make.
+    """Resolve settings as `diffusion.settings.resolve` does; explicit noise levels set the number of steps.
 
     Raises:
-        UserError: for settings that are wrong, by themselves or together, and for noise levels that do not exist.
+        UserError: for settings that are wrong, by themselves or together, and for invalid noise levels.
     """
     settings = resolve(defaults, trained=trained, **changes)
     num_steps = len(settings_sigmas(settings)) - 1
@@ -34,11 +34,11 @@ def resolve_settings(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DefaultOptions:
-    """Option of commands that write a bundle: changes of its defaults."""
+    """Option of commands that write a bundle: changes to its default settings."""
 
     default: tuple[str, ...] = setting(
         (),
-        "default of the bundle, such as num_steps=20, for requests that leave this setting out; repeat for several",
+        "default of the bundle, such as num_steps=20, used where a request leaves this setting out; repeat for several",
         repeated=True,
         metavar="NAME=VALUE",
     )
@@ -47,22 +47,22 @@ class DefaultOptions:
 def changed_defaults(
     defaults: SamplingSettings, changes: Sequence[str], config: NetworkConfig, tokenizer: VideoTokenizer
 ) -> SamplingSettings:
-    """A bundle's defaults with those of `DefaultOptions` in their place.
+    """A bundle's defaults, overridden by those of `DefaultOptions`.
 
     Raises:
-        UserError: for what a request could not ask for either.
+        UserError: for settings that would be invalid in a request.
     """
     if not changes:
         return defaults
     settings = resolve_settings(defaults, **read_assignments(SamplingSettings, changes))
     if settings.autoguidance:
-        raise UserError("autoguidance names a path, which no bundle keeps: give it to each command that generates")
+        raise UserError("autoguidance names a path, which bundles do not store: pass it to each command that generates")
     latent_size(settings, config, tokenizer)
     return settings
 
 
 def with_changed_defaults(bundle: Bundle, changes: Sequence[str]) -> Bundle:
-    """The opened bundle as if it had been written with these defaults; as `changed_defaults`."""
+    """The opened bundle with defaults changed as by `changed_defaults`."""
     defaults = changed_defaults(bundle.defaults, changes, bundle.config, bundle.load_tokenizer())
     return dataclasses.replace(bundle, defaults=defaults, manifest=bundle.manifest | {"defaults": defaults.to_dict()})
 
@@ -73,8 +73,8 @@ def latent_size(
     """Frames that the latents decode to (at least `settings.num_frames`), and the latents' shape (C, T, H, W).
 
     Raises:
-        UserError: if tokenizer and patch together cannot divide height or width (names the nearest sizes they can),
-            for a video beyond any machine, and as `settings.check_guidance`.
+        UserError: if height or width is no multiple of tokenizer compression times patch size (names the nearest
+            valid sizes), for more than `MOST_TOKENS` tokens, and as `settings.check_guidance`.
     """
     check_guidance(settings, config.guidance_embedding_range)
     multiple = tokenizer.spatial_compression * config.patch_spatial
@@ -88,7 +88,7 @@ def latent_size(
     if num_tokens > MOST_TOKENS:
         size = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
         raise UserError(
-            f"{size} are {num_tokens:,} video tokens, more than the {MOST_TOKENS:,} that are possible; "
+            f"{size} are {num_tokens:,} video tokens, more than the limit of {MOST_TOKENS:,}; "
             "make it smaller or shorter"
         )
     return frames, shape
@@ -97,7 +97,7 @@ def latent_size(
 def far_from_training(
     settings: SamplingSettings, defaults: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer
 ) -> str | None:
-    """A warning where a video has far more or fewer tokens along an axis than the checkpoint's default; else None."""
+    """A warning if a video has far more or fewer tokens along an axis than the checkpoint's default; else None."""
 
     def grid(settings: SamplingSettings) -> tuple[int, int, int]:
         return config.token_grid(*latent_size(settings, config, tokenizer)[1][1:])
@@ -113,4 +113,4 @@ def far_from_training(
         return None
     sizes = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
     trained = f"{defaults.num_frames} frames of {defaults.height}x{defaults.width}"
-    return f"{sizes} are far from what this checkpoint makes by default, {trained} ({', '.join(far)}): expect less"
+    return f"{sizes} are far from this checkpoint's default, {trained} ({', '.join(far)}): expect lower quality"

@@ -1,11 +1,11 @@
 """Solvers of the probability-flow ODE  dx/dsigma = (x - D(x; sigma)) / sigma  (arXiv 2206.00364, eqs. 1 and 3).
 
 A sampler is a function of (denoise, x, sigmas): `x` holds the noise at sigmas[0] (BCTHW, or any shape whose first
-axis is the batch), `sigmas` [steps + 1] decreases and may end in 0; x at sigmas[-1] is given back. The state is
-float64, because a video is the small difference of large noises; the network is asked, and answers, in float32.
+axis is the batch), `sigmas` [steps + 1] decreases and may end in 0; x at sigmas[-1] is returned. The state is
+float64, because a video is the small difference of large noises; the network computes in float32.
 
-Over lambda = -ln sigma the ODE is linear but for D: d(x / sigma)/dlambda = D / sigma. The exponential solvers integrate
-the linear part exactly, and a polynomial through the D that they know in place of D:
+Over lambda = -ln sigma the ODE is linear except for D: d(x / sigma)/dlambda = D / sigma. The exponential solvers
+integrate the linear part exactly, and replace D by a polynomial through the D of earlier calls:
 x_next = e^-h x + integral_0^h e^-(h - t) D(t) dt,  h = lambda_next - lambda,  e^-h = sigma_next / sigma.
 """
 
@@ -21,13 +21,13 @@ from megadit.models.diffusion.settings import SAMPLERS as TRAITS
 from megadit.models.diffusion.settings import SamplingSettings
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
-"""(x [B, ...] float32, sigma_B float32) -> clean x0 of x's shape, with every condition already bound. Noise levels are
-on the CPU, wherever x is: who chooses by them asks no device."""
+"""(x [B, ...] float32, sigma_B float32) -> clean x0 of x's shape, with every condition already bound. sigma_B is on the
+CPU, so that branching on it never waits for the device of x."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Randomness:
-    """Noise that a sampler adds on its way, which turns the ODE's solver into one of the SDE."""
+    """Noise that a sampler adds between steps, which turns an ODE solver into an SDE solver."""
 
     noise: Callable[[int], Tensor]
     """(index) -> standard normal numbers of x's shape, float64; a new index for every use."""
@@ -36,14 +36,14 @@ class Randomness:
     churn_interval: tuple[float, ...] = ()
     """(S_tmin, S_tmax): the noise levels at which churn acts; empty: all."""
     eta: float = 0.0
-    """0..1, share of ancestral noise: a step goes below the next level and noise is added up to it. 1 forgets the
-    noise so far as the reverse SDE does, 0 is the ODE."""
+    """0..1, amount of ancestral noise: a step goes below the next level, and noise is added back up to it. 1 is full
+    ancestral sampling, 0 the ODE."""
 
 
 def settings_randomness(
     settings: SamplingSettings, key_B: Tensor, shape: tuple[int, int, int, int]
 ) -> tuple[Randomness, ...]:
-    """The noise that the settings ask a sampler to add, if any: of each video's own, whatever its batch.
+    """The noise that the settings ask a sampler to add, if any; it depends on each video's seed, not on its batch.
 
     `shape` is that of the latents, (C, T, H, W).
     """
@@ -60,9 +60,9 @@ def settings_randomness(
 
 
 Sampler = Callable[[Denoise, Tensor, Tensor], Tensor]
-"""(denoise, x, sigmas) -> the state at sigmas[-1], float64; who watches or cancels wraps `denoise`."""
+"""(denoise, x, sigmas) -> the state at sigmas[-1], float64; callbacks wrap `denoise`."""
 SAMPLERS: dict[str, Sampler] = {}
-"""The function of each row of `settings.SAMPLERS`."""
+"""Name in `settings.SAMPLERS` -> its function."""
 
 
 History = list[tuple[float, Tensor]]
@@ -167,9 +167,9 @@ def res_2ab(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
 def unipc(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     """UniPC (arXiv 2302.04867) of order 2, corrected to 3: multistep, one denoiser call a step.
 
-    The predictor is `res_2ab`. The D asked for at the predicted point serves twice: it continues the history, and it
-    corrects the step that led there, by the integral of a parabola through the D of both its ends and the one before.
-    (These are UniPC's equations for the weights, solved exactly, in which its B(h) cancels.)
+    The predictor is `res_2ab`. D at the predicted point is used twice: it continues the history, and it corrects the
+    step that led there, by the integral of a parabola through D at both its ends and the one before.
+    (These are UniPC's equations for the weights, solved exactly; its B(h) cancels.)
     """
     x, history = x.double(), History()
     sigma_previous = x_previous = None
@@ -184,10 +184,10 @@ def unipc(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
 
 @sampler
 def unipc_bh2(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
-    """UniPC of order 2 as diffusers and Wan's own code have it: "bh2", one denoiser call a step.
+    """UniPC of order 2 as in diffusers and Wan's own code: "bh2", one denoiser call a step.
 
-    `unipc`, but for two weights that they do not solve for: the slope of the predictor, and of the first correction
-    that of D, count half. The last step is of first order.
+    Equal to `unipc` except for two weights that they do not solve for: the slope in the predictor, and that of D in the
+    first correction, are taken as one half. The last step is of first order.
     """
     x, history = x.double(), History()
     steps = _steps(sigmas)
@@ -210,8 +210,8 @@ def unipc_bh2(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
 def consistency(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
     """Multistep consistency sampling: x_next = D(x; sigma) + sigma_next noise, one call a step.
 
-    For few levels, and for networks that were distilled to them (arXiv 2303.01469, algorithm 1). Without randomness the
-    noise is that which x has, (x - D) / sigma, and the step is Euler's.
+    For networks distilled to few levels (arXiv 2303.01469, algorithm 1). Without randomness the noise is the one in x,
+    (x - D) / sigma, and the step is Euler's.
     """
     x = x.double()
     for index, (sigma, sigma_next) in enumerate(_steps(sigmas)):
@@ -224,7 +224,7 @@ def consistency(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomn
 
 
 def num_denoiser_calls(name: str, sigmas: Tensor) -> int:
-    """How often the sampler of this name calls the denoiser on the way through `sigmas`, [steps + 1]."""
+    """Number of denoiser calls (NFE) of the sampler of this name over `sigmas`, [steps + 1]."""
     num_steps, calls = len(sigmas) - 1, TRAITS[name].calls
     return calls * num_steps - int(calls == 2 and sigmas[-1] == 0)
 
@@ -233,7 +233,7 @@ def num_denoiser_calls(name: str, sigmas: Tensor) -> int:
 
 
 def _integrate(step: Step, denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
-    """Takes `step` from level to level, with noise before and after where there is randomness."""
+    """Takes `step` from level to level, with noise added before and after where there is randomness."""
     x, history = x.double(), History()
     for index, (sigma, sigma_next) in enumerate(_steps(sigmas)):
         if randomness is None:
@@ -275,7 +275,7 @@ def _exponential_multistep(order: int) -> Step:
 def _exponential_step(x: Tensor, sigma: float, sigma_next: float, history: History) -> Tensor:
     """x_next = e^-h x + integral_0^h e^-(h - t) D(t) dt, D the polynomial through `history`.
 
-    A step to 0 gives the D of its start, the polynomial of order 0: any other would extrapolate without end.
+    A step to 0 gives D at its start, the polynomial of order 0: a higher order would diverge.
     """
     if sigma_next == 0:
         return history[-1][1]

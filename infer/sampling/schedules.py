@@ -1,4 +1,4 @@
-"""Noise levels that a sampler steps through; schedules know nothing of solvers."""
+"""Noise schedules: the levels that a sampler steps through, independent of the solver."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from megadit.models.shared.errors import UserError
 
 MOST_STEPS = 10_000
 _LOWEST_RHO = 0.05
-"""Below, sigma^(1/rho) leaves the range of numbers."""
+"""Lowest rho; below, sigma^(1/rho) overflows."""
 
 
 def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
@@ -37,15 +37,15 @@ def log_linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float
 
 
 def linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
-    """An arithmetic sequence from sigma_max to sigma_min, then 0, [num_steps + 1]; `rho` does nothing."""
+    """An arithmetic sequence from sigma_max to sigma_min, then 0, [num_steps + 1]; `rho` is ignored."""
     _check(num_steps, sigma_min, sigma_max, rho)
     return _then_zero(sigma_max + _fractions(num_steps) * (sigma_min - sigma_max), sigma_max)
 
 
 def flow_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 999.0, rho: float = 7.0) -> Tensor:
-    """sigma = t / (1 - t) for t evenly from that of sigma_max to 0, [N + 1]; `sigma_min` and `rho` do nothing.
+    """sigma = t / (1 - t) for evenly spaced t from that of sigma_max to 0, [N + 1]; `sigma_min`, `rho` are ignored.
 
-    Flow models step so (arXiv 2209.03003); a shift then multiplies sigma. 999 is t = 0.999, where Wan begins.
+    The schedule of flow models (arXiv 2209.03003); a shift then multiplies sigma. 999 is t = 0.999, where Wan begins.
     """
     _check(num_steps, sigma_min, sigma_max, rho)
     t = sigma_max / (1 + sigma_max) * (1 - torch.arange(int(num_steps), dtype=torch.float64) / int(num_steps))
@@ -53,7 +53,7 @@ def flow_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 999
 
 
 def ddpm_leading_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float = 0.0, rho: float = 0.0) -> Tensor:
-    """The noise levels of every (1000 / N)-th of DDPM's steps, from 0 on, then 0, [N + 1]; N alone counts.
+    """Noise levels of every (1000 / N)-th DDPM step, from step 0 on, then 0, [N + 1]; only N is used.
 
     With Euler steps, a network with DDPM's parameterization samples as DDIM does (arXiv 2010.02502, eq. 12).
 
@@ -70,7 +70,7 @@ def stable_diffusion_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: f
     """`ddpm_leading_sigmas`, [N + 1], for Stable Diffusion's steps from 1 on: its schedulers have `steps_offset` 1.
 
     Raises:
-        UserError: for as many steps as it was trained with, or more.
+        UserError: for 1000 steps or more.
     """
     if num_steps != int(num_steps) or not 1 <= num_steps < DDPM_STEPS:
         raise UserError(f"num_steps={num_steps} must be a whole number from 1 to {DDPM_STEPS - 1}")
@@ -98,7 +98,7 @@ def explicit_sigmas(levels: Sequence[float]) -> Tensor:
     """
     positive = list(levels[:-1] if len(levels) > 1 and levels[-1] == 0 else levels)
     if not positive or not all(0 < level < math.inf for level in positive):
-        raise UserError(f"sigmas={list(levels)} must be finite numbers greater than 0 (a last 0 is understood)")
+        raise UserError(f"sigmas={list(levels)} must be finite numbers greater than 0 (a last 0 is added)")
     if any(after >= before for before, after in zip(positive[:-1], positive[1:], strict=True)):
         raise UserError(f"sigmas={list(levels)} must decrease")
     return torch.tensor([*positive, 0.0], dtype=torch.float64)
@@ -119,8 +119,8 @@ def settings_sigmas(settings: SamplingSettings) -> Tensor:
 
 
 def highest_sigma(settings: SamplingSettings) -> float:
-    """Noise level that a generation begins at; where its schedule begins with noise alone, that of t = .999, shifted,
-    the highest at which the network's input holds more than noise."""
+    """Noise level that a generation begins at; for a schedule that begins with pure noise, that of t = .999, shifted:
+    the highest level at which the network's input contains signal."""
     highest = settings_sigmas(settings)[0].item()
     return min(highest, 999.0 * settings.shift) if settings.schedule in FLOW_LEVELS else highest
 
@@ -129,7 +129,7 @@ def _check(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> No
     if num_steps != int(num_steps) or num_steps < 1:
         raise UserError(f"num_steps={num_steps} must be a whole number of at least 1")
     if num_steps > MOST_STEPS:
-        raise UserError(f"num_steps={num_steps} is more than {MOST_STEPS}, of which no sampler has any use")
+        raise UserError(f"num_steps={num_steps} is more than the limit of {MOST_STEPS}")
     if not 0 < sigma_min < sigma_max < math.inf:
         raise UserError(f"need 0 < sigma_min < sigma_max, got sigma_min={sigma_min} and sigma_max={sigma_max}")
     if not _LOWEST_RHO <= rho < math.inf:

@@ -96,7 +96,7 @@ BY_OWN_NAMES = {
     "--guidance_convention": other("nemo", given=(*LATENTS, *PROMPT, "--guidance", "2")),
     "--guidance_interval": other("0.1", "5"),
     "--guidance_rescale": other("0.7"),
-    "--low_guidance": ends("is for checkpoints of two networks", "3"),
+    "--low_guidance": ends("is for checkpoints of a high-noise and a low-noise", "3"),
     "--autoguidance": other("{bundle}"),
     "--second_prompt": other("green", given=(*LATENTS, *PROMPT, "--second_prompt", "blue", "--second_guidance", "3")),
     "--second_guidance": other("9", given=(*LATENTS, *PROMPT, "--second_prompt", "blue", "--second_guidance", "3")),
@@ -253,7 +253,7 @@ def test_an_option_changes_what_is_made(observe, flag):
 
 
 def test_compiling_is_said_before_it_begins(observe):
-    words = "the network is compiled when it is first asked"
+    words = "the network is compiled at its first call"
     plain = (*BASE, *PROMPT)
     assert words in observe((*plain, "--compile"), loads=False)["said"]
     assert words not in observe(plain, loads=False)["said"]

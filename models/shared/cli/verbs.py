@@ -11,67 +11,67 @@ from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
-    "new": ("megadit.train.new.command:main", "propose a run for a folder of videos or images, and do it with --go"),
+    "new": ("megadit.train.new.command:main", "propose a training run for a folder of clips or images; --go starts it"),
     "prepare": ("megadit.train.data.prepare.command:main", "turn clips or the built-in digits into a training dataset"),
     "train": ("megadit.train.__main__:main", "train a recipe, on one rank or several"),
     "slurm": ("megadit.train.slurm.__main__:main", "write and submit the Slurm jobs from data to an exported model"),
-    "bundle": ("megadit.train.checkpoints.to_bundle:main", "turn a checkpoint into a bundle, all that sampling needs"),
+    "bundle": ("megadit.train.checkpoints.to_bundle:main", "turn a checkpoint into a bundle: everything for inference"),
     "convert": (
         "megadit.models.commands.convert:main",
-        "turn published weights into a bundle, and a bundle into theirs",
+        "convert published weights to a bundle, or a bundle to their format",
     ),
     "push": ("megadit.models.commands.push_pull:push", "copy a bundle to a hub or a store"),
     "pull": ("megadit.models.commands.push_pull:pull", "copy a bundle from a hub or a store"),
-    "generate": ("megadit.infer.generate.command:main", "make videos from prompts"),
-    "classify": ("megadit.infer.commands.classify:main", "name what pictures show, by the bundle of a classifier"),
+    "generate": ("megadit.infer.generate.command:main", "generate videos from prompts"),
+    "classify": ("megadit.infer.commands.classify:main", "classify images with a ViT"),
     "similarity": (
         "megadit.infer.commands.similarity:main",
-        "tell how well texts fit pictures, by a network that matches them",
+        "score image-text similarity with a CLIP model",
     ),
-    "evaluate": ("megadit.infer.evaluate.command:main", "measure how good videos are: figures with intervals, a page"),
-    "evaluate tokenizer": ("megadit.infer.evaluate.tokenizer:main", "measure what a tokenizer loses of videos"),
+    "evaluate": ("megadit.infer.evaluate.command:main", "compute FVD and other metrics with intervals, and a report"),
+    "evaluate tokenizer": ("megadit.infer.evaluate.tokenizer:main", "measure a tokenizer's reconstruction error"),
     "evaluate compare": (
         "megadit.infer.evaluate.report.compare:main",
-        "put the figures of several evaluations side by side",
+        "compare the metrics of several evaluations",
     ),
     "evaluate convert": (
         "megadit.infer.evaluate.convert:main",
-        "turn public weights of Inception and I3D into extractors that nothing runs from",
+        "convert public weights of Inception and I3D to extractors without executable code",
     ),
     "export": ("megadit.export.command:main", "turn a bundle into verified ONNX graphs and TensorRT engines"),
     "benchmark train": ("megadit.train.benchmarks.train:main", "time optimizer steps of a recipe on this machine"),
-    "benchmark growth": ("megadit.train.benchmarks.growth:main", "how the cost of a training step grows, as a picture"),
-    "benchmark scaling": ("megadit.train.benchmarks.scaling:main", "samples a second by the number of ranks"),
+    "benchmark growth": ("megadit.train.benchmarks.growth:main", "plot the cost of a training step by size"),
+    "benchmark scaling": ("megadit.train.benchmarks.scaling:main", "measure samples per second by number of ranks"),
     "benchmark generate": ("megadit.infer.benchmarks.generate:main", "time a bundle under several runtimes"),
     "serve build-repository": (
         "megadit.serve.repository.build:main",
-        "turn a bundle into a model repository of Triton's",
+        "turn a bundle into a Triton model repository",
     ),
-    "serve run": ("megadit.serve.launch.run:main", "run a Triton server of a model repository"),
+    "serve run": ("megadit.serve.launch.run:main", "run a Triton server on a model repository"),
     "serve up": ("megadit.serve.launch.up:main", "keep a Triton server and the video API in front of it running"),
     "serve gateway": ("megadit.serve.gateway.command:main", "serve the video API in front of Triton servers"),
     "serve keys": ("megadit.serve.gateway.command:keys", "add, list and revoke keys of the gateway"),
-    "serve webhooks": ("megadit.serve.gateway.webhook_command:main", "ends of videos that an address did not take"),
+    "serve webhooks": ("megadit.serve.gateway.webhook_command:main", "list webhook deliveries that failed"),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
-    "serve demo": ("megadit.serve.page.demo:main", "open a page to try prompts on, with a service where none runs"),
-    "distill": ("megadit.train.distill.command:main", "train a student that makes a bundle's videos in few calls"),
+    "serve demo": ("megadit.serve.page.demo:main", "open a web page to try prompts; starts a service if none runs"),
+    "distill": ("megadit.train.distill.command:main", "distill a bundle into a student of few sampling steps"),
     "tune-sampler": (
         "megadit.infer.commands.tune_sampler:main",
-        "find the fewest evaluations that are as good as a model's best",
+        "find the fewest function evaluations (NFE) that match a model's best quality",
     ),
     "calibrate-cache": (
         "megadit.infer.commands.calibrate_cache:main",
-        "measure which denoiser calls generate can spare",
+        "measure which denoiser calls `generate` can cache",
     ),
     "check-cache": (
         "megadit.infer.commands.calibrate_cache:check",
-        "measure whether a calibrated cache keeps its budget",
+        "check a calibrated cache against its budget on other prompts",
     ),
     "info": ("megadit.infer.inspect.info:main", "describe a checkpoint, bundle or dataset"),
-    "doctor": ("megadit.infer.inspect.doctor:main", "say what this machine can do and what is missing"),
+    "doctor": ("megadit.infer.inspect.doctor:main", "report what this machine can run and what is missing"),
     "completion": (
         "megadit.models.shared.cli.completion:main",
-        "write a script by which a shell completes these commands",
+        "write a shell completion script",
     ),
     "demo": (
         "megadit.train.demos.digits.demo:main",
@@ -79,26 +79,26 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "demo-conditioning": (
         "megadit.train.demos.digits.conditioning_demo:main",
-        "teach the demo's model to take given frames, clips, masks and instructions",
+        "fine-tune the demo's model on conditioning frames, clips, masks and instructions",
     ),
     "demo-distill": (
         "megadit.train.demos.digits.distill_demo:main",
-        "train students of the demo's model that make a clip in four calls, two, or one",
+        "distill the demo's model into students of four, two and one sampling steps",
     ),
     "demo-shapes": (
         "megadit.train.demos.shapes.demo:main",
-        "a model of scenes in which things move, turn and change colour, from captions and first frames",
+        "train a model of shapes that move, turn and change colour, from captions and first frames",
     ),
     "demo-adapter": (
         "megadit.train.demos.digits.adapter_demo:main",
-        "teach the demo's model a new shape, from ten clips",
+        "train a LoRA adapter for a new shape, from ten clips",
     ),
 }
 """Verb, of one word or two -> (module:function, one line of help)."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "a first model": ("new", "prepare", "train", "bundle", "generate"),
     "demos": ("demo", "demo-shapes", "demo-conditioning", "demo-distill", "demo-adapter"),
-    "look and judge": (
+    "inspect and evaluate": (
         *("info", "evaluate", "evaluate tokenizer", "evaluate compare", "evaluate convert"),
         *("classify", "similarity"),
     ),

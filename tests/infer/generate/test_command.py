@@ -124,7 +124,7 @@ MISTAKES = [
     (["--prompt", "a", "--sampler", "DDIM"], "sampler 'DDIM' is not available: euler takes the same steps"),
     (["--prompt", "a", "--sampler", "dim"], "sampler 'dim' is not available; choose one of euler, heun, dpm2"),
     (["--prompt", "a", "--seed", "1", "--seeds", "2"], "not both"),
-    (["--prompt", "a", "--guidance_convention", "nemo"], "give that too"),
+    (["--prompt", "a", "--guidance_convention", "nemo"], "give --guidance too"),
     (["--prompt", "a", "--num_devices", "2"], "--num_devices=2, but 1 were started"),
     (["--prompt", "a", "--tp_size", "2"], "1 processes cannot be divided into replicas of 2 (tp_size=2, cp_size=1)"),
     (["--prompt", "a", "--tp_size", "0"], "tp_size=0"),
@@ -356,7 +356,7 @@ def test_repeat_of_frames_latents_and_given_videos(run, tmp_path, pipeline):
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
     (tmp_path / "clip.mp4").write_bytes((tmp_path / "clip.mp4").read_bytes() + b" ")
     code, _, stderr = run(*frames, checkpoint="")
-    assert code == 2 and stderr.count("\n") == 1 and "clip.mp4, from which it started, was changed since" in stderr
+    assert code == 2 and stderr.count("\n") == 1 and "clip.mp4, one of its conditioning files, has changed" in stderr
 
 
 def test_repeat_notices_another_checkpoint(run, tmp_path, bundle_dir):
@@ -399,7 +399,7 @@ def test_words_that_training_never_said_are_warned_of(run, tmp_path, bundle_dir)
 
 def test_a_shape_far_from_training_is_warned_of(run):
     code, _, stderr = run("--prompt", "a", "--height", "64", "--num_steps", "1")
-    assert code == 0 and "warning: 5 frames of 64x24 are far from what this checkpoint makes by default" in stderr
+    assert code == 0 and "warning: 5 frames of 64x24 are far from this checkpoint's default" in stderr
 
 
 def test_options_of_memory_change_nothing_else(run, tmp_path):

@@ -165,7 +165,7 @@ def test_no_bundle_names_a_checkpoint_beside_it(bundle_dir, tmp_path):
     write_json(tmp_path / "foreign" / "megadit.json", manifest | {"defaults": manifest["defaults"] | weaker})
     with pytest.raises(UserError, match="defaults.autoguidance='/etc/shadow'"):
         Bundle.open(tmp_path / "foreign")
-    with pytest.raises(UserError, match="no bundle keeps"):
+    with pytest.raises(UserError, match="bundles do not store"):
         with_changed_defaults(Bundle.open(bundle_dir), ["autoguidance=/etc/shadow"])
 
 
