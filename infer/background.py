@@ -1,4 +1,4 @@
-"""Work that a thread does while the next piece of work is prepared."""
+"""Processes items in a thread while the next item is prepared."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 def one_behind(
     function: Callable[[Item], Iterable[Result]], items: Iterable[Item], device: torch.device
 ) -> Iterator[list[Result]]:
-    """All results of function(item), of each item in order: a thread computes them while the next item is made.
+    """All results of function(item), in order: a thread computes them while the next item is made.
 
-    On a GPU it does so in a stream of its own: items must be complete. An error in making an item is raised after the
-    results of those before it.
+    On a GPU the thread uses a separate stream, so items must be complete. An error while making an item is raised after
+    the results of the items before it.
     """
     items = iter(items)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""`megadit generate` under the name that users of NeMo and DFM know: `python -m megadit.infer.inference_dit_model`."""
+"""`megadit generate` under its name in NeMo and DFM: `python -m megadit.infer.inference_dit_model`."""
 
 from megadit.infer.generate.command import main
 

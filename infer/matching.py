@@ -1,4 +1,4 @@
-"""Similarity of texts and pictures, by the bundle of a CLIP model; called alike under every runtime.
+"""Image-text similarity by the bundle of a CLIP model; the same interface for every runtime.
 
 Shapes: N pictures, J texts, K labels, L tokens, E width of embeddings.
 """
@@ -15,11 +15,11 @@ from megadit.infer.runtimes.load import EXPORTED, TORCH, open_exported
 from megadit.models.bundle import Bundle
 
 USUAL_PROMPTS = ("{}", "a picture of {}")
-"""Templates around a label, where none are given."""
+"""Default prompt templates around a label."""
 
 
 class Matcher:
-    """Pictures and texts to unit vectors, whose product is their similarity."""
+    """Maps pictures and texts to unit vectors, whose product is their similarity."""
 
     def __init__(self, bundle: Bundle, *, runtime: str = TORCH, device: torch.device | str = "cpu") -> None:
         """Loads the network.
@@ -29,11 +29,11 @@ class Matcher:
         """
         self._device = torch.device(device)
         self.most: int | None = None
-        """Pictures, or texts, that it takes at once; None: any number."""
-        # of an exported one the scale alone is read: the rest stays in its file
+        """Most pictures, or texts, in one call; None: any number."""
+        # with an exported network only the scale is read: the other weights stay in the file
         clip = bundle.load_clip(self._device if runtime == TORCH else "cpu")
         self.scale = clip.scale.item()
-        """Factor of similarities in training."""
+        """Logit scale of the similarities in training."""
         self._see, self._words = Sight(bundle, self._device), bundle.load_text_encoder()
         self.window = self._see.window
         self._image_tower, self._text_tower = clip.embed_images, clip.embed_texts
@@ -50,25 +50,25 @@ class Matcher:
 
     @torch.no_grad()
     def pictures(self, clips: Sequence[Clip]) -> Tensor:
-        """[N, E], float32 on the CPU; raises as `Sight`."""
+        """Embeddings of pictures, [N, E], float32 on the CPU; raises as `Sight`."""
         return self._image_tower(self._see(clips)).float().cpu()
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """[J, E], float32 on the CPU."""
+        """Embeddings of texts, [J, E], float32 on the CPU."""
         size = self.most or max(len(texts), 1)
         parts = [texts[first : first + size] for first in range(0, len(texts), size)]
         tokens = [[x.to(self._device) for x in self._words.tokens(part)] for part in parts]
         return torch.cat([self._text_tower(*pair).float().cpu() for pair in tokens])
 
     def labels(self, labels: Sequence[str], prompts: Sequence[str] = USUAL_PROMPTS) -> Tensor:
-        """[K, E]: of each label the mean of its prompts, where it stands for {} (arXiv 2103.00020, section 3.1.4)."""
+        """Embeddings of labels, [K, E]: the mean over prompts with the label for {} (arXiv 2103.00020, 3.1.4)."""
         texts_JE = self.texts([prompt.replace("{}", label) for label in labels for prompt in prompts])
         return F.normalize(texts_JE.unflatten(0, (len(labels), len(prompts))).mean(1), dim=-1)
 
 
 def recall(similarity_NJ: Tensor, own_NJ: Tensor, counts: Sequence[int]) -> dict[str, tuple[float, float]]:
-    """{"recall@k": (share of pictures, share of texts) with one of their own (`own_NJ`, bool) among the k nearest}."""
+    """Recall, {"recall@k": (pictures, texts)}: the fraction that has a match (`own_NJ`, bool) among the k nearest."""
     found = {}
     for count in counts:
         shares = []

@@ -1,4 +1,4 @@
-"""Pictures as classifiers and CLIP models read them: files, crops, and their latents.
+"""Pictures for classifiers and CLIP models: files, crops, and latents.
 
 Shapes: N pictures, T/H/W frames, height, width, C colours.
 """
@@ -24,7 +24,7 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path]:
     """Return all files, those of folders in the order of their names.
 
     Raises:
-        UserError: for a path without any.
+        UserError: for a path without pictures.
     """
     for path in paths:
         inside = files_under(path) if path.is_dir() else [path]
@@ -35,7 +35,7 @@ def picture_files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def read_picture(path: Path) -> Clip:
-    """The frames of a picture, or of a video.
+    """Read the frames of a picture, or of a video.
 
     Raises:
         UserError: if it cannot be read.
@@ -45,10 +45,10 @@ def read_picture(path: Path) -> Clip:
 
 
 def batches_of_pictures(paths: Sequence[Path], asked: int, most: int | None) -> Iterator[list[Clip]]:
-    """The pictures of files, `asked` at a time, or as few as a network takes (`most`; None: any number).
+    """Read pictures in batches of `asked`, or of `most` (the network's limit; None: no limit) if that is less.
 
     Raises:
-        UserError: if one cannot be read.
+        UserError: if a picture cannot be read.
     """
     size = min(asked, most or asked)
     for first in range(0, len(paths), size):
@@ -56,8 +56,8 @@ def batches_of_pictures(paths: Sequence[Path], asked: int, most: int | None) -> 
 
 
 class Sight:
-    """Clips to the latents that the network of a bundle was trained on: cropped to the middle in its shape and resized;
-    of a video its middle frames."""
+    """Maps clips to latents as in training of a bundle's network: the centre crop, resized; of a video, its middle
+    frames."""
 
     def __init__(self, bundle: Bundle, device: torch.device) -> None:
         self._tokenizer, self._device = bundle.load_tokenizer(), device
@@ -70,7 +70,7 @@ class Sight:
         """Latents of N clips, BCTHW with B = N.
 
         Raises:
-            UserError: for a video that is shorter than those it was trained on, or of another speed.
+            UserError: for a video that is shorter than in training, or has another frame rate.
         """
         seen_NTHWC = torch.stack([cut(clip, clip.prompt, self.window) for clip in clips])
         video_NCTHW = seen_NTHWC.to(self._device).movedim(-1, 1).float() / 127.5 - 1

@@ -1,8 +1,8 @@
-"""`megadit benchmark generate`: one video from a bundle under several runtimes, network by network and end to end.
+"""`megadit benchmark generate`: times a bundle under several runtimes, each network and a whole video.
 
     megadit benchmark generate runs/demo/exported --runtime eager compiled onnx --rounds 5 --json figures.json
 
-The runtimes take turns in every round, so that a drifting machine slows all alike. Figures: export/BENCHMARKS.md.
+The runtimes take turns in every round, so that a slowdown of the machine affects all. Results: export/BENCHMARKS.md.
 """
 
 import statistics
@@ -42,7 +42,7 @@ RUNTIMES = {
     "onnx_tensorrt": {"runtime": "onnx_tensorrt"},
     "tensorrt": {"runtime": "tensorrt"},
 }
-"""Name -> how `TextToVideo.from_pretrained` is asked for it."""
+"""Name -> arguments of `TextToVideo.from_pretrained`."""
 PROMPT = "a red seven moving left"
 SIGMA = 1.0
 NETWORK, DECODER, ENCODER, WHOLE = "guided denoiser call", "decoder", "encoder", "whole video"
@@ -50,7 +50,7 @@ NETWORK, DECODER, ENCODER, WHOLE = "guided denoiser call", "decoder", "encoder",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricValue:
-    """Times of one thing under one runtime, in seconds."""
+    """Times of one task under one runtime, in seconds."""
 
     runtime: str
     what: str
@@ -58,11 +58,11 @@ class MetricValue:
     lowest: float
     highest: float
     tokens_per_second: float | None
-    """Video tokens that the network takes in, both halves of guidance counted; None where it is not alone."""
+    """Video tokens of the call, conditional and unconditional pass together; None for other tasks."""
     tflops: float | None
-    """Operations counted as `models/flops.py` does; likewise."""
+    """FLOPs by `models/flops.py`; None for other tasks."""
     peak_gpu_gb: float | None
-    """Most memory that torch held on the GPU meanwhile; None without a GPU."""
+    """Peak GPU memory of torch; None without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Workload:
 def measure(
     pipelines: dict[str, TextToVideo], settings: SamplingSettings, prompt: str, rounds: int
 ) -> list[MetricValue]:
-    """Times every network and a whole video under every runtime, `rounds` times in turn after one that is not counted.
+    """Times every network and a whole video under every runtime, `rounds` times in turn after a warm-up round.
 
     Raises:
         UserError: for fewer rounds than one.
@@ -123,7 +123,7 @@ def measure(
 
 
 def _tasks(pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> list[tuple[str, Callable[[], Any]]]:
-    """Functions to time, by name: one guided call of the denoiser, the decoder, the encoder, a whole video."""
+    """Functions to time, by name: one call of the denoiser with guidance, the decoder, the encoder, a whole video."""
     _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
     x = torch.randn(2, *shape, device=pipeline.device)
     sigma = torch.full((2,), SIGMA, device=pipeline.device)
@@ -152,7 +152,7 @@ def _timed(task: Callable[[], Any], device: torch.device) -> tuple[float, float]
 
 
 def parts(measurements: list[MetricValue], num_calls: int) -> dict[str, dict[str, float]]:
-    """Shares of denoiser calls, the decoder and all else in a whole video, by runtime, from the medians."""
+    """Fractions of a whole video's time by runtime: denoiser calls, decoder, everything else; from the medians."""
     medians = {(one.runtime, one.what): one.median for one in measurements}
     found = {}
     for runtime in dict.fromkeys(one.runtime for one in measurements):
@@ -163,7 +163,7 @@ def parts(measurements: list[MetricValue], num_calls: int) -> dict[str, dict[str
 
 
 def show(title: str, measurements: list[MetricValue], about: dict[str, Any]) -> None:
-    """A table; ratios are to the first runtime."""
+    """Prints a table; ratios are to the first runtime."""
     table = Table(
         "what",
         "runtime",
@@ -201,12 +201,12 @@ def load_pipelines(bundle: Bundle, runtimes: Sequence[str], device: str, dtype: 
         UserError: for an unknown runtime, or one that the bundle was not exported for.
     """
     for name in runtimes:
-        choose_one(name, RUNTIMES, f"--runtime {name}: there is no such runtime")
+        choose_one(name, RUNTIMES, f"--runtime {name} is unknown")
     return {
         name: TextToVideo.from_pretrained(
             bundle,
             device=device,
-            dtype=dtype if RUNTIMES[name]["runtime"] == "torch" else "float32",  # an export has its own
+            dtype=dtype if RUNTIMES[name]["runtime"] == "torch" else "float32",  # an export has its own precision
             **RUNTIMES[name],
         )
         for name in runtimes
@@ -223,7 +223,7 @@ class BenchmarkGenerateOptions:
         f"runtimes to compare with the first of them: {', '.join(RUNTIMES)} (default: eager)",
         metavar="NAME",
     )
-    rounds: int = setting(5, "timed rounds, after one that is not counted (default: {default})")
+    rounds: int = setting(5, "timed rounds, after a warm-up round (default: {default})")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
     dtype: str = setting("float32", "dtype of the torch network (default: {default})", metavar="NAME")
     prompt: str = setting(PROMPT, metavar="TEXT")
@@ -276,7 +276,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float | None]:
-    """TFLOP/s that the maker promises, and that a large matrix product reaches here."""
+    """TFLOP/s of the data sheet, and measured with a large matrix product."""
     datasheet = datasheet_flops(device, dtype)
     measured = matmul_flops(device, dtype, seconds=0.5)
     return {"data sheet": None if datasheet is None else datasheet / 1e12, "matrix products": measured / 1e12}

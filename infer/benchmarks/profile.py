@@ -1,4 +1,4 @@
-"""Shares of computing time by kind of operation."""
+"""Fractions of computing time by kind of operation."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,12 +16,12 @@ OPERATIONS = (
     ("update and averages", ("adam", "_foreach_", "multi_tensor", "lerp")),
     ("copies and casts", ("copy", "memcpy", "memset", "aten::cat", "catarray", "aten::fill_", "aten::zero_")),
 )
-"""Kind -> parts of the names of operations and kernels; the first match counts, what matches none is `elementwise`."""
+"""Kind -> substrings of names of operations and kernels; the first match counts, others are `elementwise`."""
 ELEMENTWISE = "elementwise"
 
 
 def watch(function: Callable[[], Any], device: torch.device, trace: str | None = None) -> dict[str, float]:
-    """Runs `function` once: the share of each kind of operation in the time of the device that computes.
+    """Runs `function` once; returns each kind of operation's fraction of the device's computing time.
 
     `trace` is a file for a Chrome trace.
     """
@@ -37,14 +37,14 @@ def watch(function: Callable[[], Any], device: torch.device, trace: str | None =
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
-    """Parts of the whole, the largest first."""
+    """Fractions of the sum, the largest first."""
     total = sum(seconds.values())
     found = {name: value / total for name, value in seconds.items() if value}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operation or kernel of this name, as in `OPERATIONS`."""
+    """The kind of an operation or kernel of this name, in `OPERATIONS`."""
     name = name.lower()
     return next((kind for kind, parts in OPERATIONS if any(part in name for part in parts)), ELEMENTWISE)
 

@@ -1,1 +1,1 @@
-"""The one reader of pictures and videos: every command, service and page sees the same pixels of a file."""
+"""Reads pictures and videos; every command, service and page uses it and gets the same pixels."""

@@ -1,4 +1,4 @@
-"""Pictures that move: which WebP, PNG and GIF files do, how fast; frames of WebP, which ffmpeg does not decode."""
+"""Animated WebP, PNG and GIF: detection and frame rate; frames of WebP, which ffmpeg does not decode."""
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -14,15 +14,15 @@ from megadit.infer.decoding.rules import Rules
 HEAD_BYTES = 4096
 """Bytes from the beginning of a file that `is_animated` needs."""
 SUFFIXES = (".webp", ".png", ".apng")
-"""Suffixes of pictures that may move; a .gif counts as a video whatever it holds."""
+"""Suffixes of pictures that may be animated; a .gif always counts as a video."""
 MAX_BYTES = 1 << 28
-"""Most bytes of a WebP, which its decoder reads whole."""
+"""Most bytes of a WebP, which the decoder reads whole."""
 DEFAULT_MILLISECONDS = 100
-"""Duration of frames that give none, as browsers show them."""
+"""Duration of frames without one, as in browsers."""
 
 
 def is_animated(head: bytes) -> bool:
-    """Whether the picture that begins so shows several frames."""
+    """Whether a picture that begins with `head` is animated."""
     if is_webp(head):
         return head[12:16] == b"VP8X" and bool(head[20:21]) and bool(head[20] & 2)
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -35,7 +35,7 @@ def is_webp(head: bytes) -> bool:
 
 
 def webp_size(head: bytes) -> tuple[int, int] | None:
-    """(width, height) that the first 30 bytes of a WebP announce; None of another file."""
+    """(width, height) in the first 30 bytes of a WebP; None for another file."""
     if not is_webp(head):
         return None
     match head[12:16]:
@@ -49,9 +49,9 @@ def webp_size(head: bytes) -> tuple[int, int] | None:
 
 
 def rate(durations: Sequence[int], time_base: Fraction) -> float:
-    """Frames per second of an animation whose frames last so many ticks.
+    """Frames per second of an animation with these frame durations in ticks.
 
-    Where all are multiples of the shortest, that is a frame: writers join frames that are alike. Else the average.
+    If all are multiples of the shortest, that is one frame: writers join equal frames. Else the average.
     """
     shortest = min(durations)
     if all(duration % shortest == 0 for duration in durations):
@@ -60,19 +60,19 @@ def rate(durations: Sequence[int], time_base: Fraction) -> float:
 
 
 class WebpVideo:
-    """An animated WebP, read as `video.Video` is."""
+    """An animated WebP, with the interface of `video.Video`."""
 
     time_base = Fraction(1, 1000)
     is_regular = True
 
     def __init__(self, file: BinaryIO, rules: Rules, beat: Callable[[], None]) -> None:
-        """Raises ValueError for one that does not move, or is too large to try."""
+        """Raises ValueError if it is not animated, or too large."""
         if file.seek(0, 2) > MAX_BYTES:
             raise ValueError(f"an animation of more than {MAX_BYTES >> 20} MiB")
         self._file, self._rules, self._beat = file, rules, beat
         self._milliseconds = [duration or DEFAULT_MILLISECONDS for duration in _durations(file)]
         if not self._milliseconds:
-            raise ValueError("it does not move")
+            raise ValueError("it is not animated")
 
     @property
     def fps(self) -> float:
@@ -83,7 +83,7 @@ class WebpVideo:
         return sum(self._milliseconds) / 1000
 
     def seek(self, time: int) -> bool:
-        """False: frames build on one another from the first."""
+        """False: every frame depends on the ones before it."""
         return False
 
     def frames(self) -> Iterator[Frame]:

@@ -1,28 +1,28 @@
-"""When frames are shown, whatever their file says: decoders give them in the order in which they are shown."""
+"""Presentation times of frames, corrected: decoders return frames in the order of presentation."""
 
 from fractions import Fraction
 
 import av
 
 _TS_DISCONT = 0x0200
-"""Flag in `container.format.flags`: times may begin anew within such a file."""
+"""Flag in `container.format.flags`: times may restart within such a file."""
 NO_TIMESTAMPS = 0x0080
-"""A stream of pictures without a container: what times it gives are ffmpeg's guesses."""
+"""A stream without a container: its times are ffmpeg's guesses."""
 _JUMP_SECONDS = 10.0
-"""More than this between two frames of such a file is no pause (as for ffmpeg)."""
+"""Seconds; a longer gap between two frames of such a file is a restart of time, as in ffmpeg."""
 _BACK_SECONDS = 1.0
-"""A time that lies so far before the last belongs to another beginning."""
+"""Seconds; a time this far before the last one is a restart."""
 
 
 class Clock:
-    """Times of frames that follow one another, in ticks: each later than the one before."""
+    """Times of consecutive frames, in ticks, strictly increasing."""
 
     def __init__(self, format: av.ContainerFormat, time_base: Fraction, fps: float) -> None:
         self.is_regular = True
-        """Whether each time was the file's own, so that it can be sought."""
+        """Whether all times were the file's own, so that seeking works."""
         self._may_jump = bool(format.flags & _TS_DISCONT)
         self._has_no_times = bool(format.flags & NO_TIMESTAMPS)
-        self._has_decoding_times = format.name == "avi"  # which knows no others
+        self._has_decoding_times = format.name == "avi"  # which has no others
         self._step = max(1, round(1 / (fps * time_base)))
         self._back, self._jump = _BACK_SECONDS / time_base, _JUMP_SECONDS / time_base
         self._last: int | None = None
@@ -48,7 +48,7 @@ class Clock:
         return time
 
     def _stated(self, frame: av.VideoFrame) -> int | None:
-        """The time that the file gives: decoding times stand in where those of showing run backwards more often."""
+        """The file's time: decoding times are used if presentation times run backwards more often."""
         if self._has_no_times:
             return None
         if self._has_decoding_times and frame.dts is not None:

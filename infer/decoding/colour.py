@@ -1,4 +1,4 @@
-"""Colours of files as a screen shows them (sRGB): transfers and primaries of videos, profiles of pictures."""
+"""Conversion of colours to sRGB: transfers and primaries of videos, ICC profiles of pictures."""
 
 import io
 from functools import lru_cache
@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image, ImageCms
 
 PQ, HLG = 16, 18
-"""Transfers of high dynamic range, as ITU-T H.273 numbers them."""
+"""Transfers of high dynamic range, by their numbers in ITU-T H.273."""
 WIDE = {
     9: ((0.708, 0.292), (0.170, 0.797), (0.131, 0.046)),  # BT.2020
     11: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060)),  # DCI P3
@@ -19,20 +19,20 @@ _WHITE_NITS = 203.0
 """Luminance of diffuse white in HLG and PQ, in nits (BT.2408)."""
 _PEAK = 1000.0 / _WHITE_NITS
 _KNEE = 0.75
-"""Luminance from which on colours are compressed; 1 is diffuse white."""
+"""Luminance above which colours are compressed; 1 is diffuse white."""
 _NEARLY_SRGB = 2
-"""Largest change of a colour, of 255, by a profile that still counts as sRGB."""
+"""Largest change of a colour, 0..255, by a profile that still counts as sRGB."""
 
 
 def conversion(transfer: int, primaries: int) -> str:
-    """How the colours of such a video are changed for a screen; "" if they are not."""
+    """Name of the conversion of such a video to sRGB; "" if none is needed."""
     if transfer in (PQ, HLG):
         return "HDR"
     return "wide gamut" if primaries in WIDE else ""
 
 
 def to_screen(picture_HWC: np.ndarray, transfer: int, primaries: int) -> np.ndarray:
-    """A picture of 16 bits, which dark parts need, as a screen shows it: uint8 RGB, high dynamic range tone-mapped."""
+    """A picture of 16 bits converted to uint8 sRGB; high dynamic range is tone-mapped."""
     linear = _linear_of_16_bits(transfer)[picture_HWC]
     if primaries in WIDE:
         linear = np.maximum(linear @ _to_srgb(primaries), 0)
@@ -49,17 +49,17 @@ def _linear_of_16_bits(transfer: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _to_srgb(primaries: int) -> np.ndarray:
-    """Matrix from linear RGB of these primaries to that of sRGB, for colours as rows."""
+    """Matrix from linear RGB of these primaries to linear sRGB, for colours as rows."""
     return (np.linalg.inv(_to_xyz(_SRGB)) @ _to_xyz(WIDE[primaries])).T.astype(np.float32)
 
 
 def _linear(signal: np.ndarray, transfer: int) -> np.ndarray:
-    """Light that a screen gives for a signal, diffuse white at 1."""
+    """Linear light of a signal, with diffuse white at 1."""
     if transfer == PQ:  # SMPTE ST 2084
         m1, m2, c1, c2, c3 = 2610 / 16384, 2523 / 32, 3424 / 4096, 2413 / 128, 2392 / 128
         power = signal ** (1 / m2)
         return 10000 / _WHITE_NITS * (np.maximum(power - c1, 0) / (c2 - c3 * power)) ** (1 / m1)
-    if transfer == HLG:  # BT.2100, the system's gamma of 1.2 for each channel, as zimg does
+    if transfer == HLG:  # BT.2100, with the system gamma of 1.2 for each channel, as in zimg
         a = 0.17883277
         b, c = 1 - 4 * a, 0.5 - a * np.log(4 * a)
         scene = np.where(signal <= 0.5, signal**2 / 3, (np.exp((signal - c) / a) + b) / 12)
@@ -84,7 +84,7 @@ def _to_xyz(primaries: tuple[tuple[float, float], ...]) -> np.ndarray:
 
 
 def profile_to_srgb(image: Image.Image) -> Image.Image:
-    """The picture without its ICC profile, in sRGB; as it is where it has none, or one that cannot be used."""
+    """The picture in sRGB, without its ICC profile; unchanged if it has no usable profile."""
     profile = image.info.get("icc_profile")
     if not profile:
         return image
@@ -104,7 +104,7 @@ def profile_to_srgb(image: Image.Image) -> Image.Image:
 
 @lru_cache(maxsize=16)
 def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """None if it changes nothing that can be seen."""
+    """Transform of a profile to sRGB; None if it makes no visible change."""
     if mode not in ("RGB", "L", "CMYK"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Video files that anybody may have made, opened within limits."""
+"""Opens untrusted video files within limits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,20 +13,20 @@ CONTAINERS = (
     "mov,mp4,m4a,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,gif,apng,h264,hevc,ivf,mxf,yuv4mpegpipe,nut,"
     "dv,obu,mjpeg,vc1,gxf"
 )
-"""None of them names other files, as playlists do."""
+"""Containers that are opened; none of them refers to other files, as playlists do."""
 
 
 @contextmanager
 def open_container(
     file: str | BinaryIO, *, containers: str = CONTAINERS, max_pixels: float = MAX_PIXELS
 ) -> Iterator[InputContainer]:
-    """A video file that anybody may have made: ffmpeg takes it for one of `containers`, or not at all.
+    """Open an untrusted video file, as one of `containers` only.
 
-    Neither finding out what it holds, for which ffmpeg decodes pictures before anybody can ask for their size, nor
-    decoding, within which the size may change, makes room for a picture of many more than `max_pixels`.
+    `max_pixels` limits the memory of a picture, both while ffmpeg probes the file and while it decodes, when the size
+    may change.
 
     Raises:
-        av.FFmpegError: if it is none of these.
+        av.FFmpegError: if it is in none of these containers.
     """
     limit = pixel_limit(max_pixels)
     with av.open(file, options={"format_whitelist": containers, "max_pixels": limit}) as container:
@@ -36,5 +36,5 @@ def open_container(
 
 
 def pixel_limit(max_pixels: float) -> str:
-    """ffmpeg's option: a picture is stored in whole blocks, and so somewhat larger than it is shown."""
+    """Value of ffmpeg's option: a picture is stored in whole blocks, so slightly larger than it is shown."""
     return str(min(int(1.05 * max_pixels) + (1 << 16), (1 << 31) - 1))

@@ -1,4 +1,4 @@
-"""Frames whose lines belong to two moments, made whole by bwdif."""
+"""Deinterlacing by ffmpeg's bwdif."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from megadit.infer.decoding.rules import UnusableSourceError
 
 
 def deinterlaced(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """The frames; those that say that they are interlaced are made whole, with the help of their neighbours."""
+    """The frames; those that are marked as interlaced are deinterlaced, with their neighbours."""
     filter, before = None, None
     for frame in frames:
         if filter is not None and not filter.is_interlaced(frame):
@@ -33,7 +33,7 @@ def _shape(frame: Frame) -> tuple[int, int, str]:
 
 
 class _Bwdif:
-    """Filter that gives one frame for each; the last comes with the next."""
+    """Filter with one output frame for each input frame, delayed by one."""
 
     def __init__(self, first: Frame, before: Frame | None) -> None:
         self._shape = _shape(first)
@@ -63,7 +63,7 @@ class _Bwdif:
 
     def _push(self, frame: Frame) -> None:
         pts = frame.pixels.pts
-        frame.pixels.pts = self._count  # it wants times that grow
+        frame.pixels.pts = self._count  # bwdif needs increasing times
         self._graph.push(frame.pixels)
         frame.pixels.pts = pts
         self._count += 1

@@ -1,4 +1,4 @@
-"""A frame of a video as it is shown: upright, of square pixels, in RGB, in front of a background."""
+"""A frame of a video as shown: upright, with square pixels, in RGB, on a background."""
 
 import struct
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megadit.infer.decoding.rules import TRANSPARENT, Rules, opaque
 
 _UNSPECIFIED, _ITU709 = 2, 1
 _HD_LINES, _HD_COLUMNS = 720, 1280
-"""Size from which on players take colours without a stated matrix for those of BT.709."""
+"""Size from which on players assume BT.709 for colours without a stated matrix."""
 
 
 @dataclass(kw_only=True)
@@ -27,30 +27,30 @@ class Frame:
     aspect: float = 1.0
     """Width of a pixel by its height."""
     alpha_HW: np.ndarray | None = None
-    """How opaque each pixel is, where that is a stream of its own."""
+    """Alpha channel, where it is a separate stream."""
     is_damaged: bool = False
     follows_loss: bool = False
-    """Whether frames before it could not be decoded."""
+    """Whether frames just before it could not be decoded."""
     is_deinterlaced: bool = False
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width as players show them."""
+        """(height, width) as shown by players."""
         width = round(self.pixels.width * self.aspect)
         return (width, self.pixels.height) if self._turn[0] else (self.pixels.height, width)
 
     @property
     def is_transparent(self) -> bool:
-        """Whether the background is seen through it somewhere."""
+        """Whether any pixel is transparent."""
         return self._opaque is not self.pixels
 
     @property
     def conversions(self) -> tuple[str, ...]:
-        """Conversions made for a screen, in a few words to count by."""
+        """Names of the conversions to sRGB that were made, for statistics."""
         return tuple(filter(None, ("interlaced" if self.is_deinterlaced else "", self._conversion)))
 
     def fitted(self, height: int, width: int) -> np.ndarray:
-        """Frame scaled until it covers height x width, the middle cut out: uint8 HWC."""
+        """Frame resized to cover height x width, then centre-cropped: uint8 HWC."""
         is_transposed, flips_columns, flips_rows = self._turn
         if is_transposed:
             height, width = width, height
@@ -67,7 +67,7 @@ class Frame:
         return np.ascontiguousarray(picture[:: -1 if flips_rows else 1, :: -1 if flips_columns else 1])
 
     def thumbnail(self, side: int) -> tuple[np.ndarray, np.ndarray]:
-        """Brightness and colours, side x side, as they are stored: neither upright nor in the frame's shape."""
+        """Luma and chroma, side x side, as stored: neither rotated nor in the frame's aspect ratio."""
         colours = self._on_screen(self._scaled(side, side, self._rgb))
         if self._conversion:
             return np.asarray(Image.fromarray(colours).convert("L")), colours
@@ -95,7 +95,7 @@ class Frame:
 
     @cached_property
     def _opaque(self) -> av.VideoFrame:
-        """Pixels of the frame, or what is seen of them in front of the background."""
+        """Pixels of the frame, blended with the background where transparent."""
         kind = self.pixels.format
         if self.alpha_HW is None and not (kind.has_palette or any(part.is_alpha for part in kind.components)):
             return self.pixels
@@ -107,7 +107,7 @@ class Frame:
 
     @cached_property
     def _turn(self) -> tuple[bool, bool, bool]:
-        """Rotation by its display matrix: whether rows become columns, then columns, then rows are reversed."""
+        """Rotation of the display matrix as (transpose, reverse columns, reverse rows), in this order."""
         matrix = self.pixels.side_data.get("DISPLAYMATRIX")
         if matrix is None:
             return False, False, False

@@ -1,4 +1,4 @@
-"""Pictures as people see them: upright, in sRGB of eight bits, in front of a background where they are transparent."""
+"""Pictures as shown: upright, in 8-bit sRGB, on a background where transparent."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,11 +16,11 @@ from megadit.models.shared.errors import UserError
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 _MORE_FORMATS = ("AVIF", "JPEG2000", "QOI", "DIB", "HEIF", "JXL")
-"""Formats that some builds of Pillow and its plugins read."""
-UNREADABLE = "it is no picture of a format that Pillow knows here"
+"""Formats that only some builds of Pillow and its plugins read."""
+UNREADABLE = "it is not a picture in a format that Pillow supports here"
 _WHITE_IS_ZERO = 0
 _PHOTOMETRIC = 262
-"""The tag of TIFF that says what zero means."""
+"""TIFF tag that says whether zero is white."""
 
 
 def read_picture(
@@ -29,14 +29,14 @@ def read_picture(
     formats: tuple[str, ...] | None = None,
     check: Callable[[int, int], None] = lambda width, height: None,
 ) -> Image.Image:
-    """The picture of a file that is at its beginning, in RGB; `check` may refuse a width and height before it is made.
+    """Read the picture of a file (positioned at its start), in RGB; `check` may refuse a width and height first.
 
     Raises:
-        UnusableSourceError: if it cannot be decoded, or is too large to try.
+        UnusableSourceError: if it cannot be decoded, or is too large.
     """
     try:
         size = webp_size(file.read(30))
-        if size is not None:  # its decoder makes room for the whole before anybody can ask how large it is
+        if size is not None:  # its decoder allocates the whole picture before its size can be checked
             rules.check(*size)
             check(*size)
         file.seek(0)
@@ -54,7 +54,7 @@ def read_picture(
         raise
     except Image.UnidentifiedImageError:
         raise UnusableSourceError("broken", UNREADABLE) from None
-    except Exception as error:  # decoders raise whatever they like
+    except Exception as error:  # decoders raise any exception
         raise UnusableSourceError("broken", f"{type(error).__name__}: {error}") from None
 
 
@@ -70,7 +70,7 @@ def _readable_formats() -> tuple[str, ...]:
 
 
 def _eight_bits(image: Image.Image, original: Image.Image) -> Image.Image:
-    """Grey of 16 or 32 bits, or of floating point, in eight bits."""
+    """Convert grey of 16 or 32 bits, or of floating point, to 8 bits."""
     if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
         return image
     values = np.asarray(image).astype(np.float64)
@@ -85,10 +85,10 @@ def _eight_bits(image: Image.Image, original: Image.Image) -> Image.Image:
 
 
 def _white(values: np.ndarray, mode: str) -> float:
-    """The value that white has.
+    """The value of white.
 
     Raises:
-        UnusableSourceError: if nothing says so.
+        UnusableSourceError: if the file does not say.
     """
     low, high = (values.min(), values.max()) if np.isfinite(values).all() else (-1.0, 1.0)
     is_whole = mode != "F" or (high > 1 and (values == values.round()).all())
@@ -97,4 +97,4 @@ def _white(values: np.ndarray, mode: str) -> float:
             return 65535.0
         if high <= 1 or is_whole:
             return 1.0 if high <= 1 else 255.0
-    raise UnusableSourceError("unknown range", f"nothing says which value is white; they go from {low:g} to {high:g}")
+    raise UnusableSourceError("unknown range", f"the value of white is not known; values go from {low:g} to {high:g}")

@@ -1,20 +1,20 @@
-"""Rules for every file that is read: limits, the background, the one error that says why there are no frames."""
+"""Rules for every file that is read: limits, the background, and the error for unusable files."""
 
 from dataclasses import dataclass
 
 from PIL import Image
 
 MAX_PIXELS = 1 << 27
-"""Most pixels of a picture: somewhat more than 15360x8640."""
+"""Most pixels of a picture, slightly more than 15360x8640."""
 
 TRANSPARENT = "transparent"
-"""Key in `info` of an image through which the background was seen."""
+"""Key in `info` of an image that was transparent."""
 CONVERSIONS = "conversions"
-"""Key in `info` of an image: its conversions for a screen, in a few words to count by."""
+"""Key in `info` of an image: names of its conversions to sRGB, for statistics."""
 
 
 class UnusableSourceError(ValueError):
-    """A file that gives no frames. `reason` is one of a few words to count by, `detail` says more."""
+    """A file that gives no frames. `reason` is one of a few categories, for statistics; `detail` says more."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
@@ -25,12 +25,12 @@ class UnusableSourceError(ValueError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
     background: str = "black"
-    """Colour behind what is transparent."""
+    """Colour behind transparent pixels."""
     max_pixels: float = MAX_PIXELS
     """Most pixels of one picture; larger ones are not decoded."""
 
     def check(self, width: int, height: int) -> None:
-        """Raises UnusableSourceError for a picture of no size, or one that is too large to try."""
+        """Raises UnusableSourceError for a picture that is empty or too large."""
         if not width * height:
             raise UnusableSourceError("broken", "its pictures have no size")
         if width * height > self.max_pixels:
@@ -40,7 +40,7 @@ class Rules:
 
 
 def opaque(image: Image.Image, rules: Rules) -> Image.Image:
-    """The picture in RGB, where it is transparent in front of the background."""
+    """The picture in RGB, blended with the background where transparent."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("LA") if image.mode == "La" else image

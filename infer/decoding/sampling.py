@@ -1,4 +1,4 @@
-"""Frames at even times, and all frames of a file at once."""
+"""Frames at a constant rate, and all frames of a file at once."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,22 +18,22 @@ _PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"P1", b"P2
              b"qoif", b"\xff\x0a", b"\xff\x4f\xff\x51", b"\0\0\0\x0cJXL ", b"\0\0\0\x0cjP  ")  # fmt: skip
 _BRANDS = (b"avif", b"heic", b"heix", b"mif1")
 ROUNDED_TO = 0.001
-"""Seconds to which times may have been rounded on their way, whatever the container says."""
+"""Seconds; times may have been rounded this much before they were written to the container."""
 _HELD = 1.5
-"""Times its share of a second that the last frame lasts to be shown several times."""
+"""The last frame is repeated if it lasts longer than this many frame intervals."""
 Check = Callable[[int, int, int, float], None]
-"""May refuse so many frames, of such a height and width, of so many seconds, before they are made."""
+"""(number of frames, height, width, seconds) -> None; may raise to refuse them before they are decoded."""
 
 
 def is_picture(head: bytes) -> bool:
-    """Whether a file that begins so (`HEAD_BYTES`) is a picture that does not move."""
+    """Whether a file that begins with `head` (`HEAD_BYTES`) is a still picture."""
     if head[4:8] == b"ftyp":
         return head[8:12] in _BRANDS
     return head.startswith((*_PICTURES, b"RIFF")) and not is_animated(head) and head[8:12] != b"AVI "
 
 
 def sampled(frames: Iterator[Frame], time_base: Fraction, fps: float) -> Iterator[Frame]:
-    """The frame shown at each of the times first + k / fps, which some containers round to their ticks."""
+    """The frame shown at each of the times first + k / fps; some containers round times to their ticks."""
     first = shown = None
     shown_time = 0.0
     tick = min(max(float(time_base), ROUNDED_TO), 0.25 / fps) + 1e-6
@@ -68,12 +68,12 @@ def read_all(
     containers: str = CONTAINERS,
     formats: tuple[str, ...] | None = None,
 ) -> tuple[np.ndarray, float]:
-    """Frames (uint8 THWC) of a file that is at its beginning, and frames per second (0 of one picture).
+    """Frames (uint8 THWC) of a file (positioned at its start), and frames per second (0 for a still picture).
 
-    A video of variable rate comes out even; frames of several sizes take that of the first.
+    A variable frame rate is resampled to a constant one; all frames are resized to the size of the first.
 
     Raises:
-        UnusableSourceError: if it cannot be decoded, frames are damaged, or it is too large to try.
+        UnusableSourceError: if it cannot be decoded, frames are damaged, or it is too large.
     """
     head = file.read(HEAD_BYTES)
     file.seek(0)
@@ -97,7 +97,7 @@ def _whole(frames: Iterator[Frame]) -> Iterator[Frame]:
     """The frames between a damaged beginning and a damaged end.
 
     Raises:
-        UnusableSourceError: if what is damaged lies in their middle, or nothing else is there.
+        UnusableSourceError: if damaged frames are in the middle, or all frames are damaged.
     """
     num_damaged = num_whole = 0
     for frame in frames:

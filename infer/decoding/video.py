@@ -1,7 +1,7 @@
-"""Frames of a video in the order and at the times in which they are shown; what is damaged says so.
+"""Frames of a video in presentation order, with their times; damaged frames are marked.
 
-Nothing here trusts a file: sizes are checked before pixels are made, containers that lead to other files are not
-opened, and whatever a decoder raises becomes an `UnusableSourceError`.
+Files are untrusted: sizes are checked before pixels are decoded, containers that refer to other files are not opened,
+and any exception of a decoder becomes an `UnusableSourceError`.
 """
 
 import math
@@ -28,10 +28,10 @@ _ANIMATIONS = ("gif", "apng")
 def open_video(
     file: BinaryIO, rules: Rules, *, beat: Callable[[], None] = lambda: None, containers: str = CONTAINERS
 ) -> Iterator["Video | animations.WebpVideo"]:
-    """The video of a file that is at its beginning; `beat` is called for every packet.
+    """Open the video of a file (positioned at its start); `beat` is called for every packet.
 
     Raises:
-        UnusableSourceError: if nothing can be decoded, or it is too large to try.
+        UnusableSourceError: if nothing can be decoded, or it is too large.
     """
     try:
         head = file.read(30)
@@ -51,7 +51,7 @@ def open_video(
 
 
 def _animation_durations(file: BinaryIO, rules: Rules, containers: str) -> list[int]:
-    """Ticks of each frame of a GIF or APNG; of other files none. The file is at its beginning again."""
+    """Duration in ticks of each frame of a GIF or APNG; empty for other files. Rewinds the file."""
     head = file.read(animations.HEAD_BYTES)
     file.seek(0)
     if not head.startswith((b"GIF8", b"\x89PNG")):
@@ -63,7 +63,7 @@ def _animation_durations(file: BinaryIO, rules: Rules, containers: str) -> list[
 
 
 class Video:
-    """The video of a container that ffmpeg reads: of several the one that players take."""
+    """The video stream of a container that ffmpeg reads; of several, the one that players choose."""
 
     def __init__(
         self, container: av.container.InputContainer, rules: Rules, beat: Callable[[], None], durations: list[int]
@@ -74,10 +74,10 @@ class Video:
         is_default = av.stream.Disposition.default
         self._stream = next((stream for stream in streams if stream.disposition & is_default), streams[0])
         self._container, self._rules, self._beat, self._durations = container, rules, beat, durations
-        self._stream.codec_context.thread_count = 1  # sources are read side by side already
+        self._stream.codec_context.thread_count = 1  # sources are read in parallel already
         rules.check(self._stream.width, self._stream.height)
         self.is_regular = True
-        """Whether the times of its frames are those of the file, so that one can be sought."""
+        """Whether the times of its frames are the file's own, so that seeking works."""
 
     @property
     def time_base(self) -> Fraction:
@@ -85,7 +85,7 @@ class Video:
 
     @property
     def seconds(self) -> float:
-        """Length that the file states; 0 where it states none."""
+        """Duration in the file's header; 0 if there is none."""
         stream, container = self._stream, self._container
         return max((container.duration or 0) / av.time_base, float((stream.duration or 0) * (stream.time_base or 0)))
 
@@ -103,12 +103,12 @@ class Video:
 
     @property
     def pixel_aspect(self) -> float:
-        """Width of a pixel by its height; frames do not say."""
+        """Width of a pixel divided by its height; not stored in frames."""
         ratio = self._stream.sample_aspect_ratio
         return float(ratio) if ratio and 0.1 < ratio < 10 else 1.0
 
     def seek(self, time: int) -> bool:
-        """Goes to the last key frame before `time`; False if the container cannot."""
+        """Seeks to the last key frame before `time`; False if the container cannot."""
         try:
             self._container.seek(time, stream=self._stream, backward=True)
         except (av.FFmpegError, OSError):
@@ -116,7 +116,7 @@ class Video:
         return True
 
     def frames(self) -> Iterator[Frame]:
-        """Every frame once, in the order in which they are shown, with growing times."""
+        """Every frame once, in presentation order, with increasing times."""
         clock = Clock(self._container.format, self.time_base, self.fps)
         aspect = self.pixel_aspect
         frames = (
@@ -139,7 +139,7 @@ class Video:
     def _decoded(self) -> Iterator[tuple[av.VideoFrame, np.ndarray | None, bool, bool]]:
         """(frame, alpha, whether it is damaged, whether others before it were lost).
 
-        What follows a damaged frame builds on it, until the next key frame.
+        Frames after a damaged one depend on it, until the next key frame.
         """
         is_damaged = follows_loss = False
         alpha = _AlphaStream(self._stream, self._rules) if self._stream.metadata.get("alpha_mode") == "1" else None
@@ -164,7 +164,7 @@ class Video:
 
 
 class _AlphaStream:
-    """How opaque the frames of a VP8 or VP9 are: a stream beside its packets, which its decoder does not see."""
+    """Alpha channel of a VP8 or VP9 video: side data of its packets, which its decoder does not read."""
 
     def __init__(self, stream: av.VideoStream, rules: Rules) -> None:
         self._decoder = av.CodecContext.create(_ALPHA_DECODERS[stream.codec_context.name], "r")
@@ -172,10 +172,10 @@ class _AlphaStream:
         self._decoder.thread_count = 1
 
     def decode(self, packet: av.Packet) -> list[np.ndarray]:
-        """Opacity of each frame of a packet: uint8 HW."""
+        """Alpha of each frame of a packet: uint8 HW."""
         for data in packet.iter_sidedata():
             if data.data_type == "matroska_block_additional":
-                content = bytes(data)[8:]  # after the number of the addition
+                content = bytes(data)[8:]  # after the identifier of the side data
                 try:
                     frames = self._decoder.decode(av.Packet(content))
                 except av.FFmpegError:
@@ -185,5 +185,5 @@ class _AlphaStream:
 
 
 def _is_picture(stream: av.VideoStream) -> bool:
-    """Whether a stream is the cover picture of something else."""
+    """Whether a stream is an attached picture, such as a cover."""
     return bool(stream.disposition & (av.stream.Disposition.attached_pic | av.stream.Disposition.still_image))

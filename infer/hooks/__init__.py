@@ -1,1 +1,1 @@
-"""Programs of the user's own: a content filter (`--guardrail_dir`) and a scorer of videos."""
+"""User programs: a content filter (`--guardrail_dir`) and a scorer of videos (`--scorer_dir`)."""

@@ -1,14 +1,14 @@
-"""A hook for a content filter: `--guardrail_dir DIRECTORY`, off by default.
+"""Hook for a content filter: `--guardrail_dir DIRECTORY`, off by default.
 
-The directory holds `guardrail.py`, the user's own program, which is run as such. It defines one of these, or both:
+The directory holds `guardrail.py`, a user program, which is executed. It defines one of these, or both:
 
     def check_prompt(prompt: str) -> str | None:
         "Why this prompt must not be used, or None."
 
     def check_video(video: numpy.ndarray) -> numpy.ndarray | str:
-        "The video to give out (uint8 THWC; faces blurred, say), or why there is none."
+        "The video to return (uint8 THWC; for example with blurred faces), or the reason for refusing it."
 
-One that raises refuses: nothing passes a filter that does not work.
+An exception in either one refuses the prompt or video.
 """
 
 import sys
@@ -28,7 +28,7 @@ FILE = "guardrail.py"
 
 
 class HeldBackError(UserError):
-    """The filter refused a prompt or a video, or failed to look at it."""
+    """The filter refused a prompt or a video, or failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Guardrail:
         """Runs the directory's guardrail.py.
 
         Raises:
-            UserError: if there is none, it fails, or defines nothing to check with.
+            UserError: if there is none, it fails, or defines neither function.
         """
         path = find_guardrail(directory)
         module = run_program(path)
@@ -58,10 +58,10 @@ class Guardrail:
                 raise HeldBackError(f"the guardrail refuses the prompt {prompt!r}: {reason}")
 
     def screen(self, video_THWC: np.ndarray) -> np.ndarray:
-        """The video to give out.
+        """The video to return, from `check_video`.
 
         Raises:
-            HeldBackError: if there is none.
+            HeldBackError: if the filter refuses it.
         """
         if self.check_video is None:
             return video_THWC
@@ -91,13 +91,13 @@ def find_guardrail(directory: str | Path) -> Path:
 
 
 def load_guardrail(directory: str | None, bundle: Bundle) -> Guardrail | None:
-    """The guardrail in `directory`, if one is named; says so loudly where the weights' license asks for one."""
+    """The guardrail in `directory`, if one is named; if not, warns where the license of the weights asks for one."""
     if directory:
         return Guardrail.load(directory)
     if bundle.license is not None and bundle.license.asks_for_guardrail:
         print(
-            f"WARNING: the license of these weights ({bundle.license.name}) asks for a content filter, and there is "
-            "none: give --guardrail_dir DIRECTORY",
+            f"WARNING: the license of these weights ({bundle.license.name}) asks for a content filter, and none is "
+            "set: give --guardrail_dir DIRECTORY",
             file=sys.stderr,
             flush=True,
         )

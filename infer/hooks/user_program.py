@@ -1,4 +1,4 @@
-"""A program of the user's own in a folder that an option names: it is found, and run as such."""
+"""Finds and executes a user program in a folder that an option names."""
 
 import importlib.util
 from pathlib import Path
@@ -7,18 +7,18 @@ from types import ModuleType
 from megadit.models.shared.errors import UserError
 
 FAILURES = (Exception, SystemExit)
-"""Exceptions of a user's program: any, and it may try to end the process that runs it."""
+"""Exceptions of a user program: any, including an exit of the process."""
 
 
 def find_program(directory: str | Path, file: str, *, option: str, defines: str) -> Path:
-    """The program in a directory, absolute; `option` named the directory, and `defines` says what it must.
+    """The program in a directory, as an absolute path; `option` and `defines` are for the error message.
 
     Raises:
         UserError: if there is none.
     """
     path = Path(directory).absolute() / file
     if not path.is_file():
-        raise UserError(f"{option}={directory}: there is no {file}; it defines {defines}")
+        raise UserError(f"{option}={directory}: there is no {file}, which must define {defines}")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Images, gif and webp by Pillow, with a comment inside. Frames are uint8 THWC, RGB."""
+"""Images, gif and webp written by Pillow, with a comment inside. Frames are uint8 THWC, RGB."""
 
 import io
 from pathlib import Path
@@ -12,7 +12,7 @@ from megadit.models.shared.errors import UserError
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 ANIMATION_SUFFIXES = (".gif", ".webp")
 _IMAGE_DESCRIPTION = 0x010E
-"""The Exif tag that holds a comment in webp."""
+"""Exif tag of the comment in a webp."""
 
 
 def encode_image(frame_HWC: np.ndarray, suffix: str, comment: str = "") -> bytes:
@@ -36,7 +36,7 @@ def encode_animation(frames: np.ndarray, fps: float, suffix: str, comment: str =
 
 
 def read_comment(path: Path) -> str:
-    """The comment inside an image or animation; empty where there is none.
+    """The comment inside an image or animation; empty if there is none.
 
     Raises:
         UserError: if it cannot be read.

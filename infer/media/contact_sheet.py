@@ -1,4 +1,4 @@
-"""One picture of many videos, in rows and columns under their names."""
+"""Contact sheet: a grid of videos with captions."""
 
 import math
 import textwrap
@@ -12,20 +12,20 @@ _MOST_LINES = 12
 _FONT_SIZE = 12
 _LINE_HEIGHT = 14
 _GAP = 3
-"""Below text: what letters hang down."""
+"""Space below text, for descenders."""
 _ROW_GAP = 14
-"""Above text: it stands nearer to its own picture than to the one above."""
+"""Space above text, so that it is nearer to its own picture than to the one above."""
 _SMALLEST = 128
-"""Pixels that the longer side of a cell has at least: small videos are enlarged by whole factors."""
+"""Least pixels of a cell's longer side: small videos are enlarged by whole factors."""
 
 
 def contact_sheet(
     videos: Sequence[np.ndarray], captions: Sequence[str], num_columns: int, *, num_lines: int | None = None
 ) -> np.ndarray:
-    """uint8 [T, H, W, 3] from videos of any sizes and lengths, `num_columns` of them in a row.
+    """Grid of videos of any sizes and lengths, `num_columns` in a row: uint8 [T, H, W, 3].
 
-    As long as the longest; shorter ones stay at their last frame. Captions have room for `num_lines`; None: as many as
-    the longest of them takes, up to a dozen.
+    T is that of the longest video; shorter ones stay at their last frame. Captions have at most `num_lines` lines;
+    None: as many as the longest caption needs, up to a dozen.
     """
     videos = [_enlarged(video) for video in videos]
     height, width = (max(video.shape[axis] for video in videos) for axis in (1, 2))
@@ -54,7 +54,7 @@ def under_heading(sheet: np.ndarray, heading: str) -> np.ndarray:
 
 
 def grid_columns(count: int) -> int:
-    """Number of columns that makes a grid of so many videos about as wide as high."""
+    """Number of columns that makes a grid of `count` videos about as wide as high."""
     return max(1, math.ceil(math.sqrt(count)))
 
 
@@ -73,7 +73,7 @@ def _corner(place: int, num_columns: int, cell: tuple[int, int]) -> tuple[int, i
 
 
 def _wrapped(caption: str, width: int, num_lines: int) -> list[str]:
-    """Lines of a text, each broken where it is wider; at most `num_lines`."""
+    """Lines of a text, wrapped at `width` pixels; at most `num_lines`."""
     if not num_lines:
         return []
     letters = max(4, int(width / _font().getlength("n")))

@@ -1,4 +1,4 @@
-"""Pages to look at: one file of HTML that needs no other, with its pictures and videos in it."""
+"""Self-contained HTML pages, with their pictures and videos embedded."""
 
 import base64
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ code { font-size: .8rem; overflow-wrap: anywhere }
 
 
 def write_html(path: Path, title: str, body: Sequence[str]) -> None:
-    """Writes a page of these parts, which are HTML."""
+    """Writes a page of these HTML fragments."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
     page = f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
@@ -34,7 +34,7 @@ def write_html(path: Path, title: str, body: Sequence[str]) -> None:
 
 
 def embedded(content: bytes, kind: str, words: str) -> str:
-    """A picture or a video (`kind` is its media type) as HTML, with words for who cannot see it."""
+    """A picture or video (`kind` is its media type) as HTML, with an alternative text."""
     source = f"data:{kind};base64,{base64.b64encode(content).decode()}"
     if kind.startswith("video/"):
         return f'<video autoplay loop muted playsinline controls title="{escape(words)}" src="{source}"></video>'

@@ -1,8 +1,8 @@
-"""Small pictures of latents, without their decoder: the linear map to RGB that fits a tokenizer best.
+"""Previews of latents without a decoder, by a linear map to RGB that is fitted to a tokenizer.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, R latent positions of all videos, p the values of
-a position's k x k patch of RGB. Each position shows a patch: its mean colour alone would hide what a linear tokenizer
-(Haar, PCA) could show exactly.
+a position's k x k patch of RGB. Each position is shown as a patch, not only its mean colour, so that previews of a
+linear tokenizer (Haar, PCA) are exact.
 """
 
 import math
@@ -43,14 +43,14 @@ class LinearPreview:
 
 
 def fit_preview(tokenizer: VideoTokenizer, device: torch.device | str = "cpu") -> LinearPreview:
-    """Least squares from the latents of a few made-up videos to what they decode to, made small.
+    """Fits a preview by least squares from the latents of synthetic videos to their decoded frames, downscaled.
 
-    The videos are colours that vary smoothly over space and time, beside finer texture. A little of the latents' own
-    variance on the diagonal (ridge regression) decides between maps that fit these videos alike.
+    The videos are colours that vary smoothly over space and time, plus finer texture. Ridge regression, with a fraction
+    of the latents' variance, decides between maps that fit these videos equally well.
     """
     frames = tokenizer.frames_covering(1 + (_LATENT_FRAMES - 1) * tokenizer.temporal_compression)
     side = _SIDE * tokenizer.spatial_compression
-    nearest_size = getattr(tokenizer, "nearest_size", lambda *size: size)  # of one that was exported for some sizes
+    nearest_size = getattr(tokenizer, "nearest_size", lambda *size: size)  # an exported tokenizer
     size = nearest_size(frames, side, side)
     C, T, H, W = tokenizer.latent_shape(*size)
     detail = min(_MAX_DETAIL, tokenizer.spatial_compression)
@@ -68,7 +68,7 @@ def fit_preview(tokenizer: VideoTokenizer, device: torch.device | str = "cpu") -
 
 
 def _made_up_video(index: int, size: tuple[int, int, int]) -> Tensor:
-    """Float32 [1, 3, frames, height, width] in [-1, 1], the same for the same index."""
+    """Synthetic video, float32 [1, 3, frames, height, width] in [-1, 1]; a function of the index."""
 
     def field(coarseness: int, amplitude: float, seed: int) -> Tensor:
         coarse = tuple(max(1, math.ceil(side / coarseness)) for side in size)
@@ -80,7 +80,7 @@ def _made_up_video(index: int, size: tuple[int, int, int]) -> Tensor:
 
 
 def _made_small(video_BcTHW: Tensor, grid: tuple[int, int, int]) -> Tensor:
-    """Means over the pixels of each cell; a causal tokenizer's first latent frame is one frame."""
+    """Means over the pixels of each cell; a causal tokenizer's first latent frame covers one frame."""
     T, H, W = grid
     small = F.adaptive_avg_pool3d(video_BcTHW, (video_BcTHW.shape[2], H, W))
     if T == 1:

@@ -1,6 +1,6 @@
-"""Files that somebody sent, decoded in processes of their own, which one may crash, hang or fill: others go on.
+"""Decodes uploaded files in separate processes, so that a file that crashes or hangs its decoder harms no other.
 
-What decodes (`media.py`) is loaded there and not here. A question is a file's bytes; an answer is JSON, and the frames.
+The decoder (`untrusted.py`) is loaded only there. A request is a file's bytes; a response is JSON, and the frames.
 """
 
 import json
@@ -22,9 +22,9 @@ from megadit.models.shared.cli.setting import settings_of
 from megadit.models.shared.errors import UserError
 
 CHECKING = "--checking"
-"""Argument of a process that gives back no frames, and has the least claim on a core."""
+"""Argument of a process that returns no frames, and runs at the lowest priority."""
 _SECONDS = 120.0
-"""Wall-clock time for one file."""
+"""Seconds of wall-clock time for one file."""
 _SECONDS_FOR_A_TURN = 30.0
 
 
@@ -38,8 +38,8 @@ _Decoded = TypeVar("_Decoded", np.ndarray, int)
 
 
 def within_total(decode: Callable[[bytes], _Decoded], limits: MediaLimits) -> Callable[[bytes], _Decoded]:
-    """`decode`, which gives frames (uint8 THWC) or how many pixels they have, for the files of one request, which
-    together may have so many pixels."""
+    """Wrap `decode`, which returns frames (uint8 THWC) or their number of pixels, to limit the total pixels of the
+    files of one request."""
     num_pixels = 0
 
     def counted(data: bytes) -> _Decoded:
@@ -54,22 +54,21 @@ def within_total(decode: Callable[[bytes], _Decoded], limits: MediaLimits) -> Ca
 
 
 class MediaReader:
-    """Decodes files in processes of its own, `num_processes` at once; they are started when they are needed."""
+    """Decodes files in separate processes, up to `num_processes` at once; they are started when needed."""
 
     def __init__(self, limits: MediaLimits, *, num_processes: int = 1, is_checking: bool = False) -> None:
-        """`is_checking`: whether files are decoded to see that they can be, and give way to all else; no frames come
-        back then, only how many pixels they have."""
+        """`is_checking`: files are only checked, at low priority; the result is their number of pixels, not frames."""
         self.limits = limits = MediaLimits(**{name: getattr(limits, name) for name in settings_of(MediaLimits)})
         self._free: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for _ in range(num_processes):
             self._free.put(_Worker(limits, is_checking))
 
     def read(self, data: bytes) -> np.ndarray:
-        """Decode a file as `media.decode` does; one that ends or holds up its decoder is refused like any other.
+        """Decode a file as `untrusted.decode` does; a file that crashes or hangs the decoder is refused too.
 
         Raises:
-            UserError: as `media.decode`.
-            TimeoutError: if no process became free.
+            UserError: as `untrusted.decode`.
+            TimeoutError: if no process becomes free.
         """
         shape, raw = self._asked(data)
         return np.frombuffer(raw, dtype=np.uint8).reshape(shape)
@@ -90,27 +89,27 @@ class MediaReader:
             self._free.put(worker)
 
     def close(self) -> None:
-        """Ends the processes, once they are free."""
+        """Ends the processes when they are free."""
         while not self._free.empty():
             self._free.get_nowait().end()
 
 
 class _Worker:
-    """One process; it lives until a file ends it, and is then started again."""
+    """One process; it is started again after a file has crashed it."""
 
     def __init__(self, limits: MediaLimits, is_checking: bool) -> None:
         self._limits, self._is_checking = limits, is_checking
         self._process: subprocess.Popen | None = None
 
     def read(self, data: bytes) -> tuple[list[int], bytearray]:
-        """The shape of the frames, and their bytes, of which a checking one gives none."""
+        """The shape of the frames, and their bytes (empty with `is_checking`)."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         try:
             answer, raw = self._exchange(data)
         except (OSError, EOFError, ValueError, struct.error):
             self.end()
-            raise UserError("the file cannot be read: its decoder came to no end, or to a bad one") from None
+            raise UserError("the file cannot be read: its decoder crashed or took too long") from None
         if "error" in answer:
             raise UserError(answer["error"])
         return answer["shape"], raw
@@ -158,7 +157,7 @@ def send(file: IO[bytes], data: bytes) -> None:
 
 
 def receive(file: IO[bytes], most: int) -> bytearray:
-    """Raises EOFError where less comes than was announced, or more than `most` bytes are."""
+    """Receives a message; raises EOFError if it is shorter than announced, or longer than `most` bytes."""
     head = file.read(8)
     if len(head) < 8 or (length := struct.unpack("<Q", head)[0]) > most:
         raise EOFError

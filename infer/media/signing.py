@@ -1,8 +1,8 @@
-"""C2PA signatures (c2pa.org, specification 2.x) in videos and images: who made them, and that a model did.
+"""C2PA signatures (c2pa.org, specification 2.x) in videos and images: the signer, and that a model generated them.
 
-Off unless a certificate and its key are named, by options or the environment; both stay in their files. What is signed
-says that it was made by a generative model (IPTC's trainedAlgorithmicMedia), and any change of a byte of its pictures
-breaks the signature. `Marker` is the one place where it is made; `c2patool FILE` shows it.
+Off unless options or the environment name a certificate and its key; both stay in their files. A signed file states
+that a generative model made it (IPTC's trainedAlgorithmicMedia), and any change to its pixels breaks the signature.
+`c2patool FILE` shows it.
 """
 
 import io
@@ -42,7 +42,7 @@ _CREATED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SigningOptions:
-    """Certificate and key to sign files with; environment variables stand for those left out."""
+    """Certificate and key to sign files with; by default from environment variables."""
 
     c2pa_certificate: str = setting(
         "",
@@ -52,10 +52,10 @@ class SigningOptions:
     c2pa_key: str = setting("", f"its private key (PEM; default: ${_VARIABLES['c2pa_key']})", metavar="PATH")
 
     def found(self) -> dict[str, Path]:
-        """The files by the names of the options; {} where nothing is signed.
+        """Name of the option -> its file; {} if nothing is signed.
 
         Raises:
-            UserError: for one without the other.
+            UserError: for a certificate without a key, or a key without a certificate.
         """
         paths = {name: getattr(self, name) or os.environ.get(variable, "") for name, variable in _VARIABLES.items()}
         if any(paths.values()) and not all(paths.values()):
@@ -68,7 +68,7 @@ class Marker:
 
     def __init__(self, certificate: Path, key: Path) -> None:
         """Raises:
-        UserError: if c2pa-python is missing, or these cannot sign.
+        UserError: if c2pa-python is missing, or certificate and key cannot sign.
         """
         try:
             import c2pa
@@ -82,7 +82,7 @@ class Marker:
             is_seen = key.stat().st_mode & stat.S_IROTH
         except OSError as error:
             raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
-        # every signed file holds the chain as it is handed over, and with it a key that stands in the same file
+        # every signed file contains the chain as passed, and would contain a key from the same PEM file
         chain = b"\n".join(block[0] for block in _CERTIFICATE.finditer(certificates))
         secret = found[0] if (found := _KEY.search(keys)) else keys
         if not chain:
@@ -103,16 +103,16 @@ class Marker:
         except (c2pa.C2paError, ValueError) as error:
             raise UserError(f"{certificate} and {key} cannot sign: {str(error).partition(chr(10))[0]}") from None
         if state == "Invalid":
-            raise UserError(f"{certificate} and {key} cannot sign: what they sign is not valid")
+            raise UserError(f"{certificate} and {key} cannot sign: their signature is not valid")
 
     def __call__(self, data: bytes, suffix: str) -> bytes:
-        """A file of one of the `MEDIA_TYPES`, signed."""
+        """Signs a file of one of the `MEDIA_TYPES`."""
         signed = io.BytesIO()
         self._sign(io.BytesIO(data), signed, suffix)
         return signed.getvalue()
 
     def mark_file(self, path: Path, suffix: str) -> None:
-        """Signs a file in its place, of which only parts are in memory."""
+        """Signs a file in place, without loading it whole."""
         with atomic_path(path) as signed, path.open("rb") as source, signed.open("w+b") as target:
             self._sign(source, target, suffix)
 
@@ -122,7 +122,7 @@ class Marker:
 
 
 def load_marker(options: SigningOptions) -> Marker | None:
-    """Load the signer that the options name; None where they name none.
+    """Load the signer that the options name; None if they name none.
 
     Raises:
         UserError: as `SigningOptions.found` and `Marker`.
@@ -132,10 +132,10 @@ def load_marker(options: SigningOptions) -> Marker | None:
 
 
 def _algorithm(key: bytes) -> bytes:
-    """C2PA's name of how a private key signs.
+    """C2PA's name of a private key's signature algorithm.
 
     Raises:
-        ValueError: for what is no such key.
+        ValueError: for a key that C2PA does not support.
     """
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -151,4 +151,4 @@ def _algorithm(key: bytes) -> bytes:
             return b"ps256"
         case ec.EllipticCurvePrivateKey(curve=curve):
             return {256: b"es256", 384: b"es384", 521: b"es512"}.get(curve.key_size, b"es256")
-    raise ValueError("the key is of no kind that C2PA knows: take Ed25519, an elliptic curve, or RSA")
+    raise ValueError("C2PA does not support this type of key: use Ed25519, an elliptic curve, or RSA")

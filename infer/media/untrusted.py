@@ -1,9 +1,9 @@
-"""Images and videos that somebody sent, decoded within limits: nothing here trusts a byte.
+"""Decodes untrusted images and videos within limits.
 
-Sizes, frames and seconds are checked before pixels are made, containers that lead to other files are not opened, and
-whatever a decoder raises becomes one line. As a program it is the process that a `MediaReader` asks.
+Sizes, frames and seconds are checked before pixels are decoded, containers that refer to other files are not opened,
+and any exception of a decoder becomes one line. Run as a program, it is the process of a `MediaReader`.
 
-Frames are uint8 THWC, RGB, 0..255: those that `read_video` gives of the same file.
+Frames are uint8 THWC, RGB, 0..255, as `read_video` reads them.
 """
 
 import io
@@ -24,18 +24,18 @@ from megadit.models.shared.errors import UserError
 CONTAINERS = "mov,mp4,matroska,webm,gif,apng"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 _PROCESSOR_SECONDS = 20.0
-"""Processor time for one file; the kernel ends a decoder that takes more."""
+"""Seconds of processor time for one file; the kernel ends a decoder that takes more."""
 _LEAST_CLAIM = 19
 """Niceness of a process that only checks."""
 _MOST_MEMORY = 3 << 30
-"""Memory of a decoding process in bytes, beside twice the frames that the limits allow."""
+"""Bytes of memory of a decoding process, in addition to twice the frames that the limits allow."""
 
 
 def decode(data: bytes, limits: MediaLimits) -> np.ndarray:
     """Frames (uint8 THWC) of a png, jpg, webp, gif, mp4 or webm.
 
     Raises:
-        UserError: for anything else, what is damaged, and what is beyond the limits.
+        UserError: for other formats, damaged files, and files beyond the limits.
     """
     check_bytes(data, limits)
 
@@ -52,12 +52,12 @@ def decode(data: bytes, limits: MediaLimits) -> np.ndarray:
         if error.reason == "broken":
             raise UserError("the file is no png, jpg, webp, gif, mp4 or webm that can be read") from None
         raise UserError(f"the file cannot be used; {error}") from None
-    except Exception:  # decoders raise whatever they like
+    except Exception:  # decoders raise any exception
         raise UserError("the file is no png, jpg, webp, gif, mp4 or webm that can be read") from None
 
 
 def check_size(num_frames: int, height: int, width: int, limits: MediaLimits) -> None:
-    """Raises UserError for frames that are too large, too many, or nothing."""
+    """Raises UserError for frames that are too large, too many, or empty."""
     if not 0 < height <= limits.max_media_side or not 0 < width <= limits.max_media_side:
         raise UserError(
             f"frames of {width}x{height}; this service takes sides of 1 to {limits.max_media_side:,} pixels"
@@ -77,20 +77,20 @@ def _check_seconds(seconds: float, limits: MediaLimits) -> None:
 
 
 def _work(limits: MediaLimits, is_checking: bool) -> None:
-    """Answers until there is nobody left who asks."""
+    """Serves requests until the input ends."""
     if is_checking:
         os.nice(_LEAST_CLAIM)
     memory = _MOST_MEMORY + 6 * limits.max_media_pixels
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     questions, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a decoder prints is no answer
+    os.dup2(2, 1)  # decoders may print; stdout is for responses
     while True:
         try:
             data = bytes(receive(questions, limits.max_media_bytes))
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, _PROCESSOR_SECONDS)  # whose signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, _PROCESSOR_SECONDS)  # its signal ends the process
         try:
             frames = decode(data, limits)
             answer = {"shape": frames.shape}

@@ -27,23 +27,23 @@ from megadit.models.shared.files import atomic_path
 
 VIDEO_SUFFIXES = (".mp4", *ANIMATION_SUFFIXES)
 _X264_OPTIONS = {"x264-params": "mbtree=0"}
-"""Macroblock-tree rate control reads beyond its rows in small frames: the same frames would give different files."""
+"""Off: macroblock-tree rate control reads out of bounds in small frames, and makes files non-deterministic."""
 _HIGH_DEFINITION = 720
-"""Lines from which on players take colours for BT.709 where a file does not say."""
+"""Height from which on players assume BT.709 if a file does not say."""
 _BT709, _SMPTE170M = 1, 6
-"""Numbers in ITU-T H.273; the second is BT.601's, of 525 lines."""
+"""Numbers in ITU-T H.273; the second is BT.601 with 525 lines."""
 _LOWEST_FPS = 0.01
 _HIGHEST_FPS = {".mp4": 1000, ".gif": 50, ".webp": 1000}
 
 
 def encode_mp4(frames: np.ndarray, fps: float, *, metadata: dict[str, str] | None = None) -> bytes:
-    """An H.264 mp4 (libx264, yuv420p, which every browser plays) of `frames`.
+    """Encode `frames` as an H.264 mp4 (libx264, yuv420p, which every browser plays).
 
     Odd heights and widths are padded by one repeated row or column, because yuv420p halves both. `metadata` goes into
-    the container (`comment`, `title`, ... are what the format knows).
+    the container (keys of the format, such as `comment` and `title`).
 
     Raises:
-        UserError: unless `frames` are uint8 THWC with three channels, and fps lies within what an mp4 can tell.
+        UserError: unless `frames` are uint8 THWC with three channels, and fps is in the range of an mp4.
     """
     buffer = io.BytesIO()
     _write_mp4(buffer, [frames], fps, metadata)
@@ -58,9 +58,9 @@ def stream_mp4(
     metadata: dict[str, str] | None = None,
     mark: Marker | None = None,
 ) -> None:
-    """Writes an mp4 of frames (uint8 THWC) that come part by part, whole or not at all; see `encode_mp4`.
+    """Writes an mp4 atomically from an iterator of frames (uint8 THWC); see `encode_mp4`.
 
-    No more than a part of it is in memory. `mark` signs it.
+    Only one array is in memory at a time. `mark` signs it.
     """
     with atomic_path(path) as temporary:
         with temporary.open("wb") as file:
@@ -91,8 +91,8 @@ def _write_mp4(file: BinaryIO, parts: Iterable[np.ndarray], fps: float, metadata
 
 
 def _tag_colors(context: av.VideoCodecContext, height: int) -> Colorspace:
-    """Writes into a stream which numbers stand for which colours, which players otherwise guess by the height: those of
-    BT.709 from 720 lines, of BT.601 below."""
+    """Tags a stream with its colour space, which players otherwise guess by the height: BT.709 from 720 lines, BT.601
+    below."""
     is_high = height >= _HIGH_DEFINITION
     context.colorspace = _BT709 if is_high else _SMPTE170M
     context.color_primaries = context.color_trc = _BT709
@@ -101,7 +101,7 @@ def _tag_colors(context: av.VideoCodecContext, height: int) -> Colorspace:
 
 
 def check_fps(suffix: str, fps: float) -> None:
-    """Raises UserError where a file of this kind cannot tell so many or few frames per second."""
+    """Raises UserError if a file of this type cannot store this frame rate."""
     highest = _HIGHEST_FPS.get(suffix, math.inf)
     if not _LOWEST_FPS <= fps <= highest:
         raise UserError(f"fps={fps} must lie between {_LOWEST_FPS} and {highest} in a {suffix[1:]}")
@@ -115,13 +115,13 @@ def write_video(
     metadata: dict[str, str] | None = None,
     mark: Marker | None = None,
 ) -> None:
-    """Writes frames to `path`, whole or not at all: an mp4, gif or webp, or an image (png, jpg) of one frame.
+    """Writes frames to `path` atomically: an mp4, gif or webp, or an image (png, jpg) of one frame.
 
-    The suffix of `path` decides; `fps` is of no use to an image. Formats other than mp4 take no `metadata` but the
-    `comment`, which must be ASCII. `mark` signs the file.
+    The suffix of `path` decides; `fps` is ignored for an image. Formats other than mp4 support only `comment` in
+    `metadata`, which must be ASCII. `mark` signs the file.
 
     Raises:
-        UserError: for another suffix, several frames into an image, and what `encode_mp4` refuses.
+        UserError: for another suffix, several frames for an image, and as `encode_mp4`.
     """
     path = Path(path)
     suffix, comment = path.suffix.lower(), (metadata or {}).get("comment", "")
@@ -138,7 +138,7 @@ def write_video(
 
 
 def read_video(path: str | Path) -> tuple[np.ndarray, float]:
-    """Frames (uint8 THWC) of a video or an image, and frames per second (0 for an image).
+    """Read the frames (uint8 THWC) of a video or an image, and frames per second (0 for an image).
 
     Raises:
         UserError: if the file is missing or cannot be decoded.
@@ -152,7 +152,7 @@ def read_video(path: str | Path) -> tuple[np.ndarray, float]:
 
 
 def read_comment(path: str | Path) -> str:
-    """The comment inside a video or image that `write_video` wrote; empty where there is none.
+    """The comment inside a video or image that `write_video` wrote; empty if there is none.
 
     Raises:
         UserError: if the file is missing or cannot be decoded.

@@ -1,1 +1,1 @@
-"""One denoiser, several ways to run it. Each is a `Denoiser` (see `megadit.infer.sampling.guidance`)."""
+"""Runtimes of a denoiser: torch, ONNX Runtime, TensorRT, distributed. Each is a `sampling.guidance.Denoiser`."""

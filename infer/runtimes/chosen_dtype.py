@@ -1,4 +1,4 @@
-"""`auto` as the dtype of a network: the one that its weights are stored in, where the device computes it."""
+"""`auto` as the dtype of a network: that of its stored weights, where the device supports it."""
 
 import sys
 
@@ -15,9 +15,9 @@ AUTO = "auto"
 
 
 def chosen_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:
-    """The name of the dtype that `name` means for the network of a bundle on a device; other than `auto` it is itself.
+    """Resolve `auto` to a dtype for a bundle's network on a device; other names are returned as they are.
 
-    An exported network has a precision of its own, and is given float32.
+    An exported network has its own precision; its inputs are float32.
 
     Raises:
         UserError: for an unknown dtype or device.
@@ -40,7 +40,7 @@ def stored_dtype(bundle: Bundle) -> torch.dtype:
 
 
 def print_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:
-    """Return `chosen_dtype`, and print to stderr what `auto` has chosen where it was a choice."""
+    """Return `chosen_dtype`, and print to stderr what `auto` has chosen."""
     chosen, stored = chosen_dtype(name, bundle, device, runtime), str(stored_dtype(bundle)).removeprefix("torch.")
     if name == AUTO and runtime == "torch" and stored != "float32":
         where = "as its weights are stored" if chosen == stored else f"its weights are stored in {stored}"

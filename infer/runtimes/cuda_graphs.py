@@ -1,6 +1,6 @@
-"""CUDA graphs: the kernels of a denoiser call, recorded once for each size and then launched all together.
+"""CUDA graphs: the kernels of a denoiser call, captured once for each size and then launched together.
 
-Small videos leave a GPU waiting for Python, which starts a call's kernels one by one.
+With small videos the GPU waits for Python, which launches kernels one by one.
 
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
 """
@@ -21,25 +21,25 @@ from megadit.models.host_to_device import levels_on
 from megadit.models.networks.conditioning import CleanLatents, Conditioning
 
 TEXT_MULTIPLE = 64
-"""Texts are padded to a multiple of so many tokens (which nothing reads), so that few lengths are recorded."""
+"""Texts are padded to a multiple of this many tokens (masked), so that few lengths are captured."""
 MAX_GRAPHS = 8
-"""Sizes whose recordings stay in memory."""
+"""Number of captured sizes that stay in memory."""
 WARM_UP = 3
-"""Calls before a recording, in which libraries choose kernels and tables are made."""
+"""Warm-up calls before a capture, in which libraries choose kernels and caches are filled."""
 
 CLEAN, OTHERS = "clean", ("text_length_B", "fps_B", "image_BIE", "pooled_BP", "guidance_B")
-"""Conditions beside the text."""
+"""Conditions in addition to the text."""
 
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], tuple[Tensor, Callable[[], None]]]
-"""Records a function of tensors that stay in place: gives the place of its result, and what computes it there again."""
+"""Captures a function of static tensors; returns its output tensor, and a function that recomputes it in place."""
 
 
 def record_cuda_graph(compute: Compute) -> tuple[Tensor, Callable[[], None]]:
-    """Records `compute` on the current GPU.
+    """Captures `compute` on the current GPU.
 
-    (output, replay): what `compute` gives, whose shape stays, and a function that computes it anew: without a recording
-    where none can be made, because `compute` asks the device for something meanwhile.
+    Returns (output, replay): the output tensor, and a function that recomputes it in place. `replay` runs without a
+    graph where none can be captured, because `compute` synchronizes with the device.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -49,7 +49,7 @@ def record_cuda_graph(compute: Compute) -> tuple[Tensor, Callable[[], None]]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        # another thread decodes meanwhile: what it does must not end the recording
+        # another thread may decode meanwhile; its work must not end the capture
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = compute()
     except RuntimeError as error:
@@ -74,10 +74,10 @@ class _Recording:
 
 
 class RecordedDenoiser:
-    """Denoiser whose calls are recorded: the first of each size of batch, video and text, and of each set of places
+    """Denoiser whose calls are captured: the first of each size of batch, video and text, and of each set of places
     with conditioning.
 
-    Calls with adapters are not: these come and go, and with them the memory that a recording would read.
+    Calls with adapters are not captured: their memory is freed when they are removed.
     """
 
     def __init__(self, denoiser: Denoiser, device: torch.device, record: Record = record_cuda_graph) -> None:
@@ -88,10 +88,10 @@ class RecordedDenoiser:
 
     @torch.no_grad()
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Clean latents x0 (float32, on the device); the inputs may lie anywhere."""
+        """Clean latents x0 (float32, on the device); inputs may be on any device."""
         if conditioning.adapter_scale_B:
             return self._denoiser(x_BCTHW, sigma_B, conditioning)
-        # streams and graphs are those of the current device, of which every thread has its own
+        # streams and graphs belong to the current device, which each thread sets for itself
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             return self._replayed(x_BCTHW, sigma_B, conditioning)
 
@@ -117,7 +117,7 @@ class RecordedDenoiser:
         fixed = None if clean is None else clean.to(self._device)
 
         def compute() -> Tensor:
-            # conditions of their own for each call: nothing that was computed for others is read when it is replayed
+            # new conditions for each capture: a replay must read nothing that was cached for others
             by_name: dict[str, Any] = dict(zip(names, conditions, strict=True))
             latents_BCTHW = by_name.pop(CLEAN, None)
             shown = None if fixed is None else replace(fixed, latents_BCTHW=latents_BCTHW)

@@ -1,9 +1,9 @@
-"""A denoiser on several ranks, processes that this one starts: it calls them together, and survives their loss.
+"""Distributed denoiser: this process starts ranks, calls them together, and restarts them after a failure.
 
-The ranks form shares, each of which answers for some videos of a batch (guidance makes two rows of each); those
-of one share split the network's matrices and the tokens of a video (`shared_torch.py`). Sampling, texts and the
-tokenizer stay with this process. A rank that dies, or fails, ends them all, since others may wait for it for ever. They
-are then started again, and what was asked of the lost ones is asked once more.
+The ranks form device groups. Each group computes some rows of a batch (guidance makes two rows of each video); the
+ranks of a group split the network's matrices and the tokens of a video (`shared_torch.py`). Sampling, text encoding and
+the tokenizer stay in this process. A rank that dies or fails ends all of them, since others may wait for it for ever.
+They are then started again, and the lost requests are sent once more.
 
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
 """
@@ -36,20 +36,20 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.ports import free_ports
 
 START_SECONDS, CALL_SECONDS = 600.0, 600.0
-"""Seconds of loading the network, and of one call, after which the ranks count as lost."""
+"""Seconds of loading the network, and of one call, after which the ranks are considered lost."""
 _SECONDS_AFTER_A_FAILURE = 5.0
-"""Seconds after a failure in which another rank may be seen to have ended, which then was the reason."""
+"""Seconds to wait after a failure for another rank to end, whose end is then the reason."""
 PATIENCE = 30.0
-"""Seconds in which a rank answers a ping, whatever it is doing."""
+"""Seconds in which a rank must answer a ping, even while it computes."""
 PING = b"are you there?"
 PONG = b"yes"
-"""Bytes that are no pickle."""
+"""Bytes that are not a pickle."""
 Question = tuple[str, tuple]
 """(a method of `rank.Rank`, its arguments)"""
 
 
 class LostRankError(RuntimeError):
-    """A rank ended, or does not answer."""
+    """A rank ended, or does not respond."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +59,15 @@ class DevicePlacement:
     devices: tuple[str, ...]
     """Device of each rank."""
     tensor: int = 1
-    """Ranks of a share that split the network's matrices."""
+    """Ranks of a device group that split the network's matrices."""
     context: int = 1
-    """Ranks of a share that split the tokens of a video."""
+    """Ranks of a device group that split the tokens of a video."""
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.context) < 1 or not self.devices or len(self.devices) % self.per_share:
             raise UserError(
-                f"{len(self.devices)} ranks cannot be divided into shares of {self.tensor} x {self.context} (tensor x "
-                f"context): take a multiple of {self.tensor * self.context}"
+                f"{len(self.devices)} ranks cannot be divided into device groups of {self.tensor} x {self.context} "
+                f"(tensor x context): use a multiple of {self.tensor * self.context}"
             )
 
     @property
@@ -80,7 +80,7 @@ class DevicePlacement:
 
 
 class DistributedDenoiser:
-    """D(x; sigma) by ranks of this process's own; called exactly like `TorchDenoiser`."""
+    """D(x; sigma) computed by ranks that this process starts; called like `TorchDenoiser`."""
 
     def __init__(
         self,
@@ -91,22 +91,22 @@ class DistributedDenoiser:
         dtype: torch.dtype,
         **options: Any,
     ) -> None:
-        """The denoiser of `bundle`, whose results lie on `device`; `options` are those of `load_denoiser`.
+        """The denoiser of `bundle` with results on `device`; `options` are those of `load_denoiser`.
 
         Raises:
-            UserError: if the network does not divide so, or cannot be loaded.
+            UserError: if the network cannot be divided this way, or cannot be loaded.
         """
         self.device, self.dtype = device, dtype
         self._bundle, self._device_placement, self._options = bundle, placement, options
         self._adapters: dict[str, tuple[Mapping[str, Tensor], AdapterConfig, str | None]] = {}
-        """Adapters by name: ranks that are started again need them."""
+        """Adapters by name, for ranks that are started again."""
         self._numbers: weakref.WeakKeyDictionary[Conditioning, int] = weakref.WeakKeyDictionary()
         self._next_number = count()
         self._group = self._started()
 
     @torch.no_grad()
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        """Clean latents x0 (float32, on `device`); inputs may be on any device."""
         if conditioning not in self._numbers:
             self._numbers[conditioning] = next(self._next_number)
         number, living = self._numbers[conditioning], set(self._numbers.values())
@@ -115,7 +115,7 @@ class DistributedDenoiser:
         ]
 
         def question(places: list[int], is_new: bool) -> Question | None:
-            """Question about some videos. Picked by place, they are copies: a slice would be sent with the whole."""
+            """Request for some rows. Indexing copies them: a slice would be pickled with the whole tensor."""
             if not places:
                 return None
             condition = conditioning.at(places).to("cpu") if is_new else None
@@ -132,8 +132,8 @@ class DistributedDenoiser:
     def load_adapter(
         self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, *, expert: str | None = None
     ) -> None:
-        """Attach an adapter to the network of every rank, of a pair to `expert` ("high" or "low") or both; conditions
-        hold its scale for each video.
+        """Attach an adapter to the network of every rank; with two experts, to `expert` ("high" or "low") or both. The
+        conditions hold its scale for each video.
 
         Raises:
             UserError: for one that does not fit the network.
@@ -145,17 +145,17 @@ class DistributedDenoiser:
         """Detach an adapter."""
         try:
             self._ask_all("remove_adapter", name)
-        finally:  # not before: ranks that are started meanwhile are asked again, and must have it
+        finally:  # not before: ranks started meanwhile repeat the request, and must have it
             del self._adapters[name]
 
     def _ask_all(self, what: str, *arguments: Any) -> None:
         self._ask(lambda group: [(what, arguments)] * len(self._device_placement.devices))
 
     def _ask(self, questions: "Callable[[_Group], list[Question | None]]") -> list[Any]:
-        """Return the answer of each rank; where ranks are lost, the answers of those started in their place.
+        """Return the response of each rank; lost ranks are started again once, and asked again.
 
         Raises:
-            LostRankError: if these are lost, too.
+            LostRankError: if ranks are lost again.
         """
         try:
             return self._asked(questions)
@@ -166,12 +166,12 @@ class DistributedDenoiser:
     def _asked(self, questions: "Callable[[_Group], list[Question | None]]") -> list[Any]:
         try:
             self._group = self._group or self._started()
-        except UserError as error:  # no mistake of what is asked
+        except UserError as error:  # not a mistake in the request
             raise LostRankError(f"the ranks cannot be started again: {error}") from error
         try:
             return self._group.ask(questions(self._group), CALL_SECONDS)
         except BaseException as error:
-            if not (isinstance(error, UserError) and self._group.is_idle):  # an answer may be on its way, or never come
+            if not (isinstance(error, UserError) and self._group.is_idle):  # a response may still come, or never
                 self._group.end()
                 self._group = None
             raise
@@ -204,13 +204,13 @@ class DistributedDenoiser:
 
 
 class _Group:
-    """The ranks of a denoiser, from their start to their end, which is also that of the group."""
+    """The running ranks of a denoiser; if one ends, the group ends."""
 
     def __init__(self, placement: DevicePlacement) -> None:
         self.notified: set[int] = set()
         """Conditions that the ranks have received, by number."""
         self._waiting: dict[Connection, int] = {}
-        """Ranks that owe an answer."""
+        """Ranks with a response outstanding."""
         self._heard: set[Connection] = set()
         self._processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
@@ -222,7 +222,7 @@ class _Group:
 
     def _start(self, environment: Mapping[str, str]) -> None:
         ours, theirs = Pipe()
-        with socket.socket(fileno=os.dup(ours.fileno())) as ends:  # else of one that stands still for ever
+        with socket.socket(fileno=os.dup(ours.fileno())) as ends:  # else a rank that hangs would block this
             for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ends.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(PATIENCE), 0))
         self._connections.append(ours)
@@ -233,14 +233,14 @@ class _Group:
             )
 
     def ask(self, questions: Sequence[Question | None], seconds: float) -> list[Any]:
-        """Return the answer of each rank to its question; None where it is asked nothing.
+        """Return the response of each rank to its request; None where there is no request.
 
         Raises:
-            UserError: where a rank does.
-            LostRankError: if one ended, is silent, or does not answer within `seconds`.
-            RuntimeError: if one failed.
+            UserError: if a rank raises one.
+            LostRankError: if a rank ended, is silent, or does not respond within `seconds`.
+            RuntimeError: if a rank failed.
 
-        After these, ranks may wait for one another for ever, unless `is_idle`.
+        After an error, ranks may wait for one another for ever, unless `is_idle`.
         """
         self._waiting = {self._connections[rank]: rank for rank, asked in enumerate(questions) if asked is not None}
         replies, mistakes, failures = [None] * len(questions), [], []
@@ -258,7 +258,7 @@ class _Group:
                     raise LostRankError(f"{self._named(silent)} has been silent for {PATIENCE:g} s")
                 if not left:
                     raise LostRankError(f"{self._named(self._waiting)} has not answered within {seconds:g} s")
-                silent = self._waiting.keys() & self._heard  # one that starts cannot say so yet
+                silent = self._waiting.keys() & self._heard  # a rank that is starting cannot answer pings yet
                 for connection in silent:
                     self._send(self._waiting[connection], PING)
             for connection in answering:
@@ -279,7 +279,7 @@ class _Group:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no rank owes an answer."""
+        """Whether no response is outstanding."""
         return not self._waiting
 
     def _send(self, rank: int, message: bytes) -> None:
@@ -309,10 +309,10 @@ def _end(processes: list[subprocess.Popen], connections: list[Connection]) -> No
 
 
 def _environment(placement: DevicePlacement, device: str, place: int, port: int) -> dict[str, str]:
-    """Environment of the rank at this place of its share: a world of its own, which is found by the port."""
+    """Environment of the rank at this place of its device group; the port identifies the group's process group."""
     place_of_gpu = torch.device(device).index or 0
     world = {"RANK": place, "WORLD_SIZE": placement.per_share, "LOCAL_RANK": place_of_gpu, "MASTER_PORT": port}
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}}
-    if device == "cpu":  # else each would take all cores
+    if device == "cpu":  # else each would use all cores
         environment |= rank_environment(len(placement.devices))
     return environment

@@ -1,4 +1,4 @@
-"""Two networks of one bundle as one denoiser: the first for high noise levels, the second for low ones (Wan 2.2).
+"""High-noise and low-noise experts of a bundle as one denoiser (Wan 2.2).
 
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
 """
@@ -14,23 +14,23 @@ from megadit.models.networks.conditioning import Conditioning
 
 
 def as_one(denoisers: Sequence[Denoiser], boundary: float | None) -> Denoiser:
-    """Denoiser of a bundle's networks: of one, or of two for noise levels above and below `Bundle.boundary`."""
+    """Denoiser of a bundle's networks: one, or two experts for noise levels above and below `Bundle.boundary`."""
     return denoisers[0] if boundary is None else ExpertDenoiser(*denoisers, boundary)
 
 
 def experts_of(denoiser: Denoiser) -> tuple[Denoiser, ...]:
-    """The denoisers of its networks: of a pair two."""
+    """The denoisers of its networks: one, or two experts."""
     return (denoiser.high, denoiser.low) if isinstance(denoiser, ExpertDenoiser) else (denoiser,)
 
 
 class ExpertDenoiser:
-    """D(x; sigma) by the network that a noise level is for; all videos of a batch are at one."""
+    """D(x; sigma) by the expert of the noise level, which all videos of a batch share."""
 
     def __init__(self, high: Denoiser, low: Denoiser, boundary: float) -> None:
         """`boundary` is the lowest sigma of `high`."""
         self.high, self.low, self.boundary = high, low, boundary
         self._attached: dict[str, tuple[Denoiser, ...]] = {}
-        """Adapters by their names -> the denoisers whose networks have them."""
+        """Adapter's name -> the denoisers whose networks have it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,12 +39,12 @@ class ExpertDenoiser:
     def load_adapter(
         self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig, *, expert: str | None = None
     ) -> None:
-        """Attach an adapter to the network that is `expert` ("high" or "low"), or to both.
+        """Attach an adapter to `expert` ("high" or "low"), or to both.
 
         Raises:
             UserError: for one that does not fit the networks.
         """
-        if self.high is self.low:  # ranks have both, and choose between them as this does
+        if self.high is self.low:  # each rank has both, and chooses between them as this does
             self._attached[name] = (self.high,)
             self.high.load_adapter(name, state, adapter, expert=expert)
             return

@@ -1,4 +1,4 @@
-"""Denoiser, tokenizer and text encoder whose networks were exported, under any runtime that runs such networks.
+"""Denoiser, tokenizer and text encoder with exported networks, for ONNX Runtime and TensorRT.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E text feature width.
 """
@@ -26,7 +26,7 @@ Run = Callable[[Mapping[str, Tensor], Shape], Tensor]
 
 
 class Networks(Protocol):
-    """The networks of an export by name, each loaded when it is first asked for."""
+    """The networks of an export by name, each loaded at first use."""
 
     device: torch.device
 
@@ -34,13 +34,13 @@ class Networks(Protocol):
 
 
 class ExportedDenoiser:
-    """D(x; sigma) by an exported network; called exactly like `TorchDenoiser`."""
+    """D(x; sigma) computed by an exported network; called like `TorchDenoiser`."""
 
     dtype = torch.float32
     """Dtype of its inputs and outputs."""
 
     def __init__(self, networks: Networks, slots: AdapterInputs | None = None, name: str = DENOISERS[0]) -> None:
-        """`slots` are its inputs for adapters, where it has any; `name` is that of its network."""
+        """`slots` are its adapter inputs, if any; `name` is the name of its network."""
         self.device = networks.device
         self._network = networks[name]
         self._inputs = slots
@@ -49,36 +49,38 @@ class ExportedDenoiser:
         self._filled: WeakKeyDictionary[Conditioning, dict[str, Tensor]] = WeakKeyDictionary()
 
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        """Clean latents x0 (float32, on `device`); inputs may be on any device."""
         inputs = denoiser_inputs(x_BCTHW, sigma_B, conditioning) | self._adapter_inputs_of(conditioning)
         return self._network(inputs, tuple(inputs["x"].shape))[:, :, : x_BCTHW.shape[2]]
 
     def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
-        """Keeps an adapter, which is an input of calls whose conditions name it.
+        """Stores an adapter, which becomes an input of calls whose conditions name it.
 
         Raises:
-            UserError: for one that does not fit the network, or its inputs.
+            UserError: if it does not fit the network, or its adapter inputs.
         """
         check_state(state, adapter, self._inputs.config)
         self.adapters[name] = self._inputs.packed(state, adapter)
 
     def remove_adapter(self, name: str) -> None:
-        """Forgets an adapter."""
+        """Removes an adapter."""
         del self.adapters[name]
 
     def _adapter_inputs_of(self, conditioning: Conditioning) -> dict[str, Tensor]:
-        """The inputs for adapters, put together once for all noise levels of a batch; {} where there are none."""
+        """The adapter inputs, built once for all noise levels of a batch; {} if the network has none."""
         if self._inputs is None:
             return {}
         if conditioning not in self._filled:
             scales = conditioning.adapter_scale_B.items()
-            used = [(self.adapters[name], scale_B) for name, scale_B in scales if name in self.adapters]  # of a pair's
+            used = [
+                (self.adapters[name], scale_B) for name, scale_B in scales if name in self.adapters
+            ]  # this expert's
             self._filled[conditioning] = self._inputs.filled(len(conditioning), used, self.device)
         return self._filled[conditioning]
 
 
 def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:
-    """Inputs of an exported denoiser by name; those of `CONDITIONING_INPUTS` say so where nothing is conditioned.
+    """Inputs of an exported denoiser by name; the masks in `CONDITIONING_INPUTS` are 0 without conditioning.
 
     Extra conditioning frames come after those of the video, as zeros in `x`.
     """
@@ -102,20 +104,20 @@ def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning
 
 
 class ExportedTokenizer:
-    """A tokenizer whose networks were exported; sizes and statistics are those of `tokenizer`.
+    """A tokenizer with exported networks; sizes and statistics are those of `tokenizer`.
 
-    Whole videos: what a torch tokenizer computes in tiles, these compute at once, up to the exported size.
+    It computes whole videos, up to the exported size, without tiles.
     """
 
     def __init__(self, networks: Networks, tokenizer: VideoTokenizer, axes: Mapping[str, Axis]) -> None:
-        """`axes` are the open sides of its encoder."""
+        """`axes` are the dynamic axes of its encoder."""
         self._networks, self._tokenizer, self._axes = networks, tokenizer, axes
 
     def __getattr__(self, name: str):
         return getattr(self._tokenizer, name)
 
     def nearest_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """The size of a video nearest to this one that the networks were exported for."""
+        """The nearest size of a video that the networks were exported for."""
         sizes = zip(("frames", "video_height", "video_width"), (frames, height, width), strict=True)
         return tuple(self._axes[name].nearest(size) for name, size in sizes)
 
@@ -143,7 +145,7 @@ def video_size(tokenizer: VideoTokenizer, frames: int, height: int, width: int) 
 def with_exported_network(
     text_encoder: NetworkTextEncoder, load: Callable[[], Networks], device: torch.device
 ) -> TextEncoder:
-    """`text_encoder`, its network one of `load()`, which is called when a text is first encoded."""
+    """`text_encoder` with its network from `load()`, which is called when a text is first encoded."""
     loaded = cache(load)
 
     def run(inputs: Sequence[Tensor], shape: Shape) -> Tensor:

@@ -1,4 +1,4 @@
-"""The networks of a bundle under the runtime that a user names: a table, one row for each runtime but torch."""
+"""Loads the networks of a bundle for a runtime: a table with one row for each runtime except torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ TORCH = "torch"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedRuntime:
-    """A runtime of networks that `megadit export` wrote."""
+    """A runtime for networks that `megadit export` wrote."""
 
     folder: str
     """Folder of a bundle that holds them."""
     open: Callable[[ExportedNetworks, torch.device], Networks]
-    """Opens them on a device; raises UserError where this runtime cannot run."""
+    """Opens them on a device; raises UserError if this runtime cannot run there."""
 
 
 def _open_onnx(exported: ExportedNetworks, device: torch.device) -> Networks:
@@ -43,7 +43,7 @@ def _open_onnx(exported: ExportedNetworks, device: torch.device) -> Networks:
 
 
 def _open_onnx_tensorrt(exported: ExportedNetworks, device: torch.device) -> Networks:
-    """ONNX Runtime with its TensorRT provider, which builds engines of the graphs as it loads them."""
+    """ONNX Runtime with its TensorRT provider, which builds engines when it loads the graphs."""
     from megadit.infer.runtimes.onnx import TENSORRT, OnnxNetworks
 
     return OnnxNetworks(exported, device, TENSORRT)
@@ -60,7 +60,7 @@ EXPORTED: dict[str, ExportedRuntime] = {
     "onnx_tensorrt": ExportedRuntime(folder="onnx", open=_open_onnx_tensorrt),
     "tensorrt": ExportedRuntime(folder="plan", open=_open_tensorrt),
 }
-"""Runtime -> how it opens the networks of a bundle; `torch` needs no export."""
+"""Name of a runtime -> its `ExportedRuntime`; `torch` needs no export."""
 
 
 def check_runtime(
@@ -76,8 +76,8 @@ def check_runtime(
     """The runtime of this name.
 
     Raises:
-        UserError: for an unknown name, settings that only torch has (an export has a precision of its own), and those
-            that need the whole network on one of `num_ranks`.
+        UserError: for an unknown name, settings that only torch has (an export has its own precision), and settings
+            that need the whole network on one rank.
     """
     choose_one(name, (TORCH, *EXPORTED), f"runtime {name!r} is unknown")
     if name != TORCH and compile:
@@ -98,8 +98,8 @@ def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
     """Open the description of a bundle's exported networks: their inputs, outputs and files.
 
     Raises:
-        UserError: if it has none of this kind, they are of other weights, or the export that built them was killed
-            before they were compared; names the command that makes them, where there is one.
+        UserError: if it has none of this kind, they were made from other weights, or the export was killed before it
+            verified them; the message names the command that makes them.
     """
     exported = ExportedNetworks.open(bundle.path / EXPORTED[runtime].folder, weights_checksum(bundle))
     if exported.directory.name == "plan" and "tensorrt" not in bundle.manifest.get("export", {}):
@@ -109,7 +109,7 @@ def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
 
 
 def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:
-    """Conditionings that the network supports: those of its training, where it was exported with inputs for them."""
+    """Conditionings that the network supports: those it was trained with, if it was exported with inputs for them."""
     if runtime == TORCH:
         return bundle.conditionings
     names = {tensor.name for tensor in open_exported(bundle, runtime).network("denoiser").inputs}
@@ -117,7 +117,7 @@ def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:
 
 
 def adapter_inputs(bundle: Bundle, runtime: str) -> AdapterInputs | None:
-    """Inputs for adapters that a bundle's denoiser was exported with; None where it has none.
+    """Adapter inputs that a bundle's denoiser was exported with; None if it has none.
 
     Raises:
         UserError: if it was not exported for `runtime`.
@@ -127,7 +127,7 @@ def adapter_inputs(bundle: Bundle, runtime: str) -> AdapterInputs | None:
 
 
 def weights_checksum(bundle: Bundle) -> str:
-    """Checksum of the weights that an export was made from: the SHA-256 of each network's."""
+    """Checksum of the weights that an export was made from: the SHA-256 of each network."""
     files = bundle.manifest["files"]
     return " ".join(files[f"{network}/model.safetensors"]["sha256"] for network in bundle.networks)
 
@@ -145,11 +145,13 @@ def load_denoiser(
     context_parallel: int = 1,
     ranks: DevicePlacement | None = None,
 ) -> Denoiser:
-    """Load the denoiser of a bundle, by options that `check_runtime` passed; `resident_blocks` offloads all blocks but
-    so many and one more, `ranks` hold the weights in place of this process.
+    """Load the denoiser of a bundle, with options that passed `check_runtime`.
+
+    `resident_blocks` K keeps K + 1 blocks on the device and offloads the others; with `ranks`, these processes hold the
+    weights instead of this one.
 
     Raises:
-        UserError: if it was not exported for `runtime`, or `runtime` does not run here; if ranks cannot share it.
+        UserError: if it was not exported for `runtime`, `runtime` does not run here, or ranks cannot share it.
     """
     if ranks is not None:
         of_ranks = {"runtime": runtime, "compile": compile, "resident_blocks": resident_blocks}
@@ -162,7 +164,7 @@ def load_denoiser(
         names = DENOISERS[: len(bundle.networks)]
         return as_one([ExportedDenoiser(networks, slots, name) for name in names], bundle.boundary)
     if cuda_graphs or resident_blocks is not None or tensor_parallel * context_parallel > 1:
-        check_transformer(bundle, "its kernels are not recorded, its parts take no turns, and no ranks share it")
+        check_transformer(bundle, "it does not support CUDA graphs, block offloading and several ranks")
     options = {"device": device, "dtype": dtype, "compile": compile}
     sizes = {"tensor": tensor_parallel, "context": context_parallel}
 
@@ -194,7 +196,7 @@ def _load_whole(
 def with_exported_networks(
     tokenizer: VideoTokenizer, bundle: Bundle, runtime: str, device: torch.device
 ) -> VideoTokenizer:
-    """`tokenizer`, its networks under `runtime` where they were exported."""
+    """`tokenizer`, with its networks under `runtime` if they were exported."""
     if runtime == TORCH or "video_decoder" not in (exported := open_exported(bundle, runtime)).settings["networks"]:
         return tokenizer
     return ExportedTokenizer(_open(bundle, runtime, device), tokenizer, exported.network("video_encoder").axes)
@@ -203,7 +205,7 @@ def with_exported_networks(
 def with_exported_text_network(
     text_encoder: TextEncoder, bundle: Bundle, runtime: str, device: torch.device
 ) -> TextEncoder:
-    """`text_encoder` on `device`, its network under `runtime` where it was exported; loaded when a text is first
+    """`text_encoder` on `device`, with its network under `runtime` if it was exported; loaded when a text is first
     encoded."""
     text_encoder = on_device(text_encoder, device)
     if runtime == TORCH or "text_encoder" not in open_exported(bundle, runtime).settings["networks"]:

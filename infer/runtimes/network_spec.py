@@ -1,6 +1,6 @@
-"""Inputs and outputs of an exported network: the one description that graphs, engines and runtimes are checked against.
+"""Inputs and outputs of an exported network: graphs, engines and runtimes are checked against this description.
 
-It is written beside the files (`settings.json`), so that a copied folder explains itself.
+It is written next to the files (`settings.json`), so that a copied folder is complete.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ CONDITIONING_INPUTS = ("clean", "is_clean", "times")
 CHANNEL_INPUTS = ("clean", "is_clean", "image")
 """Inputs of denoisers with conditioning in extra channels; `image` only where they read features of images."""
 DENOISERS = ("denoiser", "low_noise_denoiser")
-"""The first of a bundle's networks, and the second of those that have two (`Bundle.networks`)."""
+"""The network of a bundle (or its high-noise expert), and the low-noise expert (`Bundle.networks`)."""
 TOWERS = ("image_tower", "text_tower")
-"""Networks of a model that matches images and texts."""
+"""Networks of a CLIP model."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("tokens", "mask"),
     **dict.fromkeys(
@@ -32,8 +32,8 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "image_tower": ("x",),
     "text_tower": ("tokens", "length"),
 }
-"""Names of the inputs of each exported network, in order; a network has those of its `NetworkSpec`. Inputs for adapters
-come after them (`models/lora/inputs.py`)."""
+"""Names of the inputs of each exported network, in order; a network has those of its `NetworkSpec`. Adapter inputs come
+after them (`models/lora/inputs.py`)."""
 OUTPUTS = {
     "text_encoder": "features",
     **dict.fromkeys(DENOISERS, "x0"),
@@ -48,12 +48,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """A side whose size is open: min <= size <= max, and size = offset + a multiple of step."""
+    """Dynamic axis: min <= size <= max, and size = offset + a multiple of step."""
 
     name: str
     min: int
     opt: int
-    """The size to be fastest at."""
+    """The size to optimize for."""
     max: int
     step: int = 1
     offset: int = 0
@@ -67,7 +67,7 @@ class Axis:
                 raise UserError(f"{self.name}: {size} must be {rule}")
 
     def nearest(self, size: int) -> int:
-        """The admitted size nearest to one that is a multiple of `step` beyond `offset`."""
+        """The nearest size that `admits`."""
         return min(max(size, self.min), self.max)
 
     def admits(self, size: int) -> bool:
@@ -80,12 +80,12 @@ class TensorSpec:
     dtype: str
     """Name of the dtype in torch and numpy."""
     axes: tuple[Axis | int, ...]
-    """Open sides, and the sizes of fixed ones."""
+    """Dynamic axes, and the sizes of fixed ones."""
     below: int | None = None
     """Number of valid values, for indices."""
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
-        """Return the shape with these sizes of the open sides."""
+        """Return the shape with these sizes of the dynamic axes."""
         return tuple(axis if isinstance(axis, int) else sizes[axis.name] for axis in self.axes)
 
     def shape_at(self, extreme: Extreme) -> Shape:
@@ -104,19 +104,19 @@ class NetworkSpec:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """The open sides of all inputs, by name."""
+        """The dynamic axes of all inputs, by name."""
         return {axis.name: axis for tensor in self.inputs for axis in tensor.axes if isinstance(axis, Axis)}
 
     def check(self, shapes: Mapping[str, Shape], rebuild: str) -> None:
-        """Refuses inputs outside of what was exported; `rebuild` says what to do then.
+        """Refuses sizes that were not exported; `rebuild` is the remedy in the message.
 
         Raises:
-            UserError: names the tensor and the side.
+            UserError: the message names the tensor and the axis.
         """
         for tensor in self.inputs:
             for place, (axis, size) in enumerate(zip(tensor.axes, shapes[tensor.name], strict=True)):
                 if isinstance(axis, int) and axis != size:
-                    raise UserError(f"{self.name}: side {place} of {tensor.name} is {size}, not {axis}")
+                    raise UserError(f"{self.name}: axis {place} of {tensor.name} is {size}, not {axis}")
                 if isinstance(axis, Axis) and not axis.admits(size):
                     raise UserError(
                         f"{self.name}: {axis.name} is {size} in {tensor.name}, but was exported for {axis.min} to "
@@ -150,7 +150,7 @@ class ExportedNetworks:
 
     @classmethod
     def open(cls, directory: Path, source: str) -> "ExportedNetworks":
-        """Reads the folder's settings; `source` is the checksum of the weights that it must be made from.
+        """Reads the folder's settings; `source` is the checksum of the weights that it must have been made from.
 
         Raises:
             UserError: if there is no such folder, a newer version wrote it, or it was made from other weights.

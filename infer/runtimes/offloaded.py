@@ -1,8 +1,8 @@
 """Block offloading: weights of most blocks stay on the host and are copied in before use.
 
-At most `resident` blocks and one more have weights at any time: those that stay, the one that computes, and the one
-that follows it, which is copied meanwhile. On a GPU they come from pinned memory of the host, in a stream of their own;
-on a CPU from the file. What is computed is the same to the last bit.
+At most `resident` + 1 blocks are on the device at any time: those that stay, the one that computes, and the next one,
+which is copied meanwhile. On a GPU they come from pinned host memory, in a separate stream; on a CPU from the file.
+Results are the same to the last bit.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +23,14 @@ Tensors = dict[str, Tensor]
 
 
 class OffloadedBlocks(BlockStack):
-    """Stack of blocks that hold no memory (on the meta device); called like the stack that it is made of."""
+    """Stack of blocks without memory (on the meta device); called like the original stack."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], fetch: Callable[[str], Tensors], resident: int) -> None:
         """`fetch` gives the weights of a block, on the device and in the precision of the computation."""
         super().__init__(dict(blocks.items()))
         self._fetch = fetch
         self._empty = {name: block.state_dict() for name, block in self.items()}
-        # the one that computes is among the residents, the one that follows beyond them
+        # the block that computes counts among the residents, the next one is the extra one
         stay, self._visitors = list(self)[: resident - 1], list(self)[resident - 1 :]
         for name in stay:
             self[name].load_state_dict(fetch(name), assign=True)
@@ -53,12 +53,12 @@ class OffloadedBlocks(BlockStack):
         self._coming = name, self._thread.submit(self._fetch, name)
 
     def _arrived(self, name: str) -> Tensors:
-        if self._coming is None or self._coming[0] != name:  # the first pass, or one that was broken off
+        if self._coming is None or self._coming[0] != name:  # the first pass, or an interrupted one
             self._ask_for(name)
         (_, weights), self._coming = self._coming, None
         tensors = weights.result()
         for tensor in tensors.values():
-            if tensor.is_cuda:  # it came in another stream, where its memory must not be given away too early
+            if tensor.is_cuda:  # copied in another stream, which must not reuse the memory too early
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensors
 
@@ -95,7 +95,7 @@ def load_offloaded_dit(directory: Path, *, device: torch.device, dtype: torch.dt
 
 
 def _reader(path: Path) -> Callable[[str], Tensor]:
-    """Reads a tensor of a safetensors file into memory of its own: of a mapped file, what was read once would stay."""
+    """Reads tensors of a safetensors file into new memory: a mapped file would keep what was read in memory."""
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         header = parse_json(file.read(start - 8).decode(), f"the header of {path}")
@@ -117,7 +117,7 @@ def _from_host(pinned: Mapping[str, Tensors], device: torch.device) -> Callable[
     def fetch(name: str) -> Tensors:
         with torch.cuda.stream(stream):
             tensors = {key: value.to(device, non_blocking=True) for key, value in pinned[name].items()}
-        stream.synchronize()  # this thread alone waits
+        stream.synchronize()  # only this thread waits
         return tensors
 
     return fetch

@@ -1,4 +1,4 @@
-"""Exported networks under ONNX Runtime, on the CPU or on a GPU by CUDA."""
+"""Exported networks under ONNX Runtime, on the CPU or on a CUDA GPU."""
 
 import os
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ TENSORRT = "TensorrtExecutionProvider"
 
 
 class OnnxNetwork:
-    """One graph in memory. Tensors are handed over where they lie: on a GPU nothing is copied to the host."""
+    """One graph in memory. Tensors are passed by address: on a GPU nothing is copied to the host."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class OnnxNetwork:
 
 
 class OnnxNetworks:
-    """The graphs of a folder `onnx/` by name, each loaded when it is first asked for.
+    """The graphs of a folder `onnx/` by name, each loaded at first use.
 
-    `provider` is the execution provider that comes before CUDA's or the CPU's; "" is none.
+    `provider` is the execution provider that comes before CUDA's or the CPU's; "" means none.
     """
 
     def __init__(self, exported: ExportedNetworks, device: torch.device, provider: str = "") -> None:
@@ -86,7 +86,7 @@ class OnnxNetworks:
 
 
 def tensorrt_options(spec: NetworkSpec) -> dict[str, str]:
-    """Options of ONNX Runtime's TensorRT provider: the contract's profile, and the cache of built engines."""
+    """Options of ONNX Runtime's TensorRT provider: the profile of the spec, and the cache of built engines."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megadit" / "tensorrt"
     options = {"trt_engine_cache_enable": "1", "trt_timing_cache_enable": "1", "trt_engine_cache_path": str(cache)}
     for extreme in ("min", "opt", "max"):
@@ -98,9 +98,9 @@ def tensorrt_options(spec: NetworkSpec) -> dict[str, str]:
 def open_session(
     path: Path | str, device: torch.device, *, prepack: bool = True, tensorrt: Mapping[str, str] | None = None
 ):
-    """A session of ONNX Runtime; without `prepack` weights stay in the mapped file, at some cost in speed.
+    """A session of ONNX Runtime; without `prepack` weights stay in the mapped file, which is slower.
 
-    `tensorrt` are the options of its TensorRT provider, which then computes what it can.
+    `tensorrt` are the options of its TensorRT provider, which then runs the nodes that it supports.
 
     Raises:
         UserError: if ONNX Runtime is missing, or has no provider for `device`.
@@ -120,12 +120,12 @@ def open_session(
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     options.add_session_config_entry("session.disable_prepacking", "0" if prepack else "1")
-    # without VNNI, sums of products of 8 bits would be cut off at 16 bits: by 2 % of a layer, where rounding costs 1 %
+    # without VNNI, int8 sums of products would saturate at 16 bits: an error of 2 % of a layer; rounding alone has 1 %
     options.add_session_config_entry("session.x64quantprecision", "1")
     of_gpu = {"device_id": device.index or 0}
     own = {TENSORRT: {**of_gpu, **(tensorrt or {})}, "CUDAExecutionProvider": of_gpu}
     settings = [own.get(name, {}) for name in providers]
-    # which moves the roundings of fp8 through transpositions that know no such type
+    # which moves fp8 quantization through transpositions that do not support that type
     disabled = ["QDQPropagationTransformer"]
     return onnxruntime.InferenceSession(
         str(path), options, providers=providers, provider_options=settings, disabled_optimizers=disabled

@@ -1,7 +1,8 @@
-"""A rank: a process that holds a denoiser, or its part of one, and does what `ranked.py` asks of it.
+"""A rank: a process that holds a denoiser, or its shard of one, and serves requests of `distributed.py`.
 
-Usage: python -m megadit.infer.runtimes.rank NUMBER, that of a connected socket. Questions and answers are pickled: both
-ends are ours, and nobody else has the socket. The rank ends with whoever holds the other end, whatever it is doing.
+Usage: python -m megadit.infer.runtimes.rank NUMBER, the file descriptor of a connected socket. Requests and responses
+are pickled: no other process has the socket. The rank ends when the other end of the socket closes, even while it
+computes.
 
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
 """
@@ -35,16 +36,15 @@ class Rank:
 
     denoiser: Denoiser | None = None
     reports: bool = True
-    """Whether it returns results: the ranks that share one call have the same."""
+    """Whether it returns results: the ranks of a device group have the same ones."""
     conditions: dict[int, Conditioning] = field(default_factory=dict)
-    """Conditions by the numbers that their owner gave them; what denoisers cache for conditions lives as long as these.
-    """
+    """Number of conditions -> the conditions; what denoisers cache for conditions lives as long as these."""
 
     def load(self, bundle: str, reports: bool, device: str, dtype: str, options: Mapping[str, Any]) -> None:
         """Loads the denoiser of a bundle (`load_denoiser`).
 
         Raises:
-            UserError: if there is none that runs here, or ranks cannot share it so.
+            UserError: if there is none that runs here, or ranks cannot share it this way.
         """
         self.reports = reports
         self.denoiser = load_denoiser(
@@ -54,8 +54,8 @@ class Rank:
     def denoise(
         self, x_BCTHW: Tensor, sigma_B: Tensor, number: int, condition: Conditioning | None, living: set[int]
     ) -> Tensor | None:
-        """Clean latents x0_BCTHW, float32, on the CPU. `condition` comes once, then `number` stands for it; others than
-        the `living` are forgotten."""
+        """Clean latents x0_BCTHW, float32, on the CPU. `condition` is sent once, later calls name it by `number`;
+        conditions that are not in `living` are dropped."""
         if condition is not None:
             self.conditions[number] = condition
         self.conditions = {kept: self.conditions[kept] for kept in self.conditions.keys() & living}
@@ -71,7 +71,7 @@ class Rank:
 
 
 def main() -> None:
-    """Answer until nobody is left who asks."""
+    """Serve requests until the connection ends."""
     connection, sending = Connection(int(sys.argv[1])), threading.Lock()
     questions, rank = queue.SimpleQueue(), Rank()
     threading.Thread(target=_receive, args=[connection, sending, questions], daemon=True).start()
@@ -89,8 +89,8 @@ def main() -> None:
 
 
 def _receive(connection: Connection, sending: threading.Lock, questions: queue.SimpleQueue) -> None:
-    """Thread beside the work, which may wait for another rank for ever: answers pings, and ends the process when the
-    connection ends."""
+    """Thread that answers pings, and ends the process when the connection ends: the work itself may wait for another
+    rank for ever."""
     while True:
         try:
             message = connection.recv_bytes()

@@ -1,6 +1,6 @@
-"""Sampling on several ranks: prompts dealt to replicas; the passes of guidance, tokens and matrices split.
+"""Sampling on several ranks under torchrun: replicas share the prompts; guidance passes, tokens, matrices are split.
 
-world = replicas x halves of guidance x context-parallel x tensor-parallel ranks, the last of them next to each other
+world = replicas x guidance passes x context-parallel x tensor-parallel ranks; tensor-parallel ranks are adjacent
 """
 
 import os
@@ -17,7 +17,7 @@ from megadit.models.megatron.interfaces import join_ranks
 from megadit.models.shared.errors import UserError
 
 PASSES = 2
-"""Ranks that guidance is split over."""
+"""Ranks that share the conditional and unconditional pass."""
 
 
 def world_size() -> int:
@@ -35,18 +35,18 @@ class Ranks:
     """Place of this process among those that were started together."""
 
     replica: int
-    """Index of its share of the jobs."""
+    """Index of its replica."""
     num_replicas: int
     writes: bool
-    """Whether it writes its replica's files: its peers hold the same videos."""
+    """Whether it writes its replica's files: the other ranks of the replica hold the same videos."""
     passes: ProcessGroup | None
-    """Ranks that guidance is split over."""
+    """Ranks that share the conditional and unconditional pass."""
 
     def mine(self, items: Sequence) -> list:
         return list(items[self.replica :: self.num_replicas])
 
     def gathered(self, mine: list) -> list | None:
-        """All items in the order that `mine` dealt them from, on the first process; None on the others."""
+        """All items in their original order (before `mine`), on the first process; None on the others."""
         if world_size() == 1:
             return mine
         parts = [None] * world_size() if is_first() else None
@@ -59,14 +59,14 @@ class Ranks:
 
 
 ALONE = Ranks(replica=0, num_replicas=1, writes=True, passes=None)
-"""A process without others, or one that works for all of them."""
+"""A single process."""
 
 
 def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
     """Joins the processes that torchrun started, and finds this one's place among them.
 
     Raises:
-        UserError: if they cannot be divided so.
+        UserError: if they cannot be divided this way.
     """
     shared, world = tensor * context, world_size()
     per_replica = shared * (PASSES if split_guidance else 1)
@@ -91,14 +91,14 @@ def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
 
 
 def finish() -> None:
-    """Waits for the processes that torchrun started, and leaves their groups: gloo aborts one that ends with them."""
+    """Waits for the processes that torchrun started, and destroys their groups, without which gloo aborts at exit."""
     if world_size() > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
 def _pass_group(rank: int, shared: int, world: int) -> ProcessGroup:
-    """The group of this rank and its counterpart: every process makes all groups, as torch wants it."""
+    """The group of this rank and its counterpart for guidance; torch requires that every process creates all groups."""
     own = None
     for replica_start in range(0, world, PASSES * shared):
         for place in range(replica_start, replica_start + shared):
@@ -109,9 +109,9 @@ def _pass_group(rank: int, shared: int, world: int) -> ProcessGroup:
 
 
 def split_over_ranks(group: ProcessGroup) -> Evaluate:
-    """Evaluate branches on the ranks of `group`, each its share; all get every answer.
+    """Evaluate branches on the ranks of `group`, each some of them; all ranks get all outputs.
 
-    A single branch is asked for by all: it costs no time, and spares the exchange.
+    A single branch is evaluated by all ranks, which needs no exchange.
     """
     rank, size = group.rank(), group.size()
 
@@ -133,7 +133,7 @@ def split_over_ranks(group: ProcessGroup) -> Evaluate:
 
 
 def device_name(name: str) -> str:
-    """Device of a process among several that names none: the GPU of its number on its machine."""
+    """Device of one of several processes if none is named: the GPU of its local rank."""
     if name == "auto" and world_size() > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return name

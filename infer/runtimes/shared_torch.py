@@ -1,4 +1,4 @@
-"""The denoiser in torch on several ranks, which share the network's matrices, the video's tokens, or both.
+"""Denoiser in torch on several ranks: tensor parallelism, context parallelism, or both.
 
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width, S video tokens, P patch dim, G segments.
 """
@@ -24,7 +24,7 @@ from megadit.models.storage.weights import load_config
 class ContextParallelDenoiser(AdaptableDenoiser):
     """D(x; sigma) by ranks that hold a CP shard of every video's tokens; they call it together and all get the result.
 
-    The batch travels as a pack, whose segments are cut evenly (`TokenMesh.span`).
+    The batch is a pack, whose segments are cut evenly (`TokenMesh.span`).
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class ContextParallelDenoiser(AdaptableDenoiser):
 
     @torch.no_grad()
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        """Clean latents x0 (float32, on `device`); inputs may be on any device."""
         x_BCTHW, sigma_B = x_BCTHW.to(self.device, torch.float32), levels_on(sigma_B.float(), self.device)
         conditioning = conditioning.to(self.device, self.dtype)
-        alike = _alike(conditioning)  # a pack has one scale of an adapter for all of its tokens
+        alike = _alike(conditioning)  # a pack has one scale of each adapter for all of its tokens
         if len(alike) == 1:
             self._scale_adapters(alike[0][0])
             return self._denoised(x_BCTHW, sigma_B, conditioning)
@@ -73,7 +73,7 @@ class ContextParallelDenoiser(AdaptableDenoiser):
 
 
 def _alike(conditioning: Conditioning) -> list[tuple[dict[str, float], list[int]]]:
-    """The scales of adapters that videos of a batch have, and the places of those that have them."""
+    """The distinct adapter scales in a batch, each with the indices of its videos."""
     names = list(conditioning.adapter_scale_B)
     if not names:
         return [({}, list(range(len(conditioning))))]
@@ -87,11 +87,11 @@ def _alike(conditioning: Conditioning) -> list[tuple[dict[str, float], list[int]
 def load_shared_denoiser(
     directory: Path, *, tensor: int, context: int, device: torch.device, dtype: torch.dtype, compile: bool
 ) -> TorchDenoiser | ContextParallelDenoiser:
-    """The denoiser by the network in `directory`, of which this rank holds its part; without a GPU, Megatron takes the
-    CPU for one.
+    """The denoiser by the network in `directory`, of which this rank holds its shard. Without a GPU, Megatron is
+    patched to use the CPU.
 
     Raises:
-        UserError: if the network does not divide so.
+        UserError: if the network cannot be divided this way.
     """
     from megadit.models.megatron import cpu_shim
 
@@ -101,9 +101,9 @@ def load_shared_denoiser(
 
     config = load_config(directory)
     if context > 1 and config.image_size is not None:
-        raise UserError("a network that reads features of images shares no tokens: leave cp_size, or use tp_size")
+        raise UserError("a network that reads image features does not support cp_size: leave it out, or use tp_size")
     if tensor > 1 and config.experts.num_experts:
-        raise UserError(f"tp_size={tensor} does not divide experts; share the tokens of a video with cp_size instead")
+        raise UserError(f"tp_size={tensor} does not divide mixture-of-experts layers; use cp_size instead")
     layout = ParallelSizes(tensor=tensor, context=context, context_comm="both")
     dit, groups = load_split_dit(directory, layout, device=device, dtype=dtype)
     of_torch = {"device": device, "dtype": dtype, "load": partial(load_split_adapter, groups=groups)}

@@ -1,4 +1,4 @@
-"""Exported networks as TensorRT engines: one stream, one block of memory for all, CUDA graphs for repeated shapes."""
+"""Exported networks as TensorRT engines: one stream and one workspace for all, CUDA graphs for repeated shapes."""
 
 import threading
 import warnings
@@ -17,8 +17,8 @@ Shapes = tuple[Shape, ...]
 
 
 class Engines:
-    """The engines of a folder `plan/`. They run one after another, and so share their working memory and their stream:
-    a thread that decodes waits for one that samples."""
+    """The engines of a folder `plan/`. They run one after another in one stream and share their workspace: a thread
+    that decodes waits for one that samples."""
 
     def __init__(self, exported: ExportedNetworks, device: torch.device) -> None:
         import tensorrt as trt
@@ -49,7 +49,7 @@ class Engines:
         return self._engines[name]
 
     def memory(self) -> Tensor:
-        """The block that the engines work in, uint8 [bytes]."""
+        """Workspace of the engines, uint8 [bytes]."""
         return self._memory
 
     def new_context(self, engine):
@@ -63,7 +63,7 @@ class Engines:
 
 
 class Engine:
-    """One network. A shape that is asked for again is captured as a CUDA graph: no launches from the host."""
+    """One network. A shape that is used again is captured as a CUDA graph."""
 
     def __init__(self, engines: Engines, engine, spec: NetworkSpec, rebuild: str) -> None:
         self.engine = engine
@@ -73,7 +73,7 @@ class Engine:
         self.forget()
 
     def forget(self) -> None:
-        """Drops the captured graph, which is bound to memory that has gone."""
+        """Drops the captured graph, which is bound to freed memory."""
         self._shapes: Shapes | None = None
         self._buffers: dict[str, Tensor] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -141,7 +141,7 @@ class Engine:
 
     def _execute(self) -> None:
         if not self._context.execute_async_v3(torch.cuda.current_stream(self._engines.device).cuda_stream):
-            raise UserError(f"the engine of {self._spec.name} failed; its messages stand above")
+            raise UserError(f"the engine of {self._spec.name} failed; see its messages above")
 
 
 _opened: WeakValueDictionary[tuple[Path, str], Engines] = WeakValueDictionary()
@@ -149,10 +149,11 @@ _opened: WeakValueDictionary[tuple[Path, str], Engines] = WeakValueDictionary()
 
 
 def open_engines(exported: ExportedNetworks, device: torch.device) -> Engines:
-    """The engines of a bundle, loaded when asked for.
+    """The engines of a bundle, loaded at first use.
 
     Raises:
-        UserError: without TensorRT or a GPU, or for engines of another GPU or version; names the command to rebuild.
+        UserError: without TensorRT or a GPU, or for engines of another GPU or version; the message names the command to
+            rebuild.
     """
     try:
         import tensorrt as trt
@@ -171,14 +172,14 @@ def open_engines(exported: ExportedNetworks, device: torch.device) -> Engines:
 
 
 def check_engine(exported: ExportedNetworks, version: str, gpu: str, capability: tuple[int, int]) -> None:
-    """Refuses engines that were built for another machine than this one.
+    """Refuses engines that were built for another GPU or version.
 
     Raises:
-        UserError: names what differs and the command that builds them anew.
+        UserError: the message names the difference and the command to rebuild.
     """
     engine = exported.settings["engine"]
     if engine["tensorrt"] != version and not engine["version_compatible"]:
-        raise UserError(f"these engines are of TensorRT {engine['tensorrt']}, not {version}; {_rebuild(exported)}")
+        raise UserError(f"these engines need TensorRT {engine['tensorrt']}, not {version}; {_rebuild(exported)}")
     if engine["hardware_compatible"] and tuple(capability) >= (8, 0):
         return
     if engine["compute_capability"] != list(capability):

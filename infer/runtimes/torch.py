@@ -25,14 +25,14 @@ DTYPES = {
     "fp16": torch.float16,
 }
 CACHE_BYTES = 2**28
-"""Memory for what is computed once for all noise levels of a batch: most of it are keys and values of the text."""
+"""Memory for values computed once for all noise levels of a batch, mostly keys and values of the text."""
 
 
 class AdaptableDenoiser:
-    """Denoiser by torch with adapters that come and go; conditions hold the scale of each for each video."""
+    """Denoiser in torch with adapters that are attached and detached; conditions hold their scales for each video."""
 
     def __init__(self, dit: SavedNetwork, load: Callable[..., None] = load_adapter) -> None:
-        """`load` is `lora.adapters.load_adapter`, or does the same for a network that ranks share."""
+        """`load` is `lora.adapters.load_adapter`, or the same for a network that ranks share."""
         self.dit = dit
         self._load = load
         self._adapters: list[str] = []
@@ -63,17 +63,17 @@ class Prepared(NamedTuple):
     conditioning: Conditioning
     """Conditioning on the network's device, in its precision."""
     layout: DenseLayout | None
-    """Layout, which caches what is computed of the conditions."""
+    """Layout, which caches values computed from the conditions."""
     scales: dict[str, float | Tensor]
-    """Scales of its adapters, as `set_scale` takes them."""
+    """Scales of its adapters, for `set_scale`."""
 
 
 class TorchDenoiser(AdaptableDenoiser):
-    """D(x; sigma) by torch: the network in `dtype`, without autocast; its preconditioning in float32.
+    """D(x; sigma) by torch: the network in `dtype`, without autocast; its parameterization in float32.
 
-    Takes `dit` over: it is moved and cast in place. `compile` compiles it (torch.compile) at the first call, with sizes
-    left open, so that another batch or video size takes no second compilation. What depends on conditions and sizes
-    alone is kept as long as the `Conditioning` lives (not where it is compiled: the graph computes it).
+    `dit` is moved and cast in place. `compile` compiles it (torch.compile) at the first call, with dynamic sizes, so
+    that another batch or video size needs no second compilation. Values that depend only on conditions and sizes are
+    cached as long as the `Conditioning` lives (not in a compiled network, whose graph computes them).
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class TorchDenoiser(AdaptableDenoiser):
             self._denoiser.compile(dynamic=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is compiled anew."""
+        """A copy is compiled again."""
         self.__dict__.update(state)
         if self._is_compiled:
             self._denoiser.compile(dynamic=True)
 
     @torch.no_grad()  # not inference_mode: what the network caches for a layout must stay usable in training
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        """Clean latents x0 (float32, on `device`); inputs may be on any device."""
         here, layout, scales = self._prepared(conditioning, x_BCTHW.shape[2:])
         self._scale_adapters(scales)
         return self._denoiser(x_BCTHW.to(self.device), levels_on(sigma_B, self.device), here, layout)
@@ -120,15 +120,15 @@ class TorchDenoiser(AdaptableDenoiser):
 
 
 def _scale(scale_B: Tensor) -> float | Tensor:
-    """A number where all videos of a batch have the same: 0 is then the base to the last bit."""
+    """A number if all videos of a batch have the same scale: with 0, the result is the base's to the last bit."""
     return scale_B[0].item() if (scale_B == scale_B[0]).all() else scale_B
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name; `auto` is the GPU where there is one, else the CPU.
+    """The device of this name; `auto` is the GPU if there is one, else the CPU.
 
     Raises:
-        UserError: for an unknown name, or a GPU that is not there.
+        UserError: for an unknown name, or a missing GPU.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

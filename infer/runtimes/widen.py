@@ -1,6 +1,6 @@
-"""bfloat16 graphs where ONNX Runtime has no bfloat16 kernels (on CPUs): the same graph in float32.
+"""Converts bfloat16 graphs to float32 where ONNX Runtime has no bfloat16 kernels (on CPUs).
 
-Every weight keeps its value exactly; only the rounding of results to bfloat16 is left out.
+Every weight keeps its exact value; only the rounding of results to bfloat16 is left out.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,7 @@ import numpy as np
 
 @contextmanager
 def widened(path: Path, scratch: Path | None = None) -> Iterator[Path]:
-    """A copy in float32, which lasts as long as the context; it is written into `scratch`, or beside other files
-    that do not last."""
+    """Context with a copy in float32, which is written into `scratch` or the folder for temporary files."""
     import onnx_ir as ir
 
     model = ir.load(path)
@@ -41,7 +40,7 @@ def widened(path: Path, scratch: Path | None = None) -> Iterator[Path]:
 
 
 def _float32(tensor, name: str | None):
-    """Read when it is written, one at a time."""
+    """The tensor in float32, which is converted only when it is written, to hold one at a time in memory."""
     import onnx_ir as ir
 
     return ir.LazyTensor(

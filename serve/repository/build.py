@@ -90,7 +90,7 @@ def build_repository(
     check_replaceable(path, [MODEL])
     scheduling = scheduling or Scheduling()
     if scheduling.tp_size * scheduling.cp_size > 1:
-        check_transformer(bundle, "no ranks share it; leave out --tp_size and --cp_size")
+        check_transformer(bundle, "it does not support several ranks; leave out --tp_size and --cp_size")
     folder = None if adapters is None else _adapter_folder(adapters, bundle, runtime, scheduling)
     learnt = _students(students, runtime)
     info = service_info(bundle, bundle.defaults, limits, runtime, folder)

@@ -66,7 +66,7 @@ def test_a_service_without_a_judge_refuses(pipeline, bundle_dir):
 
 
 @pytest.mark.parametrize(
-    ("program", "message"), [("x = 1", "defines no function judge"), ("1 / 0", "scorer.py fails: ZeroDivisionError")]
+    ("program", "message"), [("x = 1", "defines no function score"), ("1 / 0", "scorer.py fails: ZeroDivisionError")]
 )
 def test_programs_that_are_no_judge(program, message, tmp_path):
     with pytest.raises(UserError, match=message):

@@ -223,7 +223,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_that_cannot_be_laid_out_so_are_refused(bundle_dir):
-    with pytest.raises(UserError, match="3 ranks cannot be divided into shares of 2 x 1"):
+    with pytest.raises(UserError, match="3 ranks cannot be divided into device groups of 2 x 1"):
         DevicePlacement(devices=("cpu",) * 3, tensor=2)
 
 
