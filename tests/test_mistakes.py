@@ -135,7 +135,7 @@ MISTAKES = {
     # info, doctor
     "info nowhere": "nowhere does not exist; give a bundle, an adapter, a run, a checkpoint or a data set",
     "info notes.txt": "notes.txt is neither a bundle nor a dataset",
-    "info key.yaml": "key.yaml is no blend of data sets: `splits:` with a `path:`",
+    "info key.yaml": "key.yaml is not a blend of data sets: `splits:`, each with a `path:`",
     "info bundle --html page.html": "training run or a dataset, and bundle is neither; leave it out",
     "doctor --nproc 2": "--nproc=2 needs --distributed",
     # serve

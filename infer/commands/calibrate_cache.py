@@ -1,4 +1,4 @@
-"""`megadit calibrate-cache`: measures which denoiser calls can be spared, and stores the plan in the bundle.
+"""`megadit calibrate-cache`: measures which denoiser calls can be cached, and stores the plan in the bundle.
 
 `megadit check-cache` measures how well a stored plan keeps its budget on other prompts.
 """
@@ -26,33 +26,33 @@ from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.progress import Progress
 
 NUM_DISTRIBUTED = 8
-"""Videos by which the calls are ranked: the error of skipping each."""
+"""Number of videos that rank the calls by the error of skipping each."""
 NUM_ROUNDS = 3
 MARGIN = 0.85
-"""Share of the budget that the videos of the calibration may use, which leaves a margin for later ones."""
+"""Fraction of the budget that calibration may use, which leaves a margin for other videos."""
 FEWEST_VIDEOS = 16
 _OF_GENERATING = (
     *("runtime", "sequential_guidance", "offload_text_encoder", "cuda_graphs", "resident_blocks", "overlap_decoding"),
     *("dry_run", "device_memory", "even_if_too_large"),
     *("tokenizer_model", "t5_cache_dir", "tp_size", "cp_size", "cfg_parallel", "guardrail_dir"),
 )
-"""Options that would make the measured videos with other components, or in other processes."""
+"""Options that would use other components, or other processes."""
 
 Sample = Callable[[int, Sequence[int]], Tensor]
-"""(number of videos, calls to skip) -> the latents, or the frames, of the first so many."""
+"""(number of videos, calls to skip) -> the latents, or the frames, of the first of them."""
 Errors = Callable[[Tensor, Tensor], Tensor]
 """(sampled, exact) -> the error of each video."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Videos of the same settings, which can be made with any calls skipped."""
+    """Videos of the same settings, which can be sampled with any calls skipped."""
 
     options: GenerateOptions
     bundle: Bundle
     settings: SamplingSettings
     places: tuple[Any, ...]
-    """Conditioning media of each video, and their places (`given.places_of`)."""
+    """Places of the conditioning media, equal for all videos (`items.places_of`)."""
     num_videos: int
     num_calls: int
     """Denoiser calls of a video without the cache."""
@@ -61,10 +61,10 @@ class Trial:
 
 
 def calibrate(trial: Trial, bar: Progress) -> CachePlan:
-    """A plan that keeps every video within the budget, as long as a greedy search finds one.
+    """A plan that keeps every video within the budget, found by a greedy search.
 
-    In each of `NUM_ROUNDS`, the calls left are ranked by what sparing each of them costs beside those chosen before,
-    and as many of the cheapest are added as the budget allows (by bisection).
+    In each of `NUM_ROUNDS`, the remaining calls are ranked by the error of skipping each in addition to those chosen
+    before, and as many of the cheapest are added as the budget allows (by bisection).
     """
     exact = trial.sample(trial.num_videos, ())
     num_distributed, budget = min(NUM_DISTRIBUTED, trial.num_videos), trial.settings.cache_budget
@@ -99,7 +99,7 @@ def calibrate(trial: Trial, bar: Progress) -> CachePlan:
 
 
 def relative_errors(latents_BCTHW: Tensor, exact_BCTHW: Tensor) -> Tensor:
-    """||latents - exact|| / ||exact|| of each video, [B], for as many as there are."""
+    """||latents - exact|| / ||exact|| of each video, [B]; `exact` may have more videos."""
     exact_BCTHW = exact_BCTHW[: len(latents_BCTHW)]
     return (latents_BCTHW - exact_BCTHW).flatten(1).norm(dim=1) / exact_BCTHW.flatten(1).norm(dim=1)
 
@@ -121,12 +121,12 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
     """Read the command line of a calibration, whose options are those of `megadit generate`.
 
     Raises:
-        UserError: for options that do not belong to one set of settings, or to no cache; for too few videos.
+        UserError: for different settings, options that do not apply, and too few videos.
     """
     options = parse(argv, verb)
     refuse(
         not options.settings.cache_budget,
-        "give --cache_budget: the relative error of latents to stay within, such as 0.02",
+        "give --cache_budget: the largest relative error of latents, such as 0.02",
     )
     refuse(
         (options.cache_measure == "lpips") != bool(options.lpips_weights),
@@ -134,7 +134,7 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
     )
     for name in _OF_GENERATING:
         is_set = getattr(options, name) != getattr(GenerateOptions(), name)
-        refuse(is_set, f"--{name} is for `megadit generate`: the bundle's own parts are measured; leave it out")
+        refuse(is_set, f"--{name} is for `megadit generate`: the bundle's own components are measured; leave it out")
     refuse(
         options.signing != SigningOptions(),
         "--c2pa_certificate signs files, and this command writes none: leave it out",
@@ -185,7 +185,7 @@ def _conditioning_of(
     """Return the conditioning media of each video, and their places, which must be equal for all.
 
     Raises:
-        UserError: for what does not fit the video, and for places that differ.
+        UserError: for media that do not fit the video, and for places that differ.
     """
     target = Target.of(settings, bundle.config, bundle.load_tokenizer())
     media = load_media(specs)
@@ -232,7 +232,7 @@ def _check(argv: list[str]) -> None:
 
 def _saved(plan: CachePlan) -> str:
     share = len(plan.skipped) / plan.num_calls
-    return f"{len(plan.skipped)} of {plan.num_calls} calls are spared ({share:.0%})"
+    return f"{len(plan.skipped)} of {plan.num_calls} calls are cached ({share:.0%})"
 
 
 def _name(plan: CachePlan) -> tuple[dict, float, Measure]:

@@ -1,9 +1,8 @@
-"""Check, in a process of its own, of whether a file that somebody sent is an adapter of a network.
+"""Checks in a separate process whether an uploaded file is an adapter of a network.
 
     python -m megadit.infer.commands.check_adapter FILE < what.json       {"network": ..., "base": FINGERPRINT, ...}
 
-prints JSON: {"error": null}, or what is wrong in one line. Nothing but safetensors is read; what a file does to this
-process is its end alone.
+It prints JSON: {"error": null}, or a message of one line. Only safetensors is read; a crash ends only this process.
 """
 
 import json
@@ -22,26 +21,26 @@ from megadit.models.storage.weights import config_from_dict
 
 _PROCESSOR_SECONDS = 60
 _LEAST_CLAIM = 19
-"""Niceness of the check: whoever else waits for a core comes first."""
+"""Niceness of the check, so that other work comes first."""
 _MOST_TENSORS = 20_000
-"""Most tensors of a file: some five times as many as an adapter of every linear of the largest network has."""
+"""Most tensors of a file, about five times those of an adapter for every linear of the largest network."""
 
 
 def problem_of(
     path: Path, network: dict[str, Any], base: str, slots: dict[str, Any] | None = None, max_rank: int | None = None
 ) -> str | None:
-    """Return why this is no adapter of the network of this configuration and these weights; None: it is one.
+    """Return why this is not an adapter of the network with this configuration and weights; None if it is one.
 
-    An adapter that does not say to which weights it belongs is one of any. `base` has the fingerprints of one network
-    or of two. `slots` are the room that the network was
-    exported with (`AdapterInputs`), `max_rank` the highest rank that the service takes.
+    An adapter without a fingerprint of its base fits any weights. `base` has the fingerprints of the network, or of two
+    experts. `slots` are the network's adapter inputs, if it was exported (`AdapterInputs`); `max_rank` is the highest
+    rank that the service supports.
     """
     try:
         opened = open_adapter(path)
         if len(opened.source.stored) > _MOST_TENSORS:
             return f"the file has {len(opened.source.stored):,} tensors; {_MOST_TENSORS:,} is the most"
         if max_rank is not None and (rank := adapter_size(path)[0]) > max_rank:
-            return f"the adapter has rank {rank}; this service takes up to {max_rank}"
+            return f"the adapter has rank {rank}; this service supports up to {max_rank}"
         if opened.base is not None and opened.base not in base.split():
             return f"the adapter was trained with other weights ({opened.base}) than this service's ({base})"
         if sigmas := check_asked(opened.defaults, "the file asks for settings: ").get("sigmas"):

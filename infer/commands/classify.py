@@ -1,10 +1,10 @@
-"""`megadit classify`: classifies pictures by the bundle of a classifier (ViT) or of a CLIP model.
+"""`megadit classify`: classifies pictures with a ViT, or with a CLIP model and any labels.
 
     megadit classify vit cat.png dog.jpg
     megadit classify vit pictures/ --labelled --out labels.json    # pictures/CLASS/*.png: also the accuracy
     megadit classify clip cat.png --labels "a cat" "a dog"         # CLIP: any labels
 
-Pictures are cropped to the middle in the network's shape and resized; of a video its middle frames are seen.
+Pictures are centre-cropped to the network's aspect ratio and resized; of a video, the middle frames are used.
 
 Shapes: N pictures, T/H/W frames, height, width, C colours, K classes.
 """
@@ -38,15 +38,13 @@ class ClassifyOptions:
     bundle: str = setting(help="bundle of a classifier, or the folder of its run", positional=True, metavar="BUNDLE")
     pictures: Sequence[Path] = setting(help="pictures, videos, and folders of them", positional=True, metavar="PICTURE")
     top: int = setting(3, "classes to list for each picture (default: {default})", low=1)
-    labels: Sequence[str] | None = setting(
-        None, "candidate labels, for a bundle that matches texts (CLIP)", metavar="LABEL"
-    )
+    labels: Sequence[str] | None = setting(None, "candidate labels, for the bundle of a CLIP model", metavar="LABEL")
     prompts: Sequence[str] = setting(
         USUAL_PROMPTS,
-        "templates of texts, in which {{}} is the label; features are averaged (default: {default})",
+        "prompt templates, with {{}} for the label; their features are averaged (default: {default})",
         metavar="PROMPT",
     )
-    labelled: bool = setting(False, "take the folder of a picture for its class, and also report the accuracy")
+    labelled: bool = setting(False, "use the name of a picture's folder as its class, and report the accuracy")
     out: Path | None = setting(None, "also write all results to this file", metavar="FILE.json")
     batch_size: int = setting(32, "pictures at once (default: {default})", low=1)
     runtime: str = setting(TORCH, "runtime of the network (default: {default})", choices=(TORCH, *EXPORTED))
@@ -54,7 +52,7 @@ class ClassifyOptions:
 
 
 class Classifier:
-    """Pictures to the probabilities of their classes; called alike under every runtime."""
+    """Maps pictures to class probabilities; the same interface for every runtime."""
 
     def __init__(
         self,
@@ -65,18 +63,18 @@ class Classifier:
         runtime: str = TORCH,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Loads the network; `labels` and `prompts` are for one that matches texts, which has no classes of its own.
+        """Loads the network; `labels` and `prompts` are for a CLIP model.
 
         Raises:
-            UserError: for a bundle of another kind, of a network without classes, or not exported for `runtime`.
+            UserError: for a bundle of another kind, without classes, or not exported for `runtime`.
         """
         self.most: int | None = None
-        """Pictures that it takes at once; None: any number."""
+        """Most pictures in one call; None: any number."""
         if bundle.kind == "clip":
             self._of_labels(Matcher(bundle, runtime=runtime, device=device), labels, prompts)
             return
         if labels is not None:
-            raise UserError(f"{bundle.path} has classes of its own: leave out --labels")
+            raise UserError(f"{bundle.path} has its own classes: leave out --labels")
         self.config, device = bundle.config, torch.device(device)
         if runtime == TORCH:
             network = bundle.load_classifier(device)
@@ -97,17 +95,17 @@ class Classifier:
         return self._logits(clips).float().softmax(-1).cpu()
 
     def _of_labels(self, matcher: Matcher, labels: Sequence[str] | None, prompts: Sequence[str]) -> None:
-        """Classify by labels, which are texts: the nearest is the likeliest."""
+        """Classify by the similarity to texts of the labels."""
         if not labels:
-            raise UserError("a network that matches texts has no classes of its own: give --labels")
+            raise UserError("a CLIP model has no classes: give --labels")
         if not all("{}" in prompt for prompt in prompts):
-            raise UserError(f"--prompts {' '.join(map(repr, prompts))}: each needs {{}}, where the label stands")
+            raise UserError(f"--prompts {' '.join(map(repr, prompts))}: each needs {{}} for the label")
         self.names, self.most = tuple(labels), matcher.most
         labels_KE = matcher.labels(self.names, prompts)
         self._logits = lambda clips: matcher.scale * matcher.pictures(clips) @ labels_KE.T
 
     def _exported(self, networks: Any) -> Any:
-        """The graph as the network that it stands for."""
+        """The exported graph as a function of latents."""
         return lambda x_BCTHW: networks["classifier"]({"x": x_BCTHW}, (len(x_BCTHW), self.config.num_classes))
 
 
@@ -117,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
-    options = read_options(ClassifyOptions, argv, prog="megadit classify", description="Names what pictures show.")
+    options = read_options(ClassifyOptions, argv, prog="megadit classify", description="Classifies images.")
     classifier = Classifier(
         open_any_bundle(options.bundle),
         labels=options.labels,
@@ -144,7 +142,7 @@ def _run(argv: list[str]) -> None:
 
 
 def accuracy(probability_NK: Tensor, class_N: Tensor, top: int) -> dict[str, tuple[float, float, float]]:
-    """{"top-1", "top-N": (share of pictures whose class is among the likeliest so many, and its 95 % interval)}."""
+    """Accuracy, {"top-1", "top-N": (fraction of pictures whose class is among the top 1 or N, its 95 % interval)}."""
     found = {}
     for count in sorted({1, min(top, probability_NK.shape[1])}):
         is_among_N = (probability_NK.topk(count).indices == class_N[:, None]).any(-1)
@@ -157,13 +155,13 @@ def _label(path: Path, names: Sequence[str]) -> int:
     """Class of a picture, by the name of its folder.
 
     Raises:
-        UserError: if the network knows no such class.
+        UserError: if the network has no such class.
     """
     folder = path.parent.name.replace("_", " ").lower()
     for index, synonyms in enumerate(names):
         if folder in (name.strip().lower() for name in synonyms.split(",")):
             return index
-    raise UserError(f"{path}: {path.parent.name!r} is not a class of this network; --labelled takes folders of classes")
+    raise UserError(f"{path}: {path.parent.name!r} is not a class of this network; --labelled needs folders of classes")
 
 
 if __name__ == "__main__":

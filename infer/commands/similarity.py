@@ -1,11 +1,10 @@
 """`megadit similarity`: scores image-text similarity with the bundle of a CLIP model.
 
     megadit similarity clip cat.png "a cat" "a dog"           # the similarity of each text
-    megadit similarity clip pictures/ "a cat"                 # of all pictures in a folder
-    megadit similarity clip pictures/ --out recall.json       # cat.png with cat.txt beside it: who finds whom
+    megadit similarity clip pictures/ "a cat"                 # all pictures in a folder
+    megadit similarity clip pictures/ --out recall.json       # cat.png with cat.txt next to it: retrieval recall
 
-Without texts those beside the pictures are theirs: the share of pictures and of texts that find their own among the
-1, 5 and 10 nearest.
+Without texts, each picture's own text file is read, and recall at 1, 5 and 10 is reported in both directions.
 """
 
 import sys
@@ -31,7 +30,7 @@ from megadit.models.shared.files import write_json
 
 COUNTS = (1, 5, 10)
 MOST_TEXT = 1 << 16
-"""Bytes of a text beside a picture."""
+"""Most bytes of a picture's text file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +38,7 @@ class SimilarityOptions:
     bundle: str = setting(help="bundle of a CLIP model, or the folder of its run", positional=True, metavar="BUNDLE")
     picture: Path = setting(help="a picture, a video, or a folder of them", positional=True, metavar="PICTURE")
     texts: Sequence[str] = setting(
-        (), "texts to score (default: those beside the pictures)", positional=True, metavar="TEXT"
+        (), "texts to score (default: the pictures' text files)", positional=True, metavar="TEXT"
     )
     out: Path | None = setting(None, "also write all results to this file", metavar="FILE.json")
     batch_size: int = setting(32, "pictures at once (default: {default})", low=1)
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> None:
     options = read_options(
-        SimilarityOptions, argv, prog="megadit similarity", description="How well texts fit pictures."
+        SimilarityOptions, argv, prog="megadit similarity", description="Scores image-text similarity."
     )
     matcher = Matcher(open_any_bundle(options.bundle), runtime=options.runtime, device=find_device(options.device))
     paths = list(picture_files([options.picture]))
@@ -69,7 +68,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _scores(similarity_NJ: Tensor, paths: Sequence[Path], texts: Sequence[str]) -> dict[str, Any]:
-    """Similarities, -1..1, printed with the fitting text first."""
+    """Similarities, -1..1, printed with the best text first."""
     rows = [dict(zip(texts, row, strict=True)) for row in similarity_NJ.tolist()]
     for path, row in zip(paths, rows, strict=True):
         print(path, *(f"{value:.3f} {text}" for text, value in sorted(row.items(), key=lambda x: -x[1])), sep="  ")
@@ -86,7 +85,7 @@ def _recall(similarity_NJ: Tensor, own: Sequence[str], texts: Sequence[str]) -> 
 
 
 def _text_of(path: Path) -> str:
-    """The text of a picture, in a file of its name.
+    """The text of a picture, from the .txt file of its name.
 
     Raises:
         UserError: if there is none.
@@ -97,7 +96,7 @@ def _text_of(path: Path) -> str:
             return text_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         pass
-    raise UserError(f"{text_file} holds no text of {path.name}: give texts, or one beside each picture")
+    raise UserError(f"{text_file} holds no text of {path.name}: give texts, or put a .txt file next to each picture")
 
 
 if __name__ == "__main__":

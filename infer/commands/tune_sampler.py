@@ -1,11 +1,10 @@
-"""`megadit tune-sampler`: the fewest function evaluations that make videos as good as a model's best ones.
+"""`megadit tune-sampler`: the fewest function evaluations (NFE) that match a model's best quality.
 
     megadit tune-sampler BUNDLE --real data/clips --extractors classifier.safetensors --out runs/tuned
 
-Solvers, short lists of noise levels and guidance scales (with --noise_scale also scales of the initial noise) are tried
-on a part of the prompts; the best of each number of evaluations are compared on all of them, with the same prompts and
-seeds. The cheapest that is as good as the best becomes the bundle's default, which generate, export, Triton and the
-page obey.
+Solvers, schedules and guidance scales (with --noise_scale also initial noise scales) are tried on some of the prompts;
+the best of each NFE are compared on all prompts, with the same seeds. The cheapest that is as good as the best becomes
+the bundle's default, which generate, export, Triton and the demo page use.
 """
 
 import math
@@ -47,19 +46,19 @@ SOLVERS: tuple[dict[str, Any], ...] = (
     {"sampler": "dpmpp_2m"},
     {"sampler": "euler", "eta": 1.0},
 )
-"""Solvers with one denoiser call a step: with few steps, a second call in each costs another step."""
+"""Solvers with one denoiser call a step; with few steps, a second call per step costs too much."""
 LOWEST_SIGMAS = (0.02, 0.3, 0.7, 1.5)
-"""The last level before 0, of data with unit standard deviation."""
+"""Last noise levels before 0 to try, for data with unit standard deviation."""
 SECOND_SIGMA = 6.0
-"""Level after the highest, in lists beside Karras schedules: levels between them change little."""
+"""Second noise level of schedules other than Karras; levels between it and the highest change little."""
 SCALES = (0.5, 0.75, 1.0, 1.5)
-"""Guidance scales to try, as factors of the model's own."""
+"""Guidance scales to try, relative to the model's own."""
 TRIAL_SHARE = 4
-"""All candidates are tried on one prompt of so many."""
+"""All candidates are tried on one of this many prompts."""
 FEWEST_PROMPTS = 32
 """Fewest prompts of a trial."""
 METRICS_OF_TUNING = ("kid", "kvd")
-"""Metrics that must not get worse, unless others are named."""
+"""Metrics that must not get worse, by default."""
 FINALISTS = 3
 """Candidates for each number of function evaluations that are compared on all prompts."""
 
@@ -71,30 +70,30 @@ class TuneOptions:
     prompts: str = setting(
         "", "a text file, one prompt a line, or .jsonl (default: the captions of --real)", metavar="PATH"
     )
-    out: Path = setting(help="folder for tuned.json, and for videos and features, with which a second run continues")
+    out: Path = setting(help="folder for tuned.json, videos and features; a second run continues from them")
     extractors: Sequence[Path] = setting((), "feature extractors, as for `megadit evaluate`")
     metrics: Sequence[str] = setting(
         (), f"metrics that must not get worse (default: {' '.join(METRICS_OF_TUNING)})", metavar="NAME"
     )
     scorer_dir: Path | None = setting(
-        None, "folder of a scorer of yours (scorer.py), none of whose scores may get worse", metavar="DIR"
+        None, "folder of your own scorer (scorer.py), whose scores must not get worse", metavar="DIR"
     )
     function_evaluations: Sequence[int] = setting(
         (4, 6, 8),
-        "numbers of network calls for a video, to try each; guidance takes two calls a step (default: {default})",
+        "numbers of function evaluations (NFE) to try; guidance takes two a step (default: {default})",
     )
     guidance: Sequence[float] = setting(
         (), "guidance scales to try (default: none, and 0.5 to 1.5 times the model's own)", low=1, metavar="NUMBER"
     )
     noise_scale: Sequence[float] = setting(
         (),
-        "scales of the initial noise to try, with solvers that add none (default: the model's own)",
+        "initial noise scales to try, with solvers that add no noise (default: the model's own)",
         above=0,
         metavar="NUMBER",
     )
     budget: float = setting(
         0.02,
-        "relative loss of the best metric value that is accepted; losses within the noise always are "
+        "accepted loss relative to the best value of a metric; losses within the interval are always accepted "
         "(default: {default})",
         low=0,
     )
@@ -114,7 +113,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way to sample, with what it costs and what its videos are like."""
+    """Sampling settings with their cost and the metrics of their videos."""
 
     settings: SamplingSettings
     function_evaluations: int
@@ -125,13 +124,13 @@ class Variant:
         made = self.settings
         how = f"{made.sampler}{' with eta 1' if made.eta else ''}"
         levels = ", ".join(f"{level:.3g}" for level in settings_sigmas(made).tolist()[:-1][:10])
-        noise = "" if made.noise_scale == 1 else f", {made.noise_scale:g} of the noise"
-        return f"{self.function_evaluations} evaluations: {how}, guidance {made.guidance:g}, sigma {levels}{noise}"
+        noise = "" if made.noise_scale == 1 else f", initial noise scale {made.noise_scale:g}"
+        return f"NFE {self.function_evaluations}: {how}, guidance {made.guidance:g}, sigma {levels}{noise}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuner:
-    """Makes and measures videos of a bundle, each kind once."""
+    """Generates and evaluates videos of a bundle, each variant once."""
 
     folder: Path
     maker: BundleMaker
@@ -141,7 +140,7 @@ class Tuner:
     def measured(
         self, variants: Sequence[Variant], prompts: Sequence[str], *, shows_progress: bool = True
     ) -> list[Variant]:
-        """Return the ways with the metrics of their videos of `prompts`."""
+        """Return the variants with the metrics of their videos of `prompts`."""
         candidates = []
         for number, variant in enumerate(variants, 1):
             if shows_progress:
@@ -170,11 +169,11 @@ class Tuner:
         scales: Sequence[float] = (),
         noise_scales: Sequence[float] = (),
     ) -> tuple[list[Variant], Variant]:
-        """All ways that were compared on all prompts, the model's own first, and the cheapest that is good enough;
-        what is tried: `candidates_of`."""
+        """Return all variants that were compared on all prompts, the model's own first, and the cheapest that is good
+        enough. The candidates are those of `candidates_of`."""
         part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
         if self.evaluation.extractors and not self.evaluation.possible(len(part)):
-            part = self.prompts  # a Fréchet distance wants more videos than its features have dimensions
+            part = self.prompts  # a Fréchet distance needs more videos than its features have dimensions
         defaults = self.maker.defaults
         own = Variant(
             settings=defaults, function_evaluations=num_function_evaluations(defaults, self.maker.bundle.config)
@@ -199,8 +198,8 @@ def candidates_of(
     scales: Sequence[float] = (),
     noise_scales: Sequence[float] = (),
 ) -> Iterator[Variant]:
-    """Solvers, levels and scales whose videos take one of these numbers of evaluations; `scales` of guidance are some
-    around the model's own if there are none, of the noise its own alone."""
+    """Solvers, schedules and scales with one of these numbers of function evaluations; by default, guidance `scales`
+    around the model's own are tried, and its own initial noise scale."""
     own, unit = bundle.defaults, bundle.config.sigma_data
     highest = highest_sigma(own)
     for cost in sorted(set(function_evaluations)):
@@ -216,21 +215,21 @@ def candidates_of(
 
 
 def _scales(own: float, guidance_embedding_range: tuple[float, float] | None) -> list[float]:
-    """Guidance scales to try: none, and some around the model's own; a guidance-distilled network has a range."""
+    """Guidance scales to try: none, and some around the model's own, within a guidance-distilled network's range."""
     low, high = guidance_embedding_range or (1.0, math.inf)
     return sorted({low, *(min(max(low, own * scale), high) for scale in SCALES)})
 
 
 def _solvers(num_steps: int, noise_scales: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yield solvers, with each of these initial noise scales where that noise is not soon replaced."""
-    for solver in SOLVERS if num_steps > 1 else SOLVERS[:1]:  # one step is the same in all of them
+    """Yield solvers, with each of these initial noise scales if the solver keeps the initial noise."""
+    for solver in SOLVERS if num_steps > 1 else SOLVERS[:1]:  # with one step, all solvers are the same
         is_renewed = num_steps > 2 and (solver.get("eta") or TRAITS[solver["sampler"]].renews_noise)
         tried = [] if is_renewed else sorted(set(noise_scales))
         yield from ({**solver, "noise_scale": each} for each in tried) if tried else (solver,)
 
 
 def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ...]]:
-    """Lists of so many noise levels, from the highest on."""
+    """Schedules of `num_steps` noise levels, from the highest on."""
     if num_steps == 1:
         return [(highest,)]
     found = []
@@ -249,7 +248,7 @@ def num_function_evaluations(settings: SamplingSettings, config: NetworkConfig) 
 
 
 def names_of(variants: Sequence[Variant]) -> list[tuple[str, str]]:
-    """(metric, extractor) of the metrics that all ways have."""
+    """(metric, extractor) of the metrics that all variants have."""
     return [(metric_value.metric, metric_value.of) for metric_value in variants[0].metric_values]
 
 
@@ -260,25 +259,25 @@ def value_of(variant: Variant, name: tuple[str, str]) -> MetricValue:
 
 
 def best_of(variants: Sequence[Variant], name: tuple[str, str]) -> MetricValue:
-    """Best value of this metric among all ways."""
+    """Best value of this metric among all variants."""
     metric_values = [value_of(variant, name) for variant in variants]
     return min(metric_values, key=lambda metric_value: _lost(metric_value, metric_value.estimate.value, 0.0))
 
 
 def _lost(metric_value: MetricValue, value: float, best: float) -> float:
-    """How much worse a value of this metric is than another."""
+    """Loss of a value of this metric against the best one."""
     return best - value if metric_value.better == "higher" else value - best
 
 
 def is_good_enough(variant: Variant, best: MetricValue, name: tuple[str, str], budget: float) -> bool:
-    """Whether it loses no more than the share `budget` of the best value, or nothing that its interval would show."""
+    """Whether it loses at most the fraction `budget` of the best value, or less than its interval resolves."""
     metric_value = value_of(variant, name)
     lost = _lost(metric_value, metric_value.estimate.value, best.estimate.value)
     return lost <= budget * abs(best.estimate.value) or lost <= (metric_value.estimate - best.estimate).error
 
 
 def shortfall(variant: Variant, among: Sequence[Variant]) -> float:
-    """How far it falls behind the best of all in its worst metric, in standard errors."""
+    """Loss of its worst metric against the best variant, in standard errors."""
     behind = []
     for name in names_of(among):
         metric_value, best = value_of(variant, name), best_of(among, name)
@@ -312,7 +311,7 @@ def report(final: Sequence[Variant], chosen: Variant) -> dict[str, Any]:
 
 
 def table(final: Sequence[Variant], chosen: Variant) -> str:
-    """Metrics of all ways that were compared as a table, the chosen one marked."""
+    """Table of the metrics of all compared variants, the chosen one marked."""
     lines = []
     for variant in final:
         values = "  ".join(
@@ -323,7 +322,7 @@ def table(final: Sequence[Variant], chosen: Variant) -> str:
 
 
 def write_defaults(bundle: Bundle, settings: SamplingSettings) -> None:
-    """Makes these the bundle's settings, whole or not at all."""
+    """Writes these settings into the bundle as defaults, atomically."""
     update_manifest(bundle.path, defaults=settings.to_dict())
 
 
@@ -344,7 +343,7 @@ def _run(argv: list[str]) -> None:
             "megadit tune-sampler runs/demo/bundle --real runs/demo/dataset --out tuned --function_evaluations 6 8",
         ),
         prog="megadit tune-sampler",
-        description="Finds the fewest evaluations that make videos as good as a model's best, and keeps them in it.",
+        description="Finds the fewest function evaluations (NFE) that match a model's best quality, as its defaults.",
     )
     tuner = _tuner(options)
     final, chosen = tuner.tune(options.function_evaluations, options.budget, options.guidance, options.noise_scale)
@@ -352,29 +351,27 @@ def _run(argv: list[str]) -> None:
     print(table(final, chosen))
     before, own = final[0].function_evaluations, final[0].settings.guidance
     if chosen is final[0]:
-        print(f"nothing with fewer than its {before} evaluations is as good: {options.model} stays as it is")
+        print(f"nothing with an NFE below {before} is as good: {options.model} is unchanged")
     elif options.dry_run:
-        print(f"best: {chosen.text}, in place of {before}; {options.model} stays as it is (--dry_run)")
+        print(f"best: {chosen.text}, instead of NFE {before}; {options.model} is unchanged (--dry_run)")
     else:
         write_defaults(tuner.maker.bundle, chosen.settings)
-        print(
-            f"{options.model} now takes {chosen.function_evaluations} evaluations in place of {before}; export it anew"
-        )
+        print(f"{options.model} now has NFE {chosen.function_evaluations} instead of {before}; export it again")
     if chosen.settings.guidance < own and ADHERENCE not in options.metrics and options.scorer_dir is None:
         print(
-            f"note: guidance {chosen.settings.guidance:g} in place of {own:g}; distances from real videos do not see "
-            f"whether prompts are obeyed: --guidance {own:g} keeps it, --metrics {ADHERENCE} measures it, by CLIP, and "
-            "--scorer_dir by a program of yours"
+            f"note: guidance {chosen.settings.guidance:g} instead of {own:g}; distances from real videos do not "
+            f"measure prompt adherence: --guidance {own:g} keeps the scale, --metrics {ADHERENCE} measures adherence "
+            "by CLIP, --scorer_dir by your own program"
         )
     if chosen.settings.noise_scale < final[0].settings.noise_scale:
         print(
-            f"note: {chosen.settings.noise_scale:g} of the noise: videos of one prompt differ less, which distances "
-            "and judges of single videos do not see; look at some (megadit generate --seeds 1 2 3)"
+            f"note: initial noise scale {chosen.settings.noise_scale:g}: lower diversity of videos of one prompt, "
+            "which distances and scores of single videos do not measure; look at some (megadit generate --seeds 1 2 3)"
         )
 
 
 def _tuner(options: TuneOptions) -> Tuner:
-    """Build the tuner of the command, with everything checked before anything is made."""
+    """Build the tuner of the command; checks everything before anything is generated."""
     bundle = open_bundle(options.model)
     for name in options.metrics:
         choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")

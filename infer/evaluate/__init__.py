@@ -1,1 +1,1 @@
-"""Quality of videos: metrics with intervals, under a protocol that is written down."""
+"""Quality of videos: metrics with confidence intervals, and the protocol of each."""

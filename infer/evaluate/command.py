@@ -1,12 +1,12 @@
-"""`megadit evaluate`: the quality of a model's videos, as metrics with intervals, and a page to look at.
+"""`megadit evaluate`: the quality of a model's videos, as metrics with confidence intervals, and an HTML report.
 
     megadit evaluate BUNDLE --real data/clips --extractors inception.safetensors i3d.safetensors clip/ --out runs/eval
     megadit evaluate BUNDLE --against OTHER --guidances 1 2 4 6 ...     # two models, the same prompts and seeds
-    megadit evaluate --videos FOLDER --real data/clips ...              # somebody else's videos
-    megadit evaluate http://HOST:PORT --key_file alice.key ...          # a service's
+    megadit evaluate --videos FOLDER --real data/clips ...              # existing videos
+    megadit evaluate http://HOST:PORT --key_file alice.key ...          # a service
 
-Stages (videos, features, figures) keep what they have done: the same command goes on after a kill. Under torchrun the
-first two are dealt to ranks.
+The stages (videos, features, metrics) store their results: after an interruption the same command continues. Under
+torchrun the ranks share the first two.
 """
 
 import sys
@@ -52,7 +52,7 @@ class EvaluateOptions:
     model: str = setting(
         "", "a bundle, a training directory, or http://HOST:PORT of a service", positional=True, metavar="MODEL"
     )
-    videos: Path | None = setting(None, "a folder of finished videos, in place of a model")
+    videos: Path | None = setting(None, "a folder of existing videos, instead of a model")
     against: str = setting(
         "", "a second model, which gets the same prompts and seeds, or a second folder of videos", metavar="MODEL"
     )
@@ -68,16 +68,16 @@ class EvaluateOptions:
         metavar="PATH",
     )
     scorer_dir: Path | None = setting(
-        None, "folder of a scorer of yours (scorer.py), whose scores of each video count as metrics too", metavar="DIR"
+        None, "folder of your own scorer (scorer.py), whose scores are metrics too", metavar="DIR"
     )
     metrics: Sequence[str] = setting(
         (),
-        f"metrics to compute, of {', '.join((*METRICS, ADHERENCE, LOSS))} (default: all that the extractors allow)",
+        f"metrics to compute, of {', '.join((*METRICS, ADHERENCE, LOSS))} (default: all that the extractors support)",
         metavar="NAME",
     )
     guidances: Sequence[float] = setting((), "several guidance scales, for a curve of quality against prompt adherence")
     count: int | None = setting(
-        None, "videos of each model, by the prompts in turn (default: one for each), and most real videos used", above=1
+        None, "videos of each model, prompts in turn (default: one for each), and most real videos used", above=1
     )
     seed: int = setting(0, "seed of the first video; further ones count up from it (default: {default})", low=0)
     frames: int | None = setting(None, "frames from the middle of each video (default: 16, or all)", above=0)
@@ -88,7 +88,7 @@ class EvaluateOptions:
     export_for: str | None = setting(
         None, "also export the videos for this program, to OUT/exported", choices=tuple(EXPORTS)
     )
-    key_file: Path | None = setting(None, "file with the API key of a service, as `megadit serve keys add` shows it")
+    key_file: Path | None = setting(None, "file with the API key of a service, as `megadit serve keys add` prints it")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
     dtype: str = setting(DEFAULT_DTYPE, "dtype of the models' networks (default: {default})", metavar="NAME")
     settings: PartialSettings = group(
@@ -98,7 +98,7 @@ class EvaluateOptions:
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("real", "prompts", "out", "extractors", "metrics", "count", "guidances", "against", "videos"),
-    "what is looked at": ("frames", "size", "scorer_dir", "features", "export_for", "seed"),
+    "what is evaluated": ("frames", "size", "scorer_dir", "features", "export_for", "seed"),
     "settings of sampling (default: those of the checkpoint)": OF_PROMPTS,
     "machine and service": ("device", "dtype", "key_file"),
 }
@@ -112,7 +112,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A model and the videos that are requested of it, at each guidance."""
+    """A model and its requests, one for each guidance scale."""
 
     label: str
     maker: Maker
@@ -133,7 +133,7 @@ def _run(argv: list[str]) -> None:
             groups=GROUPS,
             examples=EXAMPLES,
             usage="megadit evaluate MODEL --out OUT --real PATH --extractors PATH [PATH ...] [options]",
-            description="Measures how good the videos of a model are: figures with intervals, and a page to look at.",
+            description="Measures the quality of a model's videos: metrics with intervals, and an HTML report.",
         )
         _check(options)
         device = find_device(device_name(options.device))
@@ -198,7 +198,7 @@ def _evaluate(
         write_report(options.out, evaluation, candidates, metric_values, found, seconds)
 
 
-# ----------------------------------------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------------------------------------------------- options
 
 
 def _check(options: EvaluateOptions) -> None:
@@ -220,9 +220,9 @@ def _check(options: EvaluateOptions) -> None:
 
 
 def _extractors(paths: Sequence[Path], device: torch.device, window: Window) -> list[Extractor]:
-    """Open the extractors of these paths that can see so few frames, and optical flow, which needs no weights.
+    """Open the extractors of these paths that support the window's frames, and optical flow, which needs no weights.
 
-    A file without any such extractor gives all of its own, which are refused later.
+    If no extractor of a file supports them, all are returned, and refused later with a message.
     """
     found = []
     for path in paths:
@@ -240,7 +240,7 @@ def _subjects(
     labels = [Path(path).resolve().name for path in paths]
     if len(set(labels)) < len(labels):
         labels = ["/".join(Path(path).resolve().parts[-2:]) for path in paths]
-    is_sent = _has_service(options)  # then a bundle beside it is looked at through the same compression
+    is_sent = _has_service(options)  # then videos of a bundle are compressed in the same way
     for number, (path, label) in enumerate(zip(paths, labels, strict=True)):
         if _is_service(path):
             maker = _service(path, options.key_file)
@@ -292,7 +292,7 @@ def _requests(options: EvaluateOptions, maker: Maker, prompts: Sequence[str]) ->
 
 
 def _first_clip(real: VideoSet | None, folders: Sequence[Candidate], models: Sequence[Model]) -> Clip:
-    """Return the first video, which sets the number and the size of frames."""
+    """Return the first video, which determines the number and size of frames."""
     for videos in [each for each in (real, *(folder.videos for folder in folders)) if each is not None]:
         return videos.parts[0].read()[0]
     made = models[0].requests[0].settings
@@ -303,14 +303,14 @@ def _first_clip(real: VideoSet | None, folders: Sequence[Candidate], models: Seq
 def _window(
     options: EvaluateOptions, real: VideoSet | None, folders: Sequence[Candidate], models: Sequence[Model]
 ) -> Window:
-    """Return the window of every video: no more frames than a model makes, unless they are asked for."""
+    """Return the window of every video: by default no more frames than a model generates."""
     most = [request.settings.num_frames for model in models for request in model.requests]
     clip, rate = _first_clip(real, folders, models), _rate(folders, models)
     return window_of(clip, options.frames, options.size, rate, min([MOST_FRAMES, *most]))
 
 
 def _rate(folders: Sequence[Candidate], models: Sequence[Model]) -> float:
-    """Frame rate of the evaluation, to which faster real videos are thinned out; 0 where it is not known."""
+    """Frame rate of the evaluation, to which faster real videos are subsampled; 0 if unknown."""
     rates = [float(request.settings.fps) for model in models for request in model.requests]
     rates += [folder.videos.parts[0].read()[0].fps for folder in folders]
     return min(rates, default=0.0)
@@ -324,13 +324,13 @@ def _print_unread(sets: Sequence[VideoSet]) -> None:
 
 
 def _check_window(model: Model, window: Window, options: EvaluateOptions) -> None:
-    """Refuse, before anything is made, videos that could not be compared."""
+    """Raises UserError, before anything is generated, for videos that could not be compared."""
     for request in model.requests:
         made = request.settings
         model.maker.check(made)
         refuse(
             made.num_frames < window.frames,
-            f"{model.label} makes {made.num_frames} frames, {window.frames} are looked at: give --frames "
+            f"{model.label} makes {made.num_frames} frames, the window has {window.frames}: give --frames "
             f"{made.num_frames}, or --num_frames {window.frames}",
         )
         is_other = (made.height, made.width) != (window.height, window.width)
@@ -347,7 +347,7 @@ def _check_window(model: Model, window: Window, options: EvaluateOptions) -> Non
 
 
 def _check_counts(counts: Sequence[tuple[str, int]]) -> None:
-    """Refuse different numbers of videos, whose metrics cannot be compared."""
+    """Raises UserError for different numbers of videos, whose metrics cannot be compared."""
     counted, least = (
         ", ".join(f"{label} has {count}" for label, count in counts),
         min(count for _, count in counts),
@@ -374,7 +374,7 @@ def _generated(out: Path, model: Model, ranks: Ranks) -> list[Candidate]:
 def _losses(
     options: EvaluateOptions, models: Sequence[Model], real: VideoSet | None, store: FeatureStore, device: torch.device
 ) -> list[tuple[Evaluation, Candidate]]:
-    """Return an evaluation of each model by its loss on the real videos, with a store of its own."""
+    """Return an evaluation of each model by its loss on the real videos, with its own store."""
     return [
         (
             Evaluation(

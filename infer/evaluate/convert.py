@@ -1,9 +1,9 @@
-"""`megadit evaluate convert`: public weights of Inception and I3D as extractors, read once and as tensors alone.
+"""`megadit evaluate convert`: converts public weights of Inception and I3D to extractors of tensors alone.
 
     megadit evaluate convert inception pt_inception-2015-12-05-6726825d.pth inception.safetensors
     megadit evaluate convert i3d i3d_pretrained_400.pt i3d.safetensors
 
-Files are pickles (`weights_only`), TorchScript archives (of which no code is read) or safetensors.
+Files are pickles (`weights_only`), TorchScript archives (whose code is not read) or safetensors.
 """
 
 import json
@@ -26,9 +26,9 @@ from megadit.models.storage.tensor_source import TensorSource
 from megadit.models.storage.wrapped import open_tensor_file
 
 CONVERTED = {"inception": ("fc.", "AuxLogits."), "i3d": ()}
-"""Kind -> prefixes of tensors that features do not depend on."""
+"""Kind -> prefixes of tensors that do not affect features."""
 COUNTER = "num_batches_tracked"
-"""Suffix of the counter that batch normalization keeps in training; some files have it."""
+"""Suffix of batch normalization's training counter, which some files have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,17 +44,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
-    description = "Turns public weights into an extractor of `megadit evaluate`."
+    description = "Converts public weights to an extractor of `megadit evaluate`."
     options = read_options(ConvertOptions, argv, prog="megadit evaluate convert", description=description)
     convert(options.kind, options.source, options.out)
     print(options.out)
 
 
 def convert(kind: str, source: Path, out: Path, *, narrow: int = 1) -> None:
-    """Writes the extractor; `narrow` divides the network's channels, as tests have it.
+    """Writes the extractor; `narrow` divides the network's channels, for tests.
 
     Raises:
-        UserError: if the file holds other tensors than the network has.
+        UserError: if the file's tensors are not those of the network.
     """
     if out.suffix != ".safetensors":
         raise UserError(f"{out}: use a name that ends in .safetensors")

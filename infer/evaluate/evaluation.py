@@ -1,4 +1,4 @@
-"""All metrics of an evaluation, from features that are on disk.
+"""All metrics of an evaluation, computed from features on disk.
 
 Shapes: N videos, F features of each, D width, R resamplings.
 """
@@ -22,14 +22,14 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.progress import Progress
 
 VERSION = 1
-"""Version of the metrics: raised where the same videos would get other values."""
+"""Version of the metrics; raised when the same videos would get other values."""
 FEWEST = 8
-"""Videos of a set, and of a half of the real ones."""
+"""Least videos of a set, and of half of the real ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Videos that are evaluated together: those of one model at one guidance, or of a folder."""
+    """Videos that are evaluated together: of one model at one guidance scale, or of a folder."""
 
     model: str
     guidance: float | None
@@ -57,7 +57,7 @@ class MetricValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Metric of the first candidate less that of the second, under the same prompts and seeds."""
+    """Metric of the first candidate minus that of the second, for the same prompts and seeds."""
 
     first: MetricValue
     second: MetricValue
@@ -65,7 +65,7 @@ class Difference:
 
     @property
     def winner(self) -> str:
-        """Label of the better candidate, or "" where the interval does not say."""
+        """Label of the better candidate, or "" if the interval includes 0."""
         low, high = self.estimate.interval
         if low <= 0 <= high:
             return ""
@@ -80,13 +80,13 @@ class Evaluation:
     extractors: Sequence[Extractor]
     scorers: Sequence[Scorer] = ()
     metrics: Sequence[str] = ()
-    """Names in `METRICS`, or `ADHERENCE`; () is all that the extractors allow."""
+    """Names in `METRICS`, or `ADHERENCE`; () means all that the extractors support."""
     sent_as: str = ""
-    """Format that generated videos were encoded in before their evaluation; "" is none."""
+    """Format that generated videos were encoded in before their evaluation; "" means none."""
     _floors: dict[tuple[str, str], Estimate | None] = field(default_factory=dict, init=False)
 
     def check(self, num_made: int) -> None:
-        """Raises UserError for metrics that were asked for and cannot be computed of so many videos."""
+        """Raises UserError for requested metrics that cannot be computed from `num_made` videos."""
         chosen_metrics = self._requested()
         for side, count in (("generated", num_made), ("real", FEWEST if self.real is None else self.real.count)):
             if count < FEWEST:
@@ -95,7 +95,7 @@ class Evaluation:
             self._check_rank(name, extractor, num_made)
 
     def possible(self, num_made: int) -> tuple[str, ...]:
-        """Metrics that can be computed of so many videos."""
+        """Metrics that can be computed from `num_made` videos."""
         found = []
         for name, extractor in self._requested():
             with suppress(UserError):
@@ -112,7 +112,7 @@ class Evaluation:
         """Compute and store the features of all candidates' videos, and of the real ones for extractors.
 
         Raises:
-            UserError: for videos that cannot be looked at so.
+            UserError: for videos that do not fit the window or the extractors.
         """
         self.store.fill([each.videos for each in candidates], [*self.extractors, *self.scorers], ranks, shows_progress)
         if self.real is not None and self.extractors:
@@ -122,7 +122,7 @@ class Evaluation:
         """Metrics of all candidates.
 
         Raises:
-            UserError: for what cannot be computed from these videos.
+            UserError: for metrics that cannot be computed from these videos.
         """
         found = []
         chosen_metrics = self._requested()
@@ -139,12 +139,12 @@ class Evaluation:
         return found
 
     def quality(self, candidate: Candidate) -> tuple[Tensor, str] | None:
-        """Score of each video [N], higher for better ones, and its name, to show the best and the worst; None without a
-        scorer of single videos."""
+        """Score of each video [N], higher is better, and its name, to show the best and worst videos; None if nothing
+        scores single videos."""
         for scorer in self.scorers:
             features_NFS, _ = self.store.load(candidate.videos, scorer)
             sign_S = torch.tensor([1.0 if scorer.better[column] == "higher" else -1.0 for column in scorer.columns])
-            score_NS = sign_S * features_NFS[:, 0]  # of any scale each: in standard deviations from its mean
+            score_NS = sign_S * features_NFS[:, 0]  # scales differ: use standard deviations from the mean
             score_NS = (score_NS - score_NS.mean(0)) / score_NS.std(0).clamp_min(1e-9)
             return score_NS.mean(1), f"better than the mean by {', '.join(scorer.columns)}"
         for extractor in self.extractors:
@@ -159,12 +159,12 @@ class Evaluation:
         return None
 
     def _requested(self) -> list[tuple[str, Extractor]]:
-        """Return metrics with their extractors; one that was asked for and has none is an error."""
+        """Return metrics with their extractors; a requested metric without an extractor is an error."""
         found = []
         for name in self.metrics or (*METRICS, ADHERENCE):
             able = [each for each in self.extractors if _suits(name, each)]
             if self.metrics and not able:
-                raise UserError(f"--metrics {name} needs {_NEEDS[_sight(name)]}: give one more of --extractors")
+                raise UserError(f"--metrics {name} needs {_NEEDS[_sight(name)]}: add one to --extractors")
             if self.metrics and name != ADHERENCE and self.real is None:
                 raise UserError(f"--metrics {name} compares with real videos: give --real")
             found += [(name, each) for each in able if name == ADHERENCE or self.real is not None]
@@ -216,7 +216,7 @@ class Evaluation:
         return Features(features_NFD, resamplings(_groups(prompts), "real"))
 
     def _baseline(self, name: str, metric: Metric, extractor: Extractor, real: Features) -> Estimate | None:
-        """Real-against-real baseline, computed once for all candidates; None where half of the videos are too few."""
+        """Real-against-real baseline, computed once for all candidates; None if half of the videos are too few."""
         key = name, extractor.name
         if key not in self._floors:
             order = torch.randperm(len(real.features_NFD), generator=torch.Generator().manual_seed(0))
@@ -231,7 +231,7 @@ class Evaluation:
         return self._floors[key]
 
     def _protocol(self, name: str, of: Extractor | Scorer, candidate: Candidate, with_real: bool = True) -> str:
-        """Protocol: all that decides a metric but the model; metrics of different protocols cannot be compared."""
+        """Protocol: everything that affects a metric except the model; only metrics of one protocol are comparable."""
         real = f", {self.real.count} real videos {self.real.key}" if with_real and self.real else ""
         return (
             f"megadit {VERSION}: {name} by {of.name} {of.fingerprint} ({of.protocol}); {self.store.window.text}; "
@@ -243,13 +243,13 @@ def differences(metric_values: Sequence[MetricValue]) -> list[Difference]:
     """Compare the first model with each other one, at equal guidance, metric by metric.
 
     Raises:
-        UserError: for figures of different protocols.
+        UserError: for metrics of different protocols.
     """
     models = list(dict.fromkeys(metric_value.candidate.model for metric_value in metric_values))
     found = []
     for first in metric_values:
         for second in metric_values:
-            scales = {first.candidate.guidance, second.candidate.guidance} - {None}  # of a folder it is not known
+            scales = {first.candidate.guidance, second.candidate.guidance} - {None}  # unknown for a folder
             is_guidance_curve = first.candidate.model == models[0] != second.candidate.model and len(scales) <= 1
             if not is_guidance_curve or (first.metric, first.of) != (second.metric, second.of):
                 continue
@@ -281,7 +281,7 @@ def _suits(name: str, extractor: Extractor) -> bool:
 
 
 def _groups(prompts: Sequence[str]) -> Sequence:
-    """Group of each video by its prompt; videos without one stand alone."""
+    """Group of each video by its prompt; a video without one is its own group."""
     return [prompt or number for number, prompt in enumerate(prompts)]
 
 
@@ -297,8 +297,8 @@ def _check_prompts(candidate: Candidate, prompts: Sequence[str]) -> None:
     missing = sum(not prompt for prompt in prompts)
     if missing:
         raise UserError(
-            f"{missing} of {len(prompts)} videos of {candidate.label} have no caption: write NAME.txt beside NAME.mp4, "
-            "or leave out metrics that compare with texts"
+            f"{missing} of {len(prompts)} videos of {candidate.label} have no caption: write NAME.txt next to "
+            "NAME.mp4, or leave out metrics that compare with texts"
         )
 
 

@@ -1,4 +1,4 @@
-"""Generated videos in the folders that other programs read: benchmarks that want an environment of their own.
+"""Exports generated videos in the folder layouts of other benchmarks, which need environments of their own.
 
 | name      | files                          | read by                                                             |
 |-----------|--------------------------------|---------------------------------------------------------------------|
@@ -28,7 +28,7 @@ def vbench(folder: Path, candidates: Sequence[Candidate]) -> None:
             for clip in _clips(candidate):
                 name = f"{clip.prompt}-{seen[clip.prompt]}.mp4"
                 if not clip.prompt or "/" in name or "\0" in name or len(name.encode()) > LONGEST_NAME:
-                    raise UserError(f"the prompt {clip.prompt[:60]!r} is no file's name, which vbench asks for")
+                    raise UserError(f"the prompt {clip.prompt[:60]!r} cannot be a file name, which vbench needs")
                 seen[clip.prompt] += 1
                 (temporary / name).write_bytes(encode_mp4(clip.video_THWC, clip.fps))
 

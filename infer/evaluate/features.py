@@ -1,4 +1,4 @@
-"""Features of videos, computed once and kept on disk by the hash of all that decides them.
+"""Features of videos, computed once and cached on disk by a hash of everything that affects them.
 
 Shapes: N videos, T/H/W frames, height, width, C colour channels, F features of each video, D width.
 """
@@ -27,7 +27,7 @@ PICTURES_AT_ONCE = 32
 
 
 class Scorer(Protocol):
-    """Scorer of single videos and their prompts: uint8 BTHWC and prompts -> one float32 number per column, BS."""
+    """Scorer of single videos and their prompts: (uint8 BTHWC, prompts) -> float32 BS, one number per column."""
 
     name: str
     sees: str
@@ -51,15 +51,15 @@ class FeatureStore:
     def fill(
         self, sets: Sequence[VideoSet], extractors: Sequence[Extractor | Scorer], ranks: Ranks, shows_progress: bool
     ) -> None:
-        """Computes the features of this process' parts that are not there yet; `told` shows how far it is.
+        """Computes the missing features of this process's chunks.
 
         Raises:
-            UserError: for videos that cannot be looked at so.
+            UserError: for videos that do not fit the window or an extractor.
         """
         for extractor in extractors:
             if self.window.frames < extractor.fewest_frames:
                 raise UserError(
-                    f"{extractor.name} sees {extractor.fewest_frames} frames or more of a video, the window has "
+                    f"{extractor.name} needs {extractor.fewest_frames} frames or more of a video, the window has "
                     f"{self.window.frames}: make longer videos, or leave it out"
                 )
         parts = {part.key: part for each in sets for part in each.parts}
@@ -90,14 +90,16 @@ class FeatureStore:
 
     def _write(self, part: VideoChunk, extractor: Extractor | Scorer, features_NFD: Tensor, prompts: list[str]) -> None:
         if not features_NFD.isfinite().all():
-            raise UserError(f"{extractor.name} finds no finite numbers in {part.names[0]} and the videos after it")
+            raise UserError(
+                f"{extractor.name} gives values that are not finite for {part.names[0]} or the videos after it"
+            )
         with atomic_path(self._file(part, extractor)) as temporary:
             tensors = {"features_NFD": features_NFD.float().cpu().contiguous()}
             save_file(tensors, temporary, metadata={"prompts": json.dumps(prompts)})
 
 
 def _features(extractor: Extractor | Scorer, video_NTHWC: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Features [N, F, D]: F is 1 but for pictures, where it is the number of frames."""
+    """Features [N, F, D]: for extractors of pictures, F is the number of frames, else 1."""
     if extractor.sees == "scores":
         return extractor(video_NTHWC, prompts)[:, None]
     if extractor.sees != "pictures":

@@ -1,7 +1,7 @@
-"""Videos that a model makes for an evaluation, kept without loss: what is there is not made again.
+"""Videos that a model generates for an evaluation, stored losslessly; existing ones are not generated again.
 
-The n-th video has the seed n, whatever the model and the guidance: two models are compared with the same prompts and
-the same noise.
+The n-th video has the seed n for every model and guidance scale: two models are compared with the same prompts and the
+same noise.
 """
 
 import json
@@ -36,20 +36,19 @@ class Maker(Protocol):
     defaults: SamplingSettings
 
     def about(self, settings: SamplingSettings) -> dict[str, Any]:
-        """Describe all of it, and of the settings, that decides its videos."""
+        """Describe everything in the maker and the settings that affects its videos."""
 
     def check(self, settings: SamplingSettings) -> None:
-        """Raises UserError for videos that it cannot make."""
+        """Raises UserError for settings that it cannot generate."""
 
     def videos(self, prompts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings) -> Iterator[np.ndarray]:
-        """Make a video for each prompt, uint8 THWC."""
+        """Generate a video for each prompt, uint8 THWC."""
 
 
 class BundleMaker:
-    """The networks of a bundle, which are loaded when the first video is wanted.
+    """Generates videos by a bundle, whose networks are loaded at the first video.
 
-    `adapters` are beside its network; `is_sent`: its videos are what is left of them after an mp4, as a service would
-    send them.
+    `adapters` are attached to its network; with `is_sent`, videos are encoded as mp4 and decoded, as from a service.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ def received(content: bytes, where: str, settings: SamplingSettings) -> np.ndarr
     """The frames of an mp4 or png of a video of these settings, THWC.
 
     Raises:
-        UserError: if it is none, or of another size.
+        UserError: if it cannot be decoded, or has another size.
     """
     video_THWC = decoded(content, where)[0][:, : settings.height, : settings.width]  # an mp4 has even sides
     size = (settings.num_frames, settings.height, settings.width)
@@ -97,7 +96,7 @@ def received(content: bytes, where: str, settings: SamplingSettings) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Everything that decides the videos of a model."""
+    """Everything that affects the videos of a model."""
 
     maker: Maker
     prompts: Sequence[str]
@@ -121,7 +120,7 @@ class Request:
 
 
 def make_videos(folder: Path, request: Request, ranks: Ranks, *, shows_progress: bool) -> None:
-    """Makes the parts of this process that are not there yet, in `folder`/<key of the request>."""
+    """Generates this process's missing chunks in `folder`/<key of the request>."""
     folder = folder / request.key
     if ranks.replica == 0 and not (folder / "request.json").exists():
         write_json(folder / "request.json", request.about)

@@ -1,7 +1,7 @@
-"""A running service as a model that is evaluated: it makes the videos, asked over the video API of `megadit serve up`.
+"""Evaluates a running service: its videos are generated through the video API of `megadit serve up`.
 
-It is asked for as many videos at once as lie in a part, so that it batches them and uses all of its servers. What it
-made is fetched, checked and deleted there. A service that is busy or away is asked again for some time.
+All videos of a chunk are requested at once, so that the service batches them and uses all of its servers. Videos are
+fetched, checked, and then deleted there. Requests to a busy or unreachable service are repeated for some time.
 """
 
 import re
@@ -22,45 +22,45 @@ from megadit.models.shared.documents import check_size, parse_json
 from megadit.models.shared.errors import UserError
 
 PATIENCE_SECONDS = 120.0
-"""Seconds for which a service that is busy or away is asked again."""
+"""Seconds for which requests to a busy or unreachable service are repeated."""
 MOST_PAUSE_SECONDS = 30.0
-"""Longest pause that a service may ask for; a longer one, such as a daily quota's, ends the command."""
+"""Longest Retry-After, in seconds; a longer one, such as a daily quota's, ends the command."""
 _MAX_VIDEO_BYTES = 1 << 30
 _SECONDS_OF_AN_ANSWER, _LEAST_BYTES_A_SECOND = 60.0, 1 << 14
-"""Beyond its first seconds it comes at least so fast."""
+"""Least rate of a download after its first seconds."""
 _POLL_SECONDS = (0.05, 0.5)
-"""The shortest and the longest pause between two questions for a video."""
+"""The shortest and the longest pause between two status requests for a video, in seconds."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _BUSY = (429, 502, 503, 504)
 
 
 def open_service(url: str, key_file: Path | None) -> "ServiceMaker":
-    """The service at http://HOST:PORT, which is asked for its defaults.
+    """Connect to the service at http://HOST:PORT, and read its defaults.
 
     Raises:
-        UserError: for what is no such address, without a valid key, and if none answers.
+        UserError: for an invalid address or key, and if there is no response.
     """
     try:
         parts = urlsplit(url)
         is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number
+    except ValueError:  # the port is not a number
         is_right = False
     if not is_right or parts.path.strip("/") or parts.query:
-        raise UserError(f"{url} is no address of a video API; `megadit serve up` has one at http://HOST:PORT")
+        raise UserError(f"{url} is not the address of a video API; `megadit serve up` has one at http://HOST:PORT")
     if key_file is None:
-        raise UserError(f"{url} wants a key: give --key_file FILE; `megadit serve keys add NAME > FILE` writes one")
+        raise UserError(f"{url} needs a key: give --key_file FILE; `megadit serve keys add NAME > FILE` writes one")
     try:
         key = key_file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key_file} cannot be read; `megadit serve keys add NAME > {key_file}` writes one") from error
     if not key.isascii() or not key.isprintable() or not key or " " in key:
-        raise UserError(f"{key_file} holds no key: one line that `megadit serve keys add NAME` shows")
+        raise UserError(f"{key_file} holds no key: it must be the one line that `megadit serve keys add NAME` prints")
     return ServiceMaker(url.rstrip("/"), key)
 
 
 class ServiceMaker:
-    """Videos that a service makes. It does not say which weights it has: another model wants another address, or folder
-    of results."""
+    """Generates videos by a service. The API does not identify its weights: for another model, use another address or
+    folder of results."""
 
     def __init__(self, url: str, key: str) -> None:
         self._url = url
@@ -69,13 +69,13 @@ class ServiceMaker:
         try:
             self.defaults = SamplingSettings(**self._says)
         except (TypeError, UserError) as error:
-            raise UserError(f"{url} does not say what {self._model} makes by default: {error}") from None
+            raise UserError(f"{url} does not give valid defaults of {self._model}: {error}") from None
 
     def about(self, settings: SamplingSettings) -> dict[str, Any]:
         return {"service": self._url, "model": self._model, "defaults": self._says, "settings": _served(settings)}
 
     def check(self, settings: SamplingSettings) -> None:
-        """Nothing to check here: the service refuses the first request."""
+        """Checks nothing: the service itself refuses invalid settings."""
 
     def videos(self, prompts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings) -> Iterator[np.ndarray]:
         body = _served(settings) | {"model": self._model}
@@ -83,12 +83,10 @@ class ServiceMaker:
         waiting: list[str] = []
         try:
             for prompt, seed in zip(prompts, seeds, strict=True):
-                once = {
-                    "idempotency-key": uuid.uuid4().hex
-                }  # asked again after a broken answer, it makes no second one
+                once = {"idempotency-key": uuid.uuid4().hex}  # a repeated request does not create a second video
                 video = self._asked("POST", "/v1/videos", body | {"prompt": prompt, "seed": seed}, once)
                 if not _ID.fullmatch(str(video.get("id", ""))):
-                    raise UserError(f"{self._url} names no video that could be fetched: is it a video API of megadit?")
+                    raise UserError(f"{self._url} returned no valid video ID: is it a megadit video API?")
                 waiting.append(video["id"])
             for video_id, prompt, seed in zip(list(waiting), prompts, seeds, strict=True):
                 self._wait(video_id, prompt)
@@ -97,28 +95,28 @@ class ServiceMaker:
                 waiting.remove(video_id)
                 self._delete(video_id)
         finally:
-            for video_id in waiting:  # cancelled, where something went wrong
+            for video_id in waiting:  # cancelled after an error
                 self._delete(video_id)
 
     def _first_model(self) -> tuple[str, dict[str, Any]]:
-        """The name and the defaults of the model that a request without a name means."""
+        """Name and defaults of the service's default model."""
         listed = self._asked("GET", "/v1/models").get("data")
         model = listed[0] if isinstance(listed, list) and listed else {}
         if not isinstance(model, dict) or not isinstance(model.get("id"), str) or "service" not in model:
-            raise UserError(f"{self._url} is no video API of megadit: it lists no model")
+            raise UserError(f"{self._url} is not a megadit video API: it lists no model")
         if model["service"] is None:
             raise UserError(f"{self._url} has not seen a server yet: start one, or wait until it has loaded its model")
         says = model["service"].get("defaults") if isinstance(model["service"], dict) else None
         return model["id"], says if isinstance(says, dict) else {}
 
     def _wait(self, video_id: str, prompt: str) -> None:
-        """Wait until a video is there; raises UserError if it is not made."""
+        """Wait until a video is complete; raises UserError if it fails."""
         pause, longest = _POLL_SECONDS
         while (video := self._asked("GET", f"/v1/videos/{video_id}")).get("status") != "completed":
             if video.get("status") not in ("queued", "in_progress"):
                 error = video.get("error")
                 message = error.get("message") if isinstance(error, dict) else video.get("status")
-                raise UserError(f"{self._url} made no video of {prompt[:60]!r}: {message}")
+                raise UserError(f"{self._url} failed to generate {prompt[:60]!r}: {message}")
             time.sleep(pause)
             pause = min(longest, 1.5 * pause)
 
@@ -127,17 +125,17 @@ class ServiceMaker:
             self._http.delete(f"/v1/videos/{video_id}")
 
     def _asked(self, method: str, path: str, body: dict | None = None, headers: dict | None = None) -> dict[str, Any]:
-        """Return the answer, a JSON object."""
+        """Return the response, a JSON object."""
         value = parse_json(self._answer(method, path, body, headers), f"the answer of {self._url}{path}")
         if not isinstance(value, dict):
-            raise UserError(f"{self._url}{path} answers with what is no object of a video API")
+            raise UserError(f"{self._url}{path} does not respond with an object of a video API")
         return value
 
     def _answer(self, method: str, path: str, body: dict | None = None, headers: dict | None = None) -> bytes:
-        """Return the content of an answer, asked for again while the service is busy or away.
+        """Return the content of a response; the request is repeated while the service is busy or unreachable.
 
         Raises:
-            UserError: for a refusal, or no answer within `PATIENCE_SECONDS`.
+            UserError: for an error response, or no response within `PATIENCE_SECONDS`.
         """
         until = time.monotonic() + PATIENCE_SECONDS
         while True:
@@ -149,13 +147,15 @@ class ServiceMaker:
                     return content
                 problem, pause = _message_of(content, answer.status_code), _pause(answer)
                 if answer.status_code == 401:
-                    raise UserError(f"{self._url} does not know the key of --key_file: {problem}")
+                    raise UserError(f"{self._url} rejects the key of --key_file: {problem}")
                 if answer.status_code not in _BUSY:
                     raise UserError(f"{self._url} refuses: {problem}")
             except httpx.HTTPError as error:
                 problem = f"it does not answer ({error or type(error).__name__})"
             if pause > MOST_PAUSE_SECONDS or time.monotonic() + pause > until:
-                raise UserError(f"{self._url}: {problem}. Videos that were made are kept: the same command goes on")
+                raise UserError(
+                    f"{self._url}: {problem}. Finished videos are kept: run the same command again to continue"
+                )
             time.sleep(pause)
 
     def _content(self, answer: httpx.Response, path: str) -> bytes:
@@ -164,7 +164,7 @@ class ServiceMaker:
             size += len(part)
             if time.monotonic() - began > _SECONDS_OF_AN_ANSWER + size / _LEAST_BYTES_A_SECOND:
                 raise UserError(
-                    f"the answer of {self._url}{path} drips: {size:,} bytes in {time.monotonic() - began:.0f} s"
+                    f"the response of {self._url}{path} is too slow: {size:,} bytes in {time.monotonic() - began:.0f} s"
                 )
             check_size(size, f"the answer of {self._url}{path}", _MAX_VIDEO_BYTES)
             parts.append(part)
@@ -176,7 +176,7 @@ def _served(settings: SamplingSettings) -> dict[str, Any]:
 
 
 def _message_of(content: bytes, status: int) -> str:
-    """Message of an error."""
+    """Message of an error response."""
     try:
         return str(parse_json(content[: 1 << 16], "its error")["error"]["message"])[:500]
     except (UserError, KeyError, TypeError):
@@ -184,6 +184,6 @@ def _message_of(content: bytes, status: int) -> str:
 
 
 def _pause(answer: httpx.Response) -> float:
-    """Seconds after which a busy service wants to be asked again."""
+    """Seconds until the next request, by Retry-After."""
     message = answer.headers.get("retry-after", "")
     return float(message) if message.isdecimal() else 1.0

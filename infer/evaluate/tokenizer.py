@@ -1,4 +1,4 @@
-"""`megadit evaluate tokenizer`: what is left of videos that were encoded and decoded, with intervals.
+"""`megadit evaluate tokenizer`: the reconstruction error of a tokenizer, with confidence intervals.
 
     megadit evaluate tokenizer BUNDLE CLIPS --out runs/tokenizer.json
 
@@ -31,7 +31,7 @@ SSIM_SIGMA, SSIM_RADIUS = 1.5, 5
 """Standard deviation and radius of the Gaussian window, in pixels."""
 SSIM_C1, SSIM_C2 = 0.01**2, 0.03**2
 HIGHEST_PSNR = 100.0
-"""PSNR of videos that come back unchanged, in dB."""
+"""PSNR of perfect reconstructions, in dB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
-    description = "Measures what a tokenizer loses of videos: PSNR, SSIM, LPIPS; and the scale of its latents."
+    description = "Measures a tokenizer's reconstruction error: PSNR, SSIM, LPIPS; and the scale of its latents."
     options = read_options(TokenizerOptions, argv, prog="megadit evaluate tokenizer", description=description)
-    inner = options.tokenizer / "tokenizer"  # of a bundle, or a data set
+    inner = options.tokenizer / "tokenizer"  # in a bundle, or a data set
     tokenizer = load_tokenizer(inner if inner.is_dir() else options.tokenizer)
     videos = open_videos(options.clips, options.count)
     window = _encodable(window_of(videos.parts[0].read()[0], options.frames, options.size), tokenizer, options.frames)
@@ -72,10 +72,10 @@ def _run(argv: list[str]) -> None:
 
 
 def _encodable(window: Window, tokenizer: VideoTokenizer, asked: int | None) -> Window:
-    """Return the window with as many frames as can be encoded, where no number was asked for.
+    """Return the window, by default with the most frames that can be encoded.
 
     Raises:
-        UserError: for sizes that cannot.
+        UserError: for sizes that cannot be encoded.
     """
     frames = window.frames
     while asked is None and frames > 1 and tokenizer.frames_covering(frames) != frames:
@@ -107,7 +107,7 @@ def reconstruction(
                 values.setdefault("latents' mean / sigma_data", []).append(latents.mean().item() / tokenizer.sigma_data)
                 bar.advance()
     if videos.count < 2:
-        raise UserError(f"{videos.label} holds one video: an interval takes two or more")
+        raise UserError(f"{videos.label} holds one video: an interval needs two or more")
     weight_RN = resamplings(range(videos.count), "real")
     return {name: mean_estimate(torch.tensor(each), weight_RN) for name, each in values.items()}
 

@@ -1,6 +1,6 @@
-"""Sets of videos that are evaluated: folders of files, and data sets of `megadit prepare`.
+"""Sets of videos to evaluate: folders of files, and data sets of `megadit prepare`.
 
-A set is read part by part, each of which has a key: the hash of its content, under which features of it are kept.
+A set is read in chunks. The key of a chunk is the hash of its content; features are cached under it.
 
 Shapes: N videos, T/H/W frames, height, width, C colour channels. Pixels are uint8, RGB, 0..255.
 """
@@ -35,7 +35,7 @@ from megadit.models.shared.tar_files import MAX_MEMBER_BYTES, UntrustedTarFile
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 VIDEOS_PER_CHUNK = 16
-"""Videos of a part: what is made, read and looked at together, and what a killed command loses."""
+"""Videos of a chunk, which are generated, read and evaluated together; a killed command loses at most one chunk."""
 MAX_VIDEO_BYTES = 1 << 31
 MAX_FILE_BYTES = 1 << 34
 """Maximum size of a file in a folder: each is read whole for its checksum."""
@@ -46,7 +46,7 @@ Decode = Callable[[bytes, str], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A video, its frames per second (0 where that is not known), and the text that it goes with ("")."""
+    """A video, its frames per second (0 if unknown), and its prompt or caption ("" if none)."""
 
     video_THWC: np.ndarray
     fps: float
@@ -68,7 +68,7 @@ class VideoSet:
     label: str
     parts: list[VideoChunk]
     unread: tuple[str, ...] = ()
-    """Files of the folder that are no videos whatever their names say, and were left out."""
+    """Files of the folder that could not be read as videos, and were left out."""
 
     @property
     def key(self) -> str:
@@ -84,12 +84,12 @@ class VideoSet:
 
 
 def hashed(*texts: str) -> str:
-    """A checksum of texts; which of them a letter stands in counts."""
+    """A checksum of a sequence of texts."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def open_videos(path: Path, most: int | None = None, split: str | None = None) -> VideoSet:
-    """The videos of a folder, or of a split of a data set (val, or train where that is empty), at most so many.
+    """The videos of a folder, or of a split of a data set (val, or train if that is empty), at most `most`.
 
     Raises:
         UserError: if there are none.
@@ -110,7 +110,7 @@ def open_videos(path: Path, most: int | None = None, split: str | None = None) -
 
 
 def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int | None) -> list[str]:
-    """One for each of `count` videos of a model: those of a file, or the captions of the real videos of `source`."""
+    """Prompts for `count` videos of a model: from the file `path`, or the captions of the real videos."""
     prompts = [line["prompt"] for line in prompt_lines(path)]
     if not path:
         prompts = real.prompts
@@ -120,7 +120,7 @@ def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int
 
 
 def videos_in_memory(label: str, video_NTHWC: np.ndarray, prompts: Sequence[str], fps: float) -> VideoSet:
-    """Videos that were made a moment ago, uint8 NTHWC, as a set."""
+    """Videos in memory, uint8 NTHWC, as a set."""
     return VideoSet(
         label=label,
         parts=[
@@ -150,7 +150,7 @@ def _chunk_in_memory(label: str, first: int, videos: np.ndarray, prompts: Sequen
 
 
 def _of_folder(folder: Path, most: int | None, unread: list[str]) -> list[VideoChunk]:
-    """Parts of the files that can be opened; the names of the others are added to `unread`."""
+    """Chunks of the files that can be opened; the names of the others are added to `unread`."""
     suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
     files: list[Path] = []
     for path in (path for path in files_under(folder) if path.suffix.lower() in suffixes):
@@ -167,7 +167,7 @@ def _of_folder(folder: Path, most: int | None, unread: list[str]) -> list[VideoC
 
 
 def _opens(path: Path) -> bool:
-    """Whether a file begins as a video or an image does; what follows may still be damaged."""
+    """Whether a file begins like a video or an image; the rest may still be damaged."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return False
@@ -191,7 +191,7 @@ def _chunk_of_files(folder: Path, files: Sequence[Path]) -> VideoChunk:
 
 
 def _caption(video: Path, folder: Path) -> str:
-    """Read the caption beside a video: NAME.mp4.json (as `megadit generate` writes it), NAME.json or NAME.txt."""
+    """Read the caption file of a video: NAME.mp4.json (by `megadit generate`), NAME.json or NAME.txt."""
     for file in (record_path(video), video.with_suffix(".json"), video.with_suffix(".txt")):
         if not file.is_file() or leads_out(file, folder):
             continue
@@ -207,10 +207,10 @@ def _caption(video: Path, folder: Path) -> str:
 
 
 def read_file(path: Path) -> tuple[np.ndarray, float]:
-    """Frames (THWC) and frames per second of a file, which may be anybody's.
+    """Frames (THWC) and frames per second of an untrusted file.
 
     Raises:
-        UserError: if it cannot be decoded, or is longer than what is read.
+        UserError: if it cannot be decoded, or exceeds the limits.
     """
     try:
         with path.open("rb") as file:
@@ -220,7 +220,7 @@ def read_file(path: Path) -> tuple[np.ndarray, float]:
 
 
 def decoded(content: bytes, where: str) -> tuple[np.ndarray, float]:
-    """Frames (THWC) and frames per second (0 of a picture) of a video or picture, which may be anybody's.
+    """Frames (THWC) and frames per second (0 for a picture) of an untrusted video or picture.
 
     Raises:
         UserError: as `read_file`.
@@ -242,13 +242,13 @@ def _frames(file: BinaryIO, where: str) -> tuple[np.ndarray, float]:
 
 
 def _of_dataset(root: Path, most: int | None, split: str | None) -> list[VideoChunk]:
-    """Samples of more than one frame, or pictures where it has no others; stored latents are decoded by the data set's
+    """Samples of more than one frame, or pictures if there are no others; stored latents are decoded by the data set's
     tokenizer."""
     splits = [split] if split else ["val", "train"]
-    found = [path for path in files_under(root) if path.parent == root]  # no pipe, no link that leads out
+    found = [path for path in files_under(root) if path.parent == root]  # no pipes, no links that lead out
     by_split = {name: [path for path in found if path.match(f"{name}-*.tar")] for name in splits}
     shards = next((shards for shards in by_split.values() if shards), [])
-    tokenizer: list[VideoTokenizer] = []  # loaded by whoever decodes first
+    tokenizer: list[VideoTokenizer] = []  # loaded at the first decoding
 
     def decode(tensors: bytes, where: str) -> np.ndarray:
         if not tokenizer:
@@ -259,7 +259,7 @@ def _of_dataset(root: Path, most: int | None, split: str | None) -> list[VideoCh
 
 
 def _of_shards(shards: Sequence[Path], most: int | None, decode: Decode, *, fewest_frames: int) -> list[VideoChunk]:
-    """Samples of shards with so many frames or more."""
+    """Samples of shards with `fewest_frames` or more."""
     parts, left = [], most
     for shard in shards:
         if left == 0:
@@ -317,10 +317,10 @@ def _clip(where: str, members: dict[str, bytes], decode: Decode) -> Clip:
 
 @torch.inference_mode()
 def decoded_latents(content: bytes, tokenizer: VideoTokenizer, where: str) -> np.ndarray:
-    """Frames (THWC) of the latents in a safetensors file, which may be anybody's.
+    """Frames (THWC) of the latents in an untrusted safetensors file.
 
     Raises:
-        UserError: for what holds none of this tokenizer's, or more than is read.
+        UserError: if it holds no latents of this tokenizer, or exceeds the limits.
     """
     check_tensor_header(content[:8], where)
     try:
@@ -337,7 +337,7 @@ def decoded_latents(content: bytes, tokenizer: VideoTokenizer, where: str) -> np
 
 
 def _members(shard: Path, wants: Callable[[str, str], bool]) -> Iterator[tuple[str, str, bytes]]:
-    """(sample, suffix, content) of the members that are wanted."""
+    """(sample, suffix, content) of the members that `wants` selects."""
     try:
         with UntrustedTarFile.open(shard, "r:") as tar:
             for member in tar:

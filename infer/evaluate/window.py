@@ -1,4 +1,4 @@
-"""Window of a video that an evaluation looks at: so many frames from its middle, at one size.
+"""Window of a video that an evaluation uses: a number of frames from its middle, at one size.
 
 Shapes: N videos, T/H/W frames, height, width, C colour channels. Pixels are uint8, RGB, 0..255.
 """
@@ -15,7 +15,7 @@ from megadit.infer.evaluate.videos import Clip, VideoChunk
 from megadit.models.shared.errors import UserError
 
 MOST_FRAMES = 16
-"""Most frames of a window by default: as many as FVD is computed from."""
+"""Most frames of a window by default, as in FVD."""
 RATE_TOLERANCE = 0.01
 """Largest relative difference of equal frame rates: 23.976 and 24 are one rate."""
 
@@ -26,7 +26,7 @@ class Window:
     height: int
     width: int
     fps: float
-    """0 where that is not known, or nothing is to a single frame."""
+    """Frames per second; 0 if unknown, or for single frames."""
     is_resized: bool
     """Whether videos of other sizes are cropped and resized; they are refused otherwise."""
 
@@ -41,8 +41,8 @@ class Window:
 def window_of(
     clip: Clip, frames: int | None, size: Sequence[int] | None, fps: float = 0.0, most: int = MOST_FRAMES
 ) -> Window:
-    """The window that suits a first video, of `most` frames, where `frames` and `size` (height, width) are not given;
-    `fps` is a rate that faster videos are thinned out to (0: none)."""
+    """The window for a first video: `frames` (default: its length, at most `most`) and `size` (height, width; default:
+    its own). Faster videos are subsampled to `fps` (0: none)."""
     clip = thinned(clip, fps)
     length, height, width, _ = clip.video_THWC.shape
     seen = frames or min(length, most)
@@ -56,7 +56,7 @@ def window_of(
 
 
 def thinned(clip: Clip, fps: float) -> Clip:
-    """The clip at a lower rate: of its frames those nearest to the times of frames at `fps`; as it is at its own."""
+    """The clip subsampled to `fps`, by the nearest frames; unchanged if that is its own rate."""
     if not (clip.fps and fps) or clip.fps / fps - 1 <= RATE_TOLERANCE:
         return clip
     step, length = clip.fps / fps, len(clip.video_THWC)
@@ -65,10 +65,10 @@ def thinned(clip: Clip, fps: float) -> Clip:
 
 
 def windowed(part: VideoChunk, window: Window) -> tuple[Tensor, list[str]]:
-    """The windows of the videos of a part, [N, T, H, W, C], and their prompts.
+    """The windows of the videos of a chunk, [N, T, H, W, C], and their prompts.
 
     Raises:
-        UserError: for a video that is shorter, of another size, or of fewer frames a second.
+        UserError: for a video that is shorter, or has another size or a lower frame rate.
     """
     clips = part.read()
     videos = [cut(clip, name, window) for clip, name in zip(clips, part.names, strict=True)]
@@ -79,7 +79,7 @@ def cut(clip: Clip, name: str, window: Window) -> Tensor:
     """Cut the window out of a video, [T, H, W, C].
 
     Raises:
-        UserError: as `looked_at`; `name` is the video's.
+        UserError: as `windowed`; `name` is the video's, for the message.
     """
     clip = thinned(clip, window.fps)
     length, height, width, _ = clip.video_THWC.shape

@@ -1,7 +1,7 @@
-"""`megadit info DATA --html PAGE`: what a data set kept and what its preparation left out, with pictures and reasons.
+"""`megadit info DATA --html PAGE`: samples that a data set kept and left out, with pictures and reasons.
 
-`megadit prepare videos|images|...` writes the notes that are read here (`train/data/README.md`): `prepare/skips.jsonl`
-has a line for all that was left out, `prepare/left_out/` pictures of a few of each reason.
+`megadit prepare videos|images|...` writes the files that are read here (`train/data/README.md`): `prepare/skips.jsonl`
+has a line for everything that was left out, `prepare/left_out/` has pictures of a few for each reason.
 """
 
 import io
@@ -27,12 +27,12 @@ from megadit.models.tokenizers import load_tokenizer
 NOTES = "prepare"
 EXAMPLES_SHOWN = 48
 MOST_BYTES = 1 << 20
-"""Most bytes of a picture that is put into the page."""
+"""Most bytes of a picture in the page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skip:
-    """Note of a source, or a stretch of one, that was left out."""
+    """Record of a source, or a segment of one, that was left out."""
 
     source: str = setting("")
     reason: str = setting("")
@@ -43,10 +43,10 @@ class Skip:
 
 
 def write_dataset_page(dataset: Path, page: Path, facts: dict[str, Any]) -> None:
-    """Writes the page of a data set's folder, from its files alone.
+    """Writes the page of a data set, from its files alone.
 
     Raises:
-        UserError: for notes that are no JSON lines.
+        UserError: for records that are not JSON lines.
     """
     rows = [(name, str(value)) for name, value in facts.items() if value is not None]
     head = [f"<h1>{escape(str(dataset))}</h1>", table_of(rows)]
@@ -57,7 +57,7 @@ def _left_out(dataset: Path) -> Iterator[str]:
     yield "<h2>Left out</h2>"
     skips, shown = (inner_path(dataset, f"{NOTES}/{name}") for name in ("skips.jsonl", "left_out/left_out.jsonl"))
     if not skips.is_file():
-        yield "Nothing says what: only <code>megadit prepare</code> of videos and images writes it down."
+        yield "Not recorded: only <code>megadit prepare</code> of videos and images writes it."
         return
     counts: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
@@ -68,7 +68,7 @@ def _left_out(dataset: Path) -> Iterator[str]:
         yield "Nothing."
         return
     rows = [(reason, f"{count:,}", duration(seconds[reason])) for reason, count in counts.most_common()]
-    yield table_of(rows, ("reason", "sources, or stretches of one", "of video"))
+    yield table_of(rows, ("reason", "sources, or segments", "of video"))
     pictures: defaultdict[str, list[str]] = defaultdict(list)
     for number, skip in enumerate(_lines(shown)):
         pictures[skip.reason].append(_skip(skip, shown.with_name(f"{number}.jpg")))
@@ -78,14 +78,14 @@ def _left_out(dataset: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[Skip]:
-    """Yield the notes of a file; none where a version without them prepared the data set."""
+    """Yield the records of a file; none if an older version prepared the data set."""
     if path.is_file():
         with open(path, encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), ""), 1):
                 where = f"{path}, line {number}"
                 values = parse_json(line, where)
                 if not isinstance(values, dict):
-                    raise UserError(f"{where} is no JSON object")
+                    raise UserError(f"{where} is not a JSON object")
                 yield Skip(**check_json(values, Skip, where=f"{where}: "))
 
 
@@ -104,7 +104,7 @@ def _samples(dataset: Path) -> Iterator[str]:
 
 
 def _picture(jpeg: bytes, words: list[str]) -> str:
-    """A picture, if there is one, above its caption and what else is known."""
+    """A picture, if there is one, above its caption and other facts."""
     picture = embedded(jpeg, "image/jpeg", words[0]) if jpeg else ""
     first, *others = (escape(line) for line in words if line)
     return f"<figure>{picture}<figcaption>{first}<br><small>{'<br>'.join(others)}</small></figcaption></figure>"

@@ -1,4 +1,4 @@
-"""`megadit info DATASET --sheet FILE`: a picture of a few samples of a dataset, decoded, with what is known of them.
+"""`megadit info DATASET --sheet FILE`: a contact sheet of a few samples of a dataset, decoded, with facts.
 
 Frames are uint8 THWC, RGB, 0..255.
 """
@@ -30,7 +30,7 @@ def write_sheet(dataset: Path, path: Path, *, num_samples: int = 12) -> None:
     """Draws samples from the beginning, middle and end of the dataset.
 
     Raises:
-        UserError: if nothing in it can be decoded, or `path` is no picture's name.
+        UserError: if nothing in it can be decoded, or `path` is not the name of a picture.
     """
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise UserError(f"--sheet {path}: use a name that ends in .png, .jpg or .webp")
@@ -73,14 +73,14 @@ def _members(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
 
 
 def draw_strip(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> tuple[np.ndarray, str]:
-    """A few frames of a sample side by side, [1, H, W, 3], and what is said of it."""
+    """A few frames of a sample side by side, [1, H, W, 3], and its caption and facts."""
     caption, fps = "(no caption)", 0.0
     try:
         description = parse_json(members["json"], "its description")
         caption, fps = str(description.get("caption") or "(no caption)"), float(description.get("fps") or 0)
         frames_THWC, stored = _decoded(members, tokenizer)
         facts = f"{_in_words(frames_THWC, fps)}; {stored}"
-    except Exception as error:  # whatever a sample provokes in decoders
+    except Exception as error:  # decoders raise any exception
         frames_THWC, facts = np.zeros((1, 64, 64, 3), np.uint8), f"cannot be decoded: {error}"
     count, height, width = frames_THWC.shape[:3]
     places = np.linspace(0, count - 1, min(FRAMES_OF_A_STRIP, count)).round().astype(int)
@@ -96,7 +96,7 @@ def _in_words(frames_THWC: np.ndarray, fps: float) -> str:
 
 
 def _decoded(members: dict[str, bytes], tokenizer: VideoTokenizer) -> tuple[np.ndarray, str]:
-    """Frames, and what is stored."""
+    """Frames, and a description of the stored tensors."""
     for suffix in ("mp4", "png"):
         if suffix in members:
             return decoded(members[suffix], "it")[0], f"stored as {suffix}"

@@ -1,4 +1,4 @@
-"""`megadit doctor`: what this machine can do, what is missing, and how to get it."""
+"""`megadit doctor`: reports what this machine can run, what is missing, and how to get it."""
 
 import importlib.util
 import os
@@ -25,14 +25,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked for."""
+    """Result of one check."""
 
     name: str
     found: str | None
-    """Version, size or the like that was found; None: it is missing."""
+    """Version or size that was found; None if it is missing."""
     enables: str
     remedy: str = ""
-    """How to get it where it is missing."""
+    """How to get it if it is missing."""
 
 
 LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
@@ -57,17 +57,17 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
 )
 """Distribution, module, what it enables, how to get it."""
 TESTED = {"megatron-core": ("0.16.1", "0.19.2")}
-"""Distribution -> the versions that the tests run, of libraries of which megadit takes a range."""
+"""Distribution -> the tested versions, for libraries with a range of supported versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:
     distributed: bool = setting(
-        False, "try every rank's device and the links of all pairs of ranks and nodes; under torchrun, its ranks"
+        False, "test every rank's device and the links of all pairs of ranks and nodes; under torchrun, its ranks"
     )
     extras: tuple[str, ...] = setting(
         (),
-        "exit with 1 if anything is missing that these extras of megadit bring, such as deploy",
+        "exit with 1 if a requirement of these extras of megadit is missing, such as deploy",
         nargs="+",
         metavar="EXTRA",
     )
@@ -75,8 +75,8 @@ class DoctorOptions:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the table and exits with 0, since nothing that is missing is a fault; `--distributed` and `--extras`
-    exit with 1 for one."""
+    """Prints the table and exits with 0, even if something is missing; `--distributed` and `--extras` exit with 1 for
+    a fault."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -105,7 +105,7 @@ def _print_missing(extras: tuple[str, ...]) -> int:
     needs = list(needs_of(extras))
     missing = [need for need in needs if not need.is_met]
     for need in missing:
-        print(f"{need.asked}, which {need.by} asks for, is {need.found or 'missing'}", file=sys.stderr)
+        print(f"{need.asked}, which {need.by} requires, is {need.found or 'missing'}", file=sys.stderr)
     print(f"{', '.join(extras)}: {len({need.name for need in needs})} libraries, {len(missing)} requirements unmet")
     return 1 if missing else 0
 
@@ -163,7 +163,7 @@ def accelerator_findings() -> list[Finding]:
 
 
 def library_findings() -> list[Finding]:
-    """The optional libraries: their versions, whether they import, and what each is for."""
+    """The optional libraries: their versions, whether they can be imported, and what each is for."""
     return [
         Finding(name=name, found=_library(name, module), enables=enables, remedy=remedy)
         for name, module, enables, remedy in LIBRARIES
@@ -210,9 +210,9 @@ def _table(title: str, findings: list[Finding]) -> Table:
 
 
 def _library(distribution: str, module: str) -> str | None:
-    """The installed version, and which are tested if it is none of these.
+    """The installed version, and the tested ones if it is none of these.
 
-    A library that is there and cannot be found by the import system counts as missing.
+    A library that the import system cannot find counts as missing.
     """
     version = _try(lambda: metadata.version(distribution))
     if not version or not _try(lambda: importlib.util.find_spec(module)):
@@ -234,7 +234,7 @@ def _h264_encoder() -> str:
 
 
 def _try(function: Callable[[], object]) -> object | None:
-    """The result, or None whatever goes wrong: a broken installation must not stop the report about it."""
+    """The result, or None after any error: a broken installation must not stop the report."""
     try:
         return function()
     except Exception:
@@ -242,7 +242,7 @@ def _try(function: Callable[[], object]) -> object | None:
 
 
 def _memory() -> tuple[int, int]:
-    """Total and available bytes of this machine, or of its container where that is smaller."""
+    """Total and available bytes of this machine, or of its container if that is smaller."""
     page = os.sysconf("SC_PAGE_SIZE")
     total, available = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
     meminfo = Path("/proc/meminfo")

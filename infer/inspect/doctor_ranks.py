@@ -1,4 +1,4 @@
-"""`megadit doctor --distributed`: starts ranks, or is one under torchrun, and prints what the first of them found."""
+"""`megadit doctor --distributed`: starts ranks, or is one under torchrun; the first rank prints the results."""
 
 import os
 
@@ -12,11 +12,11 @@ from megadit.models.megatron.launch import launch
 
 GB, TERA = 10**9, 10**12
 MAX_SHOWN = 120
-"""Most links in a table, those of 16 ranks; of more, the spread is printed."""
+"""Most links in a table, those of 16 ranks; for more, the range is printed."""
 
 
 def examine(num_processes: int | None) -> int:
-    """The exit code is 1 if something is broken, else 0: what is slow is named and works."""
+    """Returns exit code 1 if something is broken, else 0; slow devices and links are only reported."""
     if "RANK" not in os.environ:
         count = num_processes or torch.cuda.device_count() or 2
         return launch("megadit.infer.inspect.doctor", ["--distributed"], num_processes=count)
@@ -52,7 +52,7 @@ def _places_table(places: list[Place]) -> Table:
 
 
 def _links_table(kind: str, links: list[Link]) -> Table:
-    """Bandwidths in GB/s, each end with each other."""
+    """Bandwidths in GB/s of all pairs."""
     title = f"all-reduce between pairs of {kind}s, GB/s"
     table = Table(title=title, title_justify="left", title_style="bold", box=None)
     ends = sorted({end for link in links for end in link.ends})

@@ -16,13 +16,13 @@ from megadit.models.shared.tar_files import UntrustedTarFile
 
 MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".mov", ".mkv", ".webm", ".avi", ".m4v")
 LOOKED_AT = 500
-"""Samples of a data set that are read."""
+"""Most samples of a data set to read."""
 MOST_SIZES = 6
 EXAMPLES = 3
 
 
 def describe_media(path: Path) -> dict[str, Any]:
-    """Size and length of a video or an image, and the settings that made it, where it holds them.
+    """Size and length of a video or an image, and its generation settings if it holds them.
 
     Raises:
         UserError: if it cannot be decoded.
@@ -53,7 +53,7 @@ def _codec(path: Path) -> str | None:
 
 
 def describe_samples(dataset: Path) -> dict[str, str]:
-    """Sizes, lengths and captions of the first samples of training, in words; nothing of shards that hold none."""
+    """Sizes, lengths and captions of the first training samples, in words; {} if there are none."""
     found = list(islice(_descriptions(dataset), LOOKED_AT))
     if not found:
         return {}
@@ -78,12 +78,12 @@ def _length(description: dict[str, Any]) -> str:
 
 
 def _shown(value: Any, most: int = 20) -> str:
-    """The beginning of a value that anybody may have written, without what a terminal obeys."""
+    """The beginning of an untrusted value, without control characters."""
     return "".join(each if each.isprintable() else " " for each in str(value)[:most])
 
 
 def _counted(values: Counter[str]) -> str:
-    """`64x64: 480, 64x96: 20`; one alone without its count."""
+    """Counts in words: `64x64: 480, 64x96: 20`; a single value without its count."""
     if len(values) == 1:
         return next(iter(values))
     listed = [f"{value}: {count:,}" for value, count in values.most_common(MOST_SIZES)]
@@ -91,12 +91,12 @@ def _counted(values: Counter[str]) -> str:
 
 
 def _descriptions(dataset: Path) -> Iterator[dict[str, Any]]:
-    """The JSON beside samples, which anybody may have written."""
+    """The JSON of samples, which is untrusted."""
     for shard in sorted(dataset.glob("train-*.tar")):
         try:
             with UntrustedTarFile.open(shard, "r:") as tar:
                 for member in tar:
                     if member.isfile() and member.name.endswith(".json") and member.size <= MAX_BYTES:
                         yield dict(parse_json(tar.extractfile(member).read(), member.name))
-        except (OSError, UserError, ValueError, TypeError, tarfile.TarError):  # what is broken is told by its readers
+        except (OSError, UserError, ValueError, TypeError, tarfile.TarError):  # errors are reported by other readers
             return

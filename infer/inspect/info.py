@@ -1,4 +1,4 @@
-"""`megadit info PATH`: what a bundle, an adapter, a training run, a data set or a video is, from its files alone."""
+"""`megadit info PATH`: describes a bundle, an adapter, a training run, a data set or a video, from its files alone."""
 
 import json
 import math
@@ -37,7 +37,7 @@ CHECKPOINTS = "checkpoints"
 DEFAULT = "default "
 """Prefix of the names of a bundle's sampling settings."""
 NEUTRAL = (0.0, 1.0, "", ())
-"""Values with which a setting that has them by default changes nothing."""
+"""Values that switch a setting off, if they are its default."""
 
 Facts = dict[str, Any]
 """Facts by name, in the order to show them."""
@@ -46,19 +46,19 @@ Facts = dict[str, Any]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InfoOptions:
     path: Path = setting(
-        help="a bundle, an adapter, a run's folder or checkpoint, a data set, a YAML file that blends some, or a video",
+        help="a bundle, an adapter, a run's folder or checkpoint, a data set, a YAML file of a blend, or a video",
         positional=True,
         metavar="PATH",
     )
     all: bool = setting(False, "also show sampling settings whose values have no effect")
-    json: bool = setting(False, "print all of it as JSON instead of a table")
+    json: bool = setting(False, "print everything as JSON instead of a table")
     sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
-    verify: bool = setting(False, "read every shard of a dataset, and compare it with what was written")
-    html: Path | None = setting(None, "write an HTML page of a run, or of what a dataset kept and left out")
+    verify: bool = setting(False, "read every shard of a dataset, and verify its checksum")
+    html: Path | None = setting(None, "write an HTML page of a run, or of a dataset's kept and omitted samples")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints a table about PATH; the exit code is 2 if it is nothing that megadit writes."""
+    """Prints a table about PATH; the exit code is 2 if megadit did not write it."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -67,13 +67,13 @@ def _run(argv: list[str]) -> int:
     facts = describe(options.path)
     if options.verify:
         if "dataset" not in facts:
-            raise UserError(f"--verify reads the shards of a dataset, and {options.path} is none")
+            raise UserError(f"--verify reads the shards of a dataset, and {options.path} is not one")
         if damaged := verified_shards(options.path):
             raise UserError(partly_copied(options.path, damaged))
-        facts["verified"] = "every shard is as it was written"
+        facts["verified"] = "every shard is unchanged"
     if options.sheet is not None:
         if "dataset" not in facts:
-            raise UserError(f"--sheet draws samples of a dataset, and {options.path} is none")
+            raise UserError(f"--sheet draws samples of a dataset, and {options.path} is not one")
         from megadit.infer.inspect.dataset_sheet import write_sheet
 
         write_sheet(options.path, options.sheet)
@@ -87,7 +87,7 @@ def _run(argv: list[str]) -> int:
 
 
 def write_page(path: Path, page: Path, facts: Facts) -> None:
-    """Raises UserError for what has no page."""
+    """Writes an HTML page; raises UserError unless this is a training run or a dataset."""
     if "training run" in facts:
         from megadit.infer.inspect.run_page import write_run_page
 
@@ -104,7 +104,7 @@ def describe(path: Path) -> Facts:
     """Describe the file or folder at `path`.
 
     Raises:
-        UserError: if nothing is there, or nothing that megadit writes.
+        UserError: if nothing is there, or megadit did not write it.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; give a bundle, an adapter, a run, a checkpoint or a data set")
@@ -123,13 +123,13 @@ def describe(path: Path) -> Facts:
     if path.is_file() and path.suffix.lower() in MEDIA_SUFFIXES:
         return describe_media(path)
     raise UserError(
-        f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), neither a training run (no {CONFIG} beside "
+        f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), neither a training run (no {CONFIG} next to "
         f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE}), nor an adapter, a video or an image"
     )
 
 
 def describe_bundle(path: Path) -> Facts:
-    """Parts, sizes, parameters and origin of a bundle."""
+    """Components, sizes, parameters and origin of a bundle."""
     bundle = Bundle.open(path)
     files = bundle.manifest["files"]
     facts: Facts = {
@@ -151,7 +151,7 @@ def describe_bundle(path: Path) -> Facts:
 
 
 def describe_adapter(path: Path) -> Facts:
-    """Rank, linears and base of an adapter; of a file that does not say its base, what the names of its tensors say."""
+    """Rank, linears and base of an adapter; of a file without a base, what the names of its tensors say."""
     opened, size = open_adapter(path), tensor_file(path).stat().st_size
     if opened.config is None:
         names = {key: split_key(key) for key in opened.source.stored}
@@ -221,7 +221,7 @@ def describe_blend(path: Path) -> Facts:
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{path} is no blend of data sets: `splits:` with a `path:` or a `blend:` of such") from error
+        raise UserError(f"{path} is not a blend of data sets: `splits:`, each with a `path:` or a `blend:`") from error
     return facts
 
 
@@ -253,7 +253,7 @@ def _iteration(checkpoint: Path) -> int:
 
 
 def describe_checkpoint(path: Path) -> Facts:
-    """Progress, averages and recipe of one checkpoint."""
+    """Progress, EMA weights and recipe of one checkpoint."""
     config = _read_run_config(path / CONFIG)
     with _as_a_run_says(path):
         return {"checkpoint": str(path)} | _progress_facts(path, config) | _config_facts(config)
@@ -266,7 +266,7 @@ def _as_a_run_says(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{path} does not describe itself as a training run does: {error!r}") from error
+        raise UserError(f"{path} is not a valid training run: {error!r}") from error
 
 
 def _progress_facts(checkpoint: Path, config: dict[str, Any]) -> Facts:
@@ -282,7 +282,7 @@ def _progress_facts(checkpoint: Path, config: dict[str, Any]) -> Facts:
 
 
 def _left_out(run: dict[str, Any]) -> str:
-    """The share of samples that were of no use, with the reasons; nothing where all were."""
+    """The fraction of samples that were left out, with the reasons; "" if none were."""
     refused = run.get("refused_samples") or {}
     count = sum(refused.values())
     reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(refused.items()))
@@ -317,7 +317,7 @@ def _read_run_config(path: Path) -> dict[str, Any]:
 
 
 def _last_record(metrics: Path) -> dict[str, Any]:
-    """The last complete line with a loss; a run that was killed may have left half a line."""
+    """The last complete line with a loss; a killed run may leave half a line."""
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
     for line in reversed(lines):
         try:
@@ -376,7 +376,7 @@ def in_force(facts: Facts) -> Facts:
 
 
 def in_words(facts: Facts) -> dict[str, str]:
-    """Numbers in four digits, with commas; lists without brackets; nothing of what is not known."""
+    """Numbers in four digits, with commas; lists without brackets; unknown facts are left out."""
     return {name: _in_words(value) for name, value in facts.items() if value is not None}
 
 

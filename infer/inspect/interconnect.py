@@ -1,9 +1,9 @@
-"""Do all ranks of a job compute, and does every pair of them communicate as fast as the others?
+"""Tests that all ranks of a job compute correctly, and that all pairs communicate equally fast.
 
 Each rank checks its device. Then pairs run all-reduces: pairs of ranks within each node, then pairs of nodes with all
-their ranks, in rounds in which nobody has two partners (a round-robin tournament), so that n nodes take n - 1 rounds.
-Each pair has a process group of its own and results go through the store: a rank that hangs or dies spoils its own
-pairs and no others, and is named.
+their ranks, in rounds in which each has one partner (a round-robin tournament), so that n nodes take n - 1 rounds.
+Each pair has its own process group, and results go through the store: a rank that hangs or dies affects only its own
+pairs, and is reported.
 """
 
 import json
@@ -19,23 +19,23 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = timedelta(seconds=30)
-"""How long a partner may take to come, or to answer."""
+"""Timeout of a partner."""
 SLOW = 0.6
-"""A device or link slower than this share of the median of its kind is named."""
+"""A device or link slower than this fraction of the median of its kind is reported."""
 REPEATS = 5
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A rank, and what its device did when it was tried."""
+    """A rank, and the test of its device."""
 
     rank: int
     node: int
     host: str
     device: str
     flops: float
-    """Operations per second in a float32 product."""
+    """FLOP/s of a float32 matrix product."""
     fault: str = ""
 
 
@@ -47,20 +47,20 @@ class Link:
     """`rank` or `node`."""
     ends: Pair
     bandwidth: float
-    """Bytes per second on the wire of each rank, 2 (n - 1) / n of the data; 0 where it failed."""
+    """Bus bandwidth of each rank, bytes per second: 2 (n - 1) / n of the data; 0 if it failed."""
     fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Problems in words, the worst first."""
+    """Messages about problems, the worst first."""
 
     broken: tuple[str, ...]
     slow: tuple[str, ...]
 
 
 def examine_rank() -> tuple[list[Place], list[Link]] | None:
-    """One rank's part, under torchrun; the first rank gets what all of them found, the others None."""
+    """Runs one rank's tests, under torchrun; returns the results of all ranks on the first rank, None on others."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, device = _open_store(rank), _device()
     store.set(f"place/{rank}", json.dumps(asdict(try_device(rank, device))))
@@ -73,12 +73,12 @@ def examine_rank() -> tuple[list[Place], list[Link]] | None:
                 store.set(f"link/{number}/{ends}/{rank}", json.dumps(asdict(link)))
         _meet(store, f"met/{number}", len(places))
     found = (places + _silent(places, world_size), _collect(store, rounds)) if rank == 0 else None
-    _meet(store, "done", len(places))  # the first rank holds the store: it leaves last
+    _meet(store, "done", len(places))  # the first rank hosts the store, so it leaves last
     return found
 
 
 def try_device(rank: int, device: torch.device) -> Place:
-    """Multiplies integers whose product is known exactly, and takes the time."""
+    """Times a matrix product of integers, and checks its exact result."""
     name, fault, flops = "CPU", "", 0.0
     try:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
@@ -95,7 +95,7 @@ def try_device(rank: int, device: torch.device) -> Place:
 
 
 def measure(kind: str, ends: Pair, ranks: Sequence[int], rank: int, store: dist.Store, device: torch.device) -> Link:
-    """The bandwidth of an all-reduce among `ranks`, and whether its sum is right."""
+    """Measures the bandwidth of an all-reduce among `ranks`, and checks its sum."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     num_bytes = (256 if device.type == "cuda" else 8) * 2**20
     try:
@@ -115,7 +115,7 @@ def measure(kind: str, ends: Pair, ranks: Sequence[int], rank: int, store: dist.
 
 
 def verdict_of(places: list[Place], links: list[Link]) -> Verdict:
-    """Names what failed and what is slow; a rank or node whose links are mostly so is named in their place."""
+    """Reports failures and slow links; a rank or node with mostly bad links is reported instead of them."""
     broken = [f"{_rank_words(place)}: {place.fault}" for place in places if place.fault]
     usual = median([place.flops for place in places if not place.fault] or [0.0])
     slow = [
@@ -141,7 +141,7 @@ def _blame(kind: str, links: list[Link], bad: list[Link], places: list[Place], n
             total[end] += 1
             faulty[end] += link in bad
     guilty = {end for end in faulty if total[end] > 1 and faulty[end] > total[end] / 2}
-    if guilty == set(total):  # everything is bad: nobody in particular
+    if guilty == set(total):  # all are bad: no one in particular
         guilty = set()
     lines = [
         f"{_end_words(kind, end, places)}: {_how(link, links)} with {faulty[end]} of {total[end]} partners"
@@ -173,7 +173,7 @@ def _end_words(kind: str, end: int, places: list[Place]) -> str:
 
 
 def tournament(members: Sequence[int]) -> Iterator[list[Pair]]:
-    """Rounds in which every pair meets once and nobody twice in a round (the circle method)."""
+    """Rounds in which every pair meets once, and each member has one partner per round (the circle method)."""
     circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -196,7 +196,7 @@ def _rounds(places: list[Place]) -> Iterator[list[tuple[str, Pair, tuple[int, ..
 
 
 def _open_store(rank: int) -> dist.Store:
-    """Open the store that ranks share: torchrun's own, or one that the first rank holds; does not wait for it."""
+    """Open the ranks' shared store: torchrun's own, or one that the first rank hosts; does not wait for it."""
     is_torchrun_s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -209,7 +209,7 @@ def _open_store(rank: int) -> dist.Store:
 
 
 def _answering(store: dist.Store, rank: int, world_size: int) -> list[Place]:
-    """The ranks that answer in time; the first rank decides, so that all agree."""
+    """The ranks that respond in time; the first rank decides, so that all agree."""
     if rank == 0:
         deadline = time.monotonic() + PATIENCE.total_seconds()
         keys = [f"place/{other}" for other in range(world_size)]
@@ -230,7 +230,7 @@ def _silent(places: list[Place], world_size: int) -> list[Place]:
 
 
 def _meet(store: dist.Store, key: str, count: int) -> None:
-    """Waits for all, so that rounds do not overlap; those that never come are waited for as long as a partner is."""
+    """Waits for all ranks, so that rounds do not overlap; up to the timeout of a partner."""
     store.add(key, 1)
     deadline = time.monotonic() + 2 * PATIENCE.total_seconds()
     while store.add(key, 0) < count and time.monotonic() < deadline:
@@ -238,7 +238,7 @@ def _meet(store: dist.Store, key: str, count: int) -> None:
 
 
 def _collect(store: dist.Store, rounds: list[list[tuple[str, Pair, tuple[int, ...]]]]) -> list[Link]:
-    """One link for each pair: the slowest rank's view, or a fault that any of them saw."""
+    """One link for each pair: the slowest rank's measurement, or a fault of any rank."""
     links = []
     for number, groups in enumerate(rounds):
         for kind, ends, ranks in groups:
@@ -256,7 +256,7 @@ def _device() -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a partner that is gone is an error, not an abort
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a lost partner is an error, not an abort
     return device
 
 

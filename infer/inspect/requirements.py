@@ -1,4 +1,4 @@
-"""Check of the requirements of megadit's extras, followed through the metadata of what is installed."""
+"""Checks the requirements of megadit's extras, recursively, by the metadata of installed distributions."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Need:
     asked: str
     """Requirement as it is written, such as `onnx>=1.18`."""
     by: str
-    """The distribution that asks."""
+    """The distribution that requires it."""
     found: str | None
-    """The installed version; None: it is missing."""
+    """The installed version; None if it is missing."""
     is_met: bool
 
 
@@ -34,7 +34,7 @@ def needs_of(extras: Collection[str], name: str = NAME) -> Iterator[Need]:
         UserError: if it is not installed, or has no such extra.
     """
     if _version(name) is None:
-        raise UserError(f"{name} is not installed, so nothing says what its extras are: pip install -e .")
+        raise UserError(f"{name} is not installed, so its extras are unknown: pip install -e .")
     known = metadata.metadata(name).get_all("Provides-Extra") or []
     for extra in extras:
         choose_one(extra, known, f"{name} has no extra {extra!r}")

@@ -1,4 +1,4 @@
-"""`megadit info RUN --html PAGE`: a run on one page, its curves, samples over time, events and configuration."""
+"""`megadit info RUN --html PAGE`: a page with a run's curves, samples over time, events and configuration."""
 
 import re
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from megadit.models.shared.files import inner_path
 from megadit.models.shared.outside import leads_out
 
 STEPS_SHOWN = 8
-"""Steps whose samples are shown: spread evenly, the first and the last among them."""
+"""Number of steps whose samples are shown, evenly spaced, with the first and the last."""
 SAMPLES_SHOWN = 6
-"""Samples shown of a step."""
+"""Number of samples shown for a step."""
 EVENTS_SHOWN = 100
 COLUMNS_SHOWN = 20
-"""Names of events that are columns."""
+"""Fields of events that are columns."""
 MOST_BYTES = 8 << 20
-"""Most bytes of a picture, a video or a text that is put into the page."""
+"""Most bytes of a picture, a video or a text in the page."""
 KINDS = {".mp4": "video/mp4", ".png": "image/png"}
 STEP = re.compile(r"step_(\d+)")
 
 
 def write_run_page(run: Path, page: Path, facts: dict[str, Any]) -> None:
-    """Writes the page of a run's folder, from its files alone."""
+    """Writes the page of a run, from its files alone."""
     rows = [(name, str(value)) for name, value in facts.items() if value is not None]
     head = [f"<h1>{escape(str(run))}</h1>", table_of(rows)]
     write_html(page, str(run), [*head, *_curves(run), *_samples(run), *_events(run), *_config(run)])
@@ -55,17 +55,17 @@ def _samples(run: Path) -> list[str]:
 
 
 def _medium(run: Path, path: Path, words: str) -> str:
-    """The file as a part of the page; "" where it is not there, leads out of the run, or is large."""
+    """The file as HTML; "" if it is missing, outside of the run, or too large."""
     if leads_out(path, run) or not path.is_file() or path.stat().st_size > MOST_BYTES:
         return ""
     return embedded(path.read_bytes(), KINDS[path.suffix], words)
 
 
 def _text(run: Path, name: str) -> str:
-    """A text of the run, or the end of one that is large; "" where there is none.
+    """A text of the run, or the end of a large one; "" if there is none.
 
     Raises:
-        UserError: for a link that leads elsewhere.
+        UserError: for a link that leads out of the run.
     """
     path = inner_path(run, name)
     if not path.is_file():

@@ -167,7 +167,7 @@ def test_the_work_of_a_request_counts_what_its_adapters_hold(engine, bundle_dir,
     engine.adapters = tmp_path
     ask = partial(replace, VideoRequest(prompt="a"))
     assert engine.check(ask(adapters=("small",))).num_steps == settings.num_steps
-    with pytest.raises(UserError, match="rank 700; this service takes up to 512"):
+    with pytest.raises(UserError, match="rank 700; this service supports up to 512"):
         engine.check(ask(adapters=("large",)))
     with pytest.raises(UserError, match="pixel steps with these adapters; this service does up to"):
         engine.check(ask(adapters=("wide",)))
@@ -300,7 +300,7 @@ def test_adapters_at_fault_fail_alone(engine, adapter_dir, bundle_dir, tmp_path)
     bad["twice"], faults["twice"] = Asker(replace(REQUEST, adapters=("one", "one:2"))), "given twice"
     bad["many"], faults["many"] = (
         Asker(replace(REQUEST, adapters=tuple("abcde"))),
-        "service takes up to 4",
+        "service supports up to 4",
     )
     good = [asker("one"), asker("none")]
     run(engine, *bad.values(), *good)

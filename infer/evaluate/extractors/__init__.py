@@ -1,4 +1,4 @@
-"""Networks whose features stand for videos: one protocol, a table of those that can be read."""
+"""Feature extractors for evaluations: their interface, and the networks that can be loaded."""
 
 from megadit.infer.evaluate.extractors.base import Extractor
 from megadit.infer.evaluate.extractors.files import KINDS, open_extractors

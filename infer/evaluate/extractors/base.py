@@ -1,4 +1,4 @@
-"""Interface of networks that turn videos into features for an evaluation, and the resizing of pictures for them.
+"""Interface of feature extractors for an evaluation, and the resizing of their inputs.
 
 Shapes: B videos or pictures, T/H/W frames, height, width, C colour channels, D width of the features.
 """
@@ -19,7 +19,7 @@ class Extractor(Protocol):
     sees: Sight
     """pictures: single frames (T = 1); clips: all frames of a video at once."""
     width: int
-    """Numbers of a feature."""
+    """Width of a feature."""
     fewest_frames: int
     """Fewest frames of a clip; 1 for pictures."""
     protocol: str
@@ -31,16 +31,16 @@ class Extractor(Protocol):
 
 
 class TextExtractor(Extractor, Protocol):
-    """One whose features of pictures can be compared with those of texts."""
+    """Extractor that embeds pictures and texts in one space."""
 
     def of_texts(self, texts: Sequence[str]) -> Tensor:
-        """Features, float32 [B, D]."""
+        """Features of texts, float32 [B, D]."""
 
 
 def resized(video_BTHWC: Tensor, height: int, width: int) -> Tensor:
-    """Float32 BCTHW, 0..255, by bicubic resampling with antialiasing and without rounding, as clean-fid's.
+    """Resized to float32 BCTHW, 0..255, by bicubic resampling with antialiasing and without rounding, as in clean-fid.
 
-    (arXiv 2104.11222: a network sees the same whatever the size videos had, which sampling every n-th pixel spoils.)
+    (arXiv 2104.11222: without antialiasing, features depend on the size of the videos.)
     """
     num_videos, num_frames = video_BTHWC.shape[:2]
     frames_NCHW = video_BTHWC.flatten(0, 1).permute(0, 3, 1, 2).float()

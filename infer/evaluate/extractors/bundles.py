@@ -1,4 +1,4 @@
-"""Features of bundles of classifiers and CLIP models: of pictures or, if they were trained on clips, of clips.
+"""Features by bundles of classifiers and CLIP models, of pictures or, if they were trained on clips, of clips.
 
 Shapes: B videos or pictures, T/H/W frames, height, width, C colour channels, D width of the features.
 """
@@ -16,7 +16,7 @@ from megadit.models.shared.files import sha256_of
 
 
 def open_bundle_extractor(path: Path, device: torch.device) -> Extractor:
-    """Open the extractor of a classifier or a CLIP model; raises UserError for the bundle of another kind."""
+    """Open the extractor of a classifier or a CLIP model; raises UserError for a bundle of another kind."""
     bundle = Bundle.open(path)
     if bundle.kind not in OF_KIND:
         raise UserError(f"{path} {USED_BY[bundle.kind]}")
@@ -27,7 +27,7 @@ class _EmbeddingNetwork:
     """Preprocessing that both extractors share: pictures are prepared as in training."""
 
     def __init__(self, bundle: Bundle, device: torch.device, *, width: int, identity: str) -> None:
-        """`told` names the features, in words."""
+        """`identity` describes the features in the protocol."""
         self._tokenizer, self._device, self._size = bundle.load_tokenizer(), device, bundle.defaults
         self.fewest_frames = bundle.defaults.num_frames
         self.sees: Sight = "clips" if self.fewest_frames > 1 else "pictures"
@@ -44,7 +44,7 @@ class _EmbeddingNetwork:
 
 
 class ClassifierFeatures(_EmbeddingNetwork):
-    """The normalised class token of a ViT (arXiv 2010.11929, equation 4), whatever its classes are."""
+    """The normalised class token of a ViT (arXiv 2010.11929, equation 4)."""
 
     name = "vit"
 
@@ -59,7 +59,7 @@ class ClassifierFeatures(_EmbeddingNetwork):
 
 
 class ClipFeatures(_EmbeddingNetwork):
-    """CLIP's embeddings of pictures and of texts (arXiv 2103.00020), whose lengths stay as they are."""
+    """CLIP's embeddings of pictures and of texts (arXiv 2103.00020), not normalised."""
 
     name = "clip"
 
@@ -74,7 +74,7 @@ class ClipFeatures(_EmbeddingNetwork):
 
     @torch.inference_mode()
     def of_texts(self, texts: Sequence[str]) -> Tensor:
-        """Features, float32 [B, D]; texts beyond the tokens of the tower are cut."""
+        """Features of texts, float32 [B, D]; texts are truncated to the tokens of the text encoder."""
         return self._network.text_tower(*(x.to(self._device) for x in self._words.tokens(list(texts)))).float()
 
 

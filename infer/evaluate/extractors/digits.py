@@ -1,6 +1,6 @@
-"""Extractor without a download: features of the demo's classifier of moving digits, before it names them.
+"""Extractor without a download: features of the demo's classifier of moving digits, before its last layer.
 
-Its network reads single frames from crops around the ink; colour and place, which it ignores, are added as features.
+The network reads single frames from crops around the ink; colour and position, which it ignores, are added as features.
 
 Shapes: B clips or frames, C colour channels, T/H/W frames, height, width.
 """
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 CROP_SIZE = 16
 CROP_EXTENT = 0.75
-"""Side of the square around the centre of mass that the network reads, as a share of the frame."""
+"""Side of the square around the centre of mass that the network reads, as a fraction of the frame."""
 _LAST = 8
 """The modules of the network up to the features of its last convolution."""
 _LOGIT_SCALE = 0.2
-"""Scale of the logits beside those features, which gives them the same size."""
+"""Scale of the logits, to match the size of those features."""
 _NUM_OTHERS = 36
-"""Features of a frame beside the logits: 32 of the last convolution, 3 of the colour, 1 of the ink."""
+"""Features of a frame in addition to the logits: 32 of the last convolution, 3 of the colour, 1 of the ink."""
 
 
 class DigitReader(nn.Module):
-    """Reads the digit of single frames from their strokes, whatever the colour and place.
+    """Classifies the digit in single frames from its strokes, independent of colour and position.
 
-    With more classes than there are digits it reads other shapes too.
+    With more than ten classes it classifies other shapes too.
     """
 
     def __init__(self, num_classes: int = 10) -> None:
@@ -50,7 +50,7 @@ class DigitReader(nn.Module):
     def features(self, crop_BHW: Tensor) -> Tensor:
         """Features of the last convolution, each a mean over the crop, and scaled logits, [B, 32 + classes].
 
-        The means alone do not tell strokes from patches of the same brightness.
+        The means alone do not distinguish strokes from patches of the same brightness.
         """
         last_BCHW = self.network[:_LAST](crop_BHW[:, None])
         return torch.cat([last_BCHW.mean((2, 3)), _LOGIT_SCALE * self.network[_LAST:](last_BCHW)], dim=1)
@@ -62,7 +62,7 @@ def strokes(video_BCTHW: Tensor) -> Tensor:
 
 
 def centres_of_mass(stroke_BHW: Tensor) -> Tensor:
-    """Centre (height, width) of the ink in pixels from the middle of the frame, [B, 2]; zero where there is none."""
+    """Centre (height, width) of the ink in pixels from the middle of the frame, [B, 2]; zero without ink."""
     rows_H, columns_W = (torch.arange(size) - (size - 1) / 2 for size in stroke_BHW.shape[1:])
     mass_B = stroke_BHW.sum((1, 2)).clamp_min(1e-6)
     return torch.stack([(stroke_BHW.sum(2) @ rows_H) / mass_B, (stroke_BHW.sum(1) @ columns_W) / mass_B], dim=1)
@@ -85,7 +85,7 @@ def centred_crops(stroke_BHW: Tensor, linear_B22: Tensor | None = None, shift_B2
 
 
 class DigitPictures:
-    """Features of a frame: the last layers, the mean colour of the strokes, and how much of the frame is ink."""
+    """Features of a frame: the last layers, the mean colour of the strokes, and the fraction of ink."""
 
     name, sees, fewest_frames = "digits", "pictures", 1
     protocol = "crops of 16x16 around the ink, last convolution and logits"
@@ -99,10 +99,10 @@ class DigitPictures:
 
 
 class DigitClips:
-    """Features of a clip: those of its frames, how they change from one to the next, and the path of the ink.
+    """Features of a clip: those of its frames, their changes between frames, and the path of the ink.
 
-    The path is its mean step and the mean size of its change, in pixels along height and width: a digit that stands
-    still, or jumps about, lies far from one that moves evenly.
+    The path is the mean step and the mean change of the step, in pixels along height and width: a digit that stands
+    still or jumps is far from one that moves evenly.
     """
 
     name, sees, fewest_frames = "digits", "clips", 3

@@ -1,6 +1,6 @@
-"""Extractors on disk: which there are, and reading them. Weights are safetensors, which run nothing and fetch nothing.
+"""Loads extractors from disk. Weights are safetensors: no code runs, nothing is downloaded.
 
-| what lies there                                                       | extractors                         |
+| path                                                                  | extractors                         |
 |-----------------------------------------------------------------------|------------------------------------|
 | a .safetensors file of `megadit evaluate convert`, or the demo's      | the row of `KINDS` that it names   |
 | a folder as transformers saves it (config.json, model.safetensors)     | CLIP; VideoMAE                     |
@@ -26,13 +26,13 @@ from megadit.models.shared.files import sha256_of
 from megadit.models.storage.manifest import MANIFEST_FILE
 
 KIND = "extractor"
-"""The key of a file's metadata that names its row."""
+"""Key of a file's metadata that names its row in `KINDS`."""
 ARGUMENTS = "arguments"
-"""The key under which the numbers stand that its network is built with, as JSON."""
+"""Key of a file's metadata with the arguments of its network, as JSON."""
 
 
 class Row:
-    """A network, and the extractors that are made of it: (network, fingerprint, device) -> extractor."""
+    """A network, and its extractors: (network, fingerprint, device) -> extractor."""
 
     def __init__(self, network: type[nn.Module], *extractors: Callable[..., Extractor]) -> None:
         self.network, self.extractors = network, extractors
@@ -49,7 +49,7 @@ def open_extractors(path: Path, device: torch.device) -> list[Extractor]:
     """Open the extractors of a file or folder of weights.
 
     Raises:
-        UserError: if nothing can, or its tensors are not those of its network.
+        UserError: if the path holds no extractor, or its tensors do not fit the network.
     """
     if (path / MANIFEST_FILE).is_file():
         return [open_bundle_extractor(path, device)]

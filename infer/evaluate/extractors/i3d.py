@@ -1,8 +1,8 @@
-"""I3D (arXiv 1705.07750) as FVD uses it: the 400 logits of Kinetics.
+"""I3D (arXiv 1705.07750) as used by FVD: the 400 logits of Kinetics.
 
 Written from the paper's figures 3 and 5, with the names of the public PyTorch files. Normalisation adds 1e-3 to
-variances, as where the weights were trained and in pytorch-i3d; VideoGPT's copy of the network adds 1e-5, and has
-somewhat other features.
+variances, as in training and in pytorch-i3d; VideoGPT's copy of the network adds 1e-5, and has slightly different
+features.
 
 Shapes: B clips, C channels, T/H/W frames, height, width.
 """
@@ -34,12 +34,12 @@ POOLED_BEFORE = {
     "Mixed_4b": ((3, 3, 3), (2, 2, 2)),
     "Mixed_5b": ((2, 2, 2), (2, 2, 2)),
 }
-"""Kernel and stride of the maximum that is taken before a module."""
+"""Kernel and stride of the max pooling before a module."""
 LAST_POOL = (2, 7, 7)
 
 
 def _pad(x_BCTHW: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Zeros around, as TensorFlow's SAME: as many outputs as inputs over stride, the odd one behind."""
+    """Zero padding as TensorFlow's SAME: inputs / stride outputs, an odd zero at the end."""
     sides: list[int] = []
     for size, width, step in zip(x_BCTHW.shape[2:], kernel, stride, strict=True):
         total = max(width - (size % step or step), 0)
@@ -63,7 +63,7 @@ class _Convolution(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """Four branches side by side: 1x1x1; two of 1x1x1 and 3x3x3; a maximum and 1x1x1."""
+    """Four parallel branches: 1x1x1; two of 1x1x1 and 3x3x3; max pooling and 1x1x1."""
 
     def __init__(self, into: int, channels: tuple[int, ...]) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class _Logits(nn.Module):
         self.conv3d = nn.Conv3d(into, out, 1)
 
     def forward(self, x_BCTHW: Tensor) -> Tensor:
-        """[B, out], the mean over what is left of time."""
+        """Logits [B, out], the mean over the remaining time steps."""
         return self.conv3d(F.avg_pool3d(x_BCTHW, LAST_POOL, 1)).mean((2, 3, 4))
 
 
 class I3D(nn.Module):
-    """Clips (BCTHW, -1 to 1, 224x224, 9 frames or more) to logits [B, classes]."""
+    """Maps clips (BCTHW, -1 to 1, 224x224, 9 frames or more) to logits [B, classes]."""
 
     def __init__(self, narrow: int = 1, num_classes: int = 400) -> None:
         super().__init__()

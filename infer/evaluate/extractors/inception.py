@@ -1,7 +1,7 @@
-"""Inception-v3 as FID uses it: TensorFlow's weights of 2015, up to the mean over the last feature map (2,048 numbers).
+"""Inception-v3 as used by FID: TensorFlow's weights of 2015, up to the mean over the last feature map (2,048 numbers).
 
-The architecture of arXiv 1512.00567, with the names of torchvision and of the public files; where the 2015 weights
-differ from torchvision's, averages leave padding out, and the last block takes a maximum instead of an average.
+The architecture of arXiv 1512.00567, with the names of torchvision and of the public files. In contrast to torchvision,
+the 2015 network leaves padding out of average pooling, and the last block uses max pooling instead.
 
 Shapes: N pictures, C channels, H/W height, width.
 """
@@ -99,7 +99,7 @@ class _Convolution(nn.Module):
 
 
 class _Block(nn.Module):
-    """Branches side by side, each convolutions in a row: the last may fork; one is pooled, before or instead."""
+    """Parallel branches, each a sequence of convolutions, whose last may fork; one branch has pooling."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ def _average(x_NCHW: Tensor) -> Tensor:
 
 
 class Inception(nn.Module):
-    """Pictures (N3HW, -1 to 1) to features [N, 2048 / narrow]."""
+    """Maps pictures (N3HW, -1 to 1) to features [N, 2048 / narrow]."""
 
     def __init__(self, narrow: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""CLIP and VideoMAE by transformers, from a folder as it saves them; nothing is fetched, and no code of theirs runs.
+"""CLIP and VideoMAE by transformers, from a saved folder; nothing is downloaded, and no remote code runs.
 
 Shapes: B videos or pictures, T/H/W frames, height, width, C colour channels, D width of the features.
 """
@@ -24,13 +24,13 @@ def open_published(folder: Path, device: torch.device) -> list[Extractor]:
     """The extractor of a folder.
 
     Raises:
-        UserError: if it is no model that is known here, or transformers is not installed.
+        UserError: if the model is not supported, or transformers is not installed.
     """
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json: give the folder of CLIP or VideoMAE as transformers saves it")
     config = read_json(folder / "config.json")
     kind = config.get("model_type") if isinstance(config, dict) else None
-    opens = KINDS[choose_one(kind, KINDS, f"{folder} holds a model of type {kind!r}")]
+    opens = KINDS[choose_one(kind, KINDS, f"{folder} holds a model of the unsupported type {kind!r}")]
     if not (folder / "model.safetensors").is_file():
         raise UserError(f"{folder} has no model.safetensors: pickled weights are not read; save it as safetensors")
     try:
@@ -58,7 +58,7 @@ class _Normalised:
         self.protocol = f"bicubic with antialias to {size}x{size}, mean {list(self._mean)}, std {list(self._std)}"
 
     def _pixels(self, video_BTHWC: Tensor) -> Tensor:
-        """BCTHW."""
+        """Preprocessed pixels, BCTHW."""
         video_BCTHW = resized(video_BTHWC.to(self._device), self._size, self._size) / 255
         mean, std = (torch.tensor(each, device=self._device)[:, None, None, None] for each in (self._mean, self._std))
         return (video_BCTHW - mean) / std
@@ -84,7 +84,7 @@ class ClipPictures(_Normalised):
 
     @torch.inference_mode()
     def of_texts(self, texts: Sequence[str]) -> Tensor:
-        """Features, float32 [B, D]; texts beyond CLIP's 77 tokens are cut."""
+        """Features of texts, float32 [B, D]; texts are truncated to CLIP's 77 tokens."""
         tokens = self._tokenizer(
             list(texts), return_tensors="pt", padding=True, truncation=True, max_length=self._most_tokens
         ).to(self._device)

@@ -1,1 +1,1 @@
-"""Metrics of an evaluation: a table of functions of features, distances, and their confidence intervals."""
+"""Metrics of an evaluation: functions of features, and their confidence intervals."""

@@ -1,4 +1,4 @@
-"""Distances between two sets of features: Fréchet, kernel (MMD), and what nearest neighbours say.
+"""Distances between two sets of features: Fréchet, kernel (MMD), and nearest-neighbour metrics.
 
 Shapes: N videos, F features of each (one for each frame, or one of a clip), D width, R resamplings.
 """
@@ -13,19 +13,19 @@ from megadit.infer.evaluate.metrics.intervals import Estimate, mean_estimate
 from megadit.models.shared.errors import UserError
 
 NUM_HALVINGS = 24
-"""Ways of cutting the videos in two from which a Fréchet distance is extrapolated."""
+"""Random splits of the videos in two from which a Fréchet distance is extrapolated."""
 WIDE = 512
-"""Features beyond which a Fréchet distance, whose time grows with their third power, is computed a quarter as often."""
+"""Width of features above which a Fréchet distance (cubic time) is computed a quarter as often."""
 BLOCK = 2048
-"""Videos that a kernel distance compares all with all; of more, the mean over blocks is taken."""
+"""Most videos of which a kernel distance compares all pairs; with more, the mean over blocks is taken."""
 NUM_NEIGHBOURS = 5
 _CHUNK = 1 << 24
-"""Most numbers that are held at once."""
+"""Most numbers in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Features of videos, and how often each resampling draws each video."""
+    """Features of videos, and their weights in each resampling."""
 
     features_NFD: Tensor
     weight_RN: Tensor
@@ -48,7 +48,7 @@ class Moments:
 
 
 def moments(features_NFD: Tensor, weight_N: Tensor | None = None) -> Moments:
-    """Mean and unbiased covariance of all features of all videos, each video counted `weight_N` times."""
+    """Mean and unbiased covariance of all features of all videos, each video weighted by `weight_N`."""
     x_MD = features_NFD.flatten(0, 1).double()
     weight_M1 = x_MD.new_ones(len(x_MD), 1)
     if weight_N is not None:
@@ -74,15 +74,15 @@ def frechet(a: Moments, b: Moments) -> float:
 
 
 def frechet_estimate(made: Features, real: Features) -> Estimate:
-    """The Fréchet distance that infinitely many videos would have.
+    """The Fréchet distance extrapolated to infinitely many videos.
 
-    The distance of N videos exceeds it by c / N, where c depends on the model (arXiv 1911.07023): distances of finitely
-    many cannot be compared, not even at equal N. Halves of the videos (of both sides) exceed it by twice as much, so
-    that 2 FD(all) - FD(halves) does not. It may be below 0 where there is no distance. The interval is that of
-    resampled plain distances, which vary alike; near a distance of 0 it is somewhat too wide.
+    The distance of N videos is too large by c / N, where c depends on the model (arXiv 1911.07023), so that distances
+    of finitely many videos cannot be compared, not even at equal N. For halves of both sets the bias is twice as large,
+    so that 2 FD(all) - FD(halves) is unbiased. It may be below 0 for equal distributions. The interval is that of
+    resampled plain distances; near a distance of 0 it is slightly too wide.
 
     Raises:
-        UserError: if half of the features cannot have a covariance of full rank.
+        UserError: if half of the features are too few for a covariance of full rank.
     """
     check_enough(len(made.features_NFD), len(real.features_NFD), *made.features_NFD.shape[1:])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,12 +104,12 @@ def frechet_estimate(made: Features, real: Features) -> Estimate:
 
 
 def check_enough(num_made: int, num_real: int, each: int, width: int) -> None:
-    """Raises UserError for fewer features (`each` of a video, `width` numbers) than the covariance of a half needs."""
+    """Raises UserError if there are too few features (`each` per video, of `width`) for the covariance of a half."""
     for name, count in (("generated", num_made), ("real", num_real)):
         if count // 2 * each <= width:
             raise UserError(
                 f"{count} {name} videos are too few for a Fréchet distance of {width} features: give "
-                f"{2 * (width // each + 1)} or more, or ask for kernel distances (kid, kvd) alone"
+                f"{2 * (width // each + 1)} or more, or choose only kernel distances (kid, kvd)"
             )
 
 
@@ -127,10 +127,10 @@ def _halved(made_NFD: Tensor, real_NFD: Tensor, seed: int) -> float:
 
 
 def kernel_estimate(made: Features, real: Features) -> Estimate:
-    """The squared maximum mean discrepancy with the kernel (x.y / D + 1)^3, without bias (KID, arXiv 1801.01401).
+    """The unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3 (KID, arXiv 1801.01401).
 
-    The kernel of two videos is the mean over pairs of their features, and no video is compared with itself: frames of
-    one video are alike. May be below 0.
+    The kernel of two videos is the mean over pairs of their features; no video is compared with itself, since its
+    frames are correlated. May be below 0.
     """
     num_blocks = -(-max(len(made.features_NFD), len(real.features_NFD)) // BLOCK)
     values, resampled = [], []
@@ -162,7 +162,7 @@ def _kernel(a: Features, b: Features) -> Tensor:
 
 
 def _discrepancy(aa_NN: Tensor, bb_MM: Tensor, ab_NM: Tensor, a_RN: Tensor, b_RM: Tensor) -> Tensor:
-    """Discrepancy of each resampling, [R]: a video that is drawn twice is not compared with itself."""
+    """Discrepancy of each resampling, [R]; a video that is drawn twice is not compared with itself."""
     within = [_within(kernel, weight) for kernel, weight in ((aa_NN, a_RN), (bb_MM, b_RM))]
     between = ((a_RN @ ab_NM) * b_RM).sum(1) / (a_RN.sum(1) * b_RM.sum(1))
     return within[0] + within[1] - 2 * between
@@ -182,13 +182,13 @@ class Neighbours:
     """Precision, density, recall and coverage of each video (arXiv 1904.06991, 2002.09797)."""
 
     precision_N: Tensor
-    """Whether a generated video lies nearer to some real one than that one's k-th real neighbour."""
+    """Whether a generated video is nearer to some real one than that one's k-th real neighbour."""
     density_N: Tensor
-    """Number of real videos to which it lies so near, over k."""
+    """Number of such real videos, divided by k."""
     recall_M: Tensor
-    """Whether a real video lies nearer to some generated one than that one's k-th generated neighbour."""
+    """Whether a real video is nearer to some generated one than that one's k-th generated neighbour."""
     coverage_M: Tensor
-    """Whether some generated video lies nearer to a real one than its k-th real neighbour."""
+    """Whether some generated video is nearer to a real one than its k-th real neighbour."""
 
 
 def neighbours(made: Features, real: Features) -> Neighbours:
@@ -212,7 +212,7 @@ def neighbours(made: Features, real: Features) -> Neighbours:
 def _radii(x_ND: Tensor) -> Tensor:
     """Distance of each to its k-th neighbour, [N]."""
     distance_NN = torch.cdist(x_ND, x_ND, compute_mode="donot_use_mm_for_euclid_dist")
-    return distance_NN.kthvalue(NUM_NEIGHBOURS + 1, dim=1).values  # itself, at 0, comes first
+    return distance_NN.kthvalue(NUM_NEIGHBOURS + 1, dim=1).values  # the point itself comes first, at 0
 
 
 def _share(of: Callable[[Neighbours], Tensor], is_of_made: bool) -> Callable[[Features, Features], Estimate]:

@@ -1,8 +1,8 @@
-"""Figures with 95 % intervals: what they would be for other videos and prompts of the same kind (the bootstrap).
+"""95 % confidence intervals of metrics by the bootstrap.
 
-Prompts are resampled, and with a prompt go all of its videos: frames of one video, and videos of one prompt, are alike.
-The draws depend on nothing but the number of prompts, so that two models under the same prompts are resampled alike:
-what their prompts have in common drops out of the interval of their difference.
+Prompts are resampled together with all of their videos, because videos of one prompt are correlated. The draws depend
+only on the number of prompts, so that two models with the same prompts are resampled in the same way: the variation
+between prompts cancels in the interval of their difference.
 
 Shapes: N videos, R resamplings.
 """
@@ -17,33 +17,33 @@ from torch import Tensor
 
 NUM_RESAMPLINGS = 200
 Z = 1.959964
-"""Standard deviations on either side of a normal variable's mean that hold 95 % of it."""
+"""Half width of a normal distribution's 95 % interval, in standard deviations."""
 Side = Literal["made", "real"]
 _SEEDS: dict[Side, int] = {"made": 0, "real": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Value of a metric, and how it varies."""
+    """Value of a metric, and its bootstrap distribution."""
 
     value: float
     resampled_R: Tensor
-    """Value of each resampling, float64; about some other value where resampling adds a bias."""
+    """Value of each resampling, float64; they may be biased, so only their variation is used."""
     count: int
-    """Number of videos behind it."""
+    """Number of videos."""
     noise: float = 0.0
-    """Standard error of random draws in the estimate, beside the choice of videos."""
+    """Standard error of random draws in the estimate, in addition to the choice of videos."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """Lowest and highest value of the metric."""
     low_high: tuple[float, float] | None = None
-    """Interval that is computed otherwise."""
+    """Interval from another method than the bootstrap."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Values reported with it, such as the plain one of as many videos."""
+    """Additional values to report, such as the metric without extrapolation."""
 
     @property
     def error(self) -> float:
         """Standard error."""
-        found_R = self.resampled_R[self.resampled_R.isfinite()]  # of few videos some draws have no figure
+        found_R = self.resampled_R[self.resampled_R.isfinite()]  # with few videos, some draws have no value
         return math.hypot(found_R.std().item(), self.noise)
 
     @property
@@ -55,7 +55,7 @@ class Estimate:
         return max(low, min(self.bounds[0], self.value)), min(high, max(self.bounds[1], self.value))
 
     def __sub__(self, other: "Estimate") -> "Estimate":
-        """The difference, whose interval uses that both were resampled alike."""
+        """The difference, with an interval from paired resamplings."""
         return Estimate(
             value=self.value - other.value,
             resampled_R=self.resampled_R - other.resampled_R,
@@ -65,10 +65,10 @@ class Estimate:
 
 
 def resamplings(groups: Sequence[Hashable], side: Side, count: int = NUM_RESAMPLINGS) -> Tensor:
-    """How often each video is drawn in each resampling, float64 [R, N].
+    """Number of draws of each video in each resampling, float64 [R, N].
 
     Args:
-        groups: of each video: those of equal groups (prompts) are drawn together.
+        groups: group of each video; videos of one group (prompt) are drawn together.
     """
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     group_N = torch.tensor([numbers[group] for group in groups])
@@ -80,9 +80,9 @@ def resamplings(groups: Sequence[Hashable], side: Side, count: int = NUM_RESAMPL
 
 
 def mean_estimate(value_N: Tensor, weight_RN: Tensor, bounds: tuple[float, float] = (-math.inf, math.inf)) -> Estimate:
-    """Mean of a number that each video has.
+    """Mean of one number per video.
 
-    Of shares (values 0 and 1) the interval is Wilson's (1927), which does not shrink to a point where all are right.
+    For proportions (values 0 and 1) the interval is Wilson's (1927), which has a width even if all values are 1.
     """
     value_N = value_N.double()
     mean = value_N.mean().item()
@@ -97,7 +97,7 @@ def mean_estimate(value_N: Tensor, weight_RN: Tensor, bounds: tuple[float, float
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share among `count` that were drawn independently."""
+    """Wilson's 95 % interval of a proportion among `count` independent draws."""
     middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     half = Z / (1 + Z**2 / count) * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
     return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,4 +1,4 @@
-"""The loss of a model on real videos at fixed noise levels, as validation of a training run has it.
+"""The loss of a model on real videos at fixed noise levels, as in validation of a training run.
 
 Shapes: B videos, C channels, T/H/W frames, height, width, S noise levels.
 """
@@ -21,7 +21,7 @@ SIGMAS = (0.1, 0.5, 1.0, 2.0, 10.0)
 class LossScorer:
     """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2, a mean over the latents of a video (arXiv 2206.00364, eq. 2).
 
-    The noise of a video depends on its content, so that every model gets the same.
+    The noise of a video depends on its content, so that every model gets the same noise.
     """
 
     name, sees, fewest_frames, needs_prompts = "loss", "scores", 1, True

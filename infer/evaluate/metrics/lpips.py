@@ -1,7 +1,7 @@
-"""LPIPS (arXiv 1801.03924): how different two pictures look, as the features of AlexNet tell it.
+"""LPIPS (arXiv 1801.03924): perceptual distance of two pictures by features of AlexNet.
 
-Weights are read from a folder and never fetched: `alexnet*.pth`, torchvision's network, and `alex.pth`, LPIPS' weights
-of its features (the package torchmetrics brings the latter along).
+Weights are read from a folder and never downloaded: `alexnet*.pth`, torchvision's network, and `alex.pth`, LPIPS'
+weights of its features (included in the package torchmetrics).
 
 Shapes: N pictures, H/W height, width.
 """
@@ -20,12 +20,12 @@ LAYERS = (0, 3, 6, 8, 10)
 CONVOLUTIONS = ((3, 64, 11, 4, 2), (64, 192, 5, 1, 2), (192, 384, 3, 1, 1), (384, 256, 3, 1, 1), (256, 256, 3, 1, 1))
 """(channels in, channels out, kernel, stride, padding)."""
 POOLED_BEFORE = (1, 2)
-"""Convolutions whose input is the maximum over 3x3 pixels, every second one."""
+"""Convolutions after a 3x3 max pooling of stride 2."""
 SHIFT = (-0.030, -0.088, -0.188)
 SCALE = (0.458, 0.448, 0.450)
 """Shift and scale of pictures in [-1, 1]."""
 SMALLEST = 64
-"""Pixels of a side: smaller pictures, of which the network would see nothing, are enlarged."""
+"""Least pixels of a side; smaller pictures are enlarged, since the network's features would be empty."""
 
 
 class LPIPS(nn.Module):
@@ -43,7 +43,7 @@ class LPIPS(nn.Module):
         """Reads the two files of a folder.
 
         Raises:
-            UserError: if one is missing, or holds something else.
+            UserError: if one is missing, or holds other weights.
         """
         network = cls().eval()
         backbone = load_pickled(_only(Path(folder), "alexnet*.pth"))

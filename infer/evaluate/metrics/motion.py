@@ -1,4 +1,4 @@
-"""How much moves in a video, and how well what moves can be followed: optical flow by Lucas and Kanade (1981).
+"""Amount and consistency of motion in a video, by the optical flow of Lucas and Kanade (1981).
 
 Shapes: B videos, T/H/W frames, height, width, C colour channels.
 """
@@ -8,18 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NUM_LEVELS = 4
-"""Levels of the pyramid, each of half the size: motion of some 2^4 pixels is found."""
+"""Levels of the pyramid, each of half the size: motion of about 2^4 pixels is found."""
 SMALLEST_SIDE = 8
 NUM_ROUNDS = 3
 """Refinements of the flow at each level."""
 RADIUS = 3
-"""Radius of the square whose pixels are taken to move alike."""
+"""Radius of the square whose pixels are assumed to move together."""
 STIFFNESS = 1e-3
 """Damping that keeps the flow small where a square has no texture (brightness lies in 0..1)."""
 
 
 def optical_flow(first_BHW: Tensor, second_BHW: Tensor) -> Tensor:
-    """How far each pixel of the first picture (0..1) moves to the second, float32 [B, 2, H, W]: columns, rows."""
+    """Displacement in pixels from the first picture (0..1) to the second, float32 [B, 2, H, W]: columns, rows."""
     pyramid = [(first_BHW[:, None], second_BHW[:, None])]
     while len(pyramid) < NUM_LEVELS and min(pyramid[-1][0].shape[2:]) >= 2 * SMALLEST_SIDE:
         pyramid.append(tuple(F.avg_pool2d(each, 2) for each in pyramid[-1]))
@@ -42,7 +42,7 @@ def warped(picture_BCHW: Tensor, flow_B2HW: Tensor) -> Tensor:
 
 
 def _correction(first_B1HW: Tensor, second_B1HW: Tensor) -> Tensor:
-    """The step that explains best, around each pixel, how the pictures differ: two linear equations."""
+    """Least-squares update of the flow at each pixel: two linear equations."""
     padded = F.pad((first_B1HW + second_B1HW) / 2, (1, 1, 1, 1), mode="replicate")
     across = (padded[:, :, 1:-1, 2:] - padded[:, :, 1:-1, :-2]) / 2
     down = (padded[:, :, 2:, 1:-1] - padded[:, :, :-2, 1:-1]) / 2
@@ -56,8 +56,8 @@ def _correction(first_B1HW: Tensor, second_B1HW: Tensor) -> Tensor:
 
 
 class MotionClips:
-    """Motion of a clip: mean displacement of textured pixels from one frame to the next, in hundredths of the height;
-    and the share of the change between frames that no motion explains (0: none of it, 1: all)."""
+    """Motion of a clip: mean displacement of textured pixels between frames, in hundredths of the height; and the
+    fraction of the change between frames that motion does not explain, 0..1."""
 
     name, sees, width, fewest_frames = "flow", "motion", 2, 2
     protocol = f"Lucas-Kanade, {NUM_LEVELS} levels, {NUM_ROUNDS} rounds, squares of {2 * RADIUS + 1} pixels"
@@ -77,7 +77,7 @@ class MotionClips:
 
 
 def _where_textured(value_NHW: Tensor, picture_NHW: Tensor) -> Tensor:
-    """Mean over pixels by how much the picture varies around them, [N]: of an even surface, motion cannot be seen."""
+    """Mean over pixels weighted by local texture, [N]: motion of a uniform surface is not visible."""
     mean = F.avg_pool2d(picture_NHW[:, None], 5, 1, 2)
     weight_NHW = (F.avg_pool2d(picture_NHW[:, None] ** 2, 5, 1, 2) - mean**2).clamp(min=0)[:, 0]
     return (value_NHW * weight_NHW).sum((1, 2)) / weight_NHW.sum((1, 2)).clamp(min=1e-9)

@@ -1,4 +1,4 @@
-"""Scores by a user's program (`infer/hooks/scorer.py`) as metrics: `megadit evaluate --scorer_dir DIR`."""
+"""Scores of a user program (`infer/hooks/scorer.py`) as metrics: `megadit evaluate --scorer_dir DIR`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from megadit.models.shared.files import sha256_of
 
 
 class ProgramScorer:
-    """Scores of each video and its prompt by a user's program: a column for each score with a better direction."""
+    """Scores of each video and its prompt by a user program: a column for each score in `better`."""
 
     name, sees, fewest_frames, needs_prompts = "scorer", "scores", 1, False
     protocol = "a video and its prompt"
@@ -25,8 +25,8 @@ class ProgramScorer:
         self, scores: Callable[[np.ndarray, str], Mapping[str, float]], better: Mapping[str, Better], fingerprint: str
     ) -> None:
         """Args:
-        scores: of a video (uint8 THWC) and its prompt, by their names; others than those of `better` are left out.
-        fingerprint: of all that decides them.
+        scores: (video uint8 THWC, prompt) -> {name: score}; scores that are not in `better` are ignored.
+        fingerprint: hash of everything that affects the scores.
         """
         self._scores, self.fingerprint = scores, fingerprint
         self.better, self.columns = dict(better), tuple(better)
@@ -41,8 +41,8 @@ class ProgramScorer:
         path, scorer = find_scorer(directory), Scorer.load(directory)
         if not _says_what_is_better(scorer.better):
             raise UserError(
-                f"{path} has to say which of its scores are metrics, and which direction of each is better: write "
-                "such as BETTER = {'beauty': 'higher'} (or 'lower')"
+                f"{path} must define which scores are metrics, and the better direction of each, such as "
+                "BETTER = {'beauty': 'higher'} (or 'lower')"
             )
         return cls(scorer.scores, scorer.better, _fingerprint(path.parent))
 
@@ -51,7 +51,7 @@ class ProgramScorer:
         for video_THWC, prompt in zip(video_BTHWC.cpu().numpy(), prompts, strict=True):
             scores = self._scores(video_THWC, prompt)
             if missing := [name for name in self.columns if name not in scores]:
-                raise UserError(f"the judge returns no {', '.join(missing)} for a video of {prompt!r:.200}")
+                raise UserError(f"the scorer returns no {', '.join(missing)} for a video of {prompt!r:.200}")
             rows.append([scores[name] for name in self.columns])
         return torch.tensor(rows, dtype=torch.float32)
 
@@ -65,6 +65,6 @@ def _says_what_is_better(better: Any) -> bool:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Hash the names and contents of all files of a scorer's folder: any of them may decide its scores."""
+    """Hash the names and contents of all files of a scorer's folder: any of them may affect its scores."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return hashed(*(text for path in files for text in (str(path.relative_to(folder)), sha256_of(path))))[:12]

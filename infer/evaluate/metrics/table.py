@@ -21,16 +21,16 @@ Better = Literal["lower", "higher"]
 class Metric:
     title: str
     sees: str
-    """Kind of extractors that it is computed with."""
+    """Kind of extractor that it needs."""
     better: Better
     estimate: Callable[[Features, Features], Estimate]
     """(generated, real) -> the metric."""
 
 
 def _of_videos(value: Callable[[Tensor], Tensor], scale: float = 1.0) -> Callable[[Features, Features], Estimate]:
-    """Metric that compares the distribution of a number per video with that of real videos: Wasserstein's distance.
+    """Metric that compares the distribution of one number per video with that of real videos (Wasserstein distance).
 
-    The number alone would praise a still picture, in which nothing is inconsistent.
+    The number alone would favour still pictures, which are perfectly consistent.
     """
 
     def estimate(made: Features, real: Features) -> Estimate:
@@ -101,7 +101,7 @@ METRICS: dict[str, Metric] = {
     ),
 }
 ADHERENCE = "clip"
-"""The CLIP score, which asks for texts instead of real videos."""
+"""The CLIP score, which needs texts instead of real videos."""
 
 
 def clip_scores(frames_NFD: Tensor, text_ND: Tensor) -> Tensor:
@@ -115,6 +115,6 @@ def clip_estimate(frames_NFD: Tensor, text_ND: Tensor, weight_RN: Tensor) -> Est
 
 
 def distance_to_real(made_NFD: Tensor, real_NFD: Tensor) -> Tensor:
-    """How far each generated video lies from its nearest real one in the features' space, [N]: to find odd ones."""
+    """Distance of each generated video to its nearest real one in feature space, [N], to find outliers."""
     made, real = (Features(side, torch.ones(1, len(side))).rows_ND for side in (made_NFD, real_NFD))
     return torch.cdist(made, real).amin(1)

@@ -1,4 +1,4 @@
-"""`megadit evaluate compare`: metrics of several evaluations in one table, if they were measured alike."""
+"""`megadit evaluate compare`: metrics of several evaluations in one table, if their protocols are the same."""
 
 import sys
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
-    description = "Puts figures of several evaluations side by side; those of different protocols are refused."
+    description = "Compares the metrics of several evaluations; metrics of different protocols are refused."
     options = read_options(CompareOptions, argv, prog="megadit evaluate compare", description=description)
     print(table(side_by_side([read_report(path) for path in options.reports])))
 

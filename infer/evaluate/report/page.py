@@ -1,4 +1,4 @@
-"""report.html: one file that needs no other, to be read by people."""
+"""report.html: a self-contained page of an evaluation."""
 
 from collections.abc import Sequence
 from html import escape
@@ -50,8 +50,8 @@ def _label(metric_value: dict[str, Any]) -> str:
 
 def _metric_values(metric_values: Sequence[dict[str, Any]]) -> str:
     head = (
-        '<tr><th>figure<th>of<th class="number">value<th class="number">95 % interval<th class="number">real against '
-        'real<th class="number">videos<th>beside'
+        '<tr><th>metric<th>of<th class="number">value<th class="number">95 % interval<th class="number">real against '
+        'real<th class="number">videos<th>also'
     )
     rows, last = [], None
     for metric_value in sorted(metric_values, key=lambda each: (each["metric"], each["of"])):
@@ -89,8 +89,8 @@ def _differences(differences: Sequence[dict[str, Any]]) -> str:
             f'{escape(each["second"])}<td class="number">{shown(each["value"])}'
             f'<td class="number">{shown(each["low"])} to {shown(each["high"])}<td>{verdict}'
         )
-    head = '<tr><th>figure<th>of<th class="number">difference<th class="number">95 % interval<th>better'
-    explained = "Same prompts, same seeds: what they share drops out of the interval."
+    head = '<tr><th>metric<th>of<th class="number">difference<th class="number">95 % interval<th>better'
+    explained = "Same prompts and seeds; the intervals are paired."
     return f"<h2>Differences</h2><p>{explained}</p><table>{head}{''.join(rows)}</table>"
 
 
@@ -108,7 +108,7 @@ def _protocols(metric_values: Sequence[dict[str, Any]]) -> str:
         f"<li><code>{escape(line)}</code>" for line in dict.fromkeys(each["protocol"] for each in metric_values)
     )
     return (
-        "<h2>Protocols</h2><p>Figures can be compared where their protocols are the same, letter by letter. Fréchet "
-        "distances are those of infinitely many videos, extrapolated; the plain ones of as many videos as there are "
-        f"stand beside them.</p><ul>{lines}</ul>"
+        "<h2>Protocols</h2><p>Metrics can be compared if their protocols are identical. Fréchet distances are "
+        "extrapolated to infinitely many videos; the last column has the plain ones."
+        f"</p><ul>{lines}</ul>"
     )

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: videos side by side, the best and the worst, and the curve over guidance.
+"""Pictures of an evaluation: grids of videos, the best and worst videos, and the curve over guidance scales.
 
 Shapes: T/H/W frames, height, width, C colour channels. Pixels are uint8, RGB, 0..255.
 """
@@ -39,7 +39,7 @@ def paired_grid(candidates: Sequence[Candidate], window: Window) -> np.ndarray:
     for candidate in chosen:
         clips = clips_at(candidate.videos, places)
         prompts = [clip.prompt for clip in clips]
-        num_lines = 0 if prompts == last or not any(prompts) else NUM_LINES  # said once, above the first row
+        num_lines = 0 if prompts == last or not any(prompts) else NUM_LINES  # once, above the first row
         row = contact_sheet([_small(clip, window) for clip in clips], prompts, len(places), num_lines=num_lines)
         rows.append(under_heading(row, candidate.label))
         last = prompts
@@ -47,8 +47,8 @@ def paired_grid(candidates: Sequence[Candidate], window: Window) -> np.ndarray:
 
 
 def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, str] | None:
-    """The best videos of a candidate above its worst, THWC, and the score that ranks them; None without a scorer of
-    single videos."""
+    """The best videos of a candidate above its worst, THWC, and the name of their score; None if nothing scores single
+    videos."""
     if (score := evaluation.quality(candidate)) is None:
         return None
     quality_N, name = score
@@ -62,7 +62,7 @@ def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, 
 
 
 def _small(clip: Clip, window: Window) -> np.ndarray:
-    """Return a video cut to the window, THWC, no larger than a page shows it."""
+    """Return a video cut to the window, THWC, resized for the page."""
     video_THWC = cut(clip, "", window)
     height, width = video_THWC.shape[1:3]
     if (share := MOST_SIDE / max(height, width)) < 1:
@@ -72,7 +72,7 @@ def _small(clip: Clip, window: Window) -> np.ndarray:
 
 
 def clips_at(videos: VideoSet, places: Sequence[int]) -> list[Clip]:
-    """The videos at these places of a set, of which no more parts are read than they lie in."""
+    """The videos at these indices of a set; only their chunks are read."""
     starts, first = [], 0
     for part in videos.parts:
         starts.append(first)
@@ -91,12 +91,12 @@ def clips_at(videos: VideoSet, places: Sequence[int]) -> list[Clip]:
 
 
 def has_curve(metric_values: Sequence[MetricValue]) -> bool:
-    """Whether a model was evaluated at several guidances."""
+    """Whether a model was evaluated at several guidance scales."""
     return len({metric_value.candidate.guidance for metric_value in metric_values} - {None}) > 1
 
 
 def draw_curves(path: Path, metric_values: Sequence[MetricValue]) -> None:
-    """Each distance against how well prompts are followed (or guidance, where nothing tells that), a line per model.
+    """Draws each distance against prompt adherence (or guidance, if that was not measured), a line per model.
 
     Bars are 95 % intervals; the grey band is real against real.
     """
@@ -108,7 +108,7 @@ def draw_curves(path: Path, metric_values: Sequence[MetricValue]) -> None:
     adherence = ADHERENCE if ADHERENCE in of_prompts else next(iter(of_prompts), None)
     every = list(dict.fromkeys((each.metric, each.of, each.title) for each in metric_values))
     names = [name for name in every if name[0] != adherence]
-    if not names:  # nothing that it could lie along
+    if not names:  # nothing to draw
         adherence, names = None, every
     names = [name for name in names if _is_distance(name[0])] or names[:1]
     page = Page(figsize=(4.6 * len(names), 3.9), facecolor=BACKGROUND, layout="constrained")

@@ -1,4 +1,4 @@
-"""Results of an evaluation: report.json, a table for the terminal, and reports side by side."""
+"""Results of an evaluation: report.json, a table for the terminal, and comparison of reports."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def to_json(
     differences: Sequence[Difference],
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """The contents of report.json; all but `seconds` is the same whenever the same is evaluated."""
+    """The contents of report.json; everything except `seconds` is reproducible."""
     real = evaluation.real
     return {
         "format_version": FORMAT_VERSION,
@@ -71,7 +71,7 @@ def _estimate(estimate: Estimate) -> dict[str, float]:
 
 
 def _rounded(value: float) -> float:
-    """Round to six digits: beyond them lies the order of additions."""
+    """Round to six digits: further ones depend on the order of additions."""
     return float(f"{value:.6g}")
 
 
@@ -82,7 +82,7 @@ def read_report(path: Path) -> dict[str, Any]:
     """Read a report.json, or that of a folder.
 
     Raises:
-        UserError: if it is none.
+        UserError: if it is not a report.
     """
     file = path / REPORT_FILE if path.is_dir() else path
     if not file.is_file():
@@ -98,7 +98,7 @@ def side_by_side(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics of several reports in one list, those of one metric and extractor next to each other.
 
     Raises:
-        UserError: where their protocols differ.
+        UserError: if their protocols differ.
     """
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for report in reports:
@@ -134,7 +134,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def shown(value: float) -> str:
-    """Format a value with the digits that a reader wants: 0.000123, 0.984, 12.3, 1234."""
+    """Format a value with three digits or more: 0.000123, 0.984, 12.3, 1234."""
     if value == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))

@@ -105,8 +105,8 @@ def test_recall_counts_all_that_are_one_s_own():
         (main, ["nowhere.png", "a cat"], "cannot read nowhere.png"),
         (main, ["PICTURES/none.png"], "holds no text of none.png"),
         (main, ["PICTURES", "--batch_size", "0"], "--batch_size=0 must be at least 1"),
-        (classify, ["PICTURES"], "has no classes of its own: give --labels"),
-        (classify, ["PICTURES", "--labels", "a cat", "--prompts", "a dog"], "where the label stands"),
+        (classify, ["PICTURES"], "has no classes: give --labels"),
+        (classify, ["PICTURES", "--labels", "a cat", "--prompts", "a dog"], "for the label"),
     ],
 )
 def test_mistakes_are_one_line(bundle, pictures, command, arguments, says, capsys):

@@ -148,8 +148,8 @@ def test_the_command_changes_the_bundle(tmp_path, bundle_dir, reader_file, capsy
     assert Bundle.open(tmp_path / "bundle").defaults == own
     assert own.guidance > 1 and main([*command, "--guidance", "1", "--noise_scale", "0.7"]) == 0
     told = capsys.readouterr().out
-    assert "takes 1 evaluations" in told and f"note: guidance 1 in place of {own.guidance:g}" in told
-    assert "note: 0.7 of the noise" in told
+    assert "now has NFE 1" in told and f"note: guidance 1 instead of {own.guidance:g}" in told
+    assert "note: initial noise scale 0.7" in told
     bundle = Bundle.open(tmp_path / "bundle")
     changed = bundle.defaults
     found = json.loads((tmp_path / "out" / "tuned.json").read_text())

@@ -333,7 +333,7 @@ def test_mistakes_are_one_line_that_says_what_to_do(tmp_path, capsys, bundle_dir
         capsys, "--videos", real_folder, *out, "--real", empty
     )
     long = said(capsys, bundle_dir, *out, "--real", real_folder, *seen, "--frames", 9)
-    assert "makes 5 frames, 9 are looked at" in long
+    assert "makes 5 frames, the window has 9" in long
     assert "30 frames per second" not in long
     assert "makes 8 frames per second" not in long
     fast = said(capsys, bundle_dir, *out, "--real", real_folder, *seen, "--fps", 30)

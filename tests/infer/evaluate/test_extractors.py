@@ -133,7 +133,7 @@ def test_what_is_no_extractor_is_refused(tmp_path, reader_file):
     with pytest.raises(UserError, match="has no config.json"):
         open_extractors(tmp_path, CPU)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(UserError, match="holds a model of type 'bert'; choose one of clip, videomae"):
+    with pytest.raises(UserError, match="holds a model of the unsupported type 'bert'; choose one of clip, videomae"):
         open_extractors(tmp_path, CPU)
     save_file(load_file(reader_file), tmp_path / "unnamed.safetensors")
     with pytest.raises(UserError, match="unknown kind ''"):

@@ -123,7 +123,7 @@ def test_calibration_stores_a_plan_that_keeps_its_budget(calibrated):
     (stored,) = Bundle.open(path, verify=True).manifest["cache"]
     assert stored["num_calls"] == 8 and stored["num_videos"] == 16 and 0 < len(stored["skipped"]) < 8
     assert 0 < stored["largest_error"] <= 0.85 * 0.2
-    assert told.startswith(f"{len(stored['skipped'])} of 8 calls are spared")
+    assert told.startswith(f"{len(stored['skipped'])} of 8 calls are cached")
     pipeline = TextToVideo.from_pretrained(path, device="cpu")
     prompts, seeds = ["e", "f", "g"], [7, 8, 9]
     exact = pipeline(prompts, seeds=seeds, num_steps=8)

@@ -47,7 +47,7 @@ def test_columns_are_the_scores_of_which_it_says_what_is_better(scorer_dir):
     scorer = ProgramScorer.open(scorer_dir)
     assert scorer.columns == ("dark", "words") and scorer.better == {"dark": "lower", "words": "higher"}
     assert scorer(VIDEOS, ["a b", "a b c"]).tolist() == [[255, 2], [200, 3]]
-    with pytest.raises(UserError, match="the judge returns no dark, words for a video of 'how rude'"):
+    with pytest.raises(UserError, match="the scorer returns no dark, words for a video of 'how rude'"):
         scorer(VIDEOS, ["a", "how rude"])
 
 
@@ -64,7 +64,7 @@ def test_columns_are_the_scores_of_which_it_says_what_is_better(scorer_dir):
 )
 def test_what_is_better_has_to_be_said(tmp_path, program):
     folder = judge_in(tmp_path / "judge", program)
-    with pytest.raises(UserError, match="has to say which of its scores are metrics"):
+    with pytest.raises(UserError, match="must define which scores are metrics"):
         ProgramScorer.open(folder)
     assert Scorer.load(folder).scores(VIDEOS[0].numpy(), "a")["other"] == 1, "who makes no figures needs none of it"
 

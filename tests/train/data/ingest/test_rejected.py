@@ -83,7 +83,7 @@ def test_a_data_set_of_which_nothing_was_written_down_has_a_page(dataset, tmp_pa
     assert pictures(text).keys() == {"Kept"} and "<td>static<td>1" in text
     shutil.rmtree(copy / "prepare")
     assert info.main([str(copy), "--html", str(tmp_path / "page.html")]) == 0
-    assert "Nothing says what" in (tmp_path / "page.html").read_text()
+    assert "Not recorded" in (tmp_path / "page.html").read_text()
 
 
 def test_notes_of_strangers_are_refused(dataset, tmp_path, capsys):
