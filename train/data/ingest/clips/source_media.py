@@ -1,9 +1,8 @@
 """Source media of the samples (`--source_media`), kept so that other tokenizers and scorers can run without a download.
 
 `source_media/train-000000.tar` holds, for every sample of `train-000000.tar` that is no mirror image of another, its
-description and its source: the bytes of its picture or short video as they were found or, for a clip cut out of a
-longer video, an mp4 of the clip in the size of its bucket. Training lists the shards of the data set's own folder, and never
-opens these.
+description and its source: the bytes of its picture or short video as they were found, or an mp4, in the size of its
+bucket, of a clip cut out of a longer video. Training lists the data set's own folder, and never opens these.
 """
 
 import io
