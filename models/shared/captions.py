@@ -1,4 +1,4 @@
-"""Captions as people write them: in any encoding, under any of the usual names, one or several of a clip."""
+"""Captions in any encoding, under any of the usual column names, one or several for a clip."""
 
 import ast
 import codecs
@@ -14,7 +14,7 @@ from megadit.models.shared.errors import UserError, choose_one
 CAPTION_COLUMNS = ("caption", "text", "prompt", "captions", "texts", "prompts", "description", "conversations")
 FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path")
 ASSISTANT_ROLES = ("gpt", "assistant")
-"""Speakers of conversations whose turns hold the caption."""
+"""Roles in conversations whose turns hold the caption."""
 MAX_CAPTION_BYTES = 1 << 20
 MARKS = {
     codecs.BOM_UTF8: "utf-8",
@@ -23,7 +23,7 @@ MARKS = {
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
-"""First bytes -> encoding; those of UTF-32 begin with those of UTF-16."""
+"""Byte order mark -> encoding; the marks of UTF-32 begin with those of UTF-16."""
 _SAYS_CAPTION = frozenset("caption captions text texts prompt prompts description descriptions".split())
 _QUALIFIES_CAPTION = frozenset(
     "long short brief detailed dense full refined rewritten final generated merged clean en english video image clip "
@@ -37,8 +37,9 @@ _QUALIFIES_FILE = frozenset("name id relative rel absolute abs local clip clips"
 
 
 def encoding_of(head: bytes, encoding: str | None = None) -> str:
-    """The encoding of a text that begins so: what its mark says, what was named, UTF-16 where every other byte is zero,
-    or UTF-8."""
+    """The encoding of a text with this beginning: by its byte order mark, else the named one, else UTF-16 if every
+    other
+    byte is zero, else UTF-8."""
     for mark, name in MARKS.items():
         if head.startswith(mark):
             return name
@@ -58,10 +59,10 @@ def check_encoding(name: str | None) -> None:
 
 
 def decoded(content: bytes, encoding: str | None = None) -> str:
-    """The text of a file, without the mark that it may begin with.
+    """The text of a file, without its byte order mark.
 
     Raises:
-        ValueError: saying what it is not.
+        ValueError: if it is not in that encoding.
     """
     name = encoding_of(content[:1024], encoding)
     try:
@@ -77,7 +78,7 @@ def decoded(content: bytes, encoding: str | None = None) -> str:
 
 @lru_cache(maxsize=4096)
 def caption_columns(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the caption column of a row (at most one): the first of the usual names, else one made of their words
+    """Return the caption column of a row (at most one): the first of the usual names, else one composed of their words
     (`caption_long`, `video_description`), never `caption_score` or `negative_prompt`."""
     return _chosen(columns, CAPTION_COLUMNS, _SAYS_CAPTION, _QUALIFIES_CAPTION)[:1]
 
@@ -105,11 +106,12 @@ def _chosen(
 
 
 def captions_in(row: dict[str, Any], asked: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """The captions of a row or a description, each once, in the columns `asked` for or in the usual one; () where they
-    are empty, None where no column holds any.
+    """The captions of a row or a description, without duplicates, in the columns `asked` for or in the usual one; () if
+    they
+    are empty, None if no column has any.
 
     Raises:
-        ValueError: for half a surrogate pair, which no file holds.
+        ValueError: for half a surrogate pair, which UTF-8 cannot encode.
     """
     columns = asked or caption_columns(tuple(row))
     if not columns:
@@ -122,14 +124,14 @@ def captions_in(row: dict[str, Any], asked: Sequence[str] = ()) -> tuple[str, ..
 
 
 def check_columns(asked: Iterable[str], columns: Iterable[str], where: str) -> None:
-    """Raises UserError for one of `--caption_columns` that is not there."""
+    """Raises UserError if one of `--caption_columns` does not exist."""
     columns = list(columns)
     for column in asked:
         choose_one(column, columns, f"{where} no column {column!r}")
 
 
 def texts_of(value: Any) -> list[str]:
-    """The captions in a value: a text, a list of them, answers of a conversation, texts by their language or length."""
+    """The captions in a value: a text, a list, responses in a conversation, or texts by language or length."""
     match value:
         case None:
             return []
@@ -155,7 +157,7 @@ def texts_of(value: Any) -> list[str]:
 
 
 def _texts_of_string(text: str) -> list[str]:
-    """One, or those of a list that a table wrote as text."""
+    """The text itself, or the texts of a list that a table stores as text."""
     if text[:2] in ('["', "['") and text.endswith("]"):
         for read in (parse_json_list, ast.literal_eval):
             try:
@@ -179,7 +181,7 @@ def _answer(turns: list[dict[str, Any]]) -> list[str]:
 
 
 def score_in(row: dict[str, Any]) -> float | None:
-    """The `aesthetic_score` of a row or a description; None where it is no finite number."""
+    """The `aesthetic_score` of a row or a description; None if it is no finite number."""
     try:
         score = float(row.get("aesthetic_score"))
     except (TypeError, ValueError, OverflowError):
@@ -188,7 +190,7 @@ def score_in(row: dict[str, Any]) -> float | None:
 
 
 def shortened(text: str, words: int) -> str:
-    """The first words of a text, and no more letters than as many words have."""
+    """The first words of a text, with at most 8 characters a word."""
     if len(text) > 8 * words:
         text = text[: 8 * words].rpartition(" ")[0] or text[: 8 * words]
     parts = text.split(maxsplit=words)

@@ -1,4 +1,4 @@
-"""How many of the machine's cores this process may use, how many threads that makes, and how threads wait."""
+"""The machine's cores: how many this process may use, numbers of threads, and how threads wait."""
 
 import math
 import os
@@ -10,26 +10,27 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 THREADS = "OMP_NUM_THREADS"
 SHARED_OUT = "MEGADIT_THREADS"
-"""Beside `OMP_NUM_THREADS` where that is ours, and not the user's: the same number."""
+"""Variable set together with `OMP_NUM_THREADS` if this package set it, not the user: the same number."""
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
-"""Threads of OpenMP (GNU's, then LLVM's and Intel's) sleep until there is work again: by spinning they would take from
-other processes, and from each other, the cores that they wait for. A short spin costs less than to fall asleep."""
+"""OpenMP settings (GNU's, then LLVM's and Intel's): threads sleep until there is work, because spinning would take
+cores
+from other processes and threads. A short spin costs less than falling asleep."""
 
 
 def available_cores() -> int:
-    """The cores that this process may run on, or its control group's share of them where that is less; at least 1."""
+    """Number of cores that this process may use, by affinity and by its control group's quota; at least 1."""
     return max(1, math.floor(min([_allowed_cores(), *_quotas()])))
 
 
 def asked_threads() -> int | None:
-    """The threads that the user's OMP_NUM_THREADS says; None where it says none."""
+    """The number of threads in the user's OMP_NUM_THREADS; None if not set."""
     said = os.environ.get(THREADS, "").partition(",")[0].strip()
     return int(said) if said.isdecimal() and int(said) and said != os.environ.get(SHARED_OUT) else None
 
 
 def ranks_that_gain() -> int:
-    """Ranks that share the training of a small network on this machine's cores: one a core, of which each waits for
-    the others at every step; two at most."""
+    """Number of ranks for training a small network on this machine: one a core, at most two, because each waits for the
+    others at every step."""
     return min(2, available_cores())
 
 
@@ -39,7 +40,7 @@ def threads_of_a_rank(ranks: int = 1) -> int:
 
 
 def prepare_threads() -> None:
-    """Tells the libraries of this process, yet to be imported, how to wait, and of a quota that they ignore."""
+    """Configures libraries that are imported later: how threads wait, and a CPU quota that they ignore."""
     for name, value in WAITING.items():
         os.environ.setdefault(name, value)
     if available_cores() < _allowed_cores():
@@ -47,7 +48,7 @@ def prepare_threads() -> None:
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
-    """Environment variables that set the threads of each of `ranks` ranks; {} where the user has set them."""
+    """Environment variables that set the threads of each of `ranks` ranks; {} if the user has set them."""
     return {} if asked_threads() else dict.fromkeys((THREADS, SHARED_OUT), str(threads_of_a_rank(ranks)))
 
 
@@ -56,7 +57,7 @@ def _allowed_cores() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """The cores that each control group around this process may keep busy, of those that have a limit."""
+    """The quota in cores of each control group around this process that has one."""
     with suppress(OSError):
         for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines():
             _, controllers, place = line.split(":", 2)

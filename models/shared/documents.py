@@ -1,6 +1,6 @@
-"""JSON, YAML, pickles, archives and headers that come from outside, read within limits of size and depth.
+"""Parsing of untrusted JSON, YAML, pickles, archives and headers, within limits of size and depth.
 
-Parsers recurse, and build many times what they read: without limits a file of a megabyte ends a process.
+Parsers recurse, and use many times the memory of their input: without limits, a file of a megabyte ends a process.
 """
 
 import json
@@ -16,17 +16,17 @@ import yaml
 from megadit.models.shared.errors import UserError
 
 MAX_BYTES = 1 << 24
-"""Default maximum size of a document; parsed, it takes up to thirty times as much memory."""
+"""Default maximum bytes of a document; parsed, it takes up to thirty times as much memory."""
 MAX_DEPTH = 100
 """Maximum nesting of lists and objects."""
 
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)
-"""Brackets, and strings, which may hold some; possessive, so that no text takes quadratic time."""
+"""Brackets, and strings, which may contain brackets; possessive, so that no text takes quadratic time."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def parse_json(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_finite: bool = True) -> Any:
-    """The value of a JSON document that anybody may have written; `where` begins the messages: "the body".
+    """The value of an untrusted JSON document; `where` begins error messages: "the body".
 
     With `is_finite` every number fits a float64: neither NaN nor Infinity, which are not JSON, nor 1e999.
 
@@ -51,9 +51,9 @@ def parse_json(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_
 
 
 def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
-    """The value of a YAML document that anybody may have written, of plain values only.
+    """The value of an untrusted YAML document, with plain values only.
 
-    Aliases (`*name`) are refused: a few lines of them stand for more values than memory holds.
+    Aliases (`*name`) are rejected: a few lines of them can expand to more values than memory holds.
 
     Raises:
         UserError: if it is not valid YAML, or is longer or deeper than the limits.
@@ -69,14 +69,14 @@ def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES) -> 
 
 
 def check_tensor_header(head: bytes, where: str, *, max_bytes: int = MAX_BYTES) -> None:
-    """Raises UserError if a safetensors file, which begins with `head`, has a longer header of JSON."""
+    """Raises UserError if a safetensors file, which begins with `head`, has a longer JSON header."""
     check_size(int.from_bytes(head[:8], "little"), f"the header of {where}", max_bytes)
 
 
 def check_pickle(content: bytes, where: str) -> None:
-    """Raises UserError for a pickle that numbers its values by leaps: Python makes room for all numbers below.
+    """Raises UserError for a pickle with large memo indices, for which Python allocates memory.
 
-    It says nothing of what the pickle names and calls.
+    It does not check the objects and functions in the pickle.
     """
     try:
         for number, (code, argument, _) in enumerate(pickletools.genops(content)):
@@ -84,14 +84,14 @@ def check_pickle(content: bytes, where: str) -> None:
                 raise UserError(f"{where} is hostile: its value {number} is numbered {argument}")
     except UserError:
         raise
-    except Exception as error:  # a broken pickle fails in any way it likes
+    except Exception as error:  # a broken pickle can raise any error
         raise UserError(f"{where} is not a pickle: {_in_short(error)}") from None
 
 
 def check_archive(file: IO[bytes], where: str) -> None:
-    """Raises UserError for a zip file whose members take more memory than the file, as torch never writes them.
+    """Raises UserError for a zip file that is larger when unpacked than the file; torch never writes such files.
 
-    Other files pass: whoever reads them finds that they are none. The file is at its beginning afterwards.
+    Other files pass: their readers will reject them. The file is at its beginning afterwards.
     """
     size = file.seek(0, 2)
     try:
@@ -104,7 +104,7 @@ def check_archive(file: IO[bytes], where: str) -> None:
 
 
 def check_size(num_bytes: int, where: str, max_bytes: int) -> None:
-    """Raises UserError if what stands at `where` is larger than `max_bytes`."""
+    """Raises UserError if `num_bytes` exceeds `max_bytes`."""
     if num_bytes > max_bytes:
         raise UserError(f"{where} is longer than {max_bytes:,} bytes, the most that is read")
 

@@ -1,4 +1,4 @@
-"""Mistakes that a user can mend, and the hints that say how."""
+"""Errors that a user can fix, with hints."""
 
 import difflib
 import os
@@ -11,7 +11,7 @@ Choice = TypeVar("Choice")
 
 
 class UserError(ValueError):
-    """A mistake that a user can mend: the message gives the offending value and what to do.
+    """An error that a user can fix: the message has the offending value and what to do.
 
     Commands print it as one line and exit with 2 (see `run_command`).
     """
@@ -19,7 +19,7 @@ class UserError(ValueError):
 
 @contextmanager
 def library_errors(said: Callable[[str], str]) -> Iterator[None]:
-    """Turn whatever a library raises for foreign settings or files into a `UserError`: `said` of its first line."""
+    """Turn any error of a library with untrusted settings or files into a `UserError`: `said` of its first line."""
     try:
         yield
     except UserError:
@@ -29,11 +29,11 @@ def library_errors(said: Callable[[str], str]) -> Iterator[None]:
 
 
 class AlreadyReportedError(Exception):
-    """A `UserError` that another process prints; see `report_once`."""
+    """Raised in place of a `UserError` that another process prints; see `report_once`."""
 
 
 class StoppedError(Exception):
-    """A signal asked the command to end, and it has shut down properly; the exit code is 128 + signal."""
+    """A signal ended the command, which has shut down properly; the exit code is 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -41,14 +41,14 @@ class StoppedError(Exception):
 
 
 def nearest(name: str, choices: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The choice most like `name`, or None where nothing is as alike (0 to 1)."""
+    """The choice most similar to `name`, or None if none has this similarity (0 to 1)."""
     return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=likeness)), None)
 
 
 def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
-    """The end of a complaint about an unknown name: "; did you mean 'eta'?".
+    """The end of an error message about an unknown name: "; did you mean 'eta'?".
 
-    Where no choice is alike: "; " and `otherwise`, or nothing.
+    If no choice is similar: "; " and `otherwise`, or nothing.
     """
     near = nearest(name, choices)
     hint = f"did you mean {near!r}?" if near else otherwise
@@ -59,7 +59,7 @@ def choose_one(value: Choice, choices: Collection[Choice], complaint: str) -> Ch
     """`value`, which must be one of `choices`.
 
     Raises:
-        UserError: the complaint, the choice that was probably meant, and all choices.
+        UserError: the complaint, the most similar choice, and all choices.
     """
     if value not in choices:
         hint = did_you_mean(value, choices) if isinstance(value, str) else ""
@@ -68,14 +68,14 @@ def choose_one(value: Choice, choices: Collection[Choice], complaint: str) -> Ch
 
 
 def nearest_multiples(value: int, factor: int, *, plus: int = 0) -> str:
-    """The positive multiples of `factor`, `plus` added, around `value`: "96 or 112"."""
+    """The positive multiples of `factor`, plus `plus`, next to `value`: "96 or 112"."""
     above = plus - (plus - max(value, 1)) // factor * factor
     return f"{above - factor} or {above}" if above - factor >= 1 else f"{above}"
 
 
 @contextmanager
 def report_once() -> Iterator[None]:
-    """Let rank 0 alone print a UserError that every process of torchrun raises; used within `run_command`."""
+    """Let only rank 0 print a UserError that every process of torchrun raises; used within `run_command`."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Files that are never half written, and names from outside that lead nowhere else."""
+"""Files that are written completely or not at all, and checks of untrusted file names."""
 
 import errno
 import fcntl
@@ -20,12 +20,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""
 LONGEST_NAME, LONGEST_PATH = 255, 1024
 RECORD_SUFFIX = ".json"
-"""Suffix of a record, after the whole file name of its video."""
+"""Suffix of a video's record, after the whole file name of the video."""
 
 
 def _temporary_sibling(path: Path) -> Path:
-    """A hidden, unused name in the same directory (so that a rename is atomic) with the same suffix (which writers
-    such as imageio read the format from)."""
+    """A hidden, unused name in the same directory (for an atomic rename) with the same suffix (from which writers such
+    as
+    imageio choose the format)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
 
@@ -44,9 +45,9 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 def inner_path(root: str | os.PathLike, name: str, *, follow_links: bool = False) -> Path:
-    """`root / name`, for a name that comes from outside: of a bucket, an archive, a manifest, a table.
+    """`root / name`, for an untrusted name: from a bucket, an archive, a manifest or a table.
 
-    Links that stand in `root` may lead out of it with `follow_links`: the caches of hubs consist of them.
+    With `follow_links`, links inside `root` may lead out of it, as in the caches of hubs.
 
     Raises:
         UserError: if the name leads out of `root`.
@@ -58,31 +59,31 @@ def inner_path(root: str | os.PathLike, name: str, *, follow_links: bool = False
 
 
 def can_be_folder(path: str | os.PathLike) -> bool:
-    """Whether neither it nor what it would lie in is a file."""
+    """Whether neither the path nor any parent is a file."""
     return not any(place.is_file() for place in (Path(path), *Path(path).parents))
 
 
 def is_inner_name(name: str) -> bool:
-    """Whether a path, with slashes, can be one and stays in its folder, links aside."""
+    """Whether a path with slashes is valid and stays inside its folder (links are not checked)."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and is_possible_name(name)
 
 
 def is_possible_name(name: str) -> bool:
-    """Whether a path, with slashes, can be one: no system takes a name of more than 255 bytes."""
+    """Whether a path with slashes is valid: names have at most 255 bytes."""
     parts = (part.encode("utf-8", "surrogatepass") for part in PurePosixPath(name).parts)
     return "\0" not in name and len(name) <= LONGEST_PATH and all(len(part) <= LONGEST_NAME for part in parts)
 
 
 def _name(error: OSError, path: Path) -> None:
-    """Says where a disk is full: a write that fails does not."""
+    """Adds the path to the error of a full disk, which a failed write lacks."""
     if error.filename is None and error.errno in FULL:
         error.filename = str(path)
 
 
 @contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Gives a temporary name to write a file under; renames it to `path` on success, removes it on any error."""
+    """Yields a temporary name to write a file under; renames it to `path` on success, removes it on any error."""
     path = Path(path)
     temporary = _temporary_sibling(path)
     try:
@@ -97,9 +98,9 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
-    """Gives an empty temporary directory that becomes `path` on success and is removed on any error.
+    """Yields an empty temporary directory that becomes `path` on success and is removed on any error.
 
-    A directory already at `path` is replaced, and only once the new one is complete: what stands there is always whole.
+    A directory already at `path` is replaced once the new one is complete.
 
     Raises:
         UserError: if `path` exists and is not a directory.
@@ -126,7 +127,7 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes what `atomic_directory` began at `path` in processes that were killed: for who has `path` alone."""
+    """Removes temporary directories that killed processes left at `path`; only for a process that owns `path`."""
     name = re.compile(rf"\.{re.escape(path.stem)}\.[0-9a-f]{{8}}{re.escape(path.suffix)}")
     for each in path.parent.iterdir() if path.parent.is_dir() else ():
         if name.fullmatch(each.name) and each.is_dir() and not each.is_symlink():
@@ -135,12 +136,12 @@ def remove_leftovers(path: Path) -> None:
 
 @contextmanager
 def held_alone(path: str | os.PathLike) -> Iterator[None]:
-    """Waits until no other process holds the file `path`, which is made for that, and holds it within the block.
+    """Waits until no other process holds the lock file `path`, creates it, and holds it within the block.
 
-    Whoever then finds the work done that it came for needs not do it. A process that ends lets go.
+    The caller should then check whether another process has already done the work. The lock ends with its process.
 
     Raises:
-        UserError: if the file cannot be made.
+        UserError: if the file cannot be created.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -162,12 +163,12 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
 
 
 def record_path(path: Path) -> Path:
-    """Return the path of a video's record; a.mp4 and a.gif have one each."""
+    """Return the path of a video's record; a.mp4 and a.gif have separate ones."""
     return path.with_name(f"{path.name}{RECORD_SUFFIX}")
 
 
 def differences(saved: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, value in `saved`, value in `asked`) of what differs in two nested objects; None: not there."""
+    """(dotted name, value in `saved`, value in `asked`) of the differences of two nested objects; None: missing."""
     for name in sorted(saved.keys() | asked.keys()):
         old, new = saved.get(name), asked.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -180,7 +181,7 @@ def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite:
     """The contents of a JSON file, within the limits of `parse_json`.
 
     Raises:
-        UserError: if the file is missing, cannot be read, is not JSON or goes beyond the limits.
+        UserError: if the file is missing, cannot be read, is not JSON or exceeds the limits.
     """
     try:
         with open(path, "rb") as file:

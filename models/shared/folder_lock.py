@@ -1,11 +1,11 @@
-"""One writer of a folder at a time, on this machine and on others that share its file system.
+"""A lock for one writer of a folder at a time, across machines that share its file system.
 
     with FolderLock(folder, "trains") as lock:
         lock.check()          # before each write: a run that lost the folder writes nothing more
 
-`lock.json` names the holder and beats every few seconds. A holder whose process is gone, or that has been silent for
-long, is followed at once by whoever wants the folder. It may have been suspended: when it wakes, it finds another's
-name there, and ends. Nothing here needs locks of the file system, which shared ones often lack.
+`lock.json` names the holder and is updated every few seconds (heartbeat). If the holder's process is gone, or has been
+silent for long, the next process takes the folder over. A suspended holder that wakes finds another name there, and
+ends. This needs no locks of the file system, which shared ones often lack.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ LOST_CODE = 2
 """Exit code of a process that lost its folder."""
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 30.0
-"""A holder on another machine that does not beat for so long is gone, or suspended."""
+"""Seconds without heartbeat after which a holder on another machine is assumed gone or suspended."""
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
@@ -42,15 +42,15 @@ class FolderLock:
     """Holds `folder` while the block is active.
 
     Raises:
-        UserError: if another holds it, or its file cannot be written.
+        UserError: if another process holds it, or its file cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike, does: str, *, path: Path | None = None) -> None:
-        """`does` says what the holder does there: "trains"; `path` is where the lock lies if not in the folder."""
+        """`does` describes the holder's work: "trains"; `path` is the lock file, if not in the folder."""
         self._folder, self._path = Path(folder), path or Path(folder) / FILE
         self._record = {"token": secrets.token_hex(8), "does": does, "beats": 0, **_this_process()}
         self._guards: dict[tuple[int, int], float] = {}
-        """Identity of each guard file that was seen (`_remove`) -> time since when."""
+        """Identity of each guard file (`_remove`) -> time when it was first seen."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
 
@@ -76,14 +76,14 @@ class FolderLock:
             found = _read(self._path)
             if found is not None and found["token"] == self._record["token"]:
                 self._path.unlink()
-                if self._made:  # for nothing, where it is empty
+                if self._made:  # removes it only if empty
                     self._path.parent.rmdir()
 
     def check(self) -> None:
-        """Ends this process, at once and without a clean-up that would write, if the folder has become another's."""
+        """Ends this process immediately, without a clean-up that would write, if another holds the folder."""
         try:
             other = _read(self._path)
-        except OSError:  # its file system is away, and so are the writes that follow
+        except OSError:  # the file system is unavailable, as for later writes
             return
         if other is not None and other["token"] == self._record["token"]:
             return
@@ -100,7 +100,7 @@ class FolderLock:
         watched: dict[str, _Watched] = {}
         while not self._put():
             other = _read(self._path)
-            if other is None:  # gone in between
+            if other is None:  # removed meanwhile
                 continue
             if other["token"] is None:
                 self._remove(None)
@@ -109,7 +109,7 @@ class FolderLock:
                 self._remove(other["token"])
 
     def _put(self) -> bool:
-        """Whether the file was not there; linking is atomic on shared file systems too."""
+        """Create the lock file and return whether it did not exist; linking is atomic on shared file systems, too."""
         temporary = self._path.with_name(f".{self._path.name}.{self._record['token']}")
         try:
             _write(temporary, self._record)
@@ -121,16 +121,17 @@ class FolderLock:
             temporary.unlink(missing_ok=True)
 
     def _remove(self, token: str | None) -> None:
-        """Takes a dead holder's file away, or a damaged one (`token` None): one process at a time, so that none takes
-        away what another, which was faster, has put in its place."""
+        """Removes a dead holder's file, or a damaged one (`token` None), by one process at a time: otherwise a slower
+        one could
+        remove the file of its successor."""
         guard = self._path.with_name(f".{self._path.name}.removing")
         try:
             guard.open("x").close()
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
-                about, now = guard.stat(), time.monotonic()  # not the clock of the machine or the disk, which jumps
+                about, now = guard.stat(), time.monotonic()  # a monotonic clock: others may jump
                 if now - self._guards.setdefault((about.st_ino, about.st_mtime_ns), now) > _SILENT_SECONDS:
-                    guard.unlink()  # of a process that ended meanwhile
+                    guard.unlink()  # left by a process that ended
             time.sleep(0.01)
             return
         try:
@@ -141,16 +142,16 @@ class FolderLock:
             guard.unlink(missing_ok=True)
 
     def _is_silent(self, other: dict, watched: dict[str, _Watched]) -> bool:
-        """Whether a holder elsewhere has shown no life for long, which is waited for.
+        """Wait for, and return, whether a holder on another machine has sent no heartbeat for long.
 
         Raises:
-            UserError: if it lives.
+            UserError: if it is alive.
         """
         if _is_here(other):
             raise self._refusal(other)
         if other["token"] not in watched:
             watched[other["token"]] = _Watched(other["beats"], time.monotonic())
-            print(f"{self._folder}: waiting to see whether {_who(other)} still lives", flush=True)
+            print(f"{self._folder}: waiting to see whether {_who(other)} is still alive", flush=True)
         seen = watched[other["token"]]
         if seen.beats != other["beats"]:
             raise self._refusal(other)
@@ -168,9 +169,9 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._is_over.wait(_BEAT_SECONDS):
-            self.check()  # a process that was suspended is here first
+            self.check()  # a resumed process gets here first
             self._record["beats"] += 1
-            with contextlib.suppress(OSError):  # a full disk is told by what needs it
+            with contextlib.suppress(OSError):  # a full disk is reported elsewhere
                 _write(self._path, self._record, anew=False)
 
 
@@ -187,7 +188,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _kernel() -> list[str]:
-    """Identify the namespace of process ids: the boot of the machine, and the container."""
+    """Identifies the namespace of process ids: the boot of the machine, and the container."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -195,7 +196,7 @@ def _kernel() -> list[str]:
 
 
 def _process(pid: int) -> str | None:
-    """When a process began, which tells it from another that got its id; None if it is not there."""
+    """Start time of a process, to detect reuse of its id; None if there is none."""
     try:
         state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -217,8 +218,9 @@ def _who(other: dict) -> str:
 
 
 def _read(path: Path) -> dict | None:
-    """The record there, None where there is no file; read again where a beat is being written. One that stays damaged
-    has no token."""
+    """The lock record; None without a file. It is read again while a heartbeat is being written; one that stays damaged
+    has
+    no token."""
     for _ in range(3):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))

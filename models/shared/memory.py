@@ -1,4 +1,4 @@
-"""Memory of this machine, how it is written, and when a plan is refused for want of it."""
+"""Memory of this machine: measuring, formatting, and refusal of plans that exceed it."""
 
 import os
 import sys
@@ -9,9 +9,9 @@ from megadit.models.shared.errors import UserError
 
 GIB = 2**30
 TOO_MUCH = 1.3
-"""Ratio of estimated to free memory from which a plan is refused; estimates are within a tenth of measurements."""
+"""Ratio of estimated to free memory from which a plan is refused; estimates are accurate to a tenth."""
 ANYWAY = "--even_if_too_large"
-"""The switch that starts it all the same."""
+"""The option that starts a refused plan anyway."""
 ANYWAY_HELP = "start even if the estimated memory exceeds what is free"
 
 
@@ -23,16 +23,17 @@ def memory_in_words(num_bytes: float) -> str:
 
 
 def check_memory_fits(needed: float, free: float, what: str, remedy: str) -> None:
-    """Raises UserError where `what` needs far more bytes than are free."""
+    """Raises UserError if `what` needs far more bytes than are free."""
     if needed >= TOO_MUCH * free:
         raise UserError(
             f"{what} needs about {memory_in_words(needed)} of memory, and {memory_in_words(free)} are free: {remedy}; "
-            f"{ANYWAY} starts it all the same"
+            f"{ANYWAY} starts it anyway"
         )
 
 
 def host_memory() -> int:
-    """Bytes that processes can still take: of the machine's memory or of their control group's, whichever is less."""
+    """Bytes that processes can still allocate: of the machine's memory or of their control group's, whichever is
+    less."""
     return min(_available_memory(), *(_left_of_group(folder) for folder in _memory_groups()), sys.maxsize)
 
 
@@ -55,7 +56,7 @@ def _memory_groups() -> list[Path]:
 
 
 def _left_of_group(folder: Path) -> int:
-    """Bytes up to its limit, caches that it would give back included; no end of them where there is no limit."""
+    """Bytes up to its limit, including reclaimable caches; infinite without a limit."""
     try:
         limit = int((folder / "memory.max").read_text(encoding="ascii"))
         used = int((folder / "memory.current").read_text(encoding="ascii"))

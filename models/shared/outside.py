@@ -1,7 +1,6 @@
-"""Files under a folder that somebody else filled: every command that reads such a folder finds them here.
+"""Files in untrusted folders: every command that reads such a folder lists files by this module.
 
-A link is a name that its author chose for a file of the reader's: those that lead out of the folder are left out unless
-the reader asks for them (`--follow_links`).
+A link could name any file of the reader's: links out of the folder are left out unless `--follow_links` is given.
 """
 
 import os
@@ -19,23 +18,23 @@ LITTER = frozenset(
     "@eadir __macosx #recycle $recycle.bin lost+found thumbs.db ehthumbs.db desktop.ini".split()
     + ["system volume information"]
 )
-"""Names, in lower case, that systems give to folders and files of their own: thumbnails, what was deleted."""
+"""Lower-case names of system folders and files: thumbnails, trash."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file, or what stands in the place of one."""
+    """A file, or another directory entry."""
 
     name: str
-    """Relative, with slashes."""
+    """Relative path with slashes."""
     reason: str = ""
-    """Why it is not read; empty: it is a regular file that lies in the folder, or is linked from it and may be read."""
+    """Reason for not reading it; empty for a regular file in the folder, or an allowed link to one."""
 
 
 def walk(root: str | os.PathLike, *, follow_links: bool = False) -> Iterator[Found]:
-    """Everything under `root` that is no folder, in no order.
+    """All entries under `root` except folders, in no order.
 
-    What is hidden is found with that reason. A linked folder is entered with `follow_links` alone, and once.
+    Hidden ones are included, with that reason. A linked folder is entered only with `follow_links`, and once.
     """
     base = os.path.realpath(root)
     entered = {base}
@@ -57,26 +56,26 @@ def walk(root: str | os.PathLike, *, follow_links: bool = False) -> Iterator[Fou
 
 
 def files_under(root: str | os.PathLike, *, follow_links: bool = False) -> list[Path]:
-    """The files of `walk` that may be read, sorted by their names."""
+    """The readable files of `walk`, sorted by name."""
     names = sorted(found.name for found in walk(root, follow_links=follow_links) if not found.reason)
     return [Path(root, name) for name in names]
 
 
 def is_litter(name: str) -> bool:
-    """Whether a file or folder of this name is hidden, or a system's own."""
+    """Whether a file or folder of this name is hidden, or belongs to the system."""
     return name.startswith(".") or name.lower() in LITTER
 
 
 def leads_out(path: str | os.PathLike, root: str | os.PathLike) -> bool:
-    """Whether links make the path a file outside the folder, and outside the cache of a hub of which it is a part."""
+    """Whether links lead the path out of the folder, and out of the hub cache that contains it."""
     real, base = os.path.realpath(path), os.path.realpath(root)
     snapshots = (place.parent.parent for place in (Path(base), *Path(base).parents) if place.parent.name == "snapshots")
     return not any(_is_under(real, place) for place in (base, *(f"{each}/blobs" for each in snapshots)))
 
 
 def check_own(root: str | os.PathLike) -> None:
-    """Raises UserError if what stands in a folder is none of its files: to copy it would copy a file of the reader's,
-    or wait for ever."""
+    """Raises UserError for links out of a folder and special files: copying would copy a foreign file, or wait for
+    ever."""
     for found in walk(root):
         path = Path(root, found.name)
         if leads_out(path, root) or not path.is_file():
@@ -88,10 +87,10 @@ def _is_under(real: str, base: str) -> bool:
 
 
 def _kind(entry: os.DirEntry, base: str, entered: set[str], why: str, follow_links: bool) -> tuple[bool, str]:
-    """Whether to enter an entry, and why it is not read otherwise."""
+    """Whether to enter an entry, and otherwise the reason for not reading it."""
     if not entry.is_symlink():
         if entry.is_dir():
-            is_again = follow_links and os.path.realpath(entry.path) in entered  # through a link to what holds it
+            is_again = follow_links and os.path.realpath(entry.path) in entered  # by a link to a parent
             return (False, why or READ_ELSEWHERE) if is_again else (True, why)
         return False, why or ("" if entry.is_file() else "not a file")
     try:
@@ -101,7 +100,7 @@ def _kind(entry: os.DirEntry, base: str, entered: set[str], why: str, follow_lin
     if not _is_under(real, base) and not follow_links:
         return False, why or LEADS_OUT
     if S_ISDIR(mode):
-        # what lies in the folder is found where it lies
+        # entries inside the folder are listed at their own path
         is_new = follow_links and real not in entered and not _is_under(real, base)
         entered.add(real)
         return (True, why) if is_new else (False, why or READ_ELSEWHERE)

@@ -16,7 +16,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def check_free(host: str, port: int, flag: str, name: str = "") -> None:
-    """Raises UserError, with the option that takes another port, if somebody listens on this one or none can."""
+    """Raises UserError, naming the option for another port, if the port is in use or not allowed."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

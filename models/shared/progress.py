@@ -1,4 +1,4 @@
-"""How far a long task has come."""
+"""Progress of long tasks."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ HOUR, DAY, YEAR = 3600, 86_400, 31_557_600
 
 
 def duration(seconds: float) -> str:
-    """A length of time in its two largest units: "48 s", "3 min 12 s", "2 h 5 min", "12 days 3 h", "40 years"."""
+    """A duration in its two largest units: "48 s", "3 min 12 s", "2 h 5 min", "12 days 3 h", "40 years"."""
     total = max(0, round(seconds))
     if total < 60:
         return f"{total} s"
@@ -29,20 +29,20 @@ def duration(seconds: float) -> str:
 
 
 def _value_text(name: str, value: Any) -> str:
-    """`loss 0.1234`."""
+    """Format a value: `loss 0.1234`."""
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 class Progress:
-    """How far a long task has come: a line with a bar on a terminal, else a plain line every few seconds, on standard
-    error.
+    """Progress of a long task on standard error: a line with a bar on a terminal, else a plain line every few seconds.
 
         with Progress(total, "training") as bar:
             bar.advance(1, loss=0.1, lr=1e-3)
 
     `completed` is where a resumed task starts; it does not count towards the speed. With `enabled=False` (ranks other
-    than the first) nothing is shown. A terminal's line shows count and time left at any width, and of the figures those
-    that have room, the first ones first. A stream that is not a terminal always gets a last line.
+    than the first) nothing is shown. A terminal's line shows count and remaining time at any width, and as many values
+    as
+    fit, in their order. A stream that is not a terminal always gets a last line.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Progress:
         return self
 
     def advance(self, steps: int = 1, **values: Any) -> None:
-        """Counts `steps` more and shows `figures`; figures of earlier calls stay until they are given again."""
+        """Counts `steps` more and shows `values`; values of earlier calls stay until they are replaced."""
         self.completed += steps
         self._values.update(values)
         self._last_advance = time.monotonic()
@@ -90,7 +90,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the mean pace so far, without the first step, which is slower than others; None before its end."""
+        """Estimate at the mean speed so far, without the first step, which is slower; None before its end."""
         since, at = self._marks[-1] if self.completed > self._marks[-1][1] else self._marks[0]
         if self.completed <= at:
             return None
@@ -107,14 +107,14 @@ class Progress:
         print("  ".join(part for part in parts if part), file=self._stream, flush=True)
 
     def _terminal_line(self):
-        from rich.console import Console  # only needed where somebody looks
+        from rich.console import Console  # only needed on a terminal
         from rich.live import Live
         from rich.text import Text
 
         console = Console(file=self._stream)
 
         def line() -> Text:
-            # rich asks standard input, which may be another terminal, or none
+            # rich asks standard input, maybe another terminal
             with suppress(OSError, ValueError):
                 if "COLUMNS" not in os.environ:
                     console.width = os.get_terminal_size(self._stream.fileno()).columns or USUAL_COLUMNS
@@ -128,7 +128,7 @@ class Progress:
         )
 
     def _fitted(self, width: int, encoding: str) -> str:
-        """Format the line for a terminal of `columns` columns."""
+        """Format the line for a terminal of `width` columns."""
         left = self.seconds_left
         if self.completed >= self.total:
             time_text = f"in {duration(self._last_advance - self._start)}"

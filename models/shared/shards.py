@@ -1,6 +1,6 @@
-"""Whether the shards of a data set are what was written: their sizes at every start, their checksums when asked.
+"""Checks of a data set's shards: sizes at every start, checksums on request.
 
-`shards.json` beside them has both; of data sets without it the end of each index is the least size of its shard.
+`shards.json` next to them has both; without it, the end of each index is the minimum size of its shard.
 """
 
 import struct
@@ -13,11 +13,11 @@ from megadit.models.shared.files import read_json, sha256_of, write_json
 SHARDS_FILE = "shards.json"
 _INFO = ".nv-meta/.info.json"
 _THREADS = 16
-"""Checksums are computed, and sizes asked for, beside one another: storage is what takes its time."""
+"""Number of concurrent reads for checksums and sizes, which are limited by storage."""
 
 
 def describe_shards(folder: Path) -> None:
-    """Writes what the shards there are now."""
+    """Writes sizes and checksums of the shards to `shards.json`."""
     paths = sorted(folder.glob("[!.]*.tar"))
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = list(threads.map(sha256_of, paths))
@@ -28,7 +28,7 @@ def describe_shards(folder: Path) -> None:
 
 
 def damaged_shards(folder: Path) -> list[str]:
-    """Describe each shard, or index of one, whose size is wrong, in a phrase."""
+    """A phrase for each shard, or index of one, with a wrong size."""
     known, counts = _recorded(folder), _counts(folder)
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda name: _fault(folder, name, known.get(name), counts.get(name)), known | counts)
@@ -36,14 +36,14 @@ def damaged_shards(folder: Path) -> list[str]:
 
 
 def verified_shards(folder: Path) -> list[str]:
-    """The same with every byte read.
+    """Same as `damaged_shards`, with checksums.
 
     Raises:
         UserError: if there are no checksums.
     """
     known = _recorded(folder)
     if not known:
-        raise UserError(f"{folder} has no {SHARDS_FILE}: it was prepared by an earlier version; prepare it anew")
+        raise UserError(f"{folder} has no {SHARDS_FILE}: it was prepared by an earlier version; prepare it again")
     damaged = damaged_shards(folder)
     whole = [name for name in known if not any(fault.startswith(f"{name} ") for fault in damaged)]
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -53,9 +53,9 @@ def verified_shards(folder: Path) -> list[str]:
 
 
 def partly_copied(folder: Path, damaged: list[str]) -> str:
-    """The complaint about such shards."""
+    """The error message for damaged shards."""
     more = f" (and {len(damaged) - 3} more)" if len(damaged) > 3 else ""
-    return f"{folder} is damaged: {'; '.join(damaged[:3])}{more}. Copy these shards again, or prepare the data set anew"
+    return f"{folder} is damaged: {'; '.join(damaged[:3])}{more}. Copy these shards again, or prepare it again"
 
 
 def _recorded(folder: Path) -> dict[str, dict]:
@@ -64,7 +64,7 @@ def _recorded(folder: Path) -> dict[str, dict]:
     found = read_json(folder / SHARDS_FILE)
     if not isinstance(found, dict) or not all(map(_is_record, found.values())) or any("/" in name for name in found):
         raise UserError(
-            f"{folder / SHARDS_FILE} is damaged: remove it to go on without checksums, or prepare the data set anew"
+            f"{folder / SHARDS_FILE} is damaged: remove it to continue without checksums, or prepare the data set again"
         )
     return found
 
@@ -74,7 +74,7 @@ def _is_record(value: object) -> bool:
 
 
 def _counts(folder: Path) -> dict[str, int]:
-    """Samples of each shard, as the index was made."""
+    """Number of samples in each shard, recorded when the index was built."""
     if not (folder / _INFO).is_file():
         return {}
     info = read_json(folder / _INFO)

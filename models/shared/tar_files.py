@@ -1,19 +1,19 @@
-"""Tar files that anybody may have written: their headers announce what they like."""
+"""Tar files from untrusted sources, whose headers may be wrong."""
 
 import tarfile
 
 MAX_MEMBER_BYTES = 1 << 30
-"""Maximum size of a member of a sample."""
+"""Maximum bytes of a member of a sample."""
 
 
 class UntrustedTarFile(tarfile.TarFile):
-    """A tar file whose members lie one behind another, as large as they say."""
+    """A tar file whose members follow one another, with their true sizes."""
 
     def next(self) -> tarfile.TarInfo | None:
         """The next member.
 
         Raises:
-            ReadError: see `checked`; or for headers upon headers.
+            ReadError: see `checked`; and for too many headers.
         """
         try:
             return checked(super().next())
@@ -22,11 +22,11 @@ class UntrustedTarFile(tarfile.TarFile):
 
 
 def checked(member: tarfile.TarInfo | None) -> tarfile.TarInfo | None:
-    """The member itself.
+    """Return the member unchanged.
 
     Raises:
-        ReadError: for a negative size, which leads back to what was read before, without end; and for a file with
-            holes, of which a hundred bytes announce a terabyte of zeros.
+        ReadError: for a negative size, which would read earlier members again without end; and for a sparse file, whose
+            hundred bytes can announce a terabyte of zeros.
     """
     if member is not None and member.size < 0:
         raise tarfile.ReadError(f"the member {member.name!r} announces {member.size} bytes")

@@ -1,1 +1,1 @@
-"""Commands: the verbs of `megadit`, options made of dataclasses, rules between them, signals, shell completion."""
+"""Command line: the verbs of `megadit`, options from dataclasses, rules between them, signals, shell completion."""

@@ -21,8 +21,8 @@ SIDES = re.compile(r"\d+x\d+")
 """Height and width."""
 OF_PATHS = {
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "give another path"),
-    **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or yourself the right to it"),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or give another path"),
+    **dict.fromkeys((errno.EACCES, errno.EROFS), "give another path, or get permission for this one"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another path"),
 }
 """Error number of a failed file creation -> remedy."""
 
@@ -30,7 +30,7 @@ _SHARED_MEMORY, _LITTLE = Path("/dev/shm"), 1 << 20
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Fills paragraphs, and leaves those that hold indented lines as they are: tables, examples."""
+    """Fills paragraphs, but leaves those with indented lines (tables, examples) unchanged."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = text.strip().split("\n\n")
@@ -41,9 +41,9 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse whose complaints are a `UserError`, so that `run_command` tells them in one line like any other.
+    """An argparse parser whose errors are `UserError`s, which `run_command` prints in one line.
 
-    Options are never abbreviated; `--num-steps` is taken for `--num_steps` where only that exists. Help ends with
+    Options are never abbreviated; `--num-steps` is read as `--num_steps` if only that exists. Help ends with
     `examples`, command lines.
     """
 
@@ -61,7 +61,7 @@ class CommandParser(argparse.ArgumentParser):
         """
         if _is_help_asked:
             raise _FoundError(self)
-        # positional arguments may stand anywhere among the options; argparse can not do that with subcommands
+        # positional arguments may stand anywhere among the options; which argparse does not support with subcommands
         parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
         options, unknown = parse(self._sides_apart([self._spelling(argument) for argument in args]), namespace)
         if unknown:
@@ -73,7 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         return options
 
     def _sides_apart(self, args: list[str]) -> list[str]:
-        """`--size 64x96` as `--size 64 96`, for options that take two whole numbers."""
+        """Splits `--size 64x96` into `--size 64 96`, for options with two integers."""
         apart: list[str] = []
         for argument in args:
             name, _, value = argument.rpartition("=")
@@ -90,7 +90,7 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{message}{'' if message.endswith('?') else ';'} see `{self.prog} --help`")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        sys.stdout.flush()  # here, so that `run_command` learns of a reader that left
+        sys.stdout.flush()  # here, so that `run_command` sees a closed pipe
         super().exit(status, message)
 
     def _spelling(self, argument: str) -> str:
@@ -100,14 +100,14 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _FoundError(Exception):
-    """Carries the parser that `parser_of` asks for."""
+    """Carries the parser that `parser_of` looks for."""
 
 
 _is_help_asked: list[bool] = []
 
 
 def parser_of(command: Callable[[], Any]) -> CommandParser | None:
-    """The parser that a command reads its options with, which is not run; None where it reads none."""
+    """The parser of a command, without running the command; None if it has none."""
     _is_help_asked.append(True)
     try:
         command()
@@ -119,12 +119,13 @@ def parser_of(command: Callable[[], Any]) -> CommandParser | None:
 
 
 def run_command(function: Callable[[list[str]], int | None], argv: list[str], *, is_run: bool = False) -> int:
-    """Runs a command and returns its exit code: 2 for a `UserError`, 130 when interrupted, each told in one line.
+    """Runs a command and returns its exit code: 2 for a `UserError`, 130 when interrupted, each printed in one line.
 
-    141, in silence, where nobody reads standard output any more (`megadit info PATH | head -1`), but for one that
-    `is_run`, which goes on without a reader. What the system refuses to do at a path (`OF_PATHS`) is told as a
-    `UserError` is. `--debug` among the arguments is taken out, and shows the traceback of such errors instead. Other
-    exceptions are faults of ours and always show theirs.
+    The exit code is 141, without a message, if nobody reads standard output any more (`megadit info PATH | head -1`); a
+    command with `is_run` goes on instead. System errors at a path (`OF_PATHS`) are printed like a `UserError`.
+    `--debug` is
+    removed from the arguments, and shows the traceback of such errors. Other exceptions are bugs, and always show
+    theirs.
     """
     if is_run:
         streams = contextlib.redirect_stdout(_Unread(sys.stdout)), contextlib.redirect_stderr(_Unread(sys.stderr))
@@ -132,7 +133,7 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
             return run_command(function, argv)
     end_with_parent()
     debug = "--debug" in argv
-    # before torch is there: a GPU that a run fills has no room for gaps between blocks of fixed sizes
+    # before torch is there: expandable segments avoid fragmentation
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     prepare_threads()
     try:
@@ -155,7 +156,7 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
     except BrokenPipeError:
         if debug or not _lost_its_reader(sys.stdout):
             raise
-        # what is still buffered would fail again when the interpreter ends
+        # what is still buffered would fail again at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (OSError, RuntimeError) as error:
@@ -165,11 +166,11 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
 
 
 def _system_message(error: OSError | RuntimeError) -> str:
-    """Explain a refusal of the operating system; "" for errors of another kind."""
+    """Explain a system error; "" for other errors."""
     if _is_of_shared_memory(error):
         return (
-            f"{_SHARED_MEMORY} is full, through which processes hand data to each other: give the container more "
-            "(--shm-size=1g), or have training read its data itself (data.num_workers=0)"
+            f"{_SHARED_MEMORY} is full, which processes use to exchange data: give the container more "
+            "(--shm-size=1g), or let training read its data in its own process (data.num_workers=0)"
         )
     if not isinstance(error, OSError) or error.errno not in OF_PATHS:
         return ""
@@ -186,7 +187,7 @@ def _is_of_shared_memory(error: OSError | RuntimeError) -> bool:
 
 
 def _left_at(error: OSError) -> str:
-    """How much room a full disk has left."""
+    """The free space of a full disk, for messages."""
     if error.errno != errno.ENOSPC:
         return ""
     places = [Path(os.fsdecode(error.filename or ".")).absolute(), Path.cwd()]
@@ -200,18 +201,18 @@ def _print_error(complaint: str) -> int:
 
 
 def _in_one_line(text: str) -> str:
-    """The text with its line breaks, which a user's own values may hold, written as such."""
+    """The text with line breaks, which a user's values may contain, escaped."""
     return "\\n".join(text.splitlines())
 
 
 def _lost_its_reader(stream: TextIO) -> bool:
     poll = select.poll()
-    poll.register(stream, 0)  # a pipe without a reader reports an error unasked
+    poll.register(stream, 0)  # a pipe without a reader always reports an error
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 class _Unread:
-    """A stream that takes what is written when its terminal is closed, its reader gone or its disk full."""
+    """A stream that discards output once its terminal is closed, its reader gone or its disk full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -230,23 +231,23 @@ class _Unread:
         try:
             act()
         except OSError:
-            with contextlib.suppress(OSError, ValueError):  # what is still buffered goes there, too
+            with contextlib.suppress(OSError, ValueError):  # buffered output is discarded, too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def run_module(module: str, *arguments: str) -> None:
-    """Runs `python -m module` in a process of its own: training patches torch and starts ranks.
+    """Runs `python -m module` in its own process: training patches torch and starts ranks.
 
-    Signals that end this process reach that one too, which is given the time to save what it has.
+    Signals to end are passed on to that process, which has time to save its state.
 
     Raises:
-        UserError: if it fails; it has said why.
+        UserError: if it fails; it has printed the reason.
         StoppedError: if a signal came.
     """
     process = start_with_us([sys.executable, "-m", module, *arguments])
     with passed_on(process):
         code = exit_code(process.wait())
-    if code > 128:  # it alone was told to end
+    if code > 128:  # only that process got the signal
         raise StoppedError(code - 128)
     if code:
         raise UserError(f"`python -m {module} {' '.join(arguments)}` ended with exit code {code}; see above")

@@ -1,9 +1,9 @@
-"""`megadit completion SHELL`: a script by which a shell completes verbs, sources and options.
+"""`megadit completion SHELL`: prints a script for shell completion of verbs, sources and options.
 
     megadit completion bash > ~/.local/share/bash-completion/completions/megadit
     megadit completion zsh > "${fpath[1]}/_megadit"
 
-The script holds all names, so that pressing TAB starts nothing; write it anew after an update.
+The script contains all names, so that pressing TAB starts no Python; write it again after an update.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def _run(argv: list[str]) -> None:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """The options of all verbs below one parser; verbs whose libraries are missing have none."""
+    """A parser with all verbs as subcommands; verbs with missing libraries have no options."""
     from megadit.models.shared.cli.verbs import VERBS, load
 
     tree = _Tree(argparse.ArgumentParser(prog="megadit"))
@@ -53,7 +53,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 class _Tree:
-    """Parsers of commands of one word, two or three."""
+    """Nested parsers of commands with one, two or three words."""
 
     def __init__(self, root: argparse.ArgumentParser) -> None:
         self.root = root

@@ -1,10 +1,10 @@
-"""Options of a command, made of the settings of a dataclass (`setting.py`).
+"""Options of a command, from the settings of a dataclass (`setting.py`).
 
 Each command declares its options as a frozen dataclass:
 
     options = read_options(TrimOptions, argv, prog="megadit trim", description="Trims a clip.")
 
-One of many options has a table of groups beside it, the most used first, in which every option stands once.
+A command with many options also has a table of groups, the most used first, in which every option occurs once.
 """
 
 from argparse import SUPPRESS
@@ -30,7 +30,7 @@ MOST_IN_ONE_LIST = 16
 
 
 def with_rest(groups: Groups, title: str, of: type) -> Groups:
-    """The groups, with the settings of the dataclass `of` that stand in none of them at the end of `title`'s."""
+    """The groups, with settings of the dataclass `of` that are in none of them appended to `title`'s."""
     listed = {name for names in groups.values() for name in names}
     rest = [name for name, about in settings_of(of).items() if name not in listed and not about.positional]
     return {**groups, title: (*groups[title], *rest)}
@@ -42,8 +42,8 @@ def read_options(
     """The options in `argv` as the dataclass `of`.
 
     Args:
-        groups: how the help shows them; positional arguments come before.
-        parser: what `CommandParser` takes, `prog`, `description` and `examples` above all.
+            groups: how the help groups options; positional arguments come before.
+            parser: arguments of `CommandParser`, above all `prog`, `description` and `examples`.
 
     Raises:
         UserError: for an argument that is unknown (names the nearest option), missing, malformed or out of bounds.
@@ -54,7 +54,7 @@ def read_options(
     if groups or sum(not about.positional for about in known.values()) > MOST_IN_ONE_LIST:
         wrong = [name for name, about in known.items() if listed.count(name) != (0 if about.positional else 1)]
         if wrong or len(listed) > len(known):
-            raise TypeError(f"{of.__name__}: in the groups of its help, {wrong or 'an unknown option'} must stand once")
+            raise TypeError(f"{of.__name__}: in the groups of its help, {wrong or 'an unknown option'} must occur once")
         parser = {"usage": _usage(parser["prog"], known.values())} | parser
     made = CommandParser(**parser)
     if groups:
@@ -75,10 +75,10 @@ def read_options(
 
 
 def _with_sides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`size` as height and width.
+    """Convert `size` to height and width.
 
     Raises:
-        UserError: for a size beside one of its sides.
+        UserError: for a size together with height or width.
     """
     if "size" not in values:
         return dict(values)
@@ -105,7 +105,8 @@ def _usage(prog: str, known: Iterable[Setting]) -> str:
 
 
 def options(parser: Any, of: type, *, only: Iterable[str] | None = None, skip: Collection[str] = ()) -> None:
-    """Adds the settings of a dataclass, its own before inherited ones or in the order of `only`, and its groups'."""
+    """Adds the settings of a dataclass, its own before inherited ones or in the order of `only`, and those of its
+    groups."""
     known, groups = settings_of(of), groups_of(of)
     own_first = sorted((each.name for each in fields(of)), key=lambda name: name not in of.__annotations__)
     for name in only if only is not None else [name for name in own_first if name not in skip]:
@@ -137,7 +138,7 @@ def made_of(of: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def read_assignments(of: type, texts: Sequence[str]) -> dict[str, Any]:
-    """Settings of a dataclass from texts such as `num_steps=20`; several values have commas between them.
+    """Settings of a dataclass from texts such as `num_steps=20`; several values are separated by commas.
 
     Raises:
         UserError: for a text of another form, an unknown name, and a value of another type.
@@ -158,7 +159,7 @@ def read_assignments(of: type, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _add(parser: Any, about: Setting) -> None:
-    """Adds an option. What is not given shall not be in the result, so that defaults are those of the dataclass."""
+    """Adds an option. Options that are not given are not in the result, so that the dataclass's defaults apply."""
     shown: dict[str, Any] = {"help": _help(about), "metavar": _metavar(about)}
     if about.type is bool:
         shown = {"help": shown["help"], "action": "store_false" if about.default is True else "store_true"}
@@ -176,7 +177,7 @@ def _add(parser: Any, about: Setting) -> None:
         action = parser.add_argument(
             *_names(about), dest=about.name, default=SUPPRESS, required=about.required, **shown
         )
-    action.known = tuple(about.choices or ())  # argparse's own `choices` would complain in other words
+    action.known = tuple(about.choices or ())  # argparse's own `choices` has other messages
 
 
 def _names(about: Setting) -> tuple[str, ...]:
@@ -184,7 +185,7 @@ def _names(about: Setting) -> tuple[str, ...]:
 
 
 def _shown(about: Setting) -> str:
-    """How complaints name an option."""
+    """Name of an option in error messages."""
     if about.positional:
         return about.metavar or about.name
     return next((name for name in _names(about) if name.startswith("--")), about.name)

@@ -1,4 +1,4 @@
-"""Rules between settings: whom a rule concerns, what it needs, and what mends a breach."""
+"""Rules between settings: to which subjects a rule applies, what it needs, and a remedy."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ def always(subject: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(Generic[Subject]):
-    """A subject that `when` holds of must satisfy `needs`; otherwise `remedy` is its `UserError`.
+    """A subject for which `when` is true must satisfy `needs`; otherwise `remedy` is its `UserError`.
 
     A text names settings by their dotted paths from the subject: `{a.b}` is the value, `{a.b=}` is `a.b=value`.
     """
@@ -37,7 +37,7 @@ class Rule(Generic[Subject]):
 
 
 def first_broken(rules: Iterable[Rule[Subject]], subject: Subject) -> Rule[Subject] | None:
-    """Later rules may rely on earlier ones: they are not asked once one is broken."""
+    """The first broken rule, or None. Later rules may rely on earlier ones: checking stops at the first broken one."""
     return next((rule for rule in rules if rule.is_broken(subject)), None)
 
 
@@ -51,7 +51,7 @@ def enforce(rules: Iterable[Rule[Subject]], subject: Subject) -> None:
 def accepted_by(
     check: Callable[[Subject], Any], *, when: Callable[[Subject], bool] = always, where: str = ""
 ) -> Rule[Subject]:
-    """The rule that `check` raises no UserError; the remedy is `where` and its message."""
+    """The rule that `check` raises no UserError; the remedy is `where` and the error's message."""
 
     def complaint(subject: Subject) -> str:
         try:
@@ -64,7 +64,7 @@ def accepted_by(
 
 
 def _shown(subject: Any, path: str) -> str:
-    """The value at a dotted path, as YAML writes it."""
+    """The value at a dotted path, in YAML notation."""
     value = subject
     for name in path.split("."):
         value = getattr(value, name)

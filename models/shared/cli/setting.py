@@ -1,12 +1,12 @@
-"""Settings: fields of a dataclass that say what they mean and what they may be.
+"""Settings: dataclass fields with help and bounds.
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class TrimOptions:
         clip: Path = setting(help="the clip to trim", positional=True)
         seconds: float = setting(2.0, "length of what is kept (default: {default})", above=0)
 
-The annotation decides what a value may be. Options of commands are made of them (`options.py`); the same settings check
-lines of JSON and values of YAML.
+The annotation determines the type. Options of commands are made from settings (`options.py`); the same settings check
+JSON and YAML values.
 """
 
 import math
@@ -21,7 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean
 
 LONGEST_NAME = 230
-"""Bytes of a file's name: 255 is what file systems take, less what temporary names add."""
+"""Maximum bytes of a file name: the 255 of file systems, minus the suffix of temporary names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +39,17 @@ class Setting:
     """Exclusive upper bound."""
     choices: Collection[str] | None = None
     served: bool = False
-    """Whether a request to a service may give it."""
+    """Whether a request to a service may set it."""
 
     metavar: str | tuple[str, ...] | None = None
     names: tuple[str, ...] = ()
-    """Names of the option; (): `--` and the field's name, or `--no_` and it for a switch that is on by default."""
+    """Names of the option; (): `--` and the field's name, or `--no_` and the name for a switch that is on by
+    default."""
     positional: bool = False
     nargs: int | str | None = None
     """`nargs` of argparse; None: derived from the annotation."""
     repeated: bool = False
-    """Whether the option may be given several times, each adding to the value."""
+    """Whether the option may be given several times, each time adding a value."""
 
     name: str = ""
     default: Any = None
@@ -89,7 +90,7 @@ def setting(
     nargs: int | str | None = None,
     repeated: bool = False,
 ) -> Any:
-    """A field of a dataclass that is a `Setting`. `{default}` in `help` stands for the default."""
+    """A dataclass field with a `Setting`. `{default}` in `help` is replaced by the default."""
     about = Setting(
         help=help,
         low=low,
@@ -108,19 +109,19 @@ def setting(
 
 
 def group(of: type, title: str = "", *, only: Collection[str] | None = None) -> Any:
-    """A field that is a dataclass of settings: `only` these are options, among the others or under a title."""
+    """A field that is a dataclass of settings; its settings, or `only` some, are options, maybe under a title."""
     return field(default_factory=of, metadata={"group": Group(of=of, title=title, only=only)})
 
 
 def partial_dataclass(name: str, of: type, *, only: Collection[str] | None = None) -> type:
-    """Make a dataclass of the same settings, or `only` some of them, each with the default None."""
+    """Make a dataclass of the same settings, or `only` some of them, all with default None."""
     return _same_settings(name, of, {each.name: None for each in fields(of) if only is None or each.name in only})
 
 
 def with_defaults(name: str, of: type, *, module: str, **defaults: Any) -> type:
-    """A dataclass of the same settings with other defaults; one that has none in either is None until it is given.
+    """A dataclass of the same settings with other defaults; settings without a default get None.
 
-    `module` is that in which it stands under this name, where pickle looks for it.
+    `module` is the module that has it under this name, for pickle.
     """
     own = {each.name: None if each.default is MISSING else each.default for each in fields(of)}
     made = _same_settings(name, of, own | defaults)
@@ -129,7 +130,7 @@ def with_defaults(name: str, of: type, *, module: str, **defaults: Any) -> type:
 
 
 def _same_settings(name: str, of: type, defaults: Mapping[str, Any]) -> type:
-    """A dataclass of the settings that `defaults` names; help goes on to speak of the defaults of `of`."""
+    """A dataclass of the settings in `defaults`; help still shows the defaults of `of`."""
     hints, known = get_type_hints(of), settings_of(of)
     made = []
     for each, default in defaults.items():
@@ -141,7 +142,7 @@ def _same_settings(name: str, of: type, defaults: Mapping[str, Any]) -> type:
 
 @cache
 def settings_of(of: type) -> dict[str, Setting]:
-    """The settings of a dataclass by name; those of its groups are not among them."""
+    """The settings of a dataclass by name, without those of its groups."""
     hints = get_type_hints(of)
     return {
         each.name: _resolve(each.metadata["setting"], each.name, each.default, hints[each.name])
@@ -151,10 +152,10 @@ def settings_of(of: type) -> dict[str, Setting]:
 
 
 def under_own_names(values: Mapping[str, Any], known: Mapping[str, Setting], *, where: str = "") -> dict[str, Any]:
-    """The values by the settings' own names, where some come under second ones; `where` begins every complaint.
+    """The values by the settings' own names, where some have aliases; `where` begins every error message.
 
     Raises:
-        UserError: for a setting that appears under two of its names.
+        UserError: for a setting under two of its names.
     """
     others, found, own = other_names(known), {}, {}
     for name, value in values.items():
@@ -166,14 +167,14 @@ def under_own_names(values: Mapping[str, Any], known: Mapping[str, Setting], *, 
 
 
 def other_names(known: Mapping[str, Setting]) -> dict[str, str]:
-    """Second name of a setting, such as num_video_frames -> its own."""
+    """Alias of a setting, such as num_video_frames -> its own name."""
     return {
         other.removeprefix("--"): name for name, about in known.items() for other in about.names if other != f"--{name}"
     }
 
 
 def described(about: Setting) -> str:
-    """Its help, with the default in its place."""
+    """Its help, with the default inserted."""
     return about.help.replace("{default}", str(about.default))
 
 
@@ -214,12 +215,12 @@ def _resolve_items(about: Setting, hint: Any) -> Setting:
 
 
 def plain(value: Any) -> Any:
-    """Python's own number or list in place of one of numpy or torch; anything else as it is."""
+    """A Python number or list in place of one of numpy or torch; other values are unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_value(about: Setting, name: str, value: Any) -> Any:
-    """The value, as the annotation has it: a tuple for a list, a path for its text.
+    """The value in its annotated type: a tuple for a list, a path for its text.
 
     Args:
         name: as the user wrote it, such as --eta, eta or validation.sampling.eta.
@@ -279,7 +280,7 @@ def _is_within(about: Setting, value: Any) -> bool:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # of a whole number beyond the range of float
+    except OverflowError:  # an integer beyond the range of float
         return False
 
 
@@ -294,20 +295,21 @@ def _bounds(about: Setting) -> str:
 
 
 def check_text(name: str, value: str | Path) -> None:
-    """Raises UserError for text that is no UTF-8, and for a path that no file system takes."""
-    if any("\ud800" <= letter <= "\udfff" for letter in str(value)):  # bytes that were left undecoded
+    """Raises UserError for text that is not UTF-8, and for a path that file systems do not support."""
+    if any("\ud800" <= letter <= "\udfff" for letter in str(value)):  # undecodable bytes
         raise UserError(f"{name}={str(value)!a} is not valid text (UTF-8)")
     if isinstance(value, Path):
         if "\0" in str(value):
             raise UserError(f"{name}={str(value)!a}: no path holds a null character")
         for part in value.parts:
-            if len(os.fsencode(part)) > LONGEST_NAME:  # room for a temporary name included
+            if len(os.fsencode(part)) > LONGEST_NAME:  # including a temporary suffix
                 raise UserError(f"{name}: the name {part[:40]}... is too long")
 
 
 def check_settings(of: Any, where: str = "") -> None:
-    """Checks the settings that a dataclass holds, and makes its numbers `plain`; `where` begins their names, such as
-    "optimizer.".
+    """Checks the settings of a dataclass instance, and converts its numbers with `plain`; `where` is a prefix of their
+    names,
+    such as "optimizer.".
 
     Raises:
         UserError: as `check_value`.
@@ -320,10 +322,10 @@ def check_settings(of: Any, where: str = "") -> None:
 
 
 def check_json(values: Mapping[str, Any], of: type, *, where: str = "", only: Iterable[str] | None = None) -> dict:
-    """The values of settings, those of groups among them, that a JSON object or YAML mapping gives.
+    """The values of settings, including those of groups, in a JSON object or YAML mapping.
 
     Args:
-        where: begins every complaint, such as "prompts.jsonl, line 3: ".
+        where: begins every error message, such as "prompts.jsonl, line 3: ".
         only: the settings that may be given; None is all.
 
     Raises:

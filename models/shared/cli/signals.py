@@ -1,4 +1,5 @@
-"""Signals that end a command, in every launcher alike: what is under way is finished, the exit code is 128 + signal."""
+"""Signals that end a command, the same in every launcher: work in progress is finished; the exit code is 128 +
+signal."""
 
 import ctypes
 import os
@@ -13,12 +14,12 @@ from typing import Any
 from megadit.models.shared.errors import StoppedError
 
 WITH_PARENT = "MEGADIT_ENDS_WITH_PARENT"
-"""Environment variable that makes a process end when its parent does, however that ends."""
+"""Environment variable that makes a process end when its parent does, for whatever reason."""
 _PR_SET_PDEATHSIG = 1
 
 
 def ending_signals() -> list[signal.Signals]:
-    """SIGTERM, SIGINT and, unless it is ignored (nohup), SIGHUP of a terminal that is closed."""
+    """SIGTERM, SIGINT and, unless it is ignored (nohup), SIGHUP of a closed terminal."""
     asked = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     return [number for number in asked if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
@@ -29,7 +30,7 @@ def exit_code(returncode: int) -> int:
 
 
 class StopRequest:
-    """Whether a signal to end came while the block was active; a second SIGINT after a second interrupts at once."""
+    """Records whether a signal to end came within the block; a second SIGINT after a second interrupts at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -58,7 +59,7 @@ class StopRequest:
 
 @contextmanager
 def passed_on(process: subprocess.Popen) -> Iterator[None]:
-    """Signals to end go to `process`, which this one waits for within the block, and then end this one as well.
+    """Within the block, signals to end are passed on to `process`, which is waited for; then this process ends, too.
 
     Raises:
         StoppedError: in the end, if one came.
@@ -67,7 +68,7 @@ def passed_on(process: subprocess.Popen) -> Iterator[None]:
 
     def pass_on(number: int, frame: Any) -> None:
         came.append(number)
-        if number != signal.SIGINT or not os.isatty(0):  # whose terminal has sent it to both
+        if number != signal.SIGINT or not os.isatty(0):  # a terminal sends it to both
             process.send_signal(number)
 
     previous = {number: signal.signal(number, pass_on) for number in ending_signals()}
@@ -86,10 +87,10 @@ def start_with_us(command: Sequence[str]) -> subprocess.Popen:
 
 
 def end_with_parent() -> None:
-    """Have this process ended (SIGTERM) when its parent is gone, if that asked for it or is torchrun."""
+    """Have this process ended (SIGTERM) when its parent is gone, if that requested it or is torchrun."""
     parent = os.environ.pop(WITH_PARENT, None)
     if (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ) or sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if parent is not None and os.getppid() != int(parent):  # it has gone before
+    if parent is not None and os.getppid() != int(parent):  # it has already ended
         signal.raise_signal(signal.SIGTERM)

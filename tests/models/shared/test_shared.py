@@ -396,7 +396,7 @@ def test_a_full_disk_is_told_with_its_path_and_what_is_left(tmp_path, capsys):
     assert run_command(write, []) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path}/new/video.mp4 cannot be used: No space left on device (")
-    assert f"iB left on the disk of {tmp_path}/new); make room" in error and error.count("\n") == 1
+    assert f"iB left on the disk of {tmp_path}/new); free some space" in error and error.count("\n") == 1
     with pytest.raises(OSError) as told, atomic_directory(tmp_path / "folder"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert told.value.filename == str(tmp_path / "folder")

@@ -85,7 +85,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_written(run_ranks, 
     outputs = run_ranks(2, *command, code=2)
     errors = [line for output in outputs for line in output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and " of memory, and 0.5 MiB are free: " in errors[0]
-    assert "--even_if_too_large starts it all the same" in errors[0]
+    assert "--even_if_too_large starts it anyway" in errors[0]
     assert [path for path in out.rglob("*") if path.name != "watchdog"] == []
     assert "done: 1 of 1 steps" in run_ranks(2, *command, "--even_if_too_large")[0]
 

@@ -68,7 +68,7 @@ def test_verify_reads_every_byte(dataset, capsys):
     assert f"{SHARD} has other contents" in capsys.readouterr().err
     (dataset / SHARDS_FILE).unlink()
     assert info.main([str(dataset), "--verify"]) == 2
-    assert "prepare it anew" in capsys.readouterr().err
+    assert "prepare it again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"a": 1}', '{"../a": {"bytes": 1, "sha256": ""}}'])

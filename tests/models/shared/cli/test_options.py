@@ -247,14 +247,14 @@ class ManyOptions:
     "groups", [{"a": ("first",)}, {"a": ("first", "second"), "b": ("second",)}, {"a": ("first", "x")}]
 )
 def test_an_option_without_a_group_is_a_fault_of_ours(groups):
-    with pytest.raises(TypeError, match="must stand once"):
+    with pytest.raises(TypeError, match="must occur once"):
         read_options(ManyOptions, ["x"], prog="many", groups=groups)
 
 
 def test_many_options_need_groups(monkeypatch):
     assert read_options(ManyOptions, ["x"], prog="many").second == 2
     monkeypatch.setattr(shared_options, "MOST_IN_ONE_LIST", 1)
-    with pytest.raises(TypeError, match="must stand once"):
+    with pytest.raises(TypeError, match="must occur once"):
         read_options(ManyOptions, ["x"], prog="many")
 
 
