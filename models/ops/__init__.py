@@ -1,3 +1,3 @@
-"""The computations of a network: one definition each, and its fast variants. Importing this package registers all."""
+"""Ops: the computations of a network, each with a reference and fast variants. Importing this package registers all."""
 
 from megadit.models.ops import attention, gated_residual, linear, modulated_norm, qk_norm_rope  # noqa: F401

@@ -1,4 +1,4 @@
-"""attention: softmax(q k^T / sqrt(K)) v, each sample of a dense batch or of a pack by itself.
+"""attention: softmax(q k^T / sqrt(K)) v within each sample of a dense batch or of a pack.
 
 Shapes: S video tokens, L keys (video or text tokens), B batch, N heads, K head dim, c segments of a length group, s
 tokens of each, l their longest text.
@@ -20,15 +20,16 @@ from megadit.models.packing.layout import Layout, PackLayout
 
 
 def masked_softmax(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:
-    """softmax(q k^T / sqrt(K), masked) v with all scores in memory, heads side by side: [S, B, N*K].
+    """softmax(q k^T / sqrt(K), masked) v with all scores in memory, heads concatenated: [S, B, N*K].
 
     Args:
         q: [S, B, N, K]; B is 1 for a pack.
         k: [S, B, N, K], or [L, B, N, K] with `cross`.
-        v: of k's shape.
+        v: shaped like k.
         layout: which tokens form a sample, and which text belongs to it.
-        cross: attend to text rather than to video tokens; a sample without text has the null token's slot. What the
-            padding of a pack attends to holds no meaning.
+            cross: attend to text instead of video tokens; a sample without text has the null token's place. Results of
+            padding
+                have no meaning.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     score_BNSL = torch.einsum("sbnk,lbnk->bnsl", q.to(wide), k.to(wide)) * q.shape[-1] ** -0.5
@@ -62,7 +63,7 @@ def _attended(layout: Layout, cross: bool, num_queries: int, num_keys: int, devi
 
 
 def up_to_each(num_tokens: int, device: torch.device) -> Tensor:
-    """bool [S, S]: True for the tokens up to each."""
+    """bool [S, S]: a causal mask, True for each token and those before it."""
     return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
@@ -74,7 +75,7 @@ _DENSE = {
     "time": ("(T H W) B N K", "(B H W) N T K"),
     "space": ("(T H W) B N K", "(B T) N (H W) K"),
 }
-"""`DenseLayout.over` -> the order of a dense batch, and that in which its kernel takes it."""
+"""`DenseLayout.over` -> the layout of a dense batch, and that for its kernel."""
 
 
 @attention.variant("dense", suits=lambda q, k, v, layout, cross: isinstance(layout, DenseLayout), traceable=True)
@@ -92,25 +93,25 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, layout: DenseLayout, cross: bo
 @cache
 def has_varlen_attention() -> bool:
     """Whether torch has a kernel for packs that runs on this GPU."""
-    # torch 2.10 added it; flash attention wants half precision, heads of 8 n <= 256 and an Ampere GPU or newer
+    # torch 2.10 added it; flash attention needs half precision, heads of 8 n <= 256 and an Ampere GPU or newer
     return find_spec("torch.nn.attention.varlen") is not None and torch.cuda.get_device_capability() >= (8, 0)
 
 
 FEWEST_TOKENS, MOST_GROUPS = 512, 4
-"""Tokens of the shortest sample, and length groups, with which cuDNN's attention of each group, at nearly twice the
-rate of varlen's kernel on a Hopper GPU, makes up for several launches (H100: 1.15 ms for eight samples of 1,024 tokens
-against 1.98, 2.05 for nine of 256 to 2,048 in three groups against 2.21)."""
+"""Minimum tokens of the shortest sample, and maximum length groups, for cuDNN's attention to each group: at nearly
+twice the rate of the varlen kernel on a Hopper GPU, it makes up for several launches (H100: 1.15 ms for eight samples
+of 1,024 tokens against 1.98; 2.05 for nine of 256 to 2,048 in three groups against 2.21)."""
 
 
 @cache
 def _has_fast_dense_attention() -> bool:
-    """Whether torch takes cuDNN's kernel for dense attention on this GPU."""
+    """Whether torch uses cuDNN's kernel for dense attention on this GPU."""
     # sm_90, sm_100 and sm_103: on others, sm_120 among them, torch prefers FlashAttention-2
     return torch.cuda.get_device_capability()[0] in (9, 10) and torch.backends.cudnn.is_available()
 
 
 def has_few_long_groups(layout: Layout) -> bool:
-    """Whether dense attention of each length group is the faster one where both kernels are there."""
+    """Whether dense attention to each length group is faster than the varlen kernel."""
     groups = [group for group in getattr(layout, "groups", None) or () if not group.is_padding]
     return 0 < len(groups) <= MOST_GROUPS and min(group.length for group in groups) >= FEWEST_TOKENS
 
@@ -118,9 +119,9 @@ def has_few_long_groups(layout: Layout) -> bool:
 def _suits_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> bool:
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
         return False
-    if layout.is_causal:  # torch has named this otherwise in each release
+    if layout.is_causal:  # its argument for this differs between torch releases
         return False
-    # cuDNN plans each shape anew, and the longest caption of a group is one: nearly every pack has shapes of its own
+    # cuDNN plans each new shape, which includes the longest caption of a group: nearly every pack has new ones
     return has_varlen_attention() and (cross or not (_has_fast_dense_attention() and has_few_long_groups(layout)))
 
 
@@ -140,7 +141,7 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bo
 
 @attention.variant("by_length_group", suits=lambda q, k, v, layout, cross: isinstance(layout, PackLayout))
 def attend_by_length_group(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bool) -> Tensor:
-    """One dense attention per group of equally long segments; runs anywhere, costs what the segments cost.
+    """One dense attention per group of equally long segments; runs on any device, without work for padding.
 
     q [S, 1, N, K], k and v [L, 1, M, K] -> [S, 1, N*K].
     """
@@ -159,8 +160,8 @@ def attend_by_length_group(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, 
 
 @cheap
 def _join(*outputs: Tensor) -> Tensor:
-    """One sequence from the tokens of all length groups, heads side by side: [S, 1, N*K]."""
-    if len(outputs) == 1:  # nothing is copied
+    """One sequence from the tokens of all length groups, heads concatenated: [S, 1, N*K]."""
+    if len(outputs) == 1:  # no copy
         return rearrange(outputs[0], "S N K -> S 1 (N K)")
     return rearrange(torch.cat(outputs), "S N K -> S 1 (N K)")
 
@@ -171,10 +172,11 @@ def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
 
 
 def _cut(x_SNK: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The sequence as uniform batches, one a length group: [c, s, N, K] for each (c, s) of `shapes`.
+    """The sequence as uniform batches, one for each length group: [c, s, N, K] for each (c, s) of `shapes`.
 
-    All are cut at once: the gradient of a slice is as long as the sequence, that of all pieces together no longer. The
-    gradient of a single piece would be a copy of it.
+    All are split at once: the gradient of a slice is as long as the sequence, and so is that of all splits together.
+    The
+    gradient of a single split would be a copy.
     """
     if len(shapes) == 1:
         return [x_SNK.unflatten(0, shapes[0])]
@@ -183,6 +185,6 @@ def _cut(x_SNK: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
 
 
 def _texts_of_groups(k: Tensor, v: Tensor, layout: PackLayout) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Keys and values of each group's text, [c, l, N, K], and a mask [c, 1, 1, l] of what is there (None: all)."""
+    """Keys and values of each group's text, [c, l, N, K], and a mask [c, 1, 1, l] of valid ones (None: all)."""
     slots, shapes, masks = layout.on(k.device).texts
     return list(zip(_cut(k[slots, 0], shapes), _cut(v[slots, 0], shapes), masks, strict=True))

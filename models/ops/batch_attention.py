@@ -1,4 +1,4 @@
-"""batch_attention: attention over a uniform batch, by torch's fused kernel where no other is faster.
+"""batch_attention: attention over a uniform batch, by torch's fused kernel unless another is faster.
 
 Shapes: B batch, N heads, S queries, L keys, K head dim.
 """
@@ -14,16 +14,17 @@ from megadit.models.ops.registry import Op
 from megadit.models.ops.tiled_attention import TiledAttention, suits_tiles
 
 QUERIES = 1024
-"""Number of queries whose scores the reference has in memory at once."""
+"""Number of queries whose scores the reference holds in memory at once."""
 _matmul = torch.backends.mkldnn.matmul
 
 
 def _reference(q_BNSK: Tensor, k_BNLK: Tensor, v_BNLK: Tensor, mask_B11L: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; `mask_B11L` is True where a key may be attended, by each query in turn
-    where it has a row for each."""
+    """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; `mask_B11L` is True where a key may be attended to; it may also have a
+    row
+    for each query."""
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_BNSK, k_BNLK, v_BNLK))
     outputs, start = [], 0
-    for some in q.split(QUERIES, dim=2):  # of a long video, the scores of all would not fit in memory
+    for some in q.split(QUERIES, dim=2):  # for a long video, all scores would not fit in memory
         score_BNSL = some @ k.mT * q.shape[-1] ** -0.5
         if mask_B11L is not None:
             rows = mask_B11L if mask_B11L.shape[2] == 1 else mask_B11L[:, :, start : start + QUERIES]
@@ -60,7 +61,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask_B11L: Tensor | None) -> Tensor:
 
 
 def _as_bias(mask_B11L: Tensor, num_queries: int) -> Tensor:
-    """0 and -inf to add to the scores, [B, 1, S, L]."""
+    """The mask as 0 and -inf to add to the scores, [B, 1, S, L]."""
     bias_B11L = torch.zeros(mask_B11L.shape).masked_fill_(~mask_B11L, float("-inf"))
     return bias_B11L.expand(-1, -1, num_queries, -1)
 
@@ -68,8 +69,9 @@ def _as_bias(mask_B11L: Tensor, num_queries: int) -> Tensor:
 class _FullPrecision(torch.autograd.Function):
     """torch's flash attention for CPUs, with float32 products whatever `train.matmul_precision` says.
 
-    With less, oneDNN prepares each of the kernel's small products anew: for short samples that takes eight times as
-    long as the attention itself, where large products win a factor of two.
+    With reduced precision, oneDNN prepares each of the kernel's small products again: for short samples that takes
+    eight
+    times as long as the attention itself; only large products become faster, by a factor of two.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Codes of eight bits of a matrix, and of its transpose, in one pass over memory: Triton's, for a GPU.
+"""FP8 codes of a matrix, and of its transpose, in one pass over memory: a Triton kernel for GPUs.
 
-A product in eight bits wants both matrices row by row along what is summed over, and a gradient is summed over another
-side than the forward. A transpose of codes by itself would read and write single bytes.
+An FP8 product needs both matrices contiguous along the summed dimension, and gradients sum over another dimension than
+the forward. A separate transpose of codes would read and write single bytes.
 
-Imported where there is Triton; `TRITON_INTERPRET=1` runs the kernel on a CPU.
+Only imported if Triton is installed; `TRITON_INTERPRET=1` runs the kernel on a CPU.
 
 Shapes: N rows, K columns.
 """
@@ -19,7 +19,7 @@ CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 def cast_transposed(x_NK: Tensor, factor: Tensor, dtype: torch.dtype, *, both: bool) -> tuple[Tensor | None, Tensor]:
-    """(codes [N, K] where `both`, else None; codes [K, N]) of x [N, K] * factor [], float32,
+    """(codes [N, K] if `both`, else None; codes [K, N]) of x [N, K] * factor [], float32,
     rounded to `dtype`."""
     x_NK = x_NK.contiguous()
     num_rows, num_columns = x_NK.shape

@@ -1,7 +1,7 @@
-"""Chains of small operations as few kernels, where that pays.
+"""Fusion of chains of small operations into few kernels, where that is faster.
 
-A compiler makes a kernel anew for whatever it takes for another kind of inputs: other strides, sides of length 1. One
-chain that meets too many kinds, or that the compiler cannot make, runs as it is written.
+A compiler builds a new kernel for each kind of inputs: other strides, dimensions of size 1. A chain with too many
+kinds, or one that fails to compile, runs uncompiled.
 """
 
 import warnings
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 COMPILED_ON = frozenset({"cuda"} if find_spec("triton") else ())
-"""Devices where a pass over memory costs more than what is computed in it; on a CPU it is already in the caches."""
+"""Devices where memory traffic costs more than the arithmetic; on a CPU, data is already in the caches."""
 KERNELS_ON = COMPILED_ON
 """Devices that run kernels written in Triton."""
 OPTIONS = {
@@ -30,29 +30,29 @@ OPTIONS = {
     "realize_opcount_threshold": 1000,
     "triton.mix_order_reduction_non_strict_mode": True,
 }
-"""Options of inductor: cheap values that are needed twice are recomputed, not written to memory and read; sums along
-rows and across them are one kernel for all sizes (docs/kernels.md)."""
+"""Options of inductor: cheap values that are needed twice are recomputed, not written to memory and read; reductions
+along rows and columns are one kernel for all sizes (docs/kernels.md)."""
 
 
 def by_inductor(graph: GraphModule, inputs: list) -> Callable:
-    """Compiles a graph, in as few kernels as may be."""
+    """Compiles a graph into as few kernels as possible."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(graph, inputs, config_patches=options_there())
 
 
 def options_there() -> dict[str, int | bool]:
-    """`OPTIONS` that this torch has."""
+    """The `OPTIONS` that this torch supports."""
     return {name: OPTIONS[name] for name in OPTIONS.keys() & torch._inductor.list_options()}
 
 
 BACKEND: Callable = by_inductor
 MOST_VARIANTS = 64
-"""Kinds of inputs that one chain is compiled for."""
+"""Maximum kinds of inputs that one chain is compiled for."""
 _NUM_KINDS: Counter[Callable] = Counter()
 """Number of kinds of inputs that each chain was compiled for."""
 _AS_WRITTEN: set[Callable] = set()
-"""Chains that the compiler failed with."""
+"""Chains that failed to compile."""
 
 
 def is_compiled(x: Tensor) -> bool:
@@ -61,32 +61,34 @@ def is_compiled(x: Tensor) -> bool:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether kernels written in Triton, which compute in float32, take `x`, of any shape."""
+    """Whether Triton kernels, which compute in float32, support `x`, of any shape."""
     is_there = x.device.type in KERNELS_ON and x.dtype != torch.float64 and not torch.compiler.is_compiling()
     return is_there and triton_works(x.device)
 
 
 @cache
 def triton_works(device: torch.device) -> bool:
-    """Whether a kernel of our own runs there; Triton asks for a C compiler, which not every machine has."""
+    """Whether our Triton kernels run on the device; Triton needs a C compiler, which not every machine has."""
     try:
         from megadit.models.ops.row_sums import gate_backward
 
         one, row_S = torch.ones(1, 1, 1, device=device), torch.zeros(1, dtype=torch.long, device=device)
         gate_backward(one, one[0], one, row_S, torch.arange(2, dtype=torch.int32, device=device))
-    except Exception as error:  # whatever compilers and drivers raise
+    except Exception as error:  # any error of compilers and drivers
         reason = (str(error).strip().splitlines() or [""])[0]
-        warnings.warn(f"kernels of our own do not run, so that a step takes longer: {reason}", stacklevel=2)
+        warnings.warn(f"Triton kernels do not run, so that a step takes longer: {reason}", stacklevel=2)
         return False
     return True
 
 
 def fused(function: Callable[..., Any], *inputs: Any) -> Any:
-    """function(*inputs); the first input is a tensor, and says where.
+    """function(*inputs); the first input is a tensor, and determines the device.
 
-    Where `is_compiled` says so the function is compiled, once for each width and for all other sizes: its operations
-    become one or two passes over memory, and nothing between them is stored. `function` takes no gradients (call it
-    within an autograd function); it may change its inputs in place.
+    If `is_compiled`, the function is compiled, once for each width and for all other sizes: its operations become one
+    or
+    two passes over memory, and intermediate values are not stored. `function` has no gradients (call it within an
+    autograd
+    function); it may change its inputs in place.
     """
     if not is_compiled(inputs[0]) or function in _AS_WRITTEN:
         return function(*inputs)
@@ -113,10 +115,10 @@ def compiled(function: Callable[..., Any], kinds: tuple[Hashable, ...]) -> Calla
 
 
 class _Compiled:
-    """A function that its first call compiles; later ones go straight to the kernels.
+    """A function that is compiled at its first call; later calls run the kernels directly.
 
-    The compiler checks at each call whether its inputs are such as it compiled for, which takes a host several times as
-    long as a GPU computes. `_kind` says all of that: what one `_Compiled` is called with would always pass.
+    The compiler checks its inputs at every call, which takes a host several times as long as a GPU computes. `_kind`
+    determines all that it checks: the inputs of one `_Compiled` would always pass.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -153,7 +155,7 @@ class _Compiled:
 
 @contextmanager
 def _as_kinds_say() -> Iterator[None]:
-    """The compiler takes no sides for one because they are equal in the first call, and numbers for constants."""
+    """Makes the compiler treat equal sizes as independent, and numbers as constants."""
     from torch._dynamo import config as tracing
     from torch.fx.experimental import _config as shapes
 
@@ -163,7 +165,7 @@ def _as_kinds_say() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of what a graph was compiled to."""
+    """One call of a compiled graph."""
 
     kernels: Callable[..., Any]
     declared: list[Any]
@@ -172,9 +174,9 @@ class _Call:
     gave: Sequence[Any]
 
     def repeated(self, inputs: tuple[Any, ...], found: Any) -> Callable[..., Any] | None:
-        """The function that gave `found` for `inputs` by this call, as the same call for others of their kind.
+        """The function that returned `found` for `inputs` by this call, as the same call for others of their kind.
 
-        None where its inputs and outputs are not those of the function.
+        None if its inputs and outputs are not those of the function.
         """
         sources = [self._source(at, inputs) for at in range(len(self.arguments))]
         results = found if isinstance(found, tuple) else (found,)
@@ -192,8 +194,9 @@ class _Call:
         return call
 
     def _source(self, at: int, inputs: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
-        """Return a function that finds input `at` of the kernels among the function's inputs: one of them, or a side
-        of one; other numbers are constants of the kind."""
+        """Return a function that finds input `at` of the kernels among the function's inputs: one of them, or a
+        dimension of
+        one; other numbers are constants of the kind."""
         value, symbol = self.arguments[at], self.declared[at]
         if isinstance(value, Tensor) and (index := _index(value, inputs)) is not None:
             return itemgetter(index)
@@ -214,10 +217,10 @@ def _side(index: int, dim: int, inputs: tuple[Any, ...]) -> int:
 
 
 def _plain(x: Any) -> Any:
-    """The same numbers in a tensor without a history, at the start of its storage, whose width is a constant.
+    """The same values in a tensor without history, at the start of its storage, with constant width.
 
-    With the width left open a kernel would divide for every number, and could not keep a row in its registers; a place
-    within a storage would be one more number that the compiler keeps open.
+    With symbolic width a kernel would divide for every element, and could not keep a row in registers; an offset in a
+    storage would be another symbolic number.
     """
     if not isinstance(x, Tensor):
         return x
@@ -234,8 +237,9 @@ def _has_width(x: Tensor) -> bool:
 
 
 def _kind(x: Any) -> Hashable:
-    """Key of the inputs that a compiled function is valid for: device, dtype, width, strides, which sides are 0 or 1,
-    and whether 32 bits can index it."""
+    """Key of the inputs that a compiled function is valid for: device, dtype, width, strides, which dimensions are 0 or
+    1,
+    and whether 32-bit indices suffice."""
     if not isinstance(x, Tensor):
         return type(x), x
     ones = tuple(min(side, 2) for side in x.shape)
@@ -244,7 +248,7 @@ def _kind(x: Any) -> Hashable:
 
 
 def _is_the_compilers(error: Exception) -> bool:
-    """Whether it comes from compiling, before anything was computed."""
+    """Whether an error comes from compilation, before anything was computed."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return isinstance(error, FailOnRecompileLimitHit | TorchDynamoException)

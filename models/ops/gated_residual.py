@@ -1,6 +1,6 @@
-"""gated_residual: x + gate * y, each sample with its own gate (adaLN-Zero, arXiv 2212.09748, section 3.2).
+"""gated_residual: x + gate * y, with a gate for each sample (adaLN-Zero, arXiv 2212.09748, section 3.2).
 
-Shapes: S video tokens, B batch, D width, G condition rows.
+Shapes: S video tokens, B batch, D width, G modulation rows.
 """
 
 import torch
@@ -24,7 +24,7 @@ from megadit.models.packing.segments import Rows
 
 
 def _reference(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows | None = None) -> Tensor:
-    """x + gate * y; `rows` says which gate each token has, without it batch element b has gate b."""
+    """x + gate * y; `rows` says which gate each token has; without it, batch element b has gate b."""
     gate = gate_GD if rows is None else of_each_token(gate_GD, rows)
     return torch.addcmul(x_SBD, gate, y_SBD)
 
@@ -41,25 +41,25 @@ def by_run(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows | None) -> 
 
 @gated_residual.variant("by_run_of_tokens", suits=lambda x, gate, y, rows=None: are_in_runs(x, rows))
 def by_run_of_tokens(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -> Tensor:
-    """x + gate * y, [S, 1, D]; the backward reads its tokens once, for sums over rows as well."""
+    """x + gate * y, [S, 1, D]; the backward reads its tokens once, also for the sums over rows."""
     return _ByRun.apply(x_S1D, gate_GD, y_S1D, rows.of_token(x_S1D.device), rows.starts_of_runs(x_S1D.device))
 
 
 @gated_residual.variant("by_token", suits=lambda x, gate, y, rows=None: are_looked_up(x, rows))
 def by_token(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -> Tensor:
-    """x + gate * y, [S, 1, D]; each token looks its gate up."""
+    """x + gate * y, [S, 1, D]; each token looks up its gate."""
     return _ByToken.apply(x_S1D, gate_GD, y_S1D, rows.of_token(x_S1D.device))
 
 
 @gated_residual.variant("all_at_once", suits=lambda x, gate, y, rows=None: are_in_shreds(x, rows))
 def all_at_once(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -> Tensor:
-    """x + gate * y, [S, 1, D]; each token is given a copy of its gate."""
+    """x + gate * y, [S, 1, D]; with a copy of the gate for each token."""
     return _ByGroup.apply(x_S1D, gate_GD, y_S1D, (rows.of_token(x_S1D.device),))
 
 
 @gated_residual.variant("by_length_group", suits=lambda x, gate, y, rows=None: are_grouped(rows))
 def by_length_group(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -> Tensor:
-    """x + gate * y, [S, 1, D], one group of equally long pieces after the other."""
+    """x + gate * y, [S, 1, D], one length group after another."""
     return _ByGroup.apply(x_S1D, gate_GD, y_S1D, rows.groups)
 
 
@@ -74,7 +74,7 @@ def _backward(grad, gate, y, row_S):
 
 
 def _if_gate_learns(ctx, y):
-    """y, which nothing but the gradient of the gate needs."""
+    """y if the gate needs a gradient, else None."""
     return y if ctx.needs_input_grad[1] else None
 
 

@@ -1,12 +1,12 @@
-"""Activations that are computed again in backward instead of kept.
+"""Activation recomputation: values that are recomputed in backward instead of saved.
 
-    full        `recomputed(block, x)` keeps the block's input and nothing else
-    selective   `recomputed(attention, q, k, v)` keeps the queries, keys and values of an attention
-    cheap       within `cheap_values_recomputed()`, results of cheap functions are not kept
+    full        `recomputed(block, x)` saves only the block's input
+    selective   `recomputed(attention, q, k, v)` saves the queries, keys and values of an attention
+    cheap       within `cheap_values_recomputed()`, results of cheap functions are not saved
 
-A norm, an activation function or a concatenation costs little to compute and much to store: autograd keeps its result
-only because the linear behind it saves its input. The ledger knows such results by their storage. Where autograd would
-save one, it saves a recipe: the function and its inputs.
+A norm, an activation function or a concatenation costs little to compute and much to store: autograd saves its result
+only as the input of the next linear. The ledger knows such results by their storage. Where autograd would save one, it
+saves a recipe: the function and its inputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,24 +22,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 SMALL = 2**20
-"""Values with fewer elements are kept: computing them again takes longer than their memory is worth."""
+"""Values with fewer elements are saved: recomputing them takes longer than their memory is worth."""
 
 
 class Recipe(NamedTuple):
-    """How to compute a value again: function(*inputs), without gradients."""
+    """How to recompute a value: function(*inputs), without gradients."""
 
     function: Callable[..., Tensor]
     inputs: tuple
 
     def compute(self) -> Tensor:
-        """The value again, in the shape that it had."""
+        """The recomputed value, in its original shape."""
         with torch.no_grad():
             return self.function(*self.inputs)
 
 
 class _Entry(NamedTuple):
     storage: StorageWeakRef
-    """While this is held, no other storage can have the same `cdata`, even where the value's memory is free again."""
+    """While this is held, no other storage can have the same `cdata`, even after the value's memory is freed."""
     recipe: Recipe
     offset: int
     size: int
@@ -61,14 +61,14 @@ class _Ledger:
         self._entries: dict[int, _Entry] = {}
 
     def note(self, value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
-        if not self._entries:  # a block whose values are small never pays for the hooks
+        if not self._entries:  # a block with small values needs no hooks
             self._hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
         recipe = Recipe(function, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs))
         storage = StorageWeakRef(value.untyped_storage())
         self._entries[storage.cdata] = _Entry(storage, recipe, value.storage_offset(), value.numel(), value._version)
 
     def clear(self) -> None:
-        """Autograd holds the hooks, and so the ledger, as long as what they saved: it must not hold the inputs, too."""
+        """Drops the entries: autograd holds the hooks, and so the ledger, which must not hold the inputs, too."""
         self._entries.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
@@ -79,7 +79,7 @@ class _Ledger:
 
 
 def _is_value(tensor: Tensor, entry: _Entry) -> bool:
-    """Whether `tensor` is all of the value, in its order, and the value has not changed since it was noted."""
+    """Whether `tensor` is the whole value, in its order, and the value has not changed since it was noted."""
     found = (tensor.storage_offset(), tensor.numel(), tensor._version)
     return found == (entry.offset, entry.size, entry.version) and tensor.is_contiguous()
 
@@ -92,9 +92,9 @@ _LEDGER: ContextVar[_Ledger | None] = ContextVar("ledger", default=None)
 
 
 def cheap_values_recomputed() -> AbstractContextManager[None]:
-    """Within it, autograd saves recipes in place of the values of cheap functions: entered once for each block.
+    """Context in which autograd saves recipes in place of the values of cheap functions: entered once for each block.
 
-    A compiler plans its own memory, and without gradients nothing is saved.
+    It does nothing when compiling (a compiler plans its own memory), or without gradients.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
@@ -114,11 +114,13 @@ def _open_ledger() -> Iterator[None]:
 
 
 def note(value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
-    """Lets backward compute `value` (of any shape) = function(*inputs) again, if a ledger is open and it is worth it.
+    """Lets backward recompute `value` (of any shape) = function(*inputs), if a ledger is open and it saves enough
+    memory.
 
-    The function must be deterministic. Its inputs should be kept by someone else anyway (its own backward, usually),
-    and must not change in place before the backward: autograd does not watch them here. A value that is not contiguous
-    is kept, because what is saved of it may have another memory order.
+    The function must be deterministic. Its inputs should be saved elsewhere anyway (usually by its own backward), and
+    must
+    not change in place before the backward: autograd does not check them here. A value that is not contiguous is saved,
+    because autograd may save it with another memory order.
     """
     ledger = _LEDGER.get()
     if ledger is not None and value.numel() >= SMALL and value.requires_grad and value.is_contiguous():
@@ -126,8 +128,8 @@ def note(value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
 
 
 def cheap(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Marks a function whose results cost less to compute again than to keep."""
-    return partial(_noted, function)  # which can be pickled with a network
+    """Marks a function whose results are cheaper to recompute than to save."""
+    return partial(_noted, function)  # can be pickled with a network
 
 
 def _noted(function: Callable[..., Tensor], *inputs) -> Tensor:
@@ -138,13 +140,13 @@ def _noted(function: Callable[..., Tensor], *inputs) -> Tensor:
 
 
 def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
-    """function(*inputs), keeping nothing but the inputs: all of it is computed again in backward.
+    """function(*inputs), saving only the inputs: everything is recomputed in backward.
 
     `function` must be deterministic.
     """
 
     def without_ledger(*inputs: Any) -> Any:
-        token = _LEDGER.set(None)  # what is computed twice anyway need not be computed a third time
+        token = _LEDGER.set(None)  # everything is already computed twice
         try:
             return function(*inputs)
         finally:

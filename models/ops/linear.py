@@ -1,7 +1,7 @@
-"""linear: x W^T + b; on a CPU by oneDNN, when sampling with GELU in the same pass; for experts a matrix each.
+"""linear: x W^T + b; on CPUs by oneDNN, in inference fused with GELU; for experts with one matrix each.
 
-torch leaves float32 products to MKL, which reaches less than half of oneDNN's rate on some processors (AMD's with
-AVX-512) and about the same on others. Figures: train/LOG.md.
+torch uses MKL for float32 products, which reaches less than half of oneDNN's rate on some processors (AMD's with
+AVX-512) and about the same on others. Measurements: train/LOG.md.
 
 Shapes: I and O input and output features, N tokens sorted by their experts, E experts.
 """
@@ -16,9 +16,9 @@ from megadit.models.machine import processor
 from megadit.models.ops.registry import Op
 
 FEWEST_ROWS = 4
-"""Minimum number of tokens for oneDNN: with fewer, a product only reads its matrix, which MKL does as well."""
+"""Minimum number of tokens for oneDNN: with fewer, a product is limited by reading its matrix, in MKL as well."""
 FEWEST_MULTIPLICATIONS = 2**21
-"""Smaller products take less time than it takes to ask oneDNN for them."""
+"""Minimum number of multiplications for oneDNN: smaller products take less time than its call."""
 _BY_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 """The oneDNN op of torch's compiler on CPUs: (x, weight, bias, activation, its scalars, its algorithm)."""
 
@@ -33,7 +33,7 @@ def _reference(
         weight: [O, I], or [E, O, I] with `counts_E`.
         bias: [O].
         gelu: `approximate` of `F.gelu`, which is applied to the result; None applies nothing.
-        counts_E: x is [N, I], and expert e computes as many of its rows, from where the one before ended.
+            counts_E: x is [N, I], and expert e computes `counts_E[e]` consecutive rows, after those of expert e - 1.
     """
     if counts_E is not None:
         parts = zip(x.split(counts_E.tolist()), weight.unbind(), strict=True)
@@ -46,7 +46,7 @@ linear = Op("linear", _reference)
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` by the op."""
+    """`torch.nn.Linear` with this op."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -54,26 +54,26 @@ class Linear(nn.Linear):
 
 
 def fuses_gelu(layer: nn.Module) -> bool:
-    """Whether nobody needs what lies between a layer and the GELU behind it: linear(..., gelu=...) may compute both."""
+    """Whether nothing else reads a layer's output before its GELU: linear(..., gelu=...) may then compute both."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(layer) is not Linear:
         return False
-    return not (layer._forward_pre_hooks or layer._forward_hooks)  # who watches a layer sees it called
+    return not (layer._forward_pre_hooks or layer._forward_hooks)  # hooks must see the layer's call
 
 
 # --- oneDNN -------------------------------------------------------------------------------------------------------
 
 
 def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Half precision is oneDNN's anyway, and torch complains of what does not fit."""
+    """Whether oneDNN suits: half-precision products use oneDNN anyway, and torch raises for unsupported inputs."""
     return (
         x.is_cpu
-        and x.numel() * weight.shape[0] >= FEWEST_MULTIPLICATIONS  # first: of a small network, asking is a share
+        and x.numel() * weight.shape[0] >= FEWEST_MULTIPLICATIONS  # first: checks cost time in small networks
         and x.dtype == weight.dtype == torch.float32
         and x.shape[-1] == weight.shape[-1]
-        and (weight.is_contiguous() or weight.t().is_contiguous())  # others oneDNN multiplies number by number
+        and (weight.is_contiguous() or weight.t().is_contiguous())  # oneDNN is slow for others
         and _BY_ONEDNN is not None
         and x.numel() >= FEWEST_ROWS * x.shape[-1]
-        and torch.backends.mkldnn.matmul.fp32_precision != "bf16"  # torch takes oneDNN's reduced products by itself
+        and torch.backends.mkldnn.matmul.fp32_precision != "bf16"  # torch then uses oneDNN anyway
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -102,7 +102,7 @@ def _onednn_with_gradients(x, weight, bias=None, gelu=None, counts_E=None) -> Te
 
 
 class _Linear(torch.autograd.Function):
-    """dx = dy W, dW = dy^T x, db = sum of dy: products like the first, of which second gradients can be taken too."""
+    """dx = dy W, dW = dy^T x, db = sum of dy: products like the first, with second derivatives."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -132,9 +132,9 @@ def _transposed_product(a_NO: Tensor, b_NI: Tensor) -> Tensor:
 
 @cache
 def is_mkl_slow() -> bool:
-    """MKL knows AVX-512 on Intel's processors alone; on those, oneDNN's copies for the backward win nothing back."""
+    """MKL uses AVX-512 only on Intel's processors; there, oneDNN's copies for the backward outweigh its gain."""
     if _BY_ONEDNN is None:
-        return False  # by comparison
+        return False  # MKL is as fast
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and "Intel" not in processor()
 
 
@@ -153,6 +153,6 @@ def _grouped_product(x_NI, weight_EOI, bias=None, gelu=None, counts_E=None) -> T
 
 @linear.variant("expert_by_expert", suits=lambda x, weight, bias=None, gelu=None, counts_E=None: counts_E is not None)
 def _expert_by_expert(x_NI, weight_EOI, bias=None, gelu=None, counts_E=None) -> Tensor:
-    """Like the reference, by whichever variant suits each product."""
+    """Like the reference, with the variant that suits each expert's product."""
     parts = zip(x_NI.split(counts_E.tolist()), weight_EOI.unbind(), strict=True)
     return torch.cat([linear(x_nI, weight_OI) for x_nI, weight_OI in parts])

@@ -1,12 +1,12 @@
-"""modulated_norm: norm(x) * (1 + scale) + shift, each sample with its own shift and scale (adaLN).
+"""modulated_norm: norm(x) * (1 + scale) + shift, with shift and scale for each sample (adaLN).
 
-On a CPU a pack's forward gathers no row per token: a length group is viewed as a batch and broadcast; but where given
-tokens cut the pack into many small groups, all tokens are taken at once. The backward reduces over each segment, in a
-fixed order, so that the same pack gives the same gradient to the last bit; normalised activations are recomputed rather
-than kept. On a GPU each token looks its row up inside one compiled kernel, and the backward is one kernel of our own
-(`row_sums.py`); packs whose runs of tokens nobody knows have two products beside it.
+On a CPU a pack's forward gathers no row per token: a length group is viewed as a batch and broadcast; only if
+conditioning tokens cut the pack into many small groups, all tokens are processed at once. The backward reduces over
+each segment in a fixed order, so that the same pack gives bitwise the same gradient; normalised activations are
+recomputed instead of saved. On a GPU each token looks up its row inside one compiled kernel, and the backward is one
+Triton kernel (`row_sums.py`); if the runs of tokens are unknown, there are two further products.
 
-Shapes: S video tokens, B batch, D width, G condition rows.
+Shapes: S video tokens, B batch, D width, G modulation rows.
 """
 
 import torch
@@ -42,7 +42,7 @@ def _reference(
     """LayerNorm(x) * (1 + scale) + shift (arXiv 2212.09748, section 3.2).
 
     With `rms_weight_D`, RMSNorm(x) * weight in place of LayerNorm(x). `rows` says which row each token of a pack
-    (B = 1) has; without, batch element b has row b.
+    (B = 1) has; without it, batch element b has row b.
     """
     shift, factor = shift_GD, _factor(scale_GD, rms_weight_D)
     if rows is not None:
@@ -88,7 +88,7 @@ def by_run(x_SBD, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     "by_run_of_tokens", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_in_runs(x, rows)
 )
 def by_run_of_tokens(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
-    """norm(x) (1 + scale) + shift, [S, 1, D]; the backward reads its tokens once, for sums over rows as well."""
+    """norm(x) (1 + scale) + shift, [S, 1, D]; the backward reads its tokens once, also for the sums over rows."""
     of_tokens = rows.of_token(x_S1D.device), rows.starts_of_runs(x_S1D.device)
     return _ByRun.apply(x_S1D, shift_GD, _factor(scale_GD, rms_weight_D), eps, *of_tokens, rms_weight_D is not None)
 
@@ -97,7 +97,7 @@ def by_run_of_tokens(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) ->
     "by_token", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_looked_up(x, rows)
 )
 def by_token(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
-    """norm(x) (1 + scale) + shift, [S, 1, D]; each token looks its row up."""
+    """norm(x) (1 + scale) + shift, [S, 1, D]; each token looks up its row."""
     row_S, is_rms = rows.of_token(x_S1D.device), rms_weight_D is not None
     return _ByToken.apply(x_S1D, shift_GD, _factor(scale_GD, rms_weight_D), eps, row_S, is_rms)
 
@@ -106,7 +106,7 @@ def by_token(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     "all_at_once", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_in_shreds(x, rows)
 )
 def all_at_once(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
-    """norm(x) (1 + scale) + shift, [S, 1, D]; each token is given a copy of its row."""
+    """norm(x) (1 + scale) + shift, [S, 1, D]; with a copy of the row for each token."""
     factor_GD, groups = _factor(scale_GD, rms_weight_D), (rows.of_token(x_S1D.device),)
     return _ByGroup.apply(x_S1D, shift_GD, factor_GD, eps, groups, rms_weight_D is not None)
 
@@ -115,7 +115,7 @@ def all_at_once(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tens
     "by_length_group", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_grouped(rows)
 )
 def by_length_group(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
-    """norm(x) (1 + scale) + shift, [S, 1, D], one group of equally long pieces after the other."""
+    """norm(x) (1 + scale) + shift, [S, 1, D], one length group after another."""
     factor_GD = _factor(scale_GD, rms_weight_D)
     return _ByGroup.apply(x_S1D, shift_GD, factor_GD, eps, rows.groups, rms_weight_D is not None)
 
@@ -163,7 +163,7 @@ class _ByGroup(torch.autograd.Function):
             product = y.to(grad.dtype).mul_(grad)
             grad_factor = sum_tokens(product, factor, ctx.groups)
             grad_shift = sum_tokens(grad, factor, ctx.groups)
-            grad_y = product  # the product is spent: its memory holds the gradient of the normalised activations
+            grad_y = product  # reuses the product's memory
         for group in ctx.groups:
             torch.mul(tokens_of(grad, group), rows_of(factor, group), out=tokens_of(grad_y, group))
         grad_x = _normalize_backward(grad_y, x, mean, root_inverse)

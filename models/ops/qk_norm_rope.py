@@ -1,4 +1,4 @@
-"""qk_norm_rope: per-head RMS normalisation of queries or keys, and their rotation by position, in one step.
+"""qk_norm_rope: per-head RMS normalisation of queries or keys, and rotary embedding, in one step.
 
 Shapes: S tokens, B batch, N heads, K head dim.
 """
@@ -14,10 +14,10 @@ from megadit.models.ops.registry import Op
 def _reference(
     x_SBNK: Tensor, weight_K: Tensor | None, cos_SBNK: Tensor | None, sin_SBNK: Tensor | None, eps: float
 ) -> Tensor:
-    """x / rms(x) * weight per head, turned by each token's angles: y * cos + swap(y) * sin, `swap` swaps halves.
+    """x / rms(x) * weight per head, then rotary embedding: y * cos + swap(y) * sin; `swap` swaps halves.
 
-    QK-norm is arXiv 2302.05442 with RMSNorm, the rotation arXiv 2104.09864 with channel i paired with i + K/2. Where
-    the weight is None it only rotates, where cos and sin are None it only normalises.
+    QK-norm is arXiv 2302.05442 with RMSNorm, the rotation arXiv 2104.09864 with channel i paired with i + K/2. If
+    the weight is None it only rotates, if cos and sin are None it only normalises.
     """
     y = x_SBNK.to(torch.promote_types(x_SBNK.dtype, torch.float32))
     if weight_K is not None:
@@ -53,7 +53,7 @@ def _fused_norm_rotate(x, weight, cos, sin, eps):
 def _rows(x: Tensor, cos: Tensor | None) -> Tensor:
     """Flatten x for a compiled kernel to [rows, 1, N, K], without rotation [rows, 1, 1, K]: one form for any batch.
 
-    Elsewhere x as it is, [S, B, N, K]; a view but for grouped heads.
+    Uncompiled, x is unchanged, [S, B, N, K]; a view except for grouped heads.
     """
     return x.reshape(-1, 1, *(x.shape[2:] if cos is not None else (1, x.shape[-1]))) if is_compiled(x) else x
 
@@ -70,10 +70,11 @@ def _rows_of(table: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _norm_rotate(x, weight, cos, sin, eps):
-    """The result, and 1 / rms(x) (None where nothing is normalised).
+    """The result, and 1 / rms(x) (None without normalisation).
 
-    Half precision becomes float32 once and is rounded once: operations on a mixture take several times as long on a
-    CPU, and the mean of squares would overflow.
+    Half precision is converted to float32 once and rounded once: mixed-precision operations take several times as long
+    on
+    a CPU, and the mean of squares would overflow.
     """
     y, rms_inverse = _wide(x), None
     if weight is not None:
@@ -108,14 +109,14 @@ def _norm_rotate_backward(grad, x, weight, cos, sin, rms_inverse):
 
 
 def _weighted_sums(product: Tensor, weight_K: Tensor) -> Tensor:
-    """product @ weight, [..., 1]; compiled as a sum, for which the products need not be in memory."""
+    """product @ weight, [..., 1]; compiled as a sum, which needs no products in memory."""
     if torch.compiler.is_compiling():
         return (product * weight_K).sum(-1, keepdim=True)
     return (product @ weight_K)[..., None]
 
 
 class _NormRotate(torch.autograd.Function):
-    """Keeps its input, which the fused projection holds anyway, rather than the five values between."""
+    """Saves its input, which the fused projection holds anyway, instead of five intermediate values."""
 
     @staticmethod
     def forward(ctx, x, weight, cos, sin, eps):

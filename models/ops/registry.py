@@ -1,13 +1,13 @@
-"""An op is one computation of the network: a reference that defines it, and variants that compute the same faster.
+"""An op is one computation of the network: a reference that defines it, and faster variants.
 
-    linear            x W^T + b, its GELU, and products with one matrix for each expert
-    attention         softmax(q k^T / sqrt(K)) v, each sample of a batch or pack by itself
-    batch_attention   the same over a uniform batch: what `attention` asks for each length group
+linear            x W^T + b, its GELU, and products with one matrix for each expert
+    attention         softmax(q k^T / sqrt(K)) v within each sample of a batch or pack
+    batch_attention   the same over a uniform batch: what `attention` calls for each length group
     modulated_norm    norm(x) (1 + scale) + shift
     gated_residual    x + gate y
-    qk_norm_rope      per-head RMS norm of queries and keys, and their rotation
+    qk_norm_rope      per-head RMS norm of queries and keys, and rotary embedding
 
-Every call goes through `Op.choose`; no other code decides by device, precision or size how something is computed.
+Every call goes through `Op.choose`; no other code selects an implementation by device, precision or size.
 """
 
 from collections import Counter
@@ -22,51 +22,51 @@ from megadit.models.ops.ledger import note
 from megadit.models.shared.errors import choose_one
 
 OPS: dict[str, "Op"] = {}
-"""Every op under its name."""
+"""Every op by its name."""
 FORCED: dict[str, str] = {}
-"""Op -> the variant that computes every call of it; see `force_variants`."""
+"""Op -> the variant that is forced to compute every call; see `force_variants`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """One way to compute an op."""
+    """An implementation of an op."""
 
     name: str
     compute: Callable[..., Tensor]
     suits: Callable[..., bool]
-    """Whether it can compute the op's inputs and is faster there than the variants after it."""
+    """Whether it supports the inputs, and is faster for them than later variants."""
 
 
 class Op:
-    """A computation that calls whichever of its variants suits the inputs.
+    """A computation that selects a variant by its inputs.
 
-    Variants are asked in the order in which they were registered; the reference computes what suits none of them.
+    Variants are tried in the order of registration; the reference is used if none of them suits.
     """
 
     def __init__(self, name: str, reference: Callable[..., Tensor], *, cheap: bool = False) -> None:
         """
         Args:
-            name: what `OPS` and `force_variants` call it.
-            reference: the definition, for any inputs and devices.
-            cheap: whether its value is computed again in backward rather than kept (`ledger.py`).
+                name: its name in `OPS` and `force_variants`.
+                reference: the definition, for any inputs and devices.
+                cheap: whether its value is recomputed in backward instead of saved (`ledger.py`).
         """
         self.name, self.cheap = name, cheap
         self.__module__ = reference.__module__
         self.reference = self.traceable = Variant("reference", reference, lambda *_: True)
         self.variants: dict[str, Variant] = {}
-        """All but the reference, the most specific first."""
+        """All variants except the reference, the most specific first."""
         self.calls: Counter[str] = Counter()
         """How often each variant ran in this process."""
         OPS[name] = self
 
     def __reduce__(self) -> str:
-        """Copy and pickle by name, so that copies of a network share the op of its module."""
+        """Copy and pickle by name, so that copies of a network share the module's op."""
         return self.name
 
     def variant(
         self, name: str, *, suits: Callable[..., bool], traceable: bool = False
     ) -> Callable[[Callable], Callable]:
-        """Registers the function that it decorates; `traceable` makes it what compilers and exporters see."""
+        """Registers the decorated function; `traceable` makes compilers and exporters use it."""
 
         def register(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
             self.variants[name] = Variant(name, compute, suits)
@@ -77,7 +77,7 @@ class Op:
         return register
 
     def choose(self, *inputs) -> Variant:
-        """The variant that computes `inputs`: the only rule by which one is selected."""
+        """The variant for these inputs: the only rule of selection."""
         return self.traceable if torch.compiler.is_compiling() else self._choose_eager(*inputs)
 
     def _choose_eager(self, *inputs) -> Variant:
@@ -89,7 +89,7 @@ class Op:
         return self.reference
 
     def __call__(self, *inputs) -> Tensor:
-        if torch.compiler.is_compiling():  # asked once: of a small network's step, these calls are a share
+        if torch.compiler.is_compiling():  # checked once: calls cost time in small networks
             return self.traceable.compute(*inputs)
         variant = self._choose_eager(*inputs)
         value = variant.compute(*inputs)
@@ -100,9 +100,9 @@ class Op:
 
 
 def force_variants(choices: Iterable[str]) -> None:
-    """Makes single variants compute every call of their ops, as in ["attention=reference"]; [] forces none.
+    """Forces single variants to compute every call of their ops, as in ["attention=reference"]; [] forces none.
 
-    What compilers and exporters trace stays as it is.
+    Compilers and exporters are not affected.
 
     Raises:
         UserError: if there is no such op or variant.
@@ -118,8 +118,8 @@ def force_variants(choices: Iterable[str]) -> None:
 
 @contextmanager
 def by_reference() -> Iterator[None]:
-    """Within it the definitions compute, which can be differentiated in any way: references, and `attention` sample by
-    sample, which takes no more memory than that of the longest one."""
+    """Context in which references compute, which can be differentiated any number of times; `attention` runs sample by
+    sample, with the memory of the longest one."""
     before = dict(FORCED)
     FORCED.update({name: "reference" for name in OPS} | {"attention": "by_length_group"})
     try:
@@ -130,7 +130,7 @@ def by_reference() -> Iterator[None]:
 
 
 def variants_run() -> dict[str, dict[str, int]]:
-    """Op -> variant -> calls, of what this process has computed."""
+    """Op -> variant -> number of calls in this process."""
     return {name: dict(op.calls) for name, op in OPS.items() if op.calls}
 
 

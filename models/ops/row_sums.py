@@ -1,14 +1,14 @@
-"""Backward of what modulates a pack, each a kernel that reads its tokens once: Triton's, for a GPU.
+"""Backward of modulation in a pack, as kernels that read its tokens once: Triton kernels for GPUs.
 
-A gradient of the tokens and the sums over all tokens of a condition row want the same numbers; a compiler makes a
-kernel and a matrix product of them, and a tensor as long as the pack between. Here a program takes a run of tokens that
-have one row, and keeps the row's sums in its registers. What the runs of a row have found is added up after that, in
-the order of the runs: the same pack gives the same gradient to the last bit. Runs without tokens, as those that fill a
-recording's table up, find 0 for row 0.
+The gradient of the tokens and the sums over all tokens of a modulation row need the same values; a compiler would
+generate a kernel, a matrix product, and an intermediate tensor as long as the pack. Here a program processes a run of
+tokens with one row, and keeps the row's sums in registers. The sums of a row's runs are then added in the order of the
+runs: the same pack gives bitwise the same gradient. Empty runs, as in the padding of a recording's table, add 0 to
+row 0.
 
-Imported where there is Triton; `TRITON_INTERPRET=1` runs the kernels on a CPU.
+Only imported if Triton is installed; `TRITON_INTERPRET=1` runs the kernels on a CPU.
 
-Shapes: S tokens, D width, G condition rows, P runs.
+Shapes: S tokens, D width, G modulation rows, P runs.
 """
 
 import torch
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 1024
-"""Columns of a row that one program takes, where columns are independent."""
+"""Columns of a row that one program processes, where columns are independent."""
 RUNS_AT_ONCE = 16
 
 
@@ -63,12 +63,12 @@ def gate_backward(
 
 
 def num_warps(block: int) -> int:
-    """Warps of a program that keeps `block` numbers of five tensors in registers: 16 of each in a thread."""
+    """Warps of a program that keeps `block` elements of five tensors in registers: 16 of each in a thread."""
     return min(max(block // 512, 1), 32)
 
 
 def _partial(count: int, starts_P: Tensor, x_S1D: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for `count` sums of each run, and for its row."""
+    """Uninitialised memory for `count` sums of each run, and for its row."""
     num_runs = len(starts_P) - 1
     sums = torch.empty(count, num_runs, x_S1D.shape[-1], dtype=torch.float32, device=x_S1D.device)
     return sums, torch.empty(num_runs, dtype=torch.int64, device=x_S1D.device)
@@ -112,7 +112,7 @@ def _norm_backward(
         grad = tl.load(grad_ptr + at, inside, 0.0).to(tl.float32)
         x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
         mean, root_inverse = tl.load(mean_ptr + token), tl.load(root_inverse_ptr + token)
-        y = (x - mean) * root_inverse  # outside of the width it meets gradients of 0
+        y = (x - mean) * root_inverse  # beyond the width, gradients are 0
         grad_y = grad * factor
         grad_x = grad_y - y * (tl.sum(grad_y * y) / width)
         if not IS_RMS:
@@ -144,7 +144,7 @@ def _gate_backward(
         tl.store(grad_y_ptr + at, (grad * gate).to(grad_y_ptr.dtype.element_ty), inside)
         at += width
     tl.store(sums_ptr + run.to(tl.int64) * width + column, of_gate, inside)
-    tl.store(row_of_run_ptr + run, row)  # by each program of a run: the same number
+    tl.store(row_of_run_ptr + run, row)  # every program of a run stores the same
 
 
 @triton.jit

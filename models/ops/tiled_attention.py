@@ -1,8 +1,8 @@
-"""Attention on a CPU by tiles of scores, whose products are oneDNN's.
+"""Attention on a CPU by tiles of scores, with oneDNN's products.
 
-torch's own kernel leaves its products to MKL. Where that is slow (`is_mkl_slow`) the same attention, written out, takes
-about three quarters of the time of one thread for samples of some thousand tokens, forward and backward; for short ones
-a call a tile costs more, and for very long ones a tile is too large.
+torch's own kernel uses MKL for its products. Where MKL is slow (`is_mkl_slow`), the same attention in plain operations
+takes about three quarters of the time, with one thread, for samples of some thousand tokens, forward and backward; for
+short samples calls cost more, and for very long ones a tile exceeds the caches.
 
 Shapes: B batch, N heads, S queries, L keys, K head dim, s queries of a tile.
 """
@@ -17,9 +17,9 @@ from megadit.models.machine import multiplies
 from megadit.models.ops.linear import is_mkl_slow, onednn_product
 
 TILE = 256
-"""Queries whose scores are computed at once: those stay in a core's cache up to about a thousand keys."""
+"""Queries whose scores are computed at once: they stay in a core's cache up to about a thousand keys."""
 FEWEST, MOST_KEYS = 512, 8192
-"""Queries, and keys, from which on it pays; keys up to which it does: with more a tile leaves every cache."""
+"""Minimum queries and keys, and maximum keys, for which it is faster: with more keys a tile exceeds the caches."""
 
 
 def suits_tiles(q_BNSK: Tensor, k_BNLK: Tensor) -> bool:
@@ -29,14 +29,14 @@ def suits_tiles(q_BNSK: Tensor, k_BNLK: Tensor) -> bool:
         and (q_BNSK.dtype == torch.float32 or q_BNSK.dtype == torch.bfloat16 and multiplies(torch.bfloat16))
         and min(q_BNSK.shape[2], k_BNLK.shape[2]) >= FEWEST
         and k_BNLK.shape[2] <= MOST_KEYS
-        and torch.get_num_threads() == 1  # torch's kernel gives each thread its own heads; here they would share a tile
+        and torch.get_num_threads() == 1  # torch's kernel has heads per thread; here they would share a tile
         and not torch.is_autocast_enabled("cpu")
         and is_mkl_slow()
     )
 
 
 class TiledAttention(torch.autograd.Function):
-    """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; scores and their gradients in float32, computed again in backward."""
+    """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; scores and their gradients in float32, recomputed in backward."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -55,14 +55,15 @@ class TiledAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = _like(q), _like(k), _like(v)
         for b, n in _heads(q):
             grads = _backward_of_head(grad[b, n].contiguous(), q[b, n], k[b, n], v[b, n], grad_q[b, n])
-            # cast, then turned: both at once takes longer
+            # cast, then transposed: both at once takes longer
             grad_k[b, n], grad_v[b, n] = (grad_KL.to(q.dtype).t() for grad_KL in grads)
         scale = q.shape[-1] ** -0.5
         return grad_q.mul_(scale), grad_k.mul_(scale), grad_v
 
 
 def _backward_of_head(grad_SK: Tensor, q_SK: Tensor, k_LK: Tensor, v_LK: Tensor, grad_q_SK: Tensor) -> list[Tensor]:
-    """Fills sqrt(K) times the gradient of q; gives so much of that of k, and that of v, [K, L] in float32."""
+    """Writes sqrt(K) times the gradient of q; returns that of k with the same factor, and that of v, [K, L] in
+    float32."""
     dtype, q_SK = q_SK.dtype, q_SK.contiguous()
     k_KL, v_wide_LK, grad_wide_SK = k_LK.contiguous().t(), _wide(v_LK), _wide(grad_SK)
     totals = [torch.zeros(k_KL.shape), torch.zeros(k_KL.shape)]
@@ -76,7 +77,7 @@ def _backward_of_head(grad_SK: Tensor, q_SK: Tensor, k_LK: Tensor, v_LK: Tensor,
 
 
 def _probabilities(q_SK: Tensor, k_LK: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of a tile, their softmax of scores in float32) for one head."""
+    """(rows of a tile, softmax of their scores in float32) for one head."""
     q_SK, k_LK = _wide(q_SK) * q_SK.shape[1] ** -0.5, _wide(k_LK)
     for start in range(0, len(q_SK), TILE):
         rows = slice(start, start + TILE)
@@ -92,5 +93,5 @@ def _heads(x_BNSK: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _like(x_BNSK: Tensor) -> Tensor:
-    """Uninitialised, heads side by side in memory, as whatever reads it has them."""
+    """An uninitialised tensor, heads contiguous for each token in memory, as its readers expect."""
     return torch.empty_like(x_BNSK.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
