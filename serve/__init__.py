@@ -1,1 +1,1 @@
-"""Bundle -> service, and the `megadit` command."""
+"""Serving of a bundle: Triton backend and repository, launch, gateway, client, demo page."""

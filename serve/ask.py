@@ -1,4 +1,4 @@
-"""`megadit serve ask`: prompts a running service and writes its videos."""
+"""`megadit serve ask`: sends a prompt to a running service and writes its videos."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ from megadit.serve.events import InvalidRequestError, ServiceError, UnavailableE
 from megadit.serve.gateway.client import GATEWAY, GatewayClient, read_key
 
 _EXIT_CODE = 1
-"""Exit code for a service that failed; mistakes in the request end with 2, as in every command."""
+"""Exit code for a service failure; errors in the request end with 2, as in every command."""
 _PAUSE = 1.0
 
 
@@ -31,26 +31,26 @@ class AskOptions:
     output: Path = setting(Path("video"), "file to write (default: video.mp4)", names=("-o", "--output"))
     url: str | None = setting(
         None,
-        "grpc://HOST:PORT, http://HOST:PORT, or a host: gRPC where it answers, else HTTP (default: localhost)",
+        "grpc://HOST:PORT, http://HOST:PORT, or a host: gRPC if it responds, else HTTP (default: localhost)",
     )
     key_file: Path | None = setting(
-        None, f"file with the key of a gateway, which is asked (--url, default: {GATEWAY}) in place of Triton"
+        None, f"file with the key of a gateway (--url, default: {GATEWAY}), to use instead of Triton"
     )
     model: str = setting(MODEL, f"{MODEL} or {IMAGE_MODEL} (default: {MODEL})")
-    timeout: float | None = setting(None, "give up after so many seconds", metavar="S")
+    timeout: float | None = setting(None, "give up after this many seconds", metavar="S")
     patience: float = setting(
-        300.0, "retry a service that goes away for so many seconds (default: {default})", low=0, metavar="S"
+        300.0, "seconds to retry a service that became unreachable (default: {default})", low=0, metavar="S"
     )
     priority: int = setting(0, "priority of the request: 1 is served first, then 2 and 3", metavar="N")
     request: VideoRequest = group(VideoRequest)
-    conditioning: ConditioningOptions = group(ConditioningOptions, "what is given of the video")
+    conditioning: ConditioningOptions = group(ConditioningOptions, "conditioning of the video")
 
 
 _GROUPS = {
     "most used": ("output", "url", "model", "num_steps", "guidance", "seed", "num_videos"),
     "size and length": ("num_frames", "height", "width", "fps"),
     "sampling": ("sampler", "negative_prompt", "eta", "image_guidance", "adapters", "evaluate"),
-    "conditioning: images and videos that the video is made from": tuple(CONDITIONING),
+    "conditioning: images and videos": tuple(CONDITIONING),
     "the request": ("timeout", "priority", "key_file", "patience"),
 }
 GROUPS = with_rest(_GROUPS, "sampling", VideoRequest)
@@ -61,7 +61,7 @@ EXAMPLES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Asks and writes; the exit code is 1 where the service fails, 2 where the request is wrong."""
+    """Sends the request and writes the videos; the exit code is 1 if the service fails, 2 for an invalid request."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -72,7 +72,7 @@ def _run(argv: list[str]) -> int:
         groups=GROUPS,
         examples=EXAMPLES,
         prog="megadit serve ask",
-        description="Asks a running service for videos. What is left out takes the service's default.",
+        description="Requests videos from a running service. Options left out take the service's defaults.",
     )
     suffix = options.output.suffix
     if suffix.lower() not in ("", ".mp4", ".png"):
@@ -97,7 +97,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _videos(options: AskOptions, request: VideoRequest) -> list[VideoResult]:
-    """Stream the videos of a gateway, or of Triton, which keeps no jobs: where it goes away, it is asked anew."""
+    """Stream the videos of a gateway, or of Triton, which stores no jobs: if it becomes unreachable, ask again."""
     if options.key_file is not None:
         if options.timeout is not None or options.priority:
             raise UserError("--timeout and --priority are for requests to Triton; leave them out with --key_file")
@@ -121,7 +121,7 @@ def _videos(options: AskOptions, request: VideoRequest) -> list[VideoResult]:
 
 
 def conditioning_values(options: ConditioningOptions) -> dict[str, Any]:
-    """Return the conditioning options as a request has them: files as their bytes.
+    """Return the conditioning options as fields of a request: files as their bytes.
 
     Raises:
         UserError: for files that cannot be read.
@@ -145,7 +145,7 @@ def _read(name: str, path: str) -> bytes:
 
 
 def _watch(generation: Generation) -> list[VideoResult]:
-    """The videos, with a progress bar while they are made; Ctrl-C cancels the request."""
+    """The videos, with a progress bar meanwhile; Ctrl-C cancels the request."""
     videos: list[VideoResult] = []
     bar: Progress | None = None
     try:
@@ -164,7 +164,7 @@ def _watch(generation: Generation) -> list[VideoResult]:
 
 
 def output_paths(output: Path, videos: list[VideoResult]) -> list[Path]:
-    """`output` itself, or numbered names beside it, with the suffix that fits what was sent."""
+    """`output` itself, or numbered names next to it, with the suffix of the received type."""
     path = output.with_suffix(videos[0].suffix)
     if len(videos) == 1:
         return [path]

@@ -1,10 +1,10 @@
-"""Asking the service for videos: a stream of progress, previews and results, over gRPC or HTTP.
+"""Client of the service: a stream of progress, previews and results, over gRPC or HTTP.
 
     client = VideoClient("localhost")
     for video in client.generate(VideoRequest(prompt="a red seven moving left", seed=7), on_progress=print):
         Path(f"{video.index}{video.suffix}").write_bytes(video.data)
 
-`stream` gives the events as they come, and can be cancelled from any thread.
+`stream` yields the events as they come, and can be cancelled from any thread.
 """
 
 import json
@@ -35,20 +35,20 @@ class Generation:
         self._cancelled.set()
 
     def close(self) -> None:
-        """Cancels the request if it is still served."""
+        """Cancels the request if it is still running."""
         self._cancelled.set()
         self._events.close()
 
 
 class VideoClient:
-    """Talks to one service.
+    """Client of one service.
 
-    `url` is `grpc://host:port`, `http://host:port` (or https), or a host alone, which means gRPC on its usual port and,
-    where that does not answer, HTTP on its own.
+    `url` is `grpc://host:port`, `http://host:port` (or https), or a host alone, which means gRPC on its default port
+    or, if that does not respond, HTTP on its default port.
 
     Raises:
         UserError: for a malformed URL.
-        UnavailableError: if nothing answers there.
+        UnavailableError: if there is no response.
     """
 
     def __init__(self, url: str = "localhost", *, model: str = MODEL) -> None:
@@ -68,20 +68,20 @@ class VideoClient:
         """Defaults, limits and samplers of the service.
 
         Raises:
-            ServiceError: if the model is not there, or is none of ours.
+            ServiceError: if the model is missing, or is not a model of megadit.
         """
         try:
             parameters = self._transport.config(self.model)["parameters"]
             return ServiceInfo.from_json(parameters["service"]["string_value"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ServiceError(f"{self.model} at {self.url} is not a model of megadit's") from error
+            raise ServiceError(f"{self.model} at {self.url} is not a model of megadit") from error
 
     def with_model(self, model: str) -> "VideoClient":
-        """A client of another model of the same server."""
+        """A client for another model of the same server."""
         return VideoClient(self.url, model=model)
 
     def adapters(self) -> list[str]:
-        """Names of adapters that a request may give, as they were when the service was made."""
+        """Names of adapters that a request may use, when the service was built."""
         info = self.info().adapters
         return [] if info is None else list(info.names)
 
@@ -95,14 +95,14 @@ class VideoClient:
     ) -> Generation:
         """StepDone and videos as they come; the request is sent when the iteration begins.
 
-        `timeout` is in seconds, with the time in the queue. `priority`: 1 is served first, 0 is the service's default.
-        `traceparent` (W3C's) names the span under which a service that records traces records this request's.
-        The iteration raises what `ServiceError` and its subclasses say.
+        `timeout` is in seconds, including the time in the queue. `priority`: 1 is served first, 0 is the service's
+        default. `traceparent` (W3C) is the parent span of the request's, if the service records traces.
+        The iteration raises `ServiceError` or its subclasses.
         """
 
         def events(cancelled: threading.Event) -> Iterator[Event]:
             self._info = self._info or self.info()
-            # Triton hands over together only requests that leave out the same inputs: so none leaves out any.
+            # Triton batches only requests with the same inputs, so every request sends all of them.
             try:
                 inputs = self._info.filled(request).to_inputs()
             except UserError as error:

@@ -1,6 +1,6 @@
-"""Contract between clients and the service: inputs, limits, and what a client may know before it asks.
+"""Contract between clients and the service: inputs, limits, and the description of a service.
 
-Nothing here imports torch: a client machine needs none.
+Nothing here imports torch: a client machine does not need it.
 """
 
 import dataclasses
@@ -27,24 +27,24 @@ IMAGE_MODEL = "text_to_image"
 
 MIN_FPS, MAX_FPS = 1, 240
 _FREE_SHARE = 0.25
-"""Size that the adapters of a request may have before they count as work, as a share of the network's."""
+"""Size of a request's adapters below which they do not count as work, as a fraction of the network's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Input:
-    """One input tensor of the Triton model: beside the batch axis a single value, or a list of them."""
+    """One input tensor of the Triton model: next to the batch axis a single value, or a list of values."""
 
     name: str
     data_type: str
     """Name of the data type in Triton's configuration."""
     is_required: bool = False
     is_media: bool = False
-    """Whether its values are files: their bytes, or a data URL; no byte stands for none."""
+    """Whether its values are files: their bytes, or a data URL; an empty value means none."""
     is_list: bool = False
 
 
 def _conditioning_field(name: str) -> tuple[str, Any, Any]:
-    """Dataclass field of a conditioning option: the bytes of a file where a command has its path."""
+    """Dataclass field of a conditioning option: the bytes of a file instead of its path."""
     about = CONDITIONING[name]
     if name not in MEDIA:
         return name, about.type | None, field(default=None)
@@ -63,7 +63,7 @@ _NOTHING = {bytes: b"", str: "", int: 0, float: 0.0}
 
 
 def _nothing(name: str) -> Any:
-    """Value that stands for a conditioning option, or for adapters, that is left out."""
+    """Value of a conditioning option, or of adapters, that is left out."""
     if name == "adapters":
         return ("",)
     if name not in MEDIA:
@@ -73,19 +73,19 @@ def _nothing(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRequest(_PartialSettings):
-    """Request of a client: prompt, served settings, conditioning (`ConditioningOptions`, files as bytes); None is the
+    """Request of a client: prompt, settings, conditioning (`ConditioningOptions`, files as bytes); None means the
     service's default, from the bundle."""
 
     prompt: str = setting("", help="text that describes the video", positional=True, metavar="PROMPT")
-    seed: int | None = setting(None, "seed of the first video; each further one takes the next number (default: 0)")
-    num_videos: int | None = setting(None, "how many videos to make of the prompt (default: 1)")
+    seed: int | None = setting(None, "seed of the first video; further ones count up from it (default: 0)")
+    num_videos: int | None = setting(None, "number of videos to generate from the prompt (default: 1)")
     preview_every: int | None = None
-    """A preview with the first step and every so many after it; None or 0 is never."""
+    """A preview with the first step and then every `preview_every` steps; None or 0: never."""
     evaluate: bool = setting(False, "also return scores of each video (needs a service with a scorer, --scorer_dir)")
     adapters: tuple[str, ...] | None = setting(
         None,
-        "an adapter of the service and its scale (default: 1); repeat for several; high=NAME or low=NAME: for one of "
-        "two networks alone",
+        "an adapter of the service and its scale (default: 1); repeat for several; high=NAME or low=NAME: for the "
+        "high-noise or low-noise expert alone",
         names=("--adapter",),
         repeated=True,
         metavar="NAME:SCALE",
@@ -93,10 +93,10 @@ class VideoRequest(_PartialSettings):
 
     @classmethod
     def from_inputs(cls, inputs: Mapping[str, Any]) -> "VideoRequest":
-        """The request that input tensors, one value each, amount to.
+        """The request of these input tensors, one value each.
 
         Raises:
-            UserError: for an unknown or missing input, or one given under two of its names.
+            UserError: for an unknown or missing input, or an input under two of its names.
         """
         known = {each.name: each for each in INPUTS}
         for name in inputs:
@@ -112,9 +112,9 @@ class VideoRequest(_PartialSettings):
         return cls(**values)
 
     def filled(self, defaults: Mapping[str, Any], eta_samplers: Collection[str] = ()) -> "VideoRequest":
-        """The same request with nothing left out, given a service's sampling defaults.
+        """The same request with nothing left out, by a service's sampling defaults.
 
-        `eta_samplers` are those of the service that can add noise: another one runs without the default noise.
+        `eta_samplers` are the service's samplers that can add noise: others run without the default eta.
         """
         sent, settings = self.to_inputs(), {name: defaults[name] for name in SERVED if name in defaults}
         off = switched_off(defaults, sent, eta_samplers)
@@ -128,7 +128,7 @@ class VideoRequest(_PartialSettings):
 
     @property
     def text(self) -> str:
-        """Text that the network sees: the prompt, or the instruction that stands for it."""
+        """Text that the network sees: the prompt, or the instruction that replaces it."""
         return self.prompt or self.instruction or ""
 
     def sent(self) -> dict[str, Any]:
@@ -137,10 +137,10 @@ class VideoRequest(_PartialSettings):
         return {name: None if value in (None, _nothing(name), ()) else value for name, value in values.items()}
 
     def adapter_scales(self) -> dict[str, float]:
-        """Name -> scale of the adapters; `high=NAME` or `low=NAME` is one for one of two networks.
+        """Name -> scale of the adapters; `high=NAME` or `low=NAME` is for one of two experts.
 
         Raises:
-            UserError: for a name that can be none, a scale that is not finite, and an adapter that is given twice.
+            UserError: for an invalid name, a scale that is not finite, and an adapter that is given twice.
         """
         scales = parse_adapters(list(filter(None, self.adapters or ())))
         for name in scales:
@@ -148,26 +148,26 @@ class VideoRequest(_PartialSettings):
         return scales
 
     def shown_adapters(self) -> dict[str, Any]:
-        """`adapters` as results show them; {} where there are none."""
+        """`adapters` in the form of results; {} if there are none."""
         scales = {split_expert(name): scale for name, scale in self.adapter_scales().items()}
         adapters = [{"name": of_expert(of, shown_name(name)), "scale": scale} for (of, name), scale in scales.items()]
         return {"adapters": adapters} if adapters else {}
 
     def without_media(self) -> "VideoRequest":
-        """The same request but for its files."""
+        """The same request without its files."""
         return dataclasses.replace(self, **dict.fromkeys(MEDIA))
 
     def media(self) -> dict[str, Any]:
-        """The files that are given; `keyframe` are several."""
+        """Name -> file of the request; `keyframe` has several."""
         return {name: value for name, value in self.sent().items() if name in MEDIA and value is not None}
 
     def check_conditioning(self, conditionings: Collection[str], limits: MediaLimits) -> None:
-        """Check the conditioning as far as it can be done before a file is read.
+        """Check the conditioning before any file is read.
 
-        `takes` are the conditionings that the network was trained with.
+        `conditionings` are those that the network was trained with.
 
         Raises:
-            UserError: for what does not go together, is not supported, or is too much.
+            UserError: for conditioning that excludes each other, is not supported, or is too large.
         """
         sent = self.sent()
         for name, value in sent.items():
@@ -184,7 +184,7 @@ class VideoRequest(_PartialSettings):
 
 
 def _keyframe_of(value: bytes) -> bytes:
-    """NUMBER:FILE with the file's bytes; nothing stays nothing."""
+    """NUMBER:FILE with the file's bytes; empty stays empty."""
     if not value:
         return value
     number, file = split_keyframe(value)
@@ -195,7 +195,7 @@ _DATA_TYPES = {str: "TYPE_STRING", int: "TYPE_INT32", float: "TYPE_FP32", bool: 
 
 
 def _inputs() -> tuple[Input, ...]:
-    """Inputs of the model: one for each field of a request, and one for each second name of these."""
+    """Inputs of the model: one for each field of a request, and one for each alias."""
     types = {"prompt": "TYPE_STRING"}
     types |= {name: _DATA_TYPES[about.type] for name, about in settings_of(VideoRequest).items()}
     types |= {"preview_every": "TYPE_INT32", "seed": "TYPE_INT64"}
@@ -220,20 +220,20 @@ INPUTS = _inputs()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits(MediaLimits):
-    """Limits of one request; more is refused before any work."""
+    """Limits of one request; requests beyond them are refused before any work."""
 
     max_prompt_characters: int = setting(2000, "characters of a prompt (default: {default})", low=1, metavar="N")
     max_text_tokens: int = setting(512, "tokens that a prompt may become (default: {default})", low=1, metavar="N")
-    """Each costs the network as much, however few characters it has."""
+    """The cost depends on tokens, not on characters."""
     max_adapters: int = setting(4, "adapters of a request (default: {default})", low=0, metavar="N")
     max_adapter_bytes: int = setting(1 << 30, "bytes of an adapter's files (default: 1 GiB)", low=1, metavar="N")
     max_adapter_rank: int = setting(512, "rank of an adapter (default: {default})", low=1, metavar="N")
     max_videos: int = setting(4, "videos of a request (default: {default})", low=1, metavar="N")
     max_frames: int = setting(help="frames of a video", low=1, metavar="N")
     max_pixels: int = setting(help="frames x height x width of a video", low=1, metavar="N")
-    """Bound of the memory."""
+    """Bounds the memory."""
     max_work: int = setting(help="frames x height x width x steps of all its videos", low=1, metavar="N")
-    """Bound of the time."""
+    """Bounds the time."""
 
     def check_texts(self, request: VideoRequest) -> None:
         """Raises UserError if a text of the request is too long or holds control characters."""
@@ -242,16 +242,16 @@ class Limits(MediaLimits):
                 self.check_text(name, getattr(request, name) or "")
 
     def check_adapters(self, scales: Mapping[str, float]) -> None:
-        """Raises UserError for more adapters than a request may have."""
+        """Raises UserError if a request has too many adapters."""
         if len(scales) > self.max_adapters:
-            raise UserError(f"{len(scales)} adapters; this service takes up to {self.max_adapters} a request")
+            raise UserError(f"{len(scales)} adapters; this service supports up to {self.max_adapters} a request")
 
     def check_adapter(self, rank: int, num_bytes: int) -> None:
-        """Raises UserError for an adapter of too high a rank, or of too many bytes once it is in memory."""
+        """Raises UserError for an adapter of too high a rank, or of too many bytes in memory."""
         if rank > self.max_adapter_rank:
-            raise UserError(f"it has rank {rank}; this service takes up to {self.max_adapter_rank}")
+            raise UserError(f"it has rank {rank}; this service supports up to {self.max_adapter_rank}")
         if num_bytes > self.max_adapter_bytes:
-            raise UserError(f"it takes {num_bytes:,} bytes of memory; this service gives {self.max_adapter_bytes:,}")
+            raise UserError(f"it takes {num_bytes:,} bytes of memory; this service allows {self.max_adapter_bytes:,}")
 
     def check_text(self, name: str, text: str) -> None:
         """Raises:
@@ -265,7 +265,7 @@ class Limits(MediaLimits):
 
     def check_tokens(self, num_tokens: int) -> None:
         """Raises:
-        UserError: if a text of a request has more tokens than this.
+        UserError: if a text of a request has too many tokens.
         """
         if num_tokens > self.max_text_tokens:
             raise UserError(
@@ -284,10 +284,10 @@ class Limits(MediaLimits):
         num_steps: int,
         adapter_share: float = 0.0,
     ) -> None:
-        """`adapter_share`: parameters of the request's adapters for each of the network's; a few are free.
+        """`adapter_share`: parameters of the request's adapters divided by the network's; a few are free.
 
         Raises:
-            UserError: if this is more than a request may ask for.
+            UserError: if the request exceeds a limit.
         """
         if num_frames > 1 and not MIN_FPS <= fps <= MAX_FPS:
             raise UserError(f"fps={fps:g} is not between {MIN_FPS} and {MAX_FPS}")
@@ -311,44 +311,44 @@ class Limits(MediaLimits):
 
 
 def work_with(adapter_share: float) -> float:
-    """Return how many times as long a video takes with adapters of this share of the network's parameters."""
+    """Return the relative time of a video with adapters of this fraction of the network's parameters."""
     return max(1.0, 1.0 + adapter_share - _FREE_SHARE)
 
 
 def calls_of(defaults: Mapping[str, Any], *, has_guidance_embedding: bool) -> int | None:
-    """Network calls that a student takes for a video, by its sampling defaults: at sigmas of its own, without guidance
-    or guidance-distilled; None of what is no student."""
+    """Network calls of a student for a video, by its sampling defaults: its own sigmas, without guidance or
+    guidance-distilled; None if it is not a student."""
     return (
         defaults["num_steps"] if defaults["sigmas"] and (has_guidance_embedding or defaults["guidance"] == 1) else None
     )
 
 
 def calls_in_words(calls: int) -> str:
-    """Return words for a reader, such as "4 calls"; with underscores they are in the name of a student's model."""
+    """Return "4 calls" for 4; with underscores it is part of the name of a student's model."""
     return f"{calls} call{'s' * (calls > 1)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterInfo:
-    """Adapters that a service takes."""
+    """Adapters that a service supports."""
 
     names: tuple[str, ...]
-    """Names of those that were there when the service was made; others may have come since."""
+    """Names when the service was built; others may be added later."""
     base: str
-    """Fingerprint of the weights that an adapter must belong to, if it says to which; of two networks both, with a
-    space between them."""
+    """Fingerprint of the weights that an adapter must have been trained on, if it has one; for two experts both,
+    separated by a space."""
     network: dict[str, Any]
     """The network's configuration, which an adapter must fit."""
     slots: dict[str, Any] | None = None
-    """The room for adapters that the network was exported with (`models/lora/inputs.py`); None: torch takes any."""
+    """Adapter inputs that the network was exported with (`models/lora/inputs.py`); None: torch, any adapters."""
     max_rank: int | None = None
-    """Highest rank of an adapter; None: whatever the network takes."""
+    """Highest rank of an adapter; None: no limit."""
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> settings of sampling that an adapter (a student) is made for; others have none."""
+    """Name -> sampling settings that an adapter (a student) was trained for; other adapters have none."""
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Prefixes of a name: which of two networks the adapter is for."""
+        """Prefixes of a name, which select one of two experts."""
         return ("", *(of_expert(expert, "") for expert in EXPERTS)) if " " in self.base else ("",)
 
 
@@ -357,7 +357,7 @@ class ServiceInfo:
     """Description of a service for its clients, written into the model's configuration."""
 
     defaults: dict[str, Any]
-    """Sampling defaults of the bundle, and where the model serves images alone, one frame."""
+    """Sampling defaults of the bundle; with one frame if the model serves only images."""
     limits: Limits
     samplers: tuple[str, ...]
     size_multiple: int
@@ -365,36 +365,36 @@ class ServiceInfo:
     examples: tuple[str, ...] = ()
     """Prompts that show what the model can do."""
     eta_samplers: tuple[str, ...] = ()
-    """Samplers, under all of their names, that can add noise on the way."""
+    """Samplers, under all of their names, that can add noise between steps."""
     conditionings: tuple[str, ...] = ()
-    """Conditionings that the network was trained with; some others can be imposed while sampling."""
+    """Conditionings that the network was trained with; some others can be imposed during sampling."""
     adapters: AdapterInfo | None = None
-    """Adapters of the service; None: it takes none."""
+    """Adapters of the service; None: it supports none."""
     has_scorer: bool = False
     """Whether requests may ask for scores."""
     students: tuple[str, ...] = ()
-    """Models of the same server that make this one's videos in fewer calls."""
+    """Models of the same server that are students of this one."""
     guidance_embedding_range: tuple[float, ...] = ()
-    """The lowest and the highest scale of guidance that the network is told; (): guidance asks it twice."""
+    """The lowest and the highest scale of a guidance-distilled network; (): guidance takes two passes."""
 
     @property
     def has_guidance_embedding(self) -> bool:
         return bool(self.guidance_embedding_range)
 
     def filled(self, request: VideoRequest) -> VideoRequest:
-        """The request with nothing left out: what its adapters are made for, then the service's defaults."""
+        """The request with nothing left out: by its adapters' settings, then the service's defaults."""
         known = {} if self.adapters is None else self.adapters.defaults
         scales = {split_expert(name)[1]: scale for name, scale in request.adapter_scales().items() if scale}
         asked = [known[name] for name in scales if name in known]
         return request.filled(self.defaults | (asked[0] if asked else {}), self.eta_samplers)
 
     def check_evaluate(self, request: VideoRequest) -> None:
-        """Raises UserError for a request to be evaluated where there is no judge."""
+        """Raises UserError if the request asks for scores and the service has no scorer."""
         if request.evaluate and not self.has_scorer:
-            raise UserError("this service has no judge, and evaluates nothing: it was built without --scorer_dir")
+            raise UserError("this service has no scorer, and gives no scores: it was built without --scorer_dir")
 
     def check_guidance(self, request: VideoRequest) -> None:
-        """Raises UserError for a scale that the network is told and does not know."""
+        """Raises UserError for a guidance scale outside of a guidance-distilled network's range."""
         if self.has_guidance_embedding:
             check_embedded_guidance(request.guidance, self.guidance_embedding_range)
 
@@ -402,14 +402,14 @@ class ServiceInfo:
         """Name -> scale of the adapters of a request.
 
         Raises:
-            UserError: for names and scales that are none, and for more than this service takes.
+            UserError: for invalid names and scales, and for more adapters than this service supports.
         """
         scales = request.adapter_scales()
         if scales and self.adapters is None:
-            raise UserError("this service takes no adapters: it was built without --adapters")
+            raise UserError("this service supports no adapters: it was built without --adapters")
         if of_one := [name for name in scales if split_expert(name)[0] and len(self.adapters.forms) == 1]:
             name = split_expert(of_one[0])[1]
-            raise UserError(f"adapter {of_one[0]}: this service has one network, for all noise levels: ask for {name}")
+            raise UserError(f"adapter {of_one[0]}: this service has one network for all noise levels: use {name}")
         self.limits.check_adapters(scales)
         return scales
 

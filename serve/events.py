@@ -1,6 +1,6 @@
 """Messages from the service to a client: a stream of events, and the errors that end it.
 
-Nothing here imports torch: a client machine needs none.
+Nothing here imports torch: a client machine does not need it.
 """
 
 import dataclasses
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 EVENT, DATA = "event", "data"
-"""The two outputs of every response: JSON that says what it is, and the bytes of a preview, video or image."""
+"""The two outputs of every response: JSON of the event, and the bytes of a preview, video or image."""
 DEADLINE_MARK, ADAPTER_MARK, GUARDRAIL_MARK = "deadline exceeded", "adapter not found", "held back"
-"""Beginnings of the messages of errors for which Triton's backends have no codes of their own; see `MARKS`."""
+"""Prefixes of the messages of errors for which Triton's backends have no codes; see `MARKS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,15 +21,15 @@ class StepDone:
     step: int
     num_steps: int
     sigma: float
-    """The noise level that remains, in units of the latents."""
+    """Remaining noise level, in units of the latents."""
     seconds_left: float
     preview: bytes = b""
-    """A JPEG of what the video is going to be; empty for most steps."""
+    """A JPEG preview of the video; empty for most steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoResult:
-    """A finished video, or an image where it has one frame."""
+    """A finished video, or an image if it has one frame."""
 
     data: bytes
     media_type: str
@@ -39,13 +39,13 @@ class VideoResult:
     prompt: str
     seed: int
     settings: dict[str, Any]
-    """Everything else that decides the video."""
+    """All other settings of the video."""
     seconds: float
-    """Seconds of work on the request so far, without its time in the queue."""
+    """Seconds of work on the request so far, excluding its time in the queue."""
     batch_size: int
-    """How many videos the network made at once; the others may be of other requests."""
+    """Number of videos in its batch, which may belong to other requests."""
     scores: dict[str, float] | None = None
-    """Scores by a judge; None where none were asked for, empty where the judge failed."""
+    """Scores by a scorer; None if not requested, empty if the scorer failed."""
 
     @property
     def suffix(self) -> str:
@@ -72,18 +72,18 @@ def event_from_wire(text: str, data: bytes) -> Event:
 
 
 class ServiceError(Exception):
-    """The service failed; the message says how. Its subclasses are what a client may want to tell apart."""
+    """The service failed, as the message says. Subclasses are errors that a client may want to distinguish."""
 
 
 class InvalidRequestError(ServiceError):
-    """The request can never be served; it must be changed."""
+    """The request is invalid, and must be changed."""
 
     code = "invalid_request"
     """Error code of a job that failed with it."""
 
 
 class AdapterNotFoundError(InvalidRequestError):
-    """The service has no adapter of a name that the request gives, or no longer."""
+    """The service has no adapter (or no longer) of a name in the request."""
 
     code = "adapter_not_found"
 
@@ -101,7 +101,7 @@ class DeadlineExceededError(ServiceError):
 
 
 class HeldBackError(InvalidRequestError):
-    """The service's content filter refuses the request, or holds its video back."""
+    """The service's content filter refuses the request or its video."""
 
     code = "guardrail"
 
@@ -111,4 +111,4 @@ MARKS: dict[str, type[ServiceError]] = {
     ADAPTER_MARK: AdapterNotFoundError,
     GUARDRAIL_MARK: HeldBackError,
 }
-"""Beginning of an error message -> the error, whose code gets lost on the way."""
+"""Prefix of an error message -> the error, since its code is not transmitted."""

@@ -1,4 +1,4 @@
-"""Keeping a process running: it is watched while it lives, ended when it hangs, and started again when it ends."""
+"""Supervises a process: it is watched while it runs, ended when it hangs, and restarted when it ends."""
 
 import ctypes
 import http.client
@@ -24,11 +24,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def responds(url: str) -> bool:
-    """Whether a server says yes there, and soon."""
+    """Whether a server responds with success, within a short timeout."""
     try:
         with urllib.request.urlopen(url, timeout=SECONDS_TO_ANSWER) as answer:
             return answer.status == 200
-    except (OSError, http.client.HTTPException):  # the latter for what is no HTTP
+    except (OSError, http.client.HTTPException):  # the latter for a response that is not HTTP
         return False
 
 
@@ -43,14 +43,14 @@ class Ailment:
 
     reason: str
     patience: float
-    """Seconds for which it may go on before the process is ended."""
+    """Seconds until the process is ended for it."""
 
 
 class Child:
-    """A process in a group of its own, told to stop when the thread that started it ends for whatever reason."""
+    """A process in its own group, which gets a signal to stop when the thread that started it ends."""
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None) -> None:
-        """`log` takes its output (None: our own)."""
+        """`log` is the file for its output (None: the output of this process)."""
         output: IO | None = log.open("ab") if log else None
         self.killed_because: str | None = None
         try:
@@ -80,13 +80,13 @@ class Child:
         return self.exit_code is None
 
     def wait(self, ailment: Callable[[], Ailment | None]) -> int:
-        """Waits until the process ends, or ends its group when it has been ailing for too long; its exit code."""
+        """Waits until the process ends, or ends its group when a fault lasts too long; returns its exit code."""
         ailing_since = None
         while True:
             try:
                 return self._process.wait(_SECONDS_BETWEEN_CHECKS)
             except subprocess.TimeoutExpired:
-                asked = time.monotonic()  # one that answers nothing lets the question itself take seconds
+                asked = time.monotonic()  # the check itself takes seconds if the process does not respond
             found = ailment()
             if found is None:
                 ailing_since = None
@@ -102,7 +102,7 @@ class Child:
             self._process.send_signal(number)
 
     def stop(self, seconds: float) -> int:
-        """Asks it to end, ends its group after so many seconds, and returns its exit code."""
+        """Asks it to end, kills its group after `seconds`, and returns its exit code."""
         self.signal(signal.SIGTERM)
         try:
             self._process.wait(seconds)
@@ -116,7 +116,7 @@ class Child:
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # nobody of the group is left
+            pass  # no process of the group is left
 
 
 def _nothing() -> None:
@@ -129,34 +129,34 @@ def _see_its_output() -> str:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class OwnedProcess:
-    """A context manager that owns one process that serves: started, waited for, watched, stopped; any number of times.
+    """A context manager that owns one server process: starts, watches and stops it; may be entered repeatedly.
 
-    Enter it in a thread that stays: the process is told to stop when that thread ends.
+    Enter it in a thread that stays alive: the process gets a signal to stop when that thread ends.
     """
 
     command: Sequence[str]
     name: str
     addresses: str
-    """Addresses where it serves, for people."""
+    """Its addresses, for messages."""
     ready: str = "is ready"
-    """Message for people once `is_ready`."""
+    """Message once `is_ready`."""
     is_ready: Callable[[], bool]
-    """Whether it serves."""
+    """Returns whether it serves."""
     ailment: Callable[[], Ailment | None]
     """Return its fault while it runs, or None."""
     start_seconds: float
-    """How long it may take to be ready."""
+    """Timeout of the start."""
     stop_seconds: float
-    """How long it may take to end once it is told to."""
+    """Timeout of the end after a signal to stop."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     log: Path | None = None
-    """Takes its output (None: our own)."""
+    """File for its output (None: the output of this process)."""
     prepare: Callable[[], object] = _nothing
     """Called before every start."""
     clean_up: Callable[[], object] = _nothing
     """Called after every end."""
     complaint: Callable[[], str] = _see_its_output
-    """Why it did not start, as far as it said."""
+    """Returns why it did not start, from its output."""
     _child: Child | None = field(default=None, init=False)
 
     @property
@@ -189,17 +189,17 @@ class OwnedProcess:
         return self._child is not None and self._child.is_alive()
 
     def signal(self, number: int) -> None:
-        """Sends it a signal, if it lives."""
+        """Sends it a signal, if it runs."""
         if self._child is not None:
             self._child.signal(number)
 
     def wait(self) -> int:
-        """Waits until it ends, by itself or because of an ailment; its exit code."""
+        """Waits until it ends, by itself or because of an ailment; returns its exit code."""
         assert self._child is not None
         return self._child.wait(self.ailment)
 
     def stop(self) -> int | None:
-        """Lets it finish what it is doing, then ends its group; its exit code. May be called again."""
+        """Lets it finish its work, then ends its group; returns its exit code. May be called again."""
         if self._child is None:
             return None
         try:
@@ -224,11 +224,11 @@ def keep_running(
     stopping: threading.Event | None = None,
     stable_seconds: float = 60,
 ) -> int:
-    """Runs a server until it is told to stop, and starts it again when it ends by itself.
+    """Runs a server until `stopping` is set, and restarts it when it ends by itself.
 
     The pause before a restart doubles from 1 s to 60 s, and is 1 s again after `stable_seconds` of service. A server
-    that cannot start the first time is not tried again: that is a mistake to mend, not a crash. `stopping` is set by
-    whoever ends the server for good, who then stops it until this returns: it may be just about to start.
+    that fails at its first start is not restarted: that is an error of configuration, not a crash. The caller sets
+    `stopping` and then stops the server repeatedly until this returns, since it may be about to start.
     """
     pause, is_first, stopping = 1.0, True, stopping or threading.Event()
     while not stopping.is_set():
@@ -238,7 +238,7 @@ def keep_running(
                 report(f"{server.name} {server.ready}: {server.addresses}")
                 is_first = False
                 code = server.wait()
-        except (UserError, OSError) as error:  # the latter from a machine that has no room for another process
+        except (UserError, OSError) as error:  # the latter if no process can be created
             if is_first and not stopping.is_set():
                 raise
             code = error
@@ -256,15 +256,15 @@ def print_on_stderr(message: str) -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Lets this process, and what it starts, have as many open files and connections as it may; returns how many."""
+    """Raises the limit of open files of this process and its children to the maximum; returns it."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def _prepare_child() -> None:
-    """Asks the kernel to stop this process when its parent is gone, however that came about, and lets other users of
-    the machine read nothing that it makes: memory that is shared with a stub, results, adapters."""
+    """Makes the kernel stop this process when its parent ends, and its files unreadable to other users: memory shared
+    with a stub, results, adapters."""
     keep_files_to_oneself()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     raise_descriptor_limit()

@@ -1,11 +1,11 @@
-"""Traces of requests (OpenTelemetry): spans from the gateway's door to the denoiser's steps, sent by OTLP over HTTP.
+"""Traces of requests (OpenTelemetry): spans from the gateway to the denoiser's steps, sent by OTLP over HTTP.
 
-Off, with nothing of OpenTelemetry's SDK imported, unless the environment says where traces go, in OpenTelemetry's own
-variables (`OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`). A span is handed on as W3C's
-`traceparent`, a text: in a header, in the job store, as a parameter of a request to Triton. Spans hold names, numbers
-and codes: no prompt, no file, no key, no message of an error, which could quote one of these.
+Off, without importing OpenTelemetry's SDK, unless OpenTelemetry's variables name a collector
+(`OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`). Context is passed on as a W3C `traceparent`: in
+a header, in the job store, as a parameter of a request to Triton. Spans hold names, numbers and codes, but no prompts,
+files, keys or error messages, which could quote these.
 
-Spans wait in a bounded queue for a thread that sends them; where the collector does not answer they are dropped.
+Spans wait in a bounded queue for a thread that sends them; if the collector does not respond they are dropped.
 """
 
 import os
@@ -19,30 +19,30 @@ from urllib.parse import urlsplit
 from megadit.models.shared.errors import UserError
 
 TRACEPARENT = "traceparent"
-"""The header of a request over HTTP, and the parameter of one to Triton."""
+"""HTTP header, and parameter of a request to Triton."""
 HERE: ContextVar[str | None] = ContextVar("traceparent", default=None)
-"""The traceparent of the HTTP request that is being answered."""
+"""The traceparent of the current HTTP request."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SECONDS_TO_FLUSH = 3.0
-"""How long the end of a process may wait for the last spans to be sent."""
+"""Seconds that the end of a process may wait for the last spans to be sent."""
 _MOST_EVENTS = 1000
-"""Steps of a span, unless OTEL_SPAN_EVENT_COUNT_LIMIT says otherwise; OpenTelemetry's own limit is 128."""
+"""Most steps in a span, unless OTEL_SPAN_EVENT_COUNT_LIMIT says otherwise; OpenTelemetry's default is 128."""
 
 Kind = Literal["internal", "server", "client"]
 Attributes = Mapping[str, str | int | float | bool]
 
 
 class Span:
-    """A piece of work, recorded once it has ended. `NOTHING` is the one that records nothing, and has such children."""
+    """A span, recorded when it ends. `NOTHING` and its children record nothing."""
 
     def __init__(self, tracing: "Tracing | None" = None, span: Any = None) -> None:
-        """`span` is OpenTelemetry's."""
+        """`span` is an OpenTelemetry span."""
         self._tracing, self._span = tracing, span
 
     @property
     def traceparent(self) -> str | None:
-        """Trace context for its children; None where nothing is recorded."""
+        """Trace context for its children; None if nothing is recorded."""
         return None if self._span is None else _traceparent(self._span)
 
     def child(
@@ -53,13 +53,13 @@ class Span:
         kind: Kind = "internal",
         links: Sequence["Span"] = (),
     ) -> "Span":
-        """A part of this work; `links` are spans of other requests that share it."""
+        """Begins a child span; `links` are spans of other requests that share the work."""
         if self._tracing is None:
             return self
         return self._tracing.begin(name, self.traceparent, attributes, kind=kind, links=links)
 
     def note(self, attributes: Attributes, *, name: str | None = None) -> None:
-        """Adds what has become known since it began, its name included."""
+        """Adds attributes, and may change its name."""
         if self._span is not None:
             self._span.set_attributes(attributes)
             if name is not None:
@@ -97,16 +97,16 @@ class Tracing:
     """Traces of the requests that a process serves."""
 
     def __init__(self, provider: Any = None) -> None:
-        """`provider` is OpenTelemetry's, which no other code of the process sees; None: nothing is recorded."""
+        """`provider` is a private OpenTelemetry provider; None: nothing is recorded."""
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer("megadit")
 
     @classmethod
     def of_environment(cls, service: str) -> "Tracing":
-        """Set up traces by OpenTelemetry's variables; `service` names the process where OTEL_SERVICE_NAME does not.
+        """Set up traces by OpenTelemetry's variables; `service` is the default of OTEL_SERVICE_NAME.
 
         Raises:
-            UserError: if they ask for traces, and the libraries are missing or cannot send them there.
+            UserError: if they enable traces, and the libraries are missing or cannot send them there.
         """
         if not is_asked_for(os.environ):
             return cls()
@@ -129,9 +129,9 @@ class Tracing:
         links: Sequence[Span] = (),
         may_be_root: bool = False,
     ) -> Span:
-        """A span of the trace that `parent` (a traceparent) tells of, begun at a time (seconds since 1970) or now.
+        """Begins a span of the trace of `parent` (a traceparent), at a time (seconds since 1970) or now.
 
-        Where that is none, a trace begins if `may_be_root`, and else nothing is recorded.
+        Without a parent, a trace begins if `may_be_root`; else nothing is recorded.
         """
         if self._tracer is None or not (parent or may_be_root):
             return NOTHING
@@ -140,7 +140,7 @@ class Tracing:
 
         context = TraceContextTextMapPropagator().extract({TRACEPARENT: parent} if parent else {})
         if not context and not may_be_root:
-            return NOTHING  # the parent was no traceparent
+            return NOTHING  # the parent was not a valid traceparent
         linked = [Link(context) for context in (span._context for span in links) if context is not None]
         span = self._tracer.start_span(
             name,
@@ -154,9 +154,9 @@ class Tracing:
         return Span(self, span)
 
     def close(self) -> None:
-        """Sends what waits, within a few seconds, and ends."""
+        """Sends waiting spans, within a few seconds, and ends."""
         if self._provider is not None:
-            # a thread of its own: the exporter would try for as long as its own settings let it
+            # in a thread, because the exporter's own timeout may be longer
             thread = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
             thread.start()
             thread.join(_SECONDS_TO_FLUSH)
@@ -164,7 +164,7 @@ class Tracing:
 
 @contextmanager
 def shared(spans: Sequence[Span], name: str, attributes: Attributes | None = None) -> Iterator[list[Span]]:
-    """A child of each span around work that is done for all of them at once, linked to the spans of the others."""
+    """Begins a child of each span around work shared by all, each linked to the other spans."""
     children = [span.child(name, attributes, links=[other for other in spans if other is not span]) for span in spans]
     error = None
     try:
@@ -178,14 +178,14 @@ def shared(spans: Sequence[Span], name: str, attributes: Attributes | None = Non
 
 
 def is_asked_for(environment: Mapping[str, str]) -> bool:
-    """Whether the variables of OpenTelemetry ask for traces."""
+    """Whether OpenTelemetry's variables enable traces."""
     is_off = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     is_off |= environment.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() == "none"
     return not is_off and any(environment.get(name, "").strip() for name in _ENDPOINTS)
 
 
 def _check(environment: Mapping[str, str]) -> None:
-    """Raises UserError, which quotes no value: an address may hold a password."""
+    """Raises UserError for invalid variables, without quoting values: an address may hold a password."""
     name = next(name for name in _ENDPOINTS if environment.get(name, "").strip())
     try:
         is_address = urlsplit(environment[name]).scheme in ("http", "https") and bool(
@@ -194,11 +194,11 @@ def _check(environment: Mapping[str, str]) -> None:
     except ValueError:
         is_address = False
     if not is_address:
-        raise UserError(f"{name} is no address of a collector; use http://HOST:4318")
+        raise UserError(f"{name} is not the address of a collector; use http://HOST:4318")
     protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name, "").strip()), "http/protobuf")
     if protocol.strip() != "http/protobuf":
         raise UserError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: traces are sent as http/protobuf alone, to port 4318 of most "
+            f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: traces are sent only as http/protobuf, to port 4318 of most "
             "collectors"
         )
 

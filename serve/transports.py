@@ -1,4 +1,4 @@
-"""The two ways to a Triton server, gRPC and HTTP: asked in the words of `contract`, answered in those of `answers`."""
+"""Transports to a Triton server, gRPC and HTTP: requests of `contract`, responses of `events`."""
 
 import base64
 import json
@@ -69,21 +69,21 @@ class Transport(Protocol):
 
 
 def check_address(url: str) -> SplitResult:
-    """The parts of a service's address.
+    """Parse a service's address.
 
     Raises:
-        UserError: if it is none.
+        UserError: if it is invalid.
     """
     try:
         parts = urlsplit(url if "://" in url or url.startswith("unix:") else f"//{url}")
         if parts.scheme == "unix" and parts.path.startswith("/"):
             return parts
         is_address = parts.scheme in ("", "grpc", "http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number
+    except ValueError:  # the port is not a number
         is_address = False
     if not is_address or parts.path.strip("/"):
         raise UserError(
-            f"{url!r} is no address of a service; use grpc://HOST:PORT, unix:/PATH, http://HOST:PORT or HOST"
+            f"{url!r} is not the address of a service; use grpc://HOST:PORT, unix:/PATH, http://HOST:PORT or HOST"
         )
     return parts
 
@@ -107,7 +107,7 @@ def connect(url: str) -> Transport:
 
 @dataclass(slots=True)
 class _Grpc:
-    """One connection for questions, and one more for each request, since a client of Triton's has one stream."""
+    """One connection for queries, and one more for each request, since a Triton client has one stream."""
 
     url: str
 
@@ -116,7 +116,7 @@ class _Grpc:
             with InferenceServerClient(self.url) as client:
                 client.is_server_live(client_timeout=_CONNECT_SECONDS)
         except InferenceServerException as error:
-            raise UnavailableError(f"no Triton server answers at grpc://{self.url}: {error.message()}") from error
+            raise UnavailableError(f"no Triton server responds at grpc://{self.url}: {error.message()}") from error
 
     def is_ready(self, model: str) -> bool:
         try:
@@ -155,7 +155,7 @@ class _Grpc:
             try:
                 client.async_stream_infer(model, tensors, enable_empty_final_response=True, **options)
             except InferenceServerException as error:  # the stream has ended already
-                raise UnavailableError(f"grpc://{self.url} is gone: {error.message()}") from error
+                raise UnavailableError(f"the connection to grpc://{self.url} is lost: {error.message()}") from error
             try:
                 while (result := _next_answer(responses, cancelled)) is not None:
                     response = result.get_response()
@@ -209,7 +209,7 @@ def _texts(name: str, value: Any) -> list[bytes]:
 
 
 def _in_json(name: str, value: Any) -> Any:
-    """The value of an input as `/generate_stream` takes it: files as data URLs."""
+    """The value of an input for `/generate_stream`: files as data URLs."""
     if _INPUTS[name].is_list and not _INPUTS[name].is_media:
         return [text.decode() for text in _texts(name, value)]
     if not _INPUTS[name].is_media:
@@ -226,7 +226,7 @@ def _data_url(name: str, file: bytes) -> str:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value, if its input can hold it: Triton's JSON would cut off the higher bits of larger numbers."""
+    """The value, if it is valid for its input: Triton's JSON would truncate larger numbers silently."""
     kind, value = _INPUTS[name].data_type, plain(value)
     if kind == "TYPE_STRING":
         is_right = isinstance(value, str)
@@ -238,7 +238,7 @@ def _checked(name: str, value: Any) -> Any:
         bounds = np.iinfo(_NUMPY_TYPES[kind])
         is_right = isinstance(value, int) and bounds.min <= value <= bounds.max
     if not is_right:
-        raise InvalidRequestError(f"{name}={value!r} is no {_KINDS[kind]}")
+        raise InvalidRequestError(f"{name}={value!r} is not a {_KINDS[kind]}")
     return value
 
 
@@ -260,7 +260,7 @@ def _grpc_error(error: InferenceServerException) -> ServiceError:
 
 @dataclass(slots=True)
 class _Http:
-    """Triton's `/generate_stream`: server-sent events, which pass where gRPC does not; bytes travel as numbers."""
+    """Triton's `/generate_stream`: server-sent events, for networks without gRPC; bytes are sent as numbers."""
 
     url: str
 
@@ -281,7 +281,7 @@ class _Http:
         try:
             answer = httpx.get(self.url + path, timeout=_CONNECT_SECONDS)
         except httpx.HTTPError as error:
-            raise UnavailableError(f"no Triton server answers at {self.url}: {error}") from error
+            raise UnavailableError(f"no Triton server responds at {self.url}: {error}") from error
         if answer.is_error:
             raise _http_error(answer.status_code, answer.text)
         return answer
@@ -318,7 +318,7 @@ class _Http:
                     if line.startswith("data:"):
                         yield _http_event(json.loads(line.removeprefix("data:")))
         except httpx.ReadTimeout as error:
-            raise DeadlineExceededError(f"{DEADLINE_MARK}: no answer within {timeout:g} s") from error
+            raise DeadlineExceededError(f"{DEADLINE_MARK}: no response within {timeout:g} s") from error
         except httpx.HTTPError as error:
             raise UnavailableError(f"the connection to {self.url} broke: {error}") from error
 
@@ -340,7 +340,7 @@ def _http_error(status: int, text: str) -> ServiceError:
 
 
 def _error_of_text(message: str) -> type[ServiceError] | None:
-    """Return the kind of an error whose code gets lost on the way, by its message."""
+    """Return the class of an error by its message, since its code is not transmitted."""
     for mark, kind in MARKS.items():
         if mark in message:
             return kind
@@ -350,7 +350,7 @@ def _error_of_text(message: str) -> type[ServiceError] | None:
 
 
 def _traced(traceparent: str | None) -> dict[str, str] | None:
-    """The parameters of a request that carry its place in a trace."""
+    """Parameters of a request with its trace context."""
     return {TRACEPARENT: traceparent} if traceparent else None
 
 

@@ -141,7 +141,7 @@ MISTAKES = {
     # serve
     "serve build-repository bundle clips": "clips holds no text_to_video but other files",
     "serve build-repository bundle models --default gudance=3": "did you mean 'guidance'?",
-    "serve build-repository bundle models --adapters nowhere": "nowhere is no folder; adapters are the folders",
+    "serve build-repository bundle models --adapters nowhere": "nowhere is not a folder; adapters are the folders",
     "serve run bundle": "is a bundle; make a model repository of it: `megadit serve build-repository",
     "serve run nowhere": "nowhere does not exist; `megadit serve build-repository` makes one",
     "serve run empty": "empty is not a model repository; `megadit serve build-repository` makes one",

@@ -1,4 +1,4 @@
-"""The adapters that a request names: where they are, and what they ask for; errors call them by their names."""
+"""Adapters of a request: paths, default settings and cost; errors contain their names instead of paths."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ Request = TypeVar("Request")
 
 
 def asked_adapters(request: VideoRequest, info: ServiceInfo, folder: Path | None) -> Scales:
-    """The adapters of a request by their paths in a service's folder.
+    """The adapters of a request, by their paths in a service's folder.
 
     Raises:
-        UserError: for more than a request may have, those that are not there, and those that cannot be.
+        UserError: for too many adapters, missing ones, and invalid names.
     """
     scales = {split_expert(name): scale for name, scale in info.check_adapters(request).items()}
     return {
@@ -35,17 +35,17 @@ def defaults_with(defaults: SamplingSettings, adapters: Scales) -> SamplingSetti
     """Return the default settings of a request with these adapters.
 
     Raises:
-        UserError: for adapters that cannot be read, or ask for different things.
+        UserError: for adapters that cannot be read, or have conflicting settings.
     """
     with _by_name(adapters):
         return adapted_defaults(defaults, adapters)
 
 
 def shares_of_work(adapters: Scales, limits: Limits, num_parameters: int) -> dict[str, float]:
-    """Return each adapter's number of parameters divided by the network's: the share of work that it adds.
+    """Return each adapter's number of parameters divided by the network's: the fraction of work that it adds.
 
     Raises:
-        UserError: for a higher rank than this service takes, and for one that is too large once it is in memory.
+        UserError: for an adapter of too high a rank, or too many bytes in memory.
     """
     shares = {}
     for path in adapters:
@@ -61,10 +61,10 @@ def batches_of(
     shares: Callable[[Request], Mapping[str, float]],
     num_videos: Callable[[Request], int],
 ) -> list[list[Request]]:
-    """Group requests of equal settings into batches that are no more work than their requests one after the other.
+    """Group requests of equal settings into batches that take no more work than their requests in sequence.
 
-    A batch computes each of its adapters for all of its videos: without this rule, other users would pay for one
-    user's large adapter, and several large ones would be in memory at once. Requests with small adapters come first.
+    A batch computes each of its adapters for all of its videos: without this rule, one user's large adapter would slow
+    others down, and several large ones would be in memory at once. Requests with small adapters come first.
     """
 
     def alone(request: Request) -> float:
@@ -85,15 +85,15 @@ def batches_of(
 
 
 def admit(pipeline: TextToVideo, adapters: Scales) -> None:
-    """Read adapters once, so that unusable ones are reported before anything is generated.
+    """Load adapters once, so that invalid ones are reported before anything is generated.
 
     Raises:
-        UserError: for those that cannot be read, or do not fit the network, or one another.
+        UserError: for adapters that cannot be read, or do not fit the network or each other.
     """
-    for path in adapters:  # one by one: what the others are is no reason to keep all in memory
+    for path in adapters:  # one by one, to keep only one in memory
         with _by_name([path]):
             pipeline.admit_adapters({path: 1.0})
-    if len(adapters) > 1:  # an exported network has room for so much of them together
+    if len(adapters) > 1:  # an exported network limits their ranks together
         pipeline.admit_adapters(adapters)
 
 

@@ -1,4 +1,4 @@
-"""Requests to videos: checks at the door, equal settings in one batch, progress, cancelling. Without Triton."""
+"""Engine of the service, independent of Triton: checks requests, batches equal settings, reports progress, cancels."""
 
 import json
 import time
@@ -54,15 +54,15 @@ from megadit.serve.tracing import NOTHING, Span, shared
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class OpenRequest:
-    """A request that is being served, and how to reach who asked."""
+    """A request that is being served, and its callbacks to the client."""
 
     request: VideoRequest
     send: Callable[[Event], None]
     end: Callable[[ServiceError | None], None]
-    """Called exactly once: with None after the last event, or with what went wrong."""
+    """Called exactly once: with None after the last event, or with the error."""
     is_cancelled: Callable[[], bool]
     seconds: float | None = None
-    """How long the work may take."""
+    """Time limit of the work."""
     span: Span = NOTHING
     """Span of the request in its trace."""
     has_ended: bool = False
@@ -71,9 +71,9 @@ class OpenRequest:
     adapters: Scales = field(default_factory=dict)
     """Adapters of its videos, once read."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Number of parameters of each of these, divided by the network's."""
+    """Number of parameters of each adapter, divided by the network's."""
     made: set[int] = field(default_factory=set)
-    """Indices of its videos that are done."""
+    """Indices of its finished videos."""
 
     def finish(self, error: ServiceError | None = None) -> None:
         if not self.has_ended:
@@ -83,7 +83,7 @@ class OpenRequest:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Row:
-    """A video to make."""
+    """A video to generate."""
 
     owner: OpenRequest
     index: int
@@ -96,7 +96,7 @@ class _Row:
 
 @dataclass(kw_only=True, slots=True)
 class _Clock:
-    """Times at which a group's work, and the present run of the sampler, began."""
+    """Times at which a group's work, and the current run of the sampler, began."""
 
     began: float = field(default_factory=time.monotonic)
     run_began: float = field(default_factory=time.monotonic)
@@ -109,7 +109,7 @@ class _Clock:
 
 
 class Engine:
-    """Serves requests with one pipeline, one group after the other."""
+    """Serves requests with one pipeline, one group after another."""
 
     def __init__(
         self,
@@ -123,11 +123,16 @@ class Engine:
         scorer: Scorer | None = None,
         mark: Marker | None = None,
     ) -> None:
-        """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good); `decode` gives the
-        frames (uint8 THWC) of a file that was sent (None: in this process); `adapters` is the folder of those that
-        requests name (`named_adapters.py`); `guardrail` is a content filter, which here ends the requests alone that
-        it refuses (the pipeline's own would end a batch); `judge` scores the videos of requests that ask for it;
-        `mark` signs what is sent."""
+        """Use one pipeline for all requests.
+
+        Args:
+            batch_size: most videos in a batch (None: as many as the pipeline chooses).
+            decode: returns the frames (uint8 THWC) of an uploaded file (None: in this process).
+            adapters: folder of the adapters that requests may name (`models/lora/named_adapters.py`).
+            guardrail: content filter; here it ends only the requests that it refuses, not their batch.
+            scorer: scores the videos of requests with `evaluate`.
+            mark: signs results.
+        """
         self.scorer = scorer
         self.mark = mark
         self.guardrail = guardrail
@@ -140,7 +145,7 @@ class Engine:
         self._num_parameters = sum(each.numel() for each in build_without_memory(pipeline.config).parameters())
 
     def run(self, open_requests: Sequence[OpenRequest]) -> None:
-        """Ends every request. Those of equal settings are made together; an error ends only its own request."""
+        """Serves all requests to their end. Equal settings share batches; an error ends only its own request."""
         groups: dict[tuple[SamplingSettings, float | None], list[OpenRequest]] = defaultdict(list)
         for open_request in open_requests:
             try:
@@ -156,10 +161,9 @@ class Engine:
                 self._serve(batch, settings, _Clock())
 
     def _serve(self, open_requests: list[OpenRequest], settings: SamplingSettings, clock: _Clock) -> None:
-        """Makes the videos of requests together, or each request's alone where that fails.
+        """Generates the videos of requests together, or request by request if that fails.
 
-        Nothing that one request does may end the service or a request beside it, and what an error says of one is told
-        to nobody else.
+        A request must not end the service or another request, and its error message is sent to no other client.
         """
         try:
             self._generate(open_requests, settings, clock)
@@ -174,12 +178,12 @@ class Engine:
         """The settings that a request resolves to; `span` is that of the check.
 
         Raises:
-            UserError: if it cannot or may not be served.
+            UserError: if it is invalid or exceeds the limits.
         """
         return self._checked(request, span)[0]
 
     def _checked(self, request: VideoRequest, span: Span) -> tuple[SamplingSettings, dict[str, float]]:
-        """The settings, and the share of work of each adapter."""
+        """The settings, and the fraction of work of each adapter."""
         self.info.limits.check_texts(request)
         if (request.preview_every or 0) < 0:
             raise UserError(f"preview_every={request.preview_every} must be 0 (never) or greater")
@@ -202,7 +206,7 @@ class Engine:
         request.check_conditioning(self.pipeline.conditionings, self.info.limits)
         self.info.check_evaluate(request)
         texts = [request.text, settings.negative_prompt, settings.second_prompt]
-        with span.child("encode text"):  # kept, and not encoded again when the video is made
+        with span.child("encode text"):  # cached for the generation
             encoded = self.pipeline.text_encoder.encode(texts)
         self.info.limits.check_tokens(int(encoded.length_B.max()))
         return settings, shares
@@ -211,7 +215,7 @@ class Engine:
         """Read the conditioning media of a request's videos from its files.
 
         Raises:
-            UserError: for files that cannot be read, are too much, or do not fit the video.
+            UserError: for files that cannot be read, exceed the limits, or do not fit the video.
         """
         decode = within_total(self.decode, self.info.limits)
         media = decoded(request.sent(), settings.num_frames, decode)
@@ -219,10 +223,10 @@ class Engine:
         return media
 
     def read_adapters(self, request: VideoRequest) -> Scales:
-        """The adapters of a request, by their paths, once each has been read.
+        """Load the adapters of a request; return them by their paths.
 
         Raises:
-            UserError: for those that are not there, cannot be read, or do not fit the network.
+            UserError: for adapters that are missing, cannot be read, or do not fit the network.
         """
         scales = asked_adapters(request, self.info, self.adapters)
         admit(self.pipeline, scales)
@@ -241,12 +245,12 @@ class Engine:
             try:
                 self._run(waiting, settings, clock)
             except Cancelled:
-                continue  # a whole batch was for nobody; what others wait for starts anew
+                continue  # all requests of the batch have ended; start again with the others
         for open_request in open_requests:
             open_request.finish()
 
     def _alike_together(self, open_requests: list[OpenRequest], settings: SamplingSettings) -> list[OpenRequest]:
-        """Put requests with conditioning in the same places side by side: neighbours share batches."""
+        """Sort requests so that those with conditioning at the same places are adjacent and share batches."""
         target = self._target(settings)
         groups: dict[Hashable, list[OpenRequest]] = defaultdict(list)
         for open_request in open_requests:
@@ -271,7 +275,7 @@ class Engine:
             nonlocal denoising
             spans = list(dict.fromkeys(rows[place].owner.span for place in places))
             with shared(spans, phase, {"megadit.videos": len(places)}) as children:
-                if phase == DENOISE:  # decoding may go on beside it, in a thread of its own
+                if phase == DENOISE:  # decoding may run at the same time, in another thread
                     denoising = children
                 yield
 
@@ -293,7 +297,7 @@ class Engine:
                     row.owner.finish()
 
     def _hand_over(self, row: _Row, video: GeneratedVideo, clock: _Clock, *, batch_size: int) -> None:
-        """Sends a video, screened, judged and signed; where it is held back, its request ends."""
+        """Filters, scores, signs and sends a video; if the filter refuses it, its request ends."""
         request, scores = row.owner.request, None
         if self.guardrail is not None:
             try:
@@ -310,9 +314,10 @@ class Engine:
 
 
 def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
-    """Return the batch size in videos that a bundle's networks were exported for; None where they take any number.
+    """Return the batch size in videos that a bundle's networks were exported for; None: any number.
 
-    Guidance asks the denoiser for two rows of each video (conditional, unconditional), unless it is guidance-distilled.
+    Guidance takes two rows of the denoiser for each video (conditional, unconditional), unless that is
+    guidance-distilled.
 
     Raises:
         UserError: if the bundle was not exported for `runtime`.
@@ -332,9 +337,9 @@ def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
 
 
 def _send_progress(rows: list[_Row], step: Step, clock: _Clock, *, may_preview: bool) -> None:
-    """Sends a step's progress, to those who asked for one with a preview of the first of their videos.
+    """Sends a step's progress; where requested, with a preview of the request's first video.
 
-    Of videos that a filter looks at first there are none.
+    There are no previews if a content filter checks videos.
     """
     previews: np.ndarray | None = None
     for open_request in _living_owners(rows):
@@ -365,7 +370,7 @@ def _living_owners(rows: list[_Row]) -> list[OpenRequest]:
 
 
 def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int, mark: Marker | None) -> VideoResult:
-    """The encoded video, with what made it inside."""
+    """The encoded video, with its settings inside."""
     is_image = video.settings.num_frames == 1
     settings = asdict(video.settings) | row.owner.request.shown_adapters()
     record = json.dumps({"prompt": video.prompt, "seed": video.seed, **settings})

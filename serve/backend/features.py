@@ -1,7 +1,7 @@
-"""Embedding and classification models for Triton: pictures and texts to features, pictures to classes.
+"""Embedding and classification models for Triton: features of pictures and texts, classes of pictures.
 
-Each is a row of `MODELS`. Nothing here knows Triton (`features_model.py` does): values of requests in, rows of numbers
-out.
+Each is a row of `MODELS`. Nothing here depends on Triton (`features_model.py` does): values of requests in, rows of
+numbers out.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,17 +29,17 @@ FeatureNetwork = Matcher | Classifier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureModel:
-    """A Triton model that answers each picture, or text, with a row of numbers."""
+    """A Triton model that returns a row of numbers for each picture or text."""
 
     input: Literal["image", "text"]
-    """The bytes of a file (or a data URL of them), or a text in UTF-8."""
+    """Type of the input: the bytes of a file (or a data URL of them), or a text in UTF-8."""
     output: str
     network: type[FeatureNetwork]
     compute: Callable[[FeatureNetwork], Compute]
     width: Callable[[DiTConfig], int | None]
-    """Numbers in a row; None where the network was trained to give none."""
+    """Width of a row; None if the network was not trained for this output."""
     labels: Callable[[Bundle], Sequence[str]] = lambda bundle: ()
-    """Label of each of these numbers, where they have any."""
+    """Label of each number of a row, if any."""
 
 
 def _embedding_size(config: DiTConfig) -> int:
@@ -94,7 +94,7 @@ class Features:
         self._read = readers[self.model.input]
 
     def answer(self, requests: Sequence[Sequence[bytes]]) -> list[np.ndarray | Exception]:
-        """Return a float32 row for each value of each request, all computed together; or the error of a request."""
+        """Return a float32 row for each value of each request, computed in one batch; or the error of a request."""
         read = [self._read_all(values) for values in requests]
         every = [value for values in read if not isinstance(values, Exception) for value in values]
         step = self._most or max(len(every), 1)
@@ -114,7 +114,7 @@ class Features:
 
 
 def _read_image(media: MediaReader, window: Window) -> Read:
-    """A picture, or a video, as the network sees it: cropped and resized before it waits for others."""
+    """Reader of pictures and videos, which crops and resizes them at once to save memory."""
 
     def read(data: bytes) -> Clip:
         name = "the file"

@@ -1,5 +1,5 @@
 """Embedding and classification models of Triton's Python backend; a repository's model.py imports `TritonPythonModel`
-from here. What they answer stands in `features.py`."""
+from here. The models are in `features.py`."""
 
 import json
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer all requests, each by itself."""
+        """Return a response to each request."""
         name = self._features.model.input
         values = [pb_utils.get_input_tensor_by_name(request, name).as_numpy().reshape(-1) for request in requests]
         return [self._response(answer) for answer in self._features.answer(values)]

@@ -1,4 +1,4 @@
-"""Instance of a model in Triton's Python backend, as Triton describes it."""
+"""Instance of a model in Triton's Python backend, from Triton's arguments."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Instance:
         """Read the instance that `initialize` was called for.
 
         Raises:
-            RuntimeError: if this backend and numpy misread each other's arrays, which they would do without an error.
+            RuntimeError: if this backend and numpy are incompatible, which would corrupt arrays without an error.
         """
         _check_numpy()
         parameters = json.loads(args["model_config"])["parameters"]

@@ -1,7 +1,7 @@
 """The service as a model of Triton's Python backend; a repository's model.py imports `TritonPythonModel` from here.
 
-Triton hands over the requests that its dynamic batcher collected; each is answered by a stream of events (see
-`answers.py`) through a response sender of its own.
+Triton passes the requests that its dynamic batcher collected; each gets a stream of events (`events.py`) through its
+own response sender.
 """
 
 import json
@@ -56,7 +56,7 @@ class TritonPythonModel:
             guardrail_dir=parameters["guardrail_dir"],
             opens_paths=False,
         )
-        guardrail, pipeline.guardrail = pipeline.guardrail, None  # the engine asks it, of each request by itself
+        guardrail, pipeline.guardrail = pipeline.guardrail, None  # the engine calls it for each request separately
         pipeline.preview(torch.zeros(1, pipeline.tokenizer.latent_channels, 1, 1, 1))  # fitted at the first call
         info = ServiceInfo.from_json(parameters["service"])
         self._media = MediaReader(info.limits)
@@ -87,7 +87,7 @@ class TritonPythonModel:
 
 
 def _device_placement(parameters: dict[str, str], device: str) -> DevicePlacement | None:
-    """Placement of the ranks of the instance whose first one is on `device`; None where it makes videos by itself."""
+    """Placement of the instance's ranks, the first of which is on `device`; None without ranks."""
     num_ranks = int(parameters["ranks"])
     if num_ranks == 1:
         return None
@@ -104,7 +104,7 @@ class _Answer:
         self._sender, self._span = sender, span
 
     def open(self, request: Any) -> OpenRequest | None:
-        """Return the engine's request, or None if the inputs are wrong, which is then answered already."""
+        """Return the engine's request, or None for invalid inputs, after sending the error."""
         try:
             video_request = VideoRequest.from_inputs(_read_inputs(request))
         except UserError as error:
@@ -128,7 +128,7 @@ class _Answer:
         self._sender.send(pb_utils.InferenceResponse(output_tensors=tensors))
 
     def end(self, error: ServiceError | None) -> None:
-        """Closes the stream, which a cancelled request needs as well."""
+        """Closes the stream, also after a cancelled request."""
         self._span.end(None if error is None else type(error).__name__)
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if error is None:
@@ -143,13 +143,13 @@ class _Answer:
 
 
 def _traceparent(request: Any) -> str | None:
-    """Trace context of the caller, if the request brought it along."""
+    """Trace context of the caller, if the request has one."""
     value = json.loads(request.parameters() or "{}").get(TRACEPARENT)
     return value if isinstance(value, str) else None
 
 
 def _read_inputs(request: Any) -> dict[str, Any]:
-    """Python values of the inputs that are there."""
+    """Python values of the inputs in the request."""
     values = {}
     for each in INPUTS:
         tensor = pb_utils.get_input_tensor_by_name(request, each.name)

@@ -1,1 +1,1 @@
-"""Short programs that ask the service for a video."""
+"""Short programs that request a video from the service."""

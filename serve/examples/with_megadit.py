@@ -1,4 +1,4 @@
-"""A video, with progress, by megadit's own client.
+"""Requests a video, with progress, by megadit's client.
 
 python -m megadit.serve.examples.with_megadit [URL PROMPT IMAGE ADAPTER:SCALE]
 """

@@ -1,4 +1,4 @@
-"""A video with nothing but NVIDIA's client and numpy; copy this file anywhere.
+"""Requests a video with only NVIDIA's client and numpy; copy this file anywhere.
 
 pip install 'tritonclient[grpc]' numpy
 python with_tritonclient.py localhost:8001 "a red seven moving left" [first_frame.png] [adapter:0.8]
@@ -14,7 +14,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput
 
 
 def tensor(name: str, value, kind: str, number_type) -> InferInput:
-    """One value, beside the batch axis."""
+    """One value, with a batch axis."""
     made = InferInput(name, [1, 1], kind)
     made.set_data_from_numpy(np.array([[value]], dtype=number_type))
     return made
@@ -27,7 +27,7 @@ def main(
     inputs = [
         tensor("prompt", prompt.encode(), "BYTES", np.object_),
         tensor("seed", 7, "INT64", np.int64),
-        # the names of NeMo's deployed pipelines work as well as guidance and num_steps
+        # NeMo's names work as well as guidance and num_steps
         tensor("unconditional_guidance_scale", 4.0, "FP32", np.float32),
         tensor("inference_steps", 10, "INT32", np.int32),
     ]

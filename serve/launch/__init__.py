@@ -1,1 +1,1 @@
-"""Processes of a service: a tritonserver found, started, watched, and put behind a gateway."""
+"""Processes of a service: finds, starts and supervises tritonserver and the gateway."""

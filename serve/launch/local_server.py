@@ -1,10 +1,9 @@
-"""A tritonserver of our own: started, watched and stopped so that nothing of it is left behind.
+"""A local tritonserver: started, watched and stopped without leaving anything behind.
 
-Triton checks nobody. What it would do for whoever asks, beyond making videos, is behind a secret: loading models (a
-request to load one may bring code of its own), shared memory, and the files of traces and logs. The kernel shows a
-process' arguments to every user of the machine: unless models are to be replaced at run time, the secret is one that no
-request can carry. What Triton and its stubs share in memory is their user's alone; a private server is reached over a
-socket in a folder of that user's alone.
+Triton has no authentication. Its protocols beyond inference need a secret: loading models (which may contain code),
+shared memory, and files of traces and logs. Every user of the machine can read a process's arguments: unless models are
+to be replaced at run time, the secret is one that no request can contain. Shared memory of Triton and its stubs is
+readable only by their user; a private server listens on a socket in a folder of that user.
 """
 
 import contextlib
@@ -34,34 +33,34 @@ SHARED_MEMORY = Path("/dev/shm")
 NVIDIA = Path("/dev/nvidiactl")
 """Device file of machines with NVIDIA GPUs."""
 STOP_SECONDS = 30
-"""How long requests in progress may take to finish when the server is told to stop.
+"""Seconds for running requests to finish when the server stops.
 
-A Triton that has turned requests away for a full queue takes all of it: it keeps a hold on their model.
+A Triton that has refused requests because of a full queue takes all of it: it keeps a reference to their model.
 """
 START_SECONDS = 600
-"""How long loading the models may take; engines of large networks take minutes."""
+"""Timeout of loading the models; engines of large networks take minutes."""
 HANG_SECONDS = 12.0
-"""How long a server may answer nothing before it counts as hanging."""
+"""Seconds without a response after which a server counts as hanging."""
 SECRET_HEADER = "megadit-secret"
 """Header of the secret over HTTP; over gRPC the metadata is `triton-grpc-protocol-` and this."""
 _RESTRICTED = "model-repository,shared-memory,trace,logging"
 """Triton's names of the protocols that need the secret."""
 _NOBODY_S = " No\nbody= \r\n "
-"""A header and its value, of which neither HTTP nor gRPC lets anybody send one."""
+"""A header and value that neither HTTP nor gRPC can transmit."""
 _SOCKET, _SOCKET_PORT = "grpc", 1
-"""Protocol and port of a private server: Triton puts a port behind each address, and finds it taken where gRPC, which
-says 1 of every socket of a file system, does not say the same."""
+"""Name and port of a private server's socket: Triton appends the port to the address, and compares it with gRPC's,
+which is 1 for every Unix socket."""
 _LONGEST_SOCKET = 100
-"""Characters of a path that the kernel takes."""
+"""Most characters of a socket's path."""
 OTHERS_HELP = "take --control_secret though other people of this machine could read it in the process list"
 _PEOPLE = range(1000, 65_534)
-"""User ids of people, as Linux gives them, and not of daemons."""
+"""User ids of people, not of daemons, by Linux convention."""
 _LEAST_SECRET = 32
-"""Characters."""
+"""Least characters of a secret."""
 _RESPONSES_IN_MEMORY = 256
-"""Most responses of a stream whose client does not read; where there are more, the model waits for it."""
+"""Most waiting responses of a stream; if its client does not read them, the model waits."""
 _DEAD_STUB_SECONDS = 2.0
-"""How long a stub may be dead: Triton buries those that it ends itself, and serves no more once one died on its own."""
+"""Seconds that a stub may be dead: Triton reaps stubs that it ends itself, and fails once one died on its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,20 +71,20 @@ class Ports:
 
     @classmethod
     def free(cls) -> "Ports":
-        """Three ports that nobody listens on at this moment."""
+        """Three ports that are free at this moment."""
         http, grpc, metrics = free_ports(3)
         return cls(http=http, grpc=grpc, metrics=metrics)
 
     def check_free(self, host: str, names: Iterable[str] = tuple(PORT_FLAGS)) -> None:
         """Raises:
-        UserError: if somebody listens on one of them.
+        UserError: if one of them is in use.
         """
         for name in names:
             check_free(host, getattr(self, name), PORT_FLAGS[name], name)
 
 
 def check_repository(path: Path) -> None:
-    """Raises UserError where there is no model, or a bundle, of which a repository has yet to be made."""
+    """Raises UserError unless this is a model repository; for a bundle, with the command that builds one."""
     if is_bundle(path):
         raise UserError(
             f"{path} is a bundle; make a model repository of it: `megadit serve build-repository {path} OUT`"
@@ -96,8 +95,8 @@ def check_repository(path: Path) -> None:
 
 
 def check_memory(path: str | os.PathLike, models: tuple[str, ...]) -> None:
-    """Raises UserError if the weights of the chosen models alone are far too large for this machine; on one with GPUs,
-    which they go to, nothing is counted."""
+    """Raises UserError if the weights of the chosen models are far too large for the memory of a machine without
+    GPUs."""
     if not NVIDIA.exists():
         needed = sum(map(_weight_bytes, _configs(Path(path), models)))
         check_memory_fits(
@@ -120,9 +119,9 @@ def _weight_bytes(config: Path) -> float:
 
 
 class LocalServer:
-    """A context manager that owns one tritonserver, its stubs, its ports and its shared memory: `process` is its life.
+    """A context manager that owns one tritonserver (`process`), its stubs, its ports and its shared memory.
 
-    Every region of shared memory carries a prefix of its own, by which what a crash left is removed.
+    All its regions of shared memory have a unique prefix, by which leftovers of a crash are removed.
     """
 
     def __init__(
@@ -139,14 +138,18 @@ class LocalServer:
         hang_seconds: float = HANG_SECONDS,
         arguments: tuple[str, ...] = (),
     ) -> None:
-        """`models` are loaded at start (none: an empty tuple); `log` takes the server's output (None: our own).
+        """Prepare a server; entering the context starts it.
 
-        Whoever has `control_secret` may load and unload models while the server runs; None: nobody may. One that
-        `is_private` listens on no port but that of its metrics: processes of the same user alone reach it, over gRPC.
-        `arguments` are passed to tritonserver as they are.
+        Args:
+            models: loaded at start (an empty tuple: none).
+            log: file for the server's output (None: the output of this process).
+            control_secret: allows its holder to load and unload models at run time; None: not possible.
+            is_private: listens on a Unix socket instead of ports, except for metrics: only processes of the same user
+                reach it, over gRPC.
+            arguments: passed to tritonserver unchanged.
 
         Raises:
-            UserError: if `repository` is no directory, lacks one of the models, a port is taken, or there is no
+            UserError: if `repository` is not a directory, lacks one of the models, a port is in use, or there is no
                 tritonserver.
         """
         self.repository = Path(repository).absolute()
@@ -195,7 +198,7 @@ class LocalServer:
 
     def __enter__(self) -> "LocalServer":
         """Raises:
-        UserError: if a port is taken, or the server ends first (tells its last complaint) or is not ready in time.
+        UserError: if a port is in use, or the server ends (with its last error) or is not ready in time.
         """
         self.process.__enter__()
         return self
@@ -249,7 +252,7 @@ class LocalServer:
 
     @property
     def _chosen_models(self) -> Path | None:
-        """A repository of the chosen models alone, where only some are chosen and none is loaded later."""
+        """A repository of only the chosen models, if some are chosen and none is loaded later."""
         if "*" in self._models or self._control_secret is not None:
             return None
         return Path(tempfile.gettempdir()) / f"{self._prefix}models"
@@ -265,7 +268,7 @@ class LocalServer:
                 (self._chosen_models / name).symlink_to(self.repository / name)
 
     def _is_ready(self) -> bool:
-        """Whether the server answers and every model that was asked for is loaded."""
+        """Whether the server responds and every requested model is loaded."""
         return self._says("ready")
 
     def _ailment(self) -> Ailment | None:
@@ -279,7 +282,7 @@ class LocalServer:
         return None
 
     def _says(self, state: str) -> bool:
-        """Whether it says that it is `live`, or `ready`, and soon."""
+        """Whether it reports that it is `live`, or `ready`, within a short timeout."""
         if self._folder is None:
             return responds(f"http://{self.http_url}/v2/health/{state}")
         from tritonclient.grpc import InferenceServerClient
@@ -304,7 +307,7 @@ class LocalServer:
         if self._log is None:
             return "see its output above"
         lines = self._log.read_text(errors="replace").splitlines()
-        # a model that fails is the cause, what the server says when it ends is the consequence
+        # the error of a model is the cause, later errors of the server are consequences
         for sign in ("Poll failed", "failed to load '", "error: "):
             complaints = [line for line in lines if sign in line]
             if complaints:
@@ -318,16 +321,16 @@ class LocalServer:
 
 
 def _short_folder() -> Path:
-    """Return a folder in which a socket's path is no longer than the kernel takes."""
+    """Return a folder with a path short enough for a socket."""
     folder = Path(tempfile.gettempdir())
     return folder if len(str(folder)) + len("megadit_0000000_00000000_/grpc:1") < _LONGEST_SOCKET else Path("/tmp")
 
 
 def control_secret(path: Path | None, *, even_if_others_see_it: bool) -> str | None:
-    """The secret in a file, as `secret_in`, of a server that loads models while it runs; None without a file.
+    """The secret of a server that loads models at run time, from a file as `secret_in`; None without a file.
 
     Raises:
-        UserError: as `secret_in`; and where other people use this machine, who could read it in the process list.
+        UserError: as `secret_in`, and if other people use this machine, who could read it in the process list.
     """
     if path is None:
         return None
@@ -339,14 +342,14 @@ def control_secret(path: Path | None, *, even_if_others_see_it: bool) -> str | N
     if others and not even_if_others_see_it:
         raise UserError(
             f"other users of this machine (uid {', '.join(map(str, others[:5]))}) could read the secret in "
-            "tritonserver's command line, and with it run code of theirs: serve in a container, replace models with "
+            "tritonserver's command line, and run code with it: serve in a container, replace models with "
             "`megadit serve up --drain` instead of --control_secret, or say --even_if_others_see_it"
         )
     return secret_in(path)
 
 
 def secret_in(path: str | os.PathLike) -> str:
-    """The secret that a file holds; where it is missing it is made, with a new secret, for its owner alone.
+    """The secret in a file; a missing file is created with a new secret, readable only by its owner.
 
     Raises:
         UserError: if the file cannot be read or written, or holds too short a text.
@@ -370,7 +373,7 @@ def secret_in(path: str | os.PathLike) -> str:
 
 
 def _states_of_stubs(group: int) -> set[str]:
-    """States of the Python backend's processes in a process group, as /proc/PID/stat has them."""
+    """States of the Python backend's processes in a process group, from /proc/PID/stat."""
     states = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

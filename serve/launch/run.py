@@ -1,4 +1,4 @@
-"""`megadit serve run`: a Triton server of a model repository, on this machine or in the vendor's container."""
+"""`megadit serve run`: runs a Triton server on a model repository, on this machine or in NVIDIA's container."""
 
 import os
 import shlex
@@ -25,7 +25,7 @@ from megadit.serve.repository.model_config import PATHS, parameter_in
 from megadit.serve.supervise import keep_running, print_on_stderr
 
 IMAGE = "megadit-serve"
-"""The image that serve/Dockerfile builds: the vendor's container with megadit in it."""
+"""The image that serve/Dockerfile builds: NVIDIA's container with megadit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +34,15 @@ class RunOptions:
         help="model repository of `megadit serve build-repository`", positional=True, metavar="REPOSITORY"
     )
     models: tuple[str, ...] = setting(
-        (), "load this model alone; may be repeated", names=("--model",), metavar="NAME", repeated=True
+        (), "load only this model; may be repeated", names=("--model",), metavar="NAME", repeated=True
     )
     host: str = setting("127.0.0.1", "address to listen on (default: {default}; 0.0.0.0: all)")
     http_port: int = setting(8000, "HTTP port of Triton (default: {default})", metavar="PORT")
     grpc_port: int = setting(8001, "gRPC port of Triton (default: {default})", metavar="PORT")
     metrics_port: int = setting(8002, "port of Triton's metrics (default: {default})", metavar="PORT")
     control_secret: Path | None = setting(
-        None, "allow models to be replaced at run time with the secret in this file, which is made (default: never)"
+        None,
+        "allow models to be replaced at run time with the secret in this file, made if missing (default: never)",
     )
     even_if_others_see_it: bool = setting(False, OTHERS_HELP)
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
@@ -53,7 +54,7 @@ class RunOptions:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the server until it is told to stop (Ctrl-C, SIGTERM); returns the exit code."""
+    """Runs the server until a signal (Ctrl-C, SIGTERM); returns the exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -81,7 +82,7 @@ def _run(argv: list[str]) -> int:
     try:
         return keep_running(server.process, report=print_on_stderr)
     except KeyboardInterrupt:
-        return 0  # being told to stop is how a server ends
+        return 0  # a signal is the normal end of a server
 
 
 def docker_command(
@@ -93,12 +94,12 @@ def docker_command(
     image: str = IMAGE,
     gpus: str = "all",
 ) -> list[str]:
-    """The production command: the vendor's server, with memory to pass videos in, and a restart when it fails.
+    """The production command: NVIDIA's container, with shared memory for videos, and a restart policy.
 
     `host` is the address of this machine on which its ports are published.
 
     Raises:
-        UserError: if `repository` is no directory.
+        UserError: if `repository` is not a directory.
     """
     path = Path(repository).absolute()
     check_repository(path)

@@ -1,11 +1,11 @@
-"""Search for this machine's tritonserver, and preparation of what it needs around it.
+"""Finds this machine's tritonserver, and prepares its environment.
 
-The vendor's container has one on its PATH, with every backend in place. Elsewhere the `nvidia-pytriton` package carries
-the same server with the Python backend, whose interpreter needs two things that are made here once and cached:
+NVIDIA's container has one on its PATH, with every backend. Elsewhere the `nvidia-pytriton` package contains the same
+server with the Python backend, which needs two things that are made here once and cached:
 
 - one directory with the backend's library and the stub of this Python version side by side;
-- an environment that holds numpy 1 in front of the packages of this one, because that backend was built for numpy 1:
-  with numpy 2 it passes wrong numbers without an error.
+- an environment with numpy 1 before the packages of this one, because that backend was built for numpy 1: with numpy 2
+  it passes wrong numbers without an error.
 """
 
 import hashlib
@@ -40,10 +40,10 @@ class TritonBinary:
 
 
 def find_triton() -> TritonBinary:
-    """The vendor's tritonserver where it is on the PATH, else the one inside `nvidia-pytriton`.
+    """The tritonserver on the PATH, else the one inside `nvidia-pytriton`.
 
     Raises:
-        UserError: if there is neither, or what the second needs cannot be made.
+        UserError: if there is neither, or the environment of the second cannot be made.
     """
     vendors = shutil.which("tritonserver")
     if vendors:
@@ -64,10 +64,10 @@ def find_triton() -> TritonBinary:
 
 
 def prepare(home: Path) -> Path:
-    """The cached directory with `backends/` and `python/` (the environment with numpy 1); made where it is missing.
+    """The cached directory with `backends/` and `python/` (the environment with numpy 1); made if it is missing.
 
     Raises:
-        UserError: if numpy 1 can neither be downloaded nor found in pip's own places.
+        UserError: if pip cannot install numpy 1.
     """
     recipe = "\n".join([NUMPY, sys.version, sys.prefix, str(home), *_package_folders()])
     directory = cache_folder() / f"triton-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
@@ -87,7 +87,7 @@ def _pytriton_home() -> Path:
     home = Path(package.origin).parent / "tritonserver" if package else None
     if home is None or not (home / "bin" / "tritonserver").is_file():
         raise UserError(
-            "there is no tritonserver here: `pip install --no-deps nvidia-pytriton` brings one for tests and small "
+            "there is no tritonserver here: `pip install --no-deps nvidia-pytriton` installs one for tests and small "
             "services; for production, `megadit serve run REPO --docker` prints the command of the vendor's container"
         )
     return home
@@ -105,7 +105,7 @@ def _collect_backend(home: Path, directory: Path) -> None:
 
 
 def _make_environment(directory: Path) -> None:
-    """A virtual environment of numpy 1 alone, then of everything that this interpreter can import."""
+    """Make a virtual environment with numpy 1, followed by all package folders of this interpreter."""
     venv.create(directory, with_pip=False, symlinks=True)
     site_packages = next(directory.glob("lib/python*/site-packages"))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site_packages), NUMPY]
@@ -121,7 +121,7 @@ def _make_environment(directory: Path) -> None:
 
 
 def _package_folders() -> list[str]:
-    """Folders where this process finds packages: PYTHONPATH first, then its environment; standard library left out."""
+    """Package folders of this process: PYTHONPATH first, then its environment, without the standard library."""
     paths = [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     return list(dict.fromkeys([*paths, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
 

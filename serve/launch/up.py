@@ -1,10 +1,10 @@
-"""`megadit serve up`: a Triton server and the gateway in front of it, kept running whatever happens to either.
+"""`megadit serve up`: runs and supervises a Triton server and the gateway in front of it.
 
-Each is watched: one that dies is started again, one that answers nothing for a while is killed first, and a Triton
-whose Python backend lost a process, which would fail every request from then on, counts as dead.
+Both are watched: a process that dies is restarted, one that hangs is killed first, and a Triton whose Python backend
+lost a process, which would fail all further requests, counts as dead.
 
-Told to renew (`serve up --drain`, SIGUSR1), it has the gateway begin no job, waits for those that run, starts Triton
-again, with whatever its repository then holds, and has the gateway go on: jobs are taken all the while.
+To renew (`serve up --drain`, SIGUSR1), the gateway starts no new jobs, running ones finish, Triton is restarted with
+the current contents of its repository, and the gateway continues. Jobs are accepted all the time.
 """
 
 import fcntl
@@ -36,11 +36,11 @@ from megadit.serve.launch.triton_binary import cache_folder
 from megadit.serve.supervise import OwnedProcess, keep_running, print_on_stderr, reachable, responds
 
 _SECONDS_TO_ANSWER = 15
-"""Time that a gateway may take to end beyond its drain."""
+"""Seconds that a gateway may take to end in addition to its drain."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_ORPHANS = 60.0
 _GATEWAY = {"megadit.models.shared.cli.verbs", "serve", "gateway"}
-"""Words of the command line of a gateway that `serve up` began."""
+"""Words in the command line of a gateway that `serve up` started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,26 +56,24 @@ class UpOptions:
     drain_seconds: float = setting(30.0, "seconds for running jobs to finish at the end (default: 30)", metavar="S")
     hang_seconds: float = setting(
         HANG_SECONDS,
-        f"seconds of silence until Triton or the gateway is killed (default: {HANG_SECONDS:g})",
+        f"seconds without a response until Triton or the gateway is killed (default: {HANG_SECONDS:g})",
         metavar="S",
     )
     http_port: int | None = setting(
-        None, "HTTP port of Triton (default: none, a socket that this user alone reaches)", metavar="PORT"
+        None, "HTTP port of Triton (default: none, a socket for this user only)", metavar="PORT"
     )
     grpc_port: int | None = setting(None, "gRPC port of Triton (default: none)", metavar="PORT")
     triton_metrics_port: int = setting(8002, "port of Triton's metrics (default: {default})", metavar="PORT")
-    control_secret: Path | None = setting(
-        None, "file with the secret that lets models be replaced, as of `megadit serve run`"
-    )
+    control_secret: Path | None = setting(None, "file with the secret to replace models, as in `megadit serve run`")
     even_if_others_see_it: bool = setting(False, OTHERS_HELP)
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
     drain: bool = setting(
-        False, "have the `serve up` of this port finish its jobs and load its repository anew; wait until it has"
+        False, "let the running `serve up` of this port finish its jobs and reload its repository; wait for it"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs both until it is told to stop (Ctrl-C, SIGTERM); returns the exit code."""
+    """Runs both until a signal (Ctrl-C, SIGTERM); returns the exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -85,7 +83,7 @@ def _run(argv: list[str]) -> int:
         UpOptions,
         argv[:place],
         prog="megadit serve up",
-        description="A Triton server and the gateway, kept running. What follows `--` goes to `megadit serve gateway`.",
+        description="Runs a Triton server and the gateway. Options after `--` go to `megadit serve gateway`.",
     )
     if options.drain:
         return ask_to_renew(options.port)
@@ -126,20 +124,20 @@ def _run(argv: list[str]) -> int:
 
 
 def _wait_for_orphans(ports: set[int]) -> None:
-    """Waits while servers of a `serve up` that was killed hold these ports: they are told to end, and take a while."""
+    """Waits while servers of a killed `serve up` still hold these ports; they are ending."""
     deadline, has_guidance_embedding = time.monotonic() + _SECONDS_FOR_ORPHANS, False
     while _orphans(ports) and time.monotonic() < deadline:
         if not has_guidance_embedding:
             has_guidance_embedding = True
-            print_on_stderr("servers of an earlier `serve up` still end; waiting for them")
+            print_on_stderr("servers of an earlier `serve up` are still ending; waiting for them")
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def _orphans(ports: set[int]) -> list[int]:
-    """Processes that hold one of these ports for a `serve up` that is gone."""
+    """Processes that hold one of these ports for a `serve up` that has ended."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):  # of those that end meanwhile
+        with suppress(OSError, IndexError):  # processes that end meanwhile
             words = _words(folder)
             is_server = "tritonserver" in {Path(word).name for word in words} or _GATEWAY <= set(words)
             if is_server and any(word.endswith(f"port={port}") for word in words for port in ports):
@@ -155,30 +153,28 @@ def _words(folder: Path) -> list[str]:
 
 
 def _log_of(port: int) -> Path | None:
-    """A file for what Triton says, where somebody looks at a terminal; None: it goes on saying it there, for logs that
-    are collected."""
+    """A log file for Triton's output if stderr is a terminal; None: stderr, for log collectors."""
     if not sys.stderr.isatty():
         return None
     cache_folder().mkdir(parents=True, exist_ok=True)
     log = cache_folder() / f"triton-{port}.log"
-    print_on_stderr(f"tritonserver is loading the models; what it says: {log}")
+    print_on_stderr(f"tritonserver is loading the models; its log: {log}")
     return log
 
 
 def _renew(triton: OwnedProcess, gateway: OwnedProcess, idle: str, stopping: threading.Event) -> None:
-    """Has Triton load its repository anew while it has no job.
+    """Restarts Triton with its current repository while it has no job.
 
-    One that is just starting is waited for: it has read some of the repository, and ended now it would count as one
-    that cannot start.
+    A Triton that is starting is waited for: ended now, it would count as one that cannot start.
     """
     _wait_for(triton, stopping)
-    print_on_stderr("tritonserver is to start anew: the gateway begins no job, and waits for those that run")
+    print_on_stderr("restarting tritonserver: the gateway starts no new jobs, and waits for running ones")
     while not (responds(idle) or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
-        if gateway.is_ready():  # a gateway that has just been started knows of nothing
+        if gateway.is_ready():  # a gateway that has just been started is not paused
             gateway.signal(signal.SIGUSR1)
     if not stopping.is_set():
         triton.stop()
-        gateway.signal(signal.SIGUSR2)  # begins jobs once Triton is there again
+        gateway.signal(signal.SIGUSR2)  # starts jobs again when Triton is ready
     _wait_for(triton, stopping)
 
 
@@ -188,14 +184,14 @@ def _wait_for(server: OwnedProcess, stopping: threading.Event) -> None:
 
 
 def supervise(servers: list[OwnedProcess], renew: Callable[[threading.Event], None] = lambda _: None) -> int:
-    """Keeps all running until a signal comes, then ends them, the last first; calls `renew` when a SIGUSR1 comes."""
+    """Keeps all servers running until a signal, then ends them, the last first; calls `renew` at SIGUSR1."""
     stopping, renewing, failed = threading.Event(), threading.Event(), []
     signal.signal(signal.SIGUSR1, lambda *_: renewing.set())
 
     def keep(server: OwnedProcess) -> None:
         try:
             keep_running(server, report=print_on_stderr, stopping=stopping)
-        except Exception as error:  # rather no service, which is seen, than one that nobody keeps
+        except Exception as error:  # a visible end is better than an unsupervised service
             failed.append(error)
             stopping.set()
 
@@ -222,9 +218,8 @@ def supervise(servers: list[OwnedProcess], renew: Callable[[threading.Event], No
 
 @contextmanager
 def noted(port: int) -> Iterator[Callable[[], None]]:
-    """Notes within the block, in a file that is held for as long, that this process serves at `port`; what it gives
-    notes that it was renewed. Without effect where another process (in another container) holds that file, or there can
-    be none."""
+    """Records within the block, in a locked file, that this process serves at `port`; yields a function that counts a
+    renewal. Has no effect if another process (in another container) locks the file, or it cannot be created."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(_note(port))
@@ -249,7 +244,7 @@ def noted(port: int) -> Iterator[Callable[[], None]]:
 
 
 def ask_to_renew(port: int) -> int:
-    """Tells the `serve up` at `port` to renew, and waits until it has; the exit code.
+    """Makes the `serve up` at `port` renew, and waits for it; returns the exit code.
 
     Raises:
         UserError: if there is none, or it ends meanwhile.
@@ -262,7 +257,7 @@ def ask_to_renew(port: int) -> int:
             raise UserError(f"the `serve up` at port {port} is not in this container, or not yours") from None
         while _read_note(file, port) == before:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-    print_on_stderr(f"the `serve up` at port {port} has loaded its repository anew")
+    print_on_stderr(f"the `serve up` at port {port} has reloaded its repository")
     return 0
 
 
@@ -278,7 +273,7 @@ def _note(port: int) -> Iterator[int]:
 
 
 def _read_note(file: int, port: int) -> tuple[int, int]:
-    """(process, how often it was renewed)"""
+    """(process id, number of renewals)"""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

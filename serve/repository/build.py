@@ -3,9 +3,9 @@
 text_to_video/config.pbtxt    generated: inputs, batching, queue, instances, limits
 text_to_video/1/model.py      imports megadit's TritonPythonModel
 text_to_video/1/bundle/       the bundle
-text_to_image/                the same for single images, where asked for
-text_to_video_4_calls/        a student of it, where one is given
-denoiser/, video_decoder/     exported networks by themselves, where asked for
+text_to_image/                the same for single images, with --images
+text_to_video_4_calls/        a student of it, with --student
+denoiser/, video_decoder/     exported networks as separate models, with --networks
 
 A CLIP model or a classifier becomes `image_to_features`, `text_to_features` or `image_to_classes` instead.
 """
@@ -65,20 +65,22 @@ def build_repository(
     signing: SigningOptions | None = None,
     students: Sequence[str | os.PathLike] = (),
 ) -> Path:
-    """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
+    """Writes the repository atomically, and returns its path; an existing one is replaced.
 
-    `runtime` is torch, or onnx or tensorrt for a bundle that `megadit export` made. `limits` replaces fields of
-    `Limits` (those left out follow from the bundle's defaults).
-    `with_networks` adds each exported network as a model of Triton's own backends. `adapters` is the folder of those
-    that requests may name, which is read while requests are served and not copied; `adapter_bytes` of them stay in
-    memory; `defaults` are changes of the bundle's, such as num_steps=20; `guardrail_dir` is the folder of a content
-    filter (`infer/hooks/guardrail.py`), and `scorer_dir` that of a scorer (`infer/hooks/scorer.py`) for requests that
-    ask to be evaluated, which are run where they are, in Triton; `signing` names what videos are signed with, of
-    which the repository holds the paths alone. `students` are bundles that `megadit distill` made of this one, each a
-    model of its own, named by its calls.
+    Args:
+        runtime: torch, or onnx or tensorrt for a bundle that `megadit export` made.
+        limits: fields of `Limits`; others follow from the bundle's defaults.
+        with_networks: adds each exported network as a model of Triton's own backends.
+        adapters: folder of adapters that requests may name, read at run time and not copied.
+        adapter_bytes: limit of the unused adapters that stay in memory.
+        defaults: changes to the bundle's defaults, such as num_steps=20.
+        guardrail_dir: folder of a content filter (`infer/hooks/guardrail.py`), executed in Triton and not copied.
+        scorer_dir: folder of a scorer (`infer/hooks/scorer.py`) for requests with `evaluate`, likewise.
+        signing: files to sign videos with; the repository holds only their paths.
+        students: bundles that `megadit distill` made of this one; each becomes a model, named by its calls.
 
     Raises:
-        UserError: for a checkpoint that cannot be served, and a directory that holds something else.
+        UserError: for a checkpoint that cannot be served, and a directory that holds other files.
     """
     if dtype != AUTO:
         find_dtype(dtype)
@@ -102,7 +104,7 @@ def build_repository(
     others = {"adapters": str(folder or ""), "adapter_bytes": str(adapter_bytes)}
     signing = signing or SigningOptions()
     load_marker(signing)
-    found = signing.found()  # of the environment, too: a container has another
+    found = signing.found()  # from the environment, too: a container has another one
     others |= {name: str(found.get(name, "")) for name in asdict(signing)}
     others["guardrail_dir"] = "" if guardrail_dir is None else str(find_guardrail(guardrail_dir).parent)
     others["scorer_dir"] = "" if scorer_dir is None else str(find_scorer(scorer_dir).parent)
@@ -127,14 +129,14 @@ def _students(paths: Sequence[str | os.PathLike], runtime: str) -> dict[str, Bun
     """Students by the names of their models.
 
     Raises:
-        UserError: for a bundle that is none, or two of as many calls.
+        UserError: for a bundle that is not a student, or two students with the same number of calls.
     """
     found: dict[str, Bundle] = {}
     for path in paths:
         student = open_bundle(path)
         has_guidance_embedding = student.config.guidance_embedding_range is not None
         if (calls := calls_of(student.defaults.to_dict(), has_guidance_embedding=has_guidance_embedding)) is None:
-            raise UserError(f"--student {path} is no student: its defaults have guidance, or no sigmas of their own")
+            raise UserError(f"--student {path} is not a student: its defaults have guidance, or no sigmas of their own")
         if (name := f"{MODEL}_{calls_in_words(calls).replace(' ', '_')}") in found:
             raise UserError(f"--student {path} takes as many calls as {found[name].path}: serve one of them")
         if runtime != TORCH:
@@ -153,7 +155,7 @@ def _adapter_folder(path: str | os.PathLike, bundle: Bundle, runtime: str, sched
     if runtime != TORCH and adapter_inputs(bundle, runtime) is None:
         raise UserError(f"--adapters: {bundle.path} was {NO_ADAPTER_INPUTS}")
     if not folder.is_dir():
-        raise UserError(f"{path} is no folder; adapters are the folders and .safetensors files in one")
+        raise UserError(f"{path} is not a folder; adapters are the folders and .safetensors files in it")
     return folder
 
 
@@ -164,7 +166,7 @@ def service_info(
     runtime: str = "torch",
     adapters: Path | None = None,
 ) -> ServiceInfo:
-    """Build the description of a bundle's service that its clients get."""
+    """Build the description of a bundle's service for clients."""
     pixels = defaults.num_frames * defaults.height * defaults.width
     multiple = bundle.load_tokenizer().spatial_compression * bundle.config.patch_spatial
     shared_memory = {
@@ -202,7 +204,7 @@ def _adapter_info(bundle: Bundle, folder: Path, runtime: str, max_rank: int) -> 
 
 
 def _defaults_of(folder: Path, name: str) -> dict[str, Any]:
-    """Return an adapter's default settings; {} for an unreadable one: requests that name it get the error."""
+    """Return an adapter's default settings; {} for an unreadable one: requests that use it get the error."""
     try:
         return check_asked(open_adapter(find_adapter(folder, name, sys.maxsize)).defaults, f"{name}: ")
     except UserError:
@@ -218,34 +220,34 @@ _OF_FEATURES = ("networks", "runtime", *settings_of(Scheduling), *LIMITS)
 class RepositoryOptions:
     checkpoint: str = setting(help="a bundle or a training directory", positional=True, metavar="CHECKPOINT")
     repository: str = setting(help="the directory to write", positional=True, metavar="REPOSITORY")
-    images: bool = setting(False, f"add the model {IMAGE_MODEL}, which makes single images")
-    networks: bool = setting(False, "add each exported network, for pipelines of your own (with --runtime)")
+    images: bool = setting(False, f"add the model {IMAGE_MODEL} for single images")
+    networks: bool = setting(False, "add each exported network as a model, for your own pipelines (with --runtime)")
     dtype: str = setting(
         AUTO,
         "dtype of the network: float32, bfloat16, float16, or auto (default): as its weights are stored, "
-        "where the device multiplies that",
+        "where the device supports that",
     )
     adapters: Path | None = setting(
         None, "folder of adapters that requests may name; read at run time, not copied", metavar="DIR"
     )
     adapter_bytes: int = setting(
         CACHE_BYTES,
-        "bytes of adapters that stay in memory while nobody asks for them (default: 2 GiB)",
+        "bytes of unused adapters that stay in memory (default: 2 GiB)",
         low=0,
         metavar="N",
     )
     guardrail_dir: Path | None = setting(
-        None, "folder of a content filter, which sees every prompt and video; run there, not copied", metavar="DIR"
+        None, "folder of a content filter for every prompt and video; executed there, not copied", metavar="DIR"
     )
     student: tuple[Path, ...] = setting(
         (),
-        "a bundle that `megadit distill` made of it, served beside it under a name of its own; repeat for several",
+        "a student by `megadit distill`, served as another model; repeat for several",
         repeated=True,
         metavar="BUNDLE",
     )
     scorer_dir: Path | None = setting(
         None,
-        "folder of a scorer (scorer.py) for videos whose requests ask for scores; run there, not copied",
+        "folder of a scorer (scorer.py) for requests that ask for scores; executed there, not copied",
         metavar="DIR",
     )
     runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
@@ -283,7 +285,7 @@ def _run(argv: list[str]) -> None:
         groups=GROUPS,
         examples=EXAMPLES,
         prog="megadit serve build-repository",
-        description="Turns a bundle, or a training directory, into a model repository that Triton loads unchanged.",
+        description="Turns a bundle, or a training directory, into a Triton model repository.",
     )
     bundle = open_any_bundle(options.checkpoint)
     path = _of_videos(options) if bundle.kind == "video" else _of_features(bundle, options)
@@ -313,7 +315,7 @@ def _of_videos(options: RepositoryOptions) -> Path:
 
 
 def _of_features(bundle: Bundle, options: RepositoryOptions) -> Path:
-    """Build the repository of a CLIP model or a classifier; raises UserError for an option of videos alone."""
+    """Build the repository of a CLIP model or a classifier; raises UserError for options that are only for videos."""
     asked = _by_name(options)
     plain = _by_name(RepositoryOptions(checkpoint=options.checkpoint, repository=options.repository))
     if wrong := [name for name in asked if asked[name] != plain[name] and name not in _OF_FEATURES]:
@@ -329,7 +331,7 @@ def _of_features(bundle: Bundle, options: RepositoryOptions) -> Path:
 
 
 def _by_name(options: RepositoryOptions) -> dict[str, Any]:
-    """The values of options, those of groups among them."""
+    """The values of options, including those of groups."""
     values = {each.name: getattr(options, each.name) for each in fields(options)}
     groups = {name: asdict(value) for name, value in values.items() if is_dataclass(value)}
     return {name: value for each in values for name, value in groups.get(each, {each: values[each]}).items()}

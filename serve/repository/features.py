@@ -1,8 +1,8 @@
-"""Triton model repository of a CLIP model or a classifier: the models of `features.py`.
+"""Triton model repository of a CLIP model or a classifier: the models of `backend/features.py`.
 
 image_to_features/, text_to_features/   of a CLIP model
-image_to_classes/                       of a classifier; labels.txt names its classes, as Triton's clients ask for them
-image_tower/, text_tower/, classifier/  exported networks by themselves, where asked for
+image_to_classes/                       of a classifier; labels.txt names its classes, for Triton's clients
+image_tower/, text_tower/, classifier/  exported networks as separate models, with --networks
 """
 
 import json
@@ -36,7 +36,7 @@ def build_feature_repository(
     with_networks: bool = False,
     limits: dict[str, int] | None = None,
 ) -> Path:
-    """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
+    """Writes the repository atomically, and returns its path; an existing one is replaced.
 
     `limits` replaces those of `LIMITS`; `with_networks` adds each exported network as a model of Triton's own backends.
 

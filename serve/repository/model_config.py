@@ -12,7 +12,7 @@ from megadit.serve.contract import INPUTS, ServiceInfo
 from megadit.serve.events import DATA, EVENT
 
 PATHS = ("adapters", "guardrail_dir", "scorer_dir", "c2pa_certificate", "c2pa_key")
-"""Parameters that name files and folders outside of the repository, read at run time."""
+"""Parameters with paths outside of the repository, read at run time."""
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -21,28 +21,28 @@ class Scheduling:
     """How Triton queues and batches requests."""
 
     device: str = setting("auto", "auto, cpu, or GPU numbers such as 0,1 (default: {default})", metavar="NAME")
-    """auto: every GPU, or the CPU where there is none."""
+    """auto: every GPU, or the CPU if there is none."""
     instances: int = setting(1, "pipelines on each device (default: {default})", above=0, metavar="N")
     ranks: int = setting(
         1,
-        "processes, each on a device of its own, that make a video together (default: {default})",
+        "processes, each on its own device, that generate a video together (default: {default})",
         above=0,
         metavar="N",
     )
-    """GPU numbers are then taken so many at a time, each time for one instance."""
+    """GPU numbers are divided into groups of this size, one for each instance."""
     tp_size: int = setting(
         1, "ranks that share the network's matrices (tensor parallelism; default: {default})", above=0
     )
     cp_size: int = setting(
         1, "ranks that share the tokens of a video (context parallelism; default: {default})", above=0
     )
-    """Further ranks share the videos of a batch, and the conditional and unconditional pass."""
+    """Additional ranks share the videos of a batch, and the conditional and unconditional pass."""
     max_batch_size: int = setting(8, "requests in one batch (default: {default})", above=0, metavar="N")
-    """Requests of equal settings are then made in one batch."""
+    """Requests of equal settings share a batch."""
     max_queue_size: int = setting(64, "requests that may wait (default: {default})", above=0, metavar="N")
-    """At each priority; one more is answered UNAVAILABLE."""
+    """The limit is per priority; further requests get UNAVAILABLE."""
     queue_seconds: float = setting(300.0, "seconds that a request may wait (default: 300)", above=0, metavar="S")
-    """A request that waited longer is answered UNAVAILABLE; requests may set a shorter time of their own."""
+    """A request that waited longer gets UNAVAILABLE; requests may set a shorter time."""
     batching_seconds: float = setting(
         0.02, "seconds that a request waits for others to join its batch (default: {default})", low=0, metavar="S"
     )
@@ -68,7 +68,7 @@ class Scheduling:
         return self.device.split(",") if self.device not in ("auto", "cpu") else []
 
     def parameters(self) -> dict[str, str]:
-        """Parameters of the backend that say its ranks."""
+        """Parameters of the backend for its ranks."""
         sizes = {name: getattr(self, name) for name in ("ranks", "tp_size", "cp_size")}
         return {"device": self.device, **{name: str(size) for name, size in sizes.items()}}
 
@@ -82,7 +82,7 @@ def service_config(
     runtime: str = "torch",
     others: Mapping[str, str] = NO_OTHERS,
 ) -> str:
-    """config.pbtxt of the model `name`, which serves what `info` says; `others` are parameters of the backend's own."""
+    """config.pbtxt of the model `name` with the service of `info`; `others` are parameters of the backend."""
     return "\n".join(
         [
             "# Written by `megadit serve build-repository`. Numbers may be edited; the server reads them when it loads",
@@ -104,7 +104,7 @@ def service_config(
             "",
             _warmup(),
             "",
-            "# Defaults, limits and what else clients are told.",
+            "# Defaults, limits and other facts for clients.",
             _parameter("service", info.to_json()),
             _parameter("runtime", runtime),
             _parameter("dtype", dtype),
@@ -124,8 +124,8 @@ def features_config(
     labels: str | None,
     parameters: Mapping[str, str],
 ) -> str:
-    """config.pbtxt of the model `name`, which answers each `input` with a row of `width` numbers; the lines of the file
-    `labels` name each of them."""
+    """config.pbtxt of the model `name`, which returns a row of `width` numbers for each `input`; the lines of the file
+    `labels` name them."""
     named = f' label_filename: "{labels}"' if labels else ""
     return "\n".join(
         [
@@ -197,12 +197,12 @@ model_warmup [
 
 
 def _parameter(key: str, value: str) -> str:
-    # a JSON string is a string of the protobuf text format, but for characters beyond ASCII, which json escapes
+    # a JSON string is valid in the protobuf text format, since json escapes characters beyond ASCII
     return f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value)} }} }}'
 
 
 def parameter_in(config: str, key: str) -> str:
-    """A parameter of a config.pbtxt that `service_config` wrote; "" where it has none."""
+    """A parameter of a config.pbtxt that `service_config` wrote; "" if it has none."""
     found = re.search(rf'^parameters {{ key: "{key}" value {{ string_value: (".*") }} }}$', config, re.MULTILINE)
     return json.loads(found[1]) if found else ""
 

@@ -1,4 +1,4 @@
-"""A model's folder in a repository: config.pbtxt, what Triton's Python backend loads, the bundle that this reads."""
+"""A model's folder in a repository: config.pbtxt, model.py, and the bundle."""
 
 import os
 import shutil
@@ -17,15 +17,15 @@ __all__ = ["TritonPythonModel"]
 
 
 def check_replaceable(path: Path, models: Collection[str]) -> None:
-    """Raises UserError for a folder that holds something else than a repository with one of our `models`."""
+    """Raises UserError for a folder that is not a repository with one of our `models`."""
     if path.is_dir() and any(path.iterdir()) and not any((path / name / "config.pbtxt").is_file() for name in models):
         raise UserError(f"{path} holds no {' or '.join(models)} but other files, and would be replaced; choose another")
 
 
 def write_model(repository: Path, name: str, *, config: str, module: str, bundle: Path) -> Path:
-    """Writes the model `name`, which `megadit.serve.backend.{module}` is, and returns its copy of the bundle.
+    """Writes the model `name`, implemented by `megadit.serve.backend.{module}`, and returns its copy of the bundle.
 
-    It shares the files of a `bundle` that lies in the repository, which large weights would otherwise take up twice.
+    If `bundle` is in the repository already, its files are shared, so that large weights are stored once.
     """
     check_own(bundle)
     version = repository / name / "1"

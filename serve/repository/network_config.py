@@ -1,7 +1,7 @@
-"""Plain Triton models of a bundle's exported networks, for people who compose a pipeline of their own.
+"""Plain Triton models of a bundle's exported networks, for custom pipelines.
 
 They are served by Triton's own backends, without Python: tensors in, tensors out, as in the folder's settings.json.
-Their ONNX backend opens sessions without the options of ours, so that not every number type runs everywhere.
+Triton's ONNX backend does not set our session options, so that not every precision runs everywhere.
 """
 
 import shutil
@@ -27,10 +27,10 @@ _DATA_TYPES = {
 
 _WHERE = {
     "bf16": "GPUs: no CPU opens it",
-    "fp8": "GPUs: this backend moves its roundings on CPUs",
-    "int8": "GPUs and CPUs with VNNI: on others this backend cuts off sums of 8-bit products, a few percent of a layer",
+    "fp8": "GPUs: this backend moves its quantization on CPUs",
+    "int8": "GPUs and CPUs with VNNI: on others this backend saturates 8-bit sums, an error of some percent of a layer",
 }
-"""Precision of a denoiser -> where Triton's own ONNX backend computes what was compared; others anywhere."""
+"""Precision of a denoiser -> where Triton's own ONNX backend gives the verified results; others run anywhere."""
 
 
 def _latents(config: DiTConfig) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ _OUTPUT_DIMS: dict[str, Callable[[DiTConfig], tuple[int, ...]]] = {
     "classifier": lambda config: (-1, config.num_classes or config.hidden_size),
     **dict.fromkeys(TOWERS, lambda config: (-1, config.text_tower.embedding_size)),
 }
-"""Network -> the sides of its output, -1 where they are open; of others latents."""
+"""Network -> the shape of its output, -1 for dynamic axes; other networks return latents."""
 
 
 def write_networks(bundle: Bundle, runtime: str, repository: Path) -> list[str]:
@@ -65,13 +65,13 @@ def write_networks(bundle: Bundle, runtime: str, repository: Path) -> list[str]:
         config = network_config(exported.network(name), runtime, bundle.config, precision)
         (version.parent / "config.pbtxt").write_text(config)
         suffix = _PLATFORMS[runtime][1]
-        for file in exported.directory.glob(f"{name}{suffix}*"):  # large weights lie beside an ONNX file
+        for file in exported.directory.glob(f"{name}{suffix}*"):  # large weights are next to an ONNX file
             shutil.copy2(file, version / file.name)
     return list(exported.settings["networks"])
 
 
 def network_config(spec: NetworkSpec, runtime: str, config: DiTConfig, precision: str | None = None) -> str:
-    """config.pbtxt of one network; its batch is an open side like the others. `precision` is that of denoisers."""
+    """config.pbtxt of one network; its batch is a dynamic axis like the others. `precision` is that of denoisers."""
     platform, suffix = _PLATFORMS[runtime]
     inputs = ",\n".join(
         f'  {{ name: "{tensor.name}" data_type: {_DATA_TYPES[tensor.dtype]} dims: [ {_dims(tensor.axes)} ] }}'

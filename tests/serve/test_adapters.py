@@ -133,9 +133,7 @@ def test_of_two_networks_each_has_its_own(frames, bundle_dir, tmp_path):
     run(engine, wrong := Asker(replace(REQUEST, adapters=("own",))))
     assert "was trained with one of the experts" in str(wrong.endings) and "low=own" in str(wrong.endings)
     one = service_info(Bundle.open(bundle_dir), pair.defaults, None, adapters=folder)
-    with pytest.raises(
-        UserError, match="adapter high=1: this service has one network, for all noise levels: ask for 1"
-    ):
+    with pytest.raises(UserError, match="adapter high=1: this service has one network for all noise levels: use 1"):
         one.check_adapters(replace(REQUEST, adapters=("high=1",)))
 
 
@@ -216,7 +214,7 @@ def test_an_adapter_counts_by_its_bytes_in_memory(engine, bundle_dir, tmp_path):
     engine.adapters = tmp_path
     size = (tmp_path / "small.safetensors").stat().st_size
     engine.info = replace(engine.info, limits=replace(engine.info.limits, max_adapter_bytes=2 * size))
-    with pytest.raises(UserError, match="bytes of memory; this service gives"):
+    with pytest.raises(UserError, match="bytes of memory; this service allows"):
         engine.check(replace(REQUEST, adapters=("small",)))
 
 
@@ -327,7 +325,7 @@ def test_an_adapter_of_other_weights_is_refused(engine, adapter_dir, bundle_dir,
 def test_a_service_without_a_folder_takes_none(engine, bundle_dir, tmp_path):
     engine.info = replace(engine.info, adapters=None)
     run(engine, each := asker("one"))
-    assert "takes no adapters" in str(each.endings[0])
+    assert "supports no adapters" in str(each.endings[0])
     with pytest.raises(UserError, match="is no folder"):
         build_repository(bundle_dir, tmp_path / "models", adapters=tmp_path / "nowhere")
 

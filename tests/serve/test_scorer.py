@@ -61,7 +61,7 @@ def test_scores_are_given_to_who_asks_and_a_judge_that_fails_costs_no_video(judg
 def test_a_service_without_a_judge_refuses(pipeline, bundle_dir):
     bundle = Bundle.open(bundle_dir)
     run(Engine(pipeline, service_info(bundle, bundle.defaults, None)), asker := Asker(ASKED))
-    assert isinstance(asker.endings[0], InvalidRequestError) and "has no judge" in str(asker.endings[0])
+    assert isinstance(asker.endings[0], InvalidRequestError) and "has no scorer" in str(asker.endings[0])
     assert not asker.events, "before any work"
 
 

@@ -92,5 +92,5 @@ def test_a_service_that_is_none_is_one_line(asked, tmp_path, monkeypatch, answer
 def test_an_answer_that_drips_is_given_up(asked, tmp_path, monkeypatch):
     videos = asked(tmp_path, content=httpx.Response(200, content=iter([b"a", b"b"])))
     monkeypatch.setattr(service, "_SECONDS_OF_AN_ANSWER", -1.0)
-    with pytest.raises(UserError, match="drips: [0-9]+ bytes in 0 s"):
+    with pytest.raises(UserError, match="is too slow: [0-9]+ bytes in 0 s"):
         videos()

@@ -146,19 +146,19 @@ def test_one_refused_side_leaves_the_other(studio):
 def test_a_service_that_cannot_answer_is_told_in_one_line(monkeypatch, capsys):
     class Failing:
         def info(self):
-            raise ServiceError("text_to_video is not a model of megadit's")
+            raise ServiceError("text_to_video is not a model of megadit")
 
     monkeypatch.setattr(demo, "_client", lambda *_: nullcontext(Failing()))
     monkeypatch.setitem(sys.modules, "megadit.serve.page.layout", SimpleNamespace(show=None))  # gradio takes seconds
     monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
     assert demo.main([]) == 2
-    assert capsys.readouterr().err == "error: text_to_video is not a model of megadit's\n"
+    assert capsys.readouterr().err == "error: text_to_video is not a model of megadit\n"
 
 
 def test_without_service_and_bundle_it_says_what_to_do(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert verbs.main(["serve", "demo", "--url", "grpc://127.0.0.1:1"]) == 2
-    assert "no Triton server answers" in capsys.readouterr().err
+    assert "no Triton server responds" in capsys.readouterr().err
     with pytest.raises(UserError, match="make demo"), service(None, "no/such/bundle"):
         pass
     assert verbs.main(["serve", "demo", "--student", "somewhere"]) == 2
