@@ -73,7 +73,7 @@ def test_one_side_made_static(check):
     def fix(graph):
         graph.input[0].type.tensor_type.shape.dim[3].dim_value = 4
 
-    with pytest.raises(ValueError, match=r"fixed side 3 \(height\) of its input x at 4"):
+    with pytest.raises(ValueError, match=r"fixed axis 3 \(height\) of its input x at 4"):
         check(fix)
 
 

@@ -353,7 +353,7 @@ def test_what_tensorrt_does_not_read_is_told_with_its_layer(tmp_path):
     plain = helper.make_node("Neg", ["x"], ["y"], name="a/Neg_0")
     with pytest.raises(ValueError, match="no type DOUBLE"):
         check_operators(graph_of(tmp_path, plain, TensorProto.DOUBLE))
-    with pytest.raises(ValueError, match="at most 8 sides"):
+    with pytest.raises(ValueError, match="at most 8 dimensions"):
         check_operators(graph_of(tmp_path, plain, shape=[1] * 9))
     with pytest.raises(ValueError, match="too old"):
         check_operators(graph_of(tmp_path, plain), "8.6.1")
