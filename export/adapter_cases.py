@@ -26,8 +26,7 @@ def adapter_inputs(
     slots: AdapterInputs, batch: int, scales: Sequence[Sequence[float]]
 ) -> tuple[dict[str, Tensor], list[tuple[State, AdapterConfig, Tensor]]]:
     """Graph inputs of random adapters, and the adapters with their scales [B]; they share the rank of the inputs if it
-    is
-    more than one."""
+    is more than one."""
     ranks = (slots.rank - slots.rank // 2, max(slots.rank // 2, 1))
     rows = [scales[sample % len(scales)] for sample in range(batch)]
     if slots.rank == 1:  # no rank left for a second one

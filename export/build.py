@@ -108,8 +108,7 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
 
     Raises:
         UserError: if the source is no bundle, its network cannot be exported, sizes are unsupported or the disk is
-        full;
-            if an exported network differs from torch, with the layer.
+            full; if an exported network differs from torch, with the layer.
     """
     settings = settings or ExportSettings()
     bundle, out = with_changed_defaults(open_any_bundle(source), settings.defaults.default), Path(out)

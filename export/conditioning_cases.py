@@ -28,8 +28,7 @@ MEDIA: dict[str, Callable[[np.ndarray], dict[str, Any]]] = {
 
 def combined_conditioning(bundle: Bundle) -> dict[str, Media]:
     """Random conditioning media by name of a case: each kind by itself, or all at once in networks that read them as
-    extra
-    channels."""
+    extra channels."""
     media = {kind: random_medium(kind, bundle.defaults, seed=4) for kind in bundle.conditionings}
     if bundle.config.conditioning.is_among:
         return {kind: (medium,) for kind, medium in media.items()}

@@ -68,8 +68,7 @@ class ConditionedDenoiserGraph(DenoiserGraph):
 
 class ChannelDenoiserGraph(DenoiserGraph):
     """D(x; sigma) of a network with conditioning channels. Inputs are also the mask of pixel frames (M, T, H, W), and
-    maybe
-    image features."""
+    maybe image features."""
 
     def forward(self, x, sigma, text, text_length, fps, *more: Tensor) -> Tensor:
         guidance, (clean, is_clean, *more) = self.split_guidance(more)
@@ -202,8 +201,7 @@ def comparable(network: nn.Module, precision: str, ranges: Mapping[str, float] |
     """The network with which its graph is compared, so that rounding does not hide differences.
 
     For bfloat16: its weights in float32, because ONNX Runtime has no bfloat16 products on CPUs; results are rounded by
-    the
-    runtime. For 8 bits: with the roundings of the graph, for these ranges.
+    the runtime. For 8 bits: with the roundings of the graph, for these ranges.
     """
     if ranges:
         round_linears(network.denoiser.dit, ranges, precision)

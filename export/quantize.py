@@ -58,8 +58,7 @@ def quantised_linears(dit: nn.Module) -> dict[str, nn.Linear]:
 
 def calibrate(bundle: Bundle, prompts: Sequence[str], name: str = DENOISERS[0]) -> dict[str, float]:
     """The largest input magnitude of each quantised linear of the denoiser of this name, while these prompts are
-    sampled
-    with the bundle's defaults.
+    sampled with the bundle's defaults.
 
     Raises:
         UserError: without prompts.

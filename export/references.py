@@ -46,8 +46,7 @@ def reference_cases(
     network: nn.Module, spec: NetworkSpec, bundle: Bundle, slots: AdapterInputs | None = None
 ) -> list[Case]:
     """Random inputs at the extremes of every axis and at the best sizes; for the denoiser also every sigma with a real
-    text,
-    each kind of conditioning, and adapters in `slots`."""
+    text, each kind of conditioning, and adapters in `slots`."""
     shrunk = partial(_compared, spec, bundle)
     inputs = {}
     for extreme in ("min", "opt", "max"):
@@ -90,8 +89,7 @@ def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterI
 
 def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tensor]:
     """Inputs of the best size: a real prompt and an empty text, latents with noise of this level, no conditioning
-    (random
-    values for extra channels) and no adapter."""
+    (random values for extra channels) and no adapter."""
     sizes = _compared(spec, bundle, {name: axis.opt for name, axis in spec.axes.items()})
     features = bundle.load_text_encoder().encode([usual_prompt(bundle), ""])
     text_length, longest = features.length_B, features.features_BLE.shape[1]

@@ -44,8 +44,7 @@ class Profiles:
 
 def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: TextEncoder) -> Profiles:
     """Best: the bundle's defaults. Largest: up to twice their sides and frames, as far as the network can, and four
-    videos;
-    for classifiers and CLIP, 32 images."""
+    videos; for classifiers and CLIP, 32 images."""
     defaults, side = bundle.defaults, tokenizer.spatial_compression * bundle.config.patch_spatial
     frames = _frames_of_patches(defaults.num_frames, bundle.config, tokenizer)
     most_frames = _frames_of_patches(2 * defaults.num_frames, bundle.config, tokenizer)
@@ -200,8 +199,7 @@ def embedding_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenize
 
 def _network(name: str, inputs: Mapping[str, dict[str, Any]], further: tuple[TensorSpec, ...] = ()) -> NetworkSpec:
     """The signature of a network from its inputs by name, ordered as in `INPUTS`, of which some may be missing;
-    `further`
-    come after them."""
+    `further` come after them."""
     tensors = tuple(TensorSpec(name=each, **inputs[each]) for each in INPUTS[name] if each in inputs)
     return NetworkSpec(name=name, inputs=tensors + further, output=OUTPUTS[name])
 
@@ -269,8 +267,7 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
     """Random inputs in the ranges that the network is used with.
 
     For the denoiser: sigmas spread over 0.002 to 80, latents with that much noise, texts of all lengths down to none
-    (the
-    unconditional pass), videos and an image.
+    (the unconditional pass), videos and an image.
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = {tensor.name: tensor.shape(sizes) for tensor in spec.inputs}

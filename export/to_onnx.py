@@ -73,8 +73,7 @@ def export_onnx(
 
 def collect_after(path: Path) -> None:
     """Collects reference cycles that hold weights, if those of the graph at `path` are large: a collection takes a
-    fraction
-    of a second."""
+    fraction of a second."""
     if _data_of(path).exists():
         gc.collect()
 
@@ -155,8 +154,7 @@ def _scale_exactly(traced: torch.fx.GraphModule) -> None:
     """Scales the logits of attention in half precision by two factors whose product is the scale.
 
     The exporter multiplies queries and keys by the scale's root, rounded: in bfloat16 all logits would have the same
-    error
-    of up to 0.4 %.
+    error of up to 0.4 %.
     """
     attention, mul = torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.mul.Tensor
     for node in traced.graph.find_nodes(op="call_function", target=attention):

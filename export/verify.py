@@ -88,8 +88,7 @@ def verify_network(
     """The report of a network that passes.
 
     `weights` are the hashes of torch's; `rebuild` builds the torch network again, to find a layer that differs;
-    `ranges`
-    are those of its 8-bit layers.
+    `ranges` are those of its 8-bit layers.
 
     Raises:
         UserError: if the network does not pass, with the case, the error and the first layer that differs.

@@ -216,9 +216,8 @@ def write_bundle(
 
     `training` says where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them;
     `license` is that of published weights, whose files are copied. `low_noise` are the weights of a low-noise expert
-    with
-    this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`; `words` is the vocabulary of the
-    training captions.
+    with this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`; `words` is the vocabulary of
+    the training captions.
 
     Raises:
         UserError: if the components do not fit each other, or if `out` is a directory that holds something else.

@@ -32,8 +32,7 @@ def float32_by_default() -> Iterator[None]:
 
 def each_in_float32(generator: Callable[..., Iterator[Item]]) -> Callable[..., Iterator[Item]]:
     """Decorates a generator whose items are each computed within `float32_by_default`; between items, the caller's
-    default
-    applies."""
+    default applies."""
 
     @wraps(generator)
     def made(*args: Any, **named: Any) -> Iterator[Item]:

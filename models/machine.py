@@ -67,8 +67,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.0)
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies matrices of a dtype natively. Other dtypes are some ten times as slow as
-    float32,
-    or refused by oneDNN. It depends on the processor's instructions, not on a measurement: ranks must agree."""
+    float32, or refused by oneDNN. It depends on the processor's instructions, not on a measurement: ranks must
+    agree."""
     return dtype.itemsize >= torch.float32.itemsize or _has_products(dtype)
 
 
@@ -86,8 +86,7 @@ def computing_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 def small_operations_speed() -> float:
     """Speed of one thread of this CPU in small operations (norms, activations, dispatch), forward and backward; 1 is
-    one
-    core of an Intel Xeon with AMX (family 6, model 143)."""
+    one core of an Intel Xeon with AMX (family 6, model 143)."""
     x, scale, threads = torch.randn(1920, 192, requires_grad=True), torch.randn(192), torch.get_num_threads()
     seconds = []
     torch.set_num_threads(1)
@@ -148,8 +147,7 @@ def peak_memory(device: torch.device) -> int:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that a process can still allocate: on the GPU; on a CPU, its fraction of the free memory of the machine or
-    of
-    its control group, whichever is less."""
+    of its control group, whichever is less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

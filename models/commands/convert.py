@@ -236,8 +236,7 @@ def _choose_tokenizer(source: Path, chosen: str | None, compression: str) -> Vid
 
 def _choose_text_encoder(source: Path, published: Published, chosen: str | None) -> TextEncoder:
     """Choose the text encoder: class names for a class-conditional network; else the chosen one, the pipeline's, or the
-    one
-    that the network was trained with."""
+    one that the network was trained with."""
     if not published.config.has_text:
         numbers = range(published.config.num_classes or 0)
         names = published.class_names or tuple(f"class {i}" for i in numbers) or ("unlabelled",)
@@ -258,8 +257,7 @@ def _t5(published: Published, model: str | None, usual: str = T5) -> TextEncoder
 
 def _clip(published: Published, model: str | None) -> TextEncoder:
     """CLIP with all 77 tokens attended to. XL reads the penultimate layer, and zeros for an empty text unless its
-    pipeline
-    says otherwise."""
+    pipeline says otherwise."""
     if model is None:
         raise UserError("the pipeline has no text_encoder/: give --text_encoder, the directory of its CLIP")
     is_xl = published.config.pooled_size is not None

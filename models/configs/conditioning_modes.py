@@ -20,8 +20,7 @@ class ConditioningMode:
 
     is_among: bool = True
     """Conditioning latents replace noisy ones at their positions. False: latents of a whole video, grey where there is
-    no
-    conditioning, are extra channels of all noisy latents, and every position is predicted."""
+    no conditioning, are extra channels of all noisy latents, and every position is predicted."""
     has_own_level: bool = True
     """Conditioning tokens are embedded with noise level `conditioning_sigma`. False: with that of the sample."""
     is_noised: bool = False

@@ -32,8 +32,7 @@ class DiTConfig:
     num_attention_heads: int = 6
     head_dim: int | None = None
     """Width of one attention head; None means hidden_size / num_attention_heads, which must be whole (or is rounded
-    down
-    if positions are only learned)."""
+    down if positions are only learned)."""
     num_query_groups: int | None = None
     """Heads of keys and values in self-attention (grouped-query attention, arXiv 2305.13245); None means
     num_attention_heads."""
@@ -55,8 +54,7 @@ class DiTConfig:
     rope_theta: float = 10000.0
     rope_scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Extrapolation factors of rotary positions along time, height and width (NTK-aware, arXiv 2309.00071, section
-    3.1);
-    1 changes nothing."""
+    3.1); 1 changes nothing."""
     rope_interpolation: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Divisors of positions along time, height and width, so that more tokens than in pre-training span the same
     positions (position interpolation, arXiv 2306.15595, eq. 4); 1 changes nothing."""
@@ -74,8 +72,7 @@ class DiTConfig:
     2006.11239); `flow`, the velocity of rectified flow (arXiv 2209.03003)."""
     conditioning_sigma: float | None = None
     """Noise level of conditioning latents (first frames, a clip to edit, ...). None: the network was trained without
-    them
-    and accepts none."""
+    them and accepts none."""
     conditioning_mode: ConditioningModeName = "tokens"
     """How the network reads conditioning latents; `conditioning_modes.py` lists the modes."""
     image_size: int | None = None
@@ -95,10 +92,9 @@ class DiTConfig:
     """Rank of the bottleneck in each modulation; None: no bottleneck (`cosmos` and `dfm` have one, `st_dit` should)."""
     num_classes: int | None = None
     """Number of classes, without the null class: of a class-conditional network (`dit`), or of a classifier (`vit`;
-    without
-    classes it returns features)."""
+    without classes it returns features)."""
     learned_variance: bool = False
-    """The network also predicts DDPM's variance (arXiv 2102.09672), which is kept with the weights and not used."""
+    """The network also predicts DDPM's variance (arXiv 2102.09672), which is saved with the weights and not used."""
     padding_mask_channel: bool = False
     """One extra input channel, 1 where a video is padding; zeros without a mask."""
     frequency_shift: float = 0.0

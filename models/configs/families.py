@@ -36,8 +36,7 @@ class Structure:
     """The network has cross-attention to text. False: it is conditioned on a class instead."""
     projects_text: bool = True
     """Text is projected to the network's width, with a learned null token. False: keys and values read the text
-    features
-    directly, and the null token is zeros."""
+    features directly, and the null token is zeros."""
     text_mlp: bool = False
     """The projection has two layers, and the null token is the projection of zeros instead of a learned token."""
     linear_bias: bool = False

@@ -57,8 +57,7 @@ def entries(config: DiTConfig) -> list[Entry]:
 
 def _block_entries(ours: str, theirs: str) -> list[Entry]:
     """Map of the tensors of a block; Megatron lays out fused projections group by group, as we do, but SwiGLU's factors
-    one
-    after the other."""
+    one after the other."""
     names = {
         "modulation.linear": "adaLN.adaLN_modulation.1",
         "attention_layernorm": "adaLN.ln",

@@ -173,8 +173,7 @@ def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
 
 def scheduler_values(kind: str, settings: SamplingSettings) -> tuple[Values, list[str]]:
     """The inverse of `scheduler_settings`: the closest scheduler_config.json ({}: none is close), and the settings that
-    it
-    lacks, as NAME=VALUE."""
+    it lacks, as NAME=VALUE."""
     of = {name: _written(name, scheduler, settings) for name, scheduler in _SCHEDULERS.get(kind, {}).items()}
     if not (fitting := {name: values for name, values in of.items() if values}):
         return {}, []

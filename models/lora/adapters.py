@@ -245,8 +245,7 @@ def fingerprint(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
     """16 hex digits that identify a set of weights: a hash of up to 64 values of each tensor, rounded to bfloat16.
 
     A copy in half precision has the same fingerprint; a network that was trained further, or merged with an adapter,
-    has
-    another.
+    has another.
     """
     digest = hashlib.sha256()
     for name in sorted(names):
@@ -273,8 +272,7 @@ def initial_adapter_value(
     """The whole tensor of an adapter state before the first step, float32: the same in any layout.
 
     `down` is normal with variance 1 / in, `up` zero, and a magnitude the norms of the rows of the weights; `base`
-    returns
-    them by their names, and they compute in `dtype`.
+    returns them by their names, and they compute in `dtype`.
     """
     name, _, kind = key.rpartition(".")
     target = targets_of(config)[name]

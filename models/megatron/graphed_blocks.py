@@ -79,8 +79,7 @@ class FixedLayout:
 
 class GraphedBlocks(BlockStack):
     """Blocks that are replayed if a backward follows; without one, or for packs with too many segments or token spans,
-    they
-    are called."""
+    they are called."""
 
     def __init__(self, blocks: dict[str, nn.Module], max_segments: int, record: Record = record_cuda_graphs) -> None:
         super().__init__(blocks)

@@ -167,8 +167,7 @@ def release() -> None:
     """Destroys the groups of a layout, but not torch.distributed: another `initialize` may follow.
 
     Every rank calls this. Megatron only forgets its groups, whose threads would continue: a gloo group has several,
-    which
-    wake a hundred times a second.
+    which wake a hundred times a second.
     """
     from megatron.core import parallel_state
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -190,8 +189,7 @@ def destroy() -> None:
 
 def _order_kernels(layout: ParallelSizes) -> None:
     """Sets the number of CUDA queues, before CUDA starts: one under tensor parallelism, so that communication starts
-    before
-    the product that overlaps with it; more for FSDP, whose gathers overlap with computation."""
+    before the product that overlaps with it; more for FSDP, whose gathers overlap with computation."""
     if layout.tensor > 1 and not layout.fully_sharded:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 

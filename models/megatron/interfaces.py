@@ -19,8 +19,7 @@ def name_gloos_interface() -> None:
     """Sets `GLOO_SOCKET_IFNAME` on several nodes, if it is not set, to the interface that reaches the first node.
 
     By default gloo uses the interface that this node's name resolves to, on many images loopback; it does not
-    understand
-    the exclusions of `NCCL_SOCKET_IFNAME`, such as `^docker,lo`.
+    understand the exclusions of `NCCL_SOCKET_IFNAME`, such as `^docker,lo`.
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not several or "GLOO_SOCKET_IFNAME" in os.environ or "MASTER_ADDR" not in os.environ:
@@ -31,8 +30,7 @@ def name_gloos_interface() -> None:
 
 def interface_towards(host: str) -> str | None:
     """The name of the network interface from which packets to `host` leave; None for loopback, or if there is none.
-    Nothing
-    is sent."""
+    Nothing is sent."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect((host, 9))
         own = socket.inet_aton(asked.getsockname()[0])

@@ -31,11 +31,9 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     """Runs `python -m module argv` on `num_processes` ranks; the exit code is that of the first rank to fail, or 0.
 
     Ranks print to the shared terminal; torchrun would add its own traceback below their errors. SIGTERM, SIGINT and
-    SIGHUP
-    are passed on to every rank; they have 30 seconds to write a checkpoint. They also get a SIGTERM if this process is
-    killed. Each rank uses an equal number of cores as threads, unless OMP_NUM_THREADS is set: more threads than cores
-    would
-    wait for each other.
+    SIGHUP are passed on to every rank; they have 30 seconds to write a checkpoint. They also get a SIGTERM if this
+    process is killed. Each rank uses an equal number of cores as threads, unless OMP_NUM_THREADS is set: more threads
+    than cores would wait for each other.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -43,8 +43,7 @@ class ParallelSizes:
     context: int = 1
     context_comm: ContextComm = "ulysses"
     """Communication of context-parallel attention: heads (`ulysses`), keys and values (`ring`), or heads within groups
-    as
-    large as the number of heads allows, and keys and values between these (`both`)."""
+    as large as the number of heads allows, and keys and values between these (`both`)."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
     """Parameters, gradients and optimizer state are sharded over data- and context-parallel ranks (FSDP)."""

@@ -122,8 +122,7 @@ def _mark_copy(parameter: nn.Parameter, part: Chunk, *, is_copy: bool) -> None:
     """Marks a parameter of which every model chunk has a copy.
 
     Gradients are summed over the chunks (`pipeline_parallel`), and count once in the norm (`shared`). Each copy has its
-    own
-    bucket (`shared_embedding`), so that the distributed optimizer of every chunk splits it in the same way.
+    own bucket (`shared_embedding`), so that the distributed optimizer of every chunk splits it in the same way.
     """
     parameter.pipeline_parallel = parameter.shared_embedding = is_copy
     parameter.shared = is_copy and not part.is_first

@@ -98,10 +98,8 @@ def _gather_lines(whole: PackLayout, axis: Axis, mesh: TokenMesh) -> _Lines:
     """The lines of one context-parallel rank.
 
     The sequence's own padding is left out; tokens are added until the SP shards are equal and not empty. Added tokens
-    have
-    the modulation row of the last sample, to which they send no gradient, and attend to one another, so that a rank
-    without
-    lines has gradients, too (of zero).
+    have the modulation row of the last sample, to which they send no gradient, and attend to one another, so that a
+    rank without lines has gradients, too (of zero).
     """
     tokens, segments, dealt = [torch.empty(0, dtype=torch.long)], [], 0
     for segment, start in zip(whole.segments, whole.starts, strict=True):

@@ -250,8 +250,7 @@ class STDiTBlock(nn.Module):
     """Self-attention over all tokens, along time and along space, then text and an MLP, each modulated and gated.
 
     Where ranks share the tokens of a sample, tokens move so that each rank has whole columns of time, then whole
-    frames:
-    both attentions along one axis need no communication (`axial.py`).
+    frames: both attentions along one axis need no communication (`axial.py`).
     """
 
     def __init__(self, config: DiTConfig) -> None:

@@ -128,8 +128,7 @@ class DiT(nn.Module):
         """Predicts F (BCTHW) for a uniform batch; `c_noise_B` is the noise level, scaled as its parameterization says.
 
         With conditioning latents in place of noisy ones, `x_BCTHW` contains them (`CleanLatents.among`), and
-        `c_noise_B` is
-        [2 B]: the noise levels of the noisy latents, then those of the conditioning.
+        `c_noise_B` is [2 B]: the noise levels of the noisy latents, then those of the conditioning.
         `padding_mask_B1THW` is 1 where the video is padding (`config.padding_mask_channel`); None means nowhere.
         `layout` is the result of `dense_layout` for this conditioning and size; None: it is computed for this call.
 
@@ -168,8 +167,7 @@ class DiT(nn.Module):
         """Lay out a uniform batch of latents of `size` (T, H, W), with any extra conditioning frames.
 
         `kept` caches values that are the same at every noise level (positions, keys and values of the text), from the
-        first
-        call of `forward` with this layout on; it is valid while the network's parameters do not change.
+        first call of `forward` with this layout on; it is valid while the network's parameters do not change.
 
         Raises:
             UserError: if the latents are not a whole number of patches, or more than the network has positions for.
@@ -179,7 +177,7 @@ class DiT(nn.Module):
         rows = None
         if (
             conditioning.clean is not None and self.config.conditioning.is_among
-        ):  # a part that fills no token is given, too
+        ):  # also if no whole token is conditioning
             rows = DenseRows(sample.num_tokens, sample.clean, len(conditioning))
         return DenseLayout(
             sample.grid, conditioning.text_mask_BL, device, rows=rows, times=sample.times or None, kept=kept
@@ -200,11 +198,9 @@ class DiT(nn.Module):
 
         `c_noise_R` has one value for each modulation row: of the segments, then of their conditioning tokens.
         `attached_S1Q` are extra conditioning channels (`config.conditioning_dim`); conditioning tokens follow from the
-        layout.
-        A model chunk that is not the first takes the activations (S1D) of the previous chunk in place of tokens; one
-        that
-        is not the last returns its own activations. With `through`, only so many blocks run, and their output (S1D) is
-        returned.
+        layout. A model chunk that is not the first takes the activations (S1D) of the previous chunk in place of
+        tokens; one that is not the last returns its own activations. With `through`, only so many blocks run, and their
+        output (S1D) is returned.
         """
         for segment in layout.segments:
             if not segment.is_padding:

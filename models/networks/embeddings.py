@@ -227,8 +227,7 @@ def guidance_embedder(config: DiTConfig) -> nn.Module | None:
 
 class LearnedPositions(nn.Module):
     """One vector for each position along each axis; a token's embedding is their sum (MovieGen), scaled to unit mean
-    square
-    where `is_normalized` (Cosmos)."""
+    square where `is_normalized` (Cosmos)."""
 
     eps = 1e-6
 

@@ -123,10 +123,8 @@ class _Balance(torch.autograd.Function):
     """Returns scores unchanged; adds the gradient of the load-balancing loss to theirs.
 
     The loss is coefficient * E * sum_e f_e p_e for each token (arXiv 2101.03961, eq. 4), f_e the fraction of expert e
-    in
-    the previous step. It is added as a gradient because a pipeline stage has no loss to add it to. The backward runs
-    once,
-    also with recomputation, and therefore counts the tokens too.
+    in the previous step. It is added as a gradient because a pipeline stage has no loss to add it to. The backward runs
+    once, also with recomputation, and therefore counts the tokens too.
     """
 
     @staticmethod

@@ -99,8 +99,7 @@ def computed_ahead(value: Callable[[str], Tensor], names: Iterable[str]) -> Iter
     """value(name) for each name, in order, computed by threads that are at most one tensor each ahead.
 
     A generator uses one thread, however large its tensor: the 4.5e9 normals of a 7B network take one core half a minute
-    or
-    more. As each name has its own generator, any number of threads gives the same bits.
+    or more. As each name has its own generator, any number of threads gives the same bits.
     """
     num_threads = min(MOST_THREADS, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if num_threads < 2:

@@ -111,8 +111,7 @@ class ViT(nn.Module):
         """Logits [G, K], or features, of the segments of a pack; rows of padding have no meaning.
 
         A model chunk that is not the first takes the activations (S1D) of the previous chunk in place of tokens; one
-        that is
-        not the last returns its own activations.
+        that is not the last returns its own activations.
         """
         tensors = layout.on(tokens_S1P.device)
         x_S1D = self._transform(tokens_S1P, tensors.position_in_segment_S[:, None], layout)

@@ -175,8 +175,7 @@ def _cut(x_SNK: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """The sequence as uniform batches, one for each length group: [c, s, N, K] for each (c, s) of `shapes`.
 
     All are split at once: the gradient of a slice is as long as the sequence, and so is that of all splits together.
-    The
-    gradient of a single split would be a copy.
+    The gradient of a single split would be a copy.
     """
     if len(shapes) == 1:
         return [x_SNK.unflatten(0, shapes[0])]

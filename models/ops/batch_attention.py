@@ -20,8 +20,7 @@ _matmul = torch.backends.mkldnn.matmul
 
 def _reference(q_BNSK: Tensor, k_BNLK: Tensor, v_BNLK: Tensor, mask_B11L: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; `mask_B11L` is True where a key may be attended to; it may also have a
-    row
-    for each query."""
+    row for each query."""
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_BNSK, k_BNLK, v_BNLK))
     outputs, start = [], 0
     for some in q.split(QUERIES, dim=2):  # for a long video, all scores would not fit in memory
@@ -70,8 +69,7 @@ class _FullPrecision(torch.autograd.Function):
     """torch's flash attention for CPUs, with float32 products whatever `train.matmul_precision` says.
 
     With reduced precision, oneDNN prepares each of the kernel's small products again: for short samples that takes
-    eight
-    times as long as the attention itself; only large products become faster, by a factor of two.
+    eight times as long as the attention itself; only large products become faster, by a factor of two.
     """
 
     @staticmethod

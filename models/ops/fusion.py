@@ -85,10 +85,8 @@ def fused(function: Callable[..., Any], *inputs: Any) -> Any:
     """function(*inputs); the first input is a tensor, and determines the device.
 
     If `is_compiled`, the function is compiled, once for each width and for all other sizes: its operations become one
-    or
-    two passes over memory, and intermediate values are not stored. `function` has no gradients (call it within an
-    autograd
-    function); it may change its inputs in place.
+    or two passes over memory, and intermediate values are not stored. `function` has no gradients (call it within an
+    autograd function); it may change its inputs in place.
     """
     if not is_compiled(inputs[0]) or function in _AS_WRITTEN:
         return function(*inputs)
@@ -195,8 +193,7 @@ class _Call:
 
     def _source(self, at: int, inputs: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
         """Return a function that finds input `at` of the kernels among the function's inputs: one of them, or a
-        dimension of
-        one; other numbers are constants of the kind."""
+        dimension of one; other numbers are constants of the kind."""
         value, symbol = self.arguments[at], self.declared[at]
         if isinstance(value, Tensor) and (index := _index(value, inputs)) is not None:
             return itemgetter(index)
@@ -238,8 +235,7 @@ def _has_width(x: Tensor) -> bool:
 
 def _kind(x: Any) -> Hashable:
     """Key of the inputs that a compiled function is valid for: device, dtype, width, strides, which dimensions are 0 or
-    1,
-    and whether 32-bit indices suffice."""
+    1, and whether 32-bit indices suffice."""
     if not isinstance(x, Tensor):
         return type(x), x
     ones = tuple(min(side, 2) for side in x.shape)

@@ -118,9 +118,8 @@ def note(value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
     memory.
 
     The function must be deterministic. Its inputs should be saved elsewhere anyway (usually by its own backward), and
-    must
-    not change in place before the backward: autograd does not check them here. A value that is not contiguous is saved,
-    because autograd may save it with another memory order.
+    must not change in place before the backward: autograd does not check them here. A value that is not contiguous is
+    saved, because autograd may save it with another memory order.
     """
     ledger = _LEDGER.get()
     if ledger is not None and value.numel() >= SMALL and value.requires_grad and value.is_contiguous():

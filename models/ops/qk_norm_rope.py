@@ -73,8 +73,7 @@ def _norm_rotate(x, weight, cos, sin, eps):
     """The result, and 1 / rms(x) (None without normalisation).
 
     Half precision is converted to float32 once and rounded once: mixed-precision operations take several times as long
-    on
-    a CPU, and the mean of squares would overflow.
+    on a CPU, and the mean of squares would overflow.
     """
     y, rms_inverse = _wide(x), None
     if weight is not None:

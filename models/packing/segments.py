@@ -307,10 +307,8 @@ class TokenMesh:
         """First and last token (excluded) of a segment that are in this CP shard, counted within the segment.
 
         Every shard gets num_tokens // context tokens. Remainders go to ranks round-robin, continuing after the last
-        segment's
-        rank (`start`, this segment's first token, determines it). So all ranks hold equally many tokens of a pack,
-        without
-        padding, and the shards of neighbouring ranks are adjacent.
+        segment's rank (`start`, this segment's first token, determines it). So all ranks hold equally many tokens of a
+        pack, without padding, and the shards of neighbouring ranks are adjacent.
         """
         base, left = divmod(num_tokens, self.context)
 

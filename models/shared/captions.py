@@ -38,8 +38,7 @@ _QUALIFIES_FILE = frozenset("name id relative rel absolute abs local clip clips"
 
 def encoding_of(head: bytes, encoding: str | None = None) -> str:
     """The encoding of a text with this beginning: by its byte order mark, else the named one, else UTF-16 if every
-    other
-    byte is zero, else UTF-8."""
+    other byte is zero, else UTF-8."""
     for mark, name in MARKS.items():
         if head.startswith(mark):
             return name
@@ -107,8 +106,7 @@ def _chosen(
 
 def captions_in(row: dict[str, Any], asked: Sequence[str] = ()) -> tuple[str, ...] | None:
     """The captions of a row or a description, without duplicates, in the columns `asked` for or in the usual one; () if
-    they
-    are empty, None if no column has any.
+    they are empty, None if no column has any.
 
     Raises:
         ValueError: for half a surrogate pair, which UTF-8 cannot encode.

@@ -13,8 +13,7 @@ SHARED_OUT = "MEGADIT_THREADS"
 """Variable set together with `OMP_NUM_THREADS` if this package set it, not the user: the same number."""
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
 """OpenMP settings (GNU's, then LLVM's and Intel's): threads sleep until there is work, because spinning would take
-cores
-from other processes and threads. A short spin costs less than falling asleep."""
+cores from other processes and threads. A short spin costs less than falling asleep."""
 
 
 def available_cores() -> int:

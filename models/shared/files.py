@@ -25,8 +25,7 @@ RECORD_SUFFIX = ".json"
 
 def _temporary_sibling(path: Path) -> Path:
     """A hidden, unused name in the same directory (for an atomic rename) with the same suffix (from which writers such
-    as
-    imageio choose the format)."""
+    as imageio choose the format)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
 

@@ -122,8 +122,7 @@ class FolderLock:
 
     def _remove(self, token: str | None) -> None:
         """Removes a dead holder's file, or a damaged one (`token` None), by one process at a time: otherwise a slower
-        one could
-        remove the file of its successor."""
+        one could remove the file of its successor."""
         guard = self._path.with_name(f".{self._path.name}.removing")
         try:
             guard.open("x").close()
@@ -219,8 +218,7 @@ def _who(other: dict) -> str:
 
 def _read(path: Path) -> dict | None:
     """The lock record; None without a file. It is read again while a heartbeat is being written; one that stays damaged
-    has
-    no token."""
+    has no token."""
     for _ in range(3):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))

@@ -41,8 +41,7 @@ class Progress:
 
     `completed` is where a resumed task starts; it does not count towards the speed. With `enabled=False` (ranks other
     than the first) nothing is shown. A terminal's line shows count and remaining time at any width, and as many values
-    as
-    fit, in their order. A stream that is not a terminal always gets a last line.
+    as fit, in their order. A stream that is not a terminal always gets a last line.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def load_pickled(file: Path | IO[bytes], where: str = "") -> Any:
 
     Raises:
         UserError: if it cannot be read, contains other objects (no code is run), or would decompress to more than its
-        size.
+            size.
     """
     where = where or str(file)
     try:

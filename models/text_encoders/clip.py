@@ -72,12 +72,10 @@ class CLIPTextEncoder:
 
     model: str
     """A directory, or the name of a downloaded model on the hub; also a pipeline, with its `text_encoder/` and, if
-    there is
-    one, `text_encoder_2/`."""
+    there is one, `text_encoder_2/`."""
     layer: Layer = "last"
     """Layer of the features: `last`, after its norm, or `penultimate`, without norm (SDXL). The pooled feature is
-    always
-    that of the last layer."""
+    always that of the last layer."""
     text_padding: TextPadding = "none"
     """`tokens`: texts are padded to 77 tokens, and all of them are attended to (Stable Diffusion)."""
     empty_text: EmptyText = "none"
@@ -87,7 +85,7 @@ class CLIPTextEncoder:
     placement: DevicePlacement = "auto"
     """`auto`: on a GPU if there is one."""
     feature_cache: str | None = None
-    """A directory in which features are kept between runs."""
+    """Directory of cached features; None: no cache."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -271,8 +269,7 @@ class CLIPTextEncoder:
 
 class SideBySide(nn.Module):
     """Token ids [B, K, L] of K encoders to features, packed as [B, L + 1, max(E, P)]: those of the tokens, then the
-    pooled
-    one; the narrower is padded with zeros."""
+    pooled one; the narrower is padded with zeros."""
 
     def __init__(self, networks: Sequence[nn.Module], layer: Layer) -> None:
         super().__init__()

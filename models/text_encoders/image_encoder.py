@@ -91,8 +91,7 @@ class ImageEncoder:
 
     model: str
     """Directory, or name in the hub's cache, of a CLIP; also a pipeline with `image_encoder/` and `image_processor/`;
-    also
-    Wan's original release, or only its file."""
+    also Wan's original release, or only its file."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property

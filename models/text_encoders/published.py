@@ -31,9 +31,11 @@ AnyEncoder = TypeVar("AnyEncoder")
 
 
 def loading_dtype(name: str, directory: Path) -> torch.dtype:
-    """Dtype in which to load the weights of a directory or a file: the requested one, with a warning if this processor
-    does
-    not multiply it natively; in that case float32, if memory has room for twice the weights."""
+    """Dtype in which to load the weights of a directory or a file.
+
+    float32 if this processor does not multiply the requested dtype natively and memory has room for twice the weights;
+    else the requested dtype, with a warning of its cost where it is not native.
+    """
     asked, place = DTYPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if computing_dtype(place, asked) == asked:
         return asked

@@ -61,7 +61,7 @@ class QwenVLTextEncoder:
     dtype: str = "bfloat16"
     """Dtype of the weights; states are normalised and projected in float32."""
     feature_cache: str | None = None
-    """A directory in which features are kept between runs."""
+    """Directory of cached features; None: no cache."""
     projection: dict[str, Tensor] = field(default_factory=dict, repr=False)
     """`weight` ED and `bias` E of the linear before GELU; {}: the features are the states."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)

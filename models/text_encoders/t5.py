@@ -68,10 +68,9 @@ class T5TextEncoder:
     """Dtype of the weights and the features."""
     placement: DevicePlacement = "auto"
     """`auto`: on a GPU if there is one; `8bit`: there, in 8-bit integers (bitsandbytes); `offload`: as much on the GPU
-    as
-    fits, the rest in host memory (accelerate)."""
+    as fits, the rest in host memory (accelerate)."""
     feature_cache: str | None = None
-    """A directory in which features are kept between runs."""
+    """Directory of cached features; None: no cache."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

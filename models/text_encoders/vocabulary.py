@@ -1,4 +1,4 @@
-"""The words of a network's training captions, kept in its bundle (`vocabulary.json`).
+"""The words of a network's training captions, saved in its bundle (`vocabulary.json`).
 
 With hashed words, a word that no training caption contained has a vector like any other, and the network has not
 learned it: prompts can be compared with the training vocabulary. Published encoders have their own vocabulary, and

@@ -27,8 +27,7 @@ class CosmosImageNetwork(nn.Module):
         latent_channels: int,
     ) -> None:
         """`widths` are those of the levels, from the finest; the first `num_halvings` of them halve the sides, each
-        after
-        `num_layers` blocks."""
+        after `num_layers` blocks."""
         super().__init__()
         patch_dim = 3 * patch_size**2
         self.num_wavelets = patch_size.bit_length() - 1

@@ -177,8 +177,7 @@ class HaarTokenizer:
         """A tokenizer that keeps the `channels` principal components of these videos (batches, RGB BCTHW in [-1, 1]).
 
         Each component is divided by its standard deviation to the power `whitening` (0: none; 1: full, which weights
-        faint
-        details like large structures), and all together by one number, so that sigma_data is 1.
+        faint details like large structures), and all together by one number, so that sigma_data is 1.
 
         Raises:
             UserError: if there are no videos, or if they have no components (constant colour).
@@ -273,8 +272,7 @@ def psnr(tokenizer: HaarTokenizer, videos: Iterable[Tensor]) -> float:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moments:
     """Moments of the coefficients of all patches of some videos, in float64; `first` are those of first frames, which
-    fill
-    their patch with copies."""
+    fill their patch with copies."""
 
     mean_R: Tensor
     covariance_RR: Tensor
@@ -295,8 +293,7 @@ class _Moments:
         """Predict `psnr` after fitting `channels` channels.
 
         The orthonormal transform keeps squared errors: a patch's error is the sum of squares of the dropped components;
-        for a
-        first frame, of their mean over the copies.
+        for a first frame, of their mean over the copies.
         """
         left_out = self.eigenvectors[:, : len(self.mean_R) - channels]
         whole_error = (left_out.T @ (self.count * self.covariance_RR - self.first_RR) @ left_out).trace()

@@ -44,8 +44,7 @@ class Kind:
     latent_channels: Callable[[Config], int] = lambda config: config["latent_channels"]
     streams: bool = False
     """The network processes one latent frame after the other and caches what the next one needs: any length in the
-    memory of
-    a frame, without approximation. It cannot be exported as a graph of fixed size."""
+    memory of a frame, without approximation. It cannot be exported as a graph of fixed size."""
 
 
 def _of_each_frame(call: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:

@@ -131,8 +131,7 @@ def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapt
 
     Raises:
         UserError: as `open_adapter`; if it belongs to another family, or does not fit (with names and shapes); for
-        numbers
-            that are not finite.
+            numbers that are not finite.
     """
     opened = open_adapter(path)
     config = opened.config if config is None else config
@@ -172,8 +171,7 @@ def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
 
     Raises:
         UserError: as `read_adapter`; if it was trained with other base weights than those of the bundle's network; for
-        an
-            expert of a bundle with a single network.
+            an expert of a bundle with a single network.
     """
     networks = networks_of(path, bundle)
     expert, path = split_expert(str(path))
@@ -306,8 +304,7 @@ def _origin_of(adapter: Adapter) -> dict[str, Any]:
 
 def with_base(adapter: Adapter, bundle: Bundle, path: str) -> Adapter:
     """The same adapter, with the fingerprint of a bundle's weights: those of the expert that `path` names
-    (`high=PATH`);
-    of two experts without a name, none.
+    (`high=PATH`); of two experts without a name, none.
 
     Raises:
         UserError: as `networks_of`.

@@ -142,8 +142,7 @@ def regroup(
     """Convert `changes` of the linears `named` to changes of the linears `expected`.
 
     A linear that computes some of the rows of another takes these rows of `up`; one that computes the rows of several
-    has
-    the sum of their ranks, unless they share `down`. Missing rows do not change.
+    has the sum of their ranks, unless they share `down`. Missing rows do not change.
 
     Raises:
         UserError: where only some rows have DoRA magnitudes, and where rows are changed twice, under the names of two

@@ -81,8 +81,7 @@ def product(a_NK: Tensor, b_MK: Tensor, steps: tuple[Tensor, Tensor], dtype: tor
     """a b^T of two matrices of codes, both contiguous as GPU kernels require: [N, M].
 
     `steps` [] are the values of code 1 in each. `fast` accumulates in less than float32 where the GPU can: for
-    forwards,
-    where errors do not accumulate further.
+    forwards, where errors do not accumulate further.
     """
     return torch._scaled_mm(
         a_NK, b_MK.t(), scale_a=steps[0], scale_b=steps[1], out_dtype=dtype, use_fast_accum=fast

@@ -18,8 +18,7 @@ from megadit.models.megatron.extensions import has_torch_product
 
 def give_megatron_a_product() -> None:
     """Provides torch's product in place of the one function that Megatron needs of apex, where torch is new enough;
-    call it
-    before linears are created."""
+    call it before linears are created."""
     if has_torch_product():
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
         layers._grad_accum_fusion_available = True

@@ -26,8 +26,7 @@ class _AddsToSum(torch.autograd.Function):
     """A weight for Megatron's product, whose backward adds the weight's gradient to `main_grad` and returns none.
 
     Megatron marks the addition on the weight that it saved. With recomputation (`ops/ledger.py`) autograd returns
-    another
-    object, so the parameter is marked here.
+    another object, so the parameter is marked here.
     """
 
     @staticmethod

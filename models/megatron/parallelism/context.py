@@ -179,8 +179,7 @@ class _Ring(torch.autograd.Function):
     """Attention of this rank's queries to the keys and values of all ring ranks, [S, 1, N, K].
 
     The softmax is computed online: out and lse (the logarithm of the sum) are updated with each block of keys. The
-    backward
-    sends keys and values round once more, together with their gradients.
+    backward sends keys and values round once more, together with their gradients.
     """
 
     @staticmethod

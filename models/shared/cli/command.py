@@ -123,9 +123,8 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
 
     The exit code is 141, without a message, if nobody reads standard output any more (`megadit info PATH | head -1`); a
     command with `is_run` goes on instead. System errors at a path (`OF_PATHS`) are printed like a `UserError`.
-    `--debug` is
-    removed from the arguments, and shows the traceback of such errors. Other exceptions are bugs, and always show
-    theirs.
+    `--debug` is removed from the arguments, and shows the traceback of such errors. Other exceptions are bugs, and
+    always show theirs.
     """
     if is_run:
         streams = contextlib.redirect_stdout(_Unread(sys.stdout)), contextlib.redirect_stderr(_Unread(sys.stderr))

@@ -308,8 +308,7 @@ def check_text(name: str, value: str | Path) -> None:
 
 def check_settings(of: Any, where: str = "") -> None:
     """Checks the settings of a dataclass instance, and converts its numbers with `plain`; `where` is a prefix of their
-    names,
-    such as "optimizer.".
+    names, such as "optimizer.".
 
     Raises:
         UserError: as `check_value`.
