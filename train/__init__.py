@@ -1,1 +1,1 @@
-"""Clips -> checkpoint: recipes, the training engine on Megatron-core, and the data it reads."""
+"""Training: recipes, the training engine on Megatron-core, and data preparation."""

@@ -62,7 +62,7 @@ EXAMPLES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains; the exit code is 0 after the last step, 2 after a mistake, 128 + signal where one ended it before."""
+    """Train; return 0 after the last step, 2 after an error, 128 + signal if a signal ended the run."""
     argv = sys.argv[1:] if argv is None else argv
     return run_command(functools.partial(_run, debug="--debug" in argv), argv, is_run=True)
 
@@ -87,7 +87,7 @@ def _run(argv: list[str], *, debug: bool) -> int:
 
 
 def _warn_of_shared_store() -> None:
-    """torchrun's agents share one store over all restarts, in which ranks that start again find stale addresses."""
+    """Warn that restarted ranks would find stale addresses in the store that torchrun shares over restarts."""
     has_agents = (
         int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     )
@@ -108,12 +108,12 @@ def _config(options: TrainOptions) -> RunConfig:
 
 
 def _print_plan(config: RunConfig, options: TrainOptions) -> int:
-    """Prints what was asked for in place of training."""
+    """Print the configuration, plan or estimate that was requested in place of training."""
     if options.print_config:
         print(to_yaml(config), end="")
         if not options.dry_run:
             return 0
-    from megadit.train.plan import report  # builds the network on the meta device: torch comes with it
+    from megadit.train.plan import report  # imports torch
     from megadit.train.plan.hardware import find_gpu
 
     gpu = find_gpu(options.gpu) if options.gpu else None
@@ -121,7 +121,7 @@ def _print_plan(config: RunConfig, options: TrainOptions) -> int:
     if options.plan:
         (report.explain if options.explain else report.plan)(config, gpus, gpu)
         return 0
-    comment = "# " if options.print_config else ""  # below YAML
+    comment = "# " if options.print_config else ""  # after the YAML
     for line in report.dry_run(config, gpus or config.parallel.sizes.smallest_world, gpu):
         print(f"{comment}{line}")
     return 0

@@ -1,6 +1,6 @@
-"""`megadit train` under the name that users of DFM know: `python -m megadit.train.pretrain_dit_model`.
+"""`megadit train` under DFM's name: `python -m megadit.train.pretrain_dit_model`.
 
-The recipe is `dit_pretrain` where neither the command line nor the --config-file names one.
+The recipe is `dit_pretrain` if neither the command line nor the --config-file names one.
 """
 
 import sys
@@ -13,7 +13,7 @@ RECIPE = "dit_pretrain"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains; the exit code is 0, or 2 after a mistake in the command line, told in one line."""
+    """Train; return 0, or 2 after printing an error of the command line."""
     argv = sys.argv[1:] if argv is None else argv
     return train(argv if _names_recipe(argv) else ["--recipe", RECIPE, *argv])
 
@@ -29,7 +29,7 @@ def _names_recipe(argv: list[str]) -> bool:
     try:
         return named_recipe(file) is not None
     except UserError:
-        return True  # the command tells what is wrong with the file
+        return True  # the command reports what is wrong with the file
 
 
 if __name__ == "__main__":

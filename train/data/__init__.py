@@ -1,1 +1,1 @@
-"""Samples on disk, and how they reach training as packs."""
+"""Data: preparation of samples, and loading them as packs."""

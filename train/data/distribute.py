@@ -1,6 +1,6 @@
-"""Micro-batches for every rank: one reader per data-parallel rank, whose batches go to the ranks of its copy.
+"""Micro-batches for every rank: one reader per data-parallel rank sends its batches to the ranks of its replica.
 
-Each of these takes its CP shard of the tokens.
+Each of these keeps its context-parallel shard of the tokens.
 
 Shapes: S video tokens, L text tokens, G segments.
 """
@@ -26,15 +26,14 @@ from megadit.train.data.redistribute import redistribute
 
 
 class SharedBatches:
-    """An iterator of micro-batches on this rank's device, or on their way there: who reads one asks for it to have
-    `arrived`. All ranks of a copy of the model iterate together.
+    """Iterator of micro-batches on this rank's device, or being copied there: wait with `arrived`. All ranks of a model
+    replica iterate together.
 
-    A GPU that has a copy to itself gets its micro-batches on a stream beside that on which it computes: while it has
-    one under way, the next arrive.
+    A replica on one GPU gets its micro-batches on a separate CUDA stream, so that copies overlap with computation.
     """
 
     def __init__(self, batches: Iterator[PackedBatch] | None, config: RunConfig, groups: Groups) -> None:
-        """`batches` is None on the ranks that do not read."""
+        """`batches`: None on ranks without a reader."""
         self._batches = batches
         self._config = config
         self._groups = groups
@@ -63,9 +62,9 @@ class SharedBatches:
 
 
 def _needs(layout: PackLayout, config: RunConfig, groups: Groups) -> list[Need]:
-    """All that is read of a pack's layout on a device: with the batch, one copy for each micro-batch.
+    """Layout tensors of a pack that a device needs, sent with the batch in one copy per micro-batch.
 
-    What is missing here is sent where it is first read, by a copy of its own.
+    Tensors missing here are copied separately, where they are first read.
     """
     needs = _network_needs(layout, config.model, groups)
     if config.train.distill is not None and config.train.distill.guidance != 1:
@@ -87,7 +86,8 @@ def _network_needs(layout: PackLayout, model: DiTConfig, groups: Groups) -> list
 
 
 def _announced(read: PackedBatch | None, groups: Groups) -> PackedBatch | None:
-    """The batch that the first rank of a copy has read; on the others with room for its tensors, on their device."""
+    """The batch that the first rank of a replica has read; on other ranks with uninitialized tensors on their
+    device."""
     description = [None if read is None else _describe(read)]
     dist.broadcast_object_list(description, dist.get_global_rank(groups.copy, 0), group=groups.copy)
     if read is not None or description[0] is None:
@@ -103,7 +103,7 @@ def _describe(batch: PackedBatch) -> tuple[Any, ...]:
 
 
 class TrainBatches(SharedBatches):
-    """The endless training data of this rank."""
+    """Endless training micro-batches of this rank."""
 
     def __init__(self, config: RunConfig, groups: Groups) -> None:
         self._loader = _build(build_train_loader, config, groups)
@@ -115,14 +115,15 @@ class TrainBatches(SharedBatches):
         return super().__next__()
 
     def save_state(self) -> Any:
-        """State of this data-parallel rank's reader (JSON values); None on ranks that do not read."""
+        """State of this data-parallel rank's reader (JSON values); None on ranks without a reader."""
         return None if self._loader is None else self._loader.save_state()
 
     def restore_state(self, saved: Sequence[Any]) -> str | None:
-        """Goes on from the states of all data-parallel ranks, as many as there were; called before the first batch.
+        """Continue from the saved states of all data-parallel ranks (their number may differ); call it before the first
+        batch.
 
         Returns:
-            what is read otherwise than it would have been, for the user; None if nothing is.
+            a note for the user on what differs from an uninterrupted run; None if nothing does.
         """
         if self._loader is None:
             return None
@@ -139,13 +140,13 @@ class TrainBatches(SharedBatches):
 
 
 def validation_batches(config: RunConfig, groups: Groups, *, of_all: bool = False) -> SharedBatches:
-    """This rank's packs of the validation split, from the first one on; `of_all`, everyone's."""
+    """This rank's packs of the validation split, from the first one on; with `of_all`, those of all ranks."""
     loader = _build(build_validation_loader, config, groups, is_alone=of_all)
     return SharedBatches(None if loader is None else iter(loader), config, groups)
 
 
 def _build(build, config: RunConfig, groups: Groups, *, is_alone: bool = False) -> Any:
-    """A loader on the first rank of each copy of the model, None on the others."""
+    """A loader on the first rank of each model replica, None on the others."""
     if groups.copy.rank() > 0:
         return None
     if is_alone:

@@ -1,14 +1,13 @@
 """Loaders of packed batches: one reader per data-parallel rank.
 
-Noise, sigma and text dropout belong to samples (`models/diffusion/noise.py`), not to ranks, and every
-pass over the data visits each sample once, on any number of ranks. Which samples meet in one pack follows Energon's
-reproducible scaling: the data are dealt to `ranks x max(1, workers)` readers, and reader k reads, shuffles and packs
-the same whatever rank it runs on. With that product constant, the packs of all ranks together are the same, step by
-step, if each step takes equally many micro-batches from every reader. Mock data, and the packs of validation, are the
-same for every number of ranks.
+Noise, sigma and text dropout are functions of a sample (`models/diffusion/noise.py`), not of ranks, and every epoch
+visits each sample once, on any number of ranks. Packing follows Energon's reproducible scaling: the data are divided
+among `ranks x max(1, workers)` readers, and reader k reads, shuffles and packs the same on any rank. If that product
+stays constant, and each step takes equally many micro-batches from every reader, the packs of each step are the same on
+all ranks together. Mock data and validation packs are the same for every number of ranks.
 
-A saved state belongs to one rank of one layout; it is plain JSON, and restoring it under settings that would change the
-order of samples is an error, never a silent restart. `redistribute` makes the states of another number of ranks.
+A saved state (plain JSON) belongs to one rank of one layout; to restore it with settings that would change the order of
+samples is an error. `redistribute` converts states to another number of ranks.
 """
 
 import gc
@@ -35,16 +34,16 @@ if TYPE_CHECKING:  # a run on mock data needs no Energon
     from megatron.energon.metadataset.loader_interface import LoadedDatasetList
 
 MAX_SAMPLES_PER_SEQUENCE = 100
-"""Samples read in a row from one place of a shard, before jumping elsewhere."""
+"""Maximum consecutive samples read from one position of a shard before jumping elsewhere."""
 CHECKPOINT_INTERVAL = 10.0
-"""Seconds between the states that reader processes keep; a resume re-reads at most this much."""
+"""Seconds between state snapshots of reader processes; a resume re-reads at most this much."""
 
 
 class TrainLoader:
     """Endless micro-batches of one data-parallel rank."""
 
     def __init__(self, build_dataset: "Callable[[int], SavableDataset]", order: dict[str, Any]) -> None:
-        """`build_dataset` takes the number of the first pass over the data."""
+        """`build_dataset`: function of the number of the first epoch."""
         self._build_dataset = build_dataset
         self._loader = savable_loader(build_dataset(0))
         self._order = order
@@ -55,17 +54,17 @@ class TrainLoader:
         return self
 
     def __next__(self) -> PackedBatch:
-        # Energon's iterator is made with the first batch: made but not begun, it has no workers to ask for their state
+        # Energon's iterator is created with the first batch: before, it has no workers to ask for their state
         if self._batches is None:
-            # Workers collect the garbage they are forked with. A process group among it, left by an earlier run of this
-            # process, would wait there for the end of threads that no fork has.
+            # Forked workers would collect this process's garbage. A process group in it, left by an earlier run, would
+            # wait there for threads that do not exist after a fork.
             if self._loader.num_workers:
                 gc.collect()
             self._batches = iter(self._loader)
         return next(self._batches)
 
     def __del__(self) -> None:
-        """Ends the readers now: as garbage, torch's iterator has lost the queues by which it tells them, and waits five
+        """End the readers now: when collected as garbage, torch's iterator has lost the queues to them, and waits five
         seconds for each."""
         if getattr(self, "_batches", None) is not None:
             self._batches.close()
@@ -78,10 +77,10 @@ class TrainLoader:
         return {"order": self._order, "first_pass": self._first_pass, "reader": reader}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Goes on with the batch after the last one given before `save_state`; call it before iterating.
+        """Continue with the batch after the last one before `save_state`; call it before iterating.
 
         Raises:
-            UserError: if a setting that decides the order of samples has changed.
+            UserError: if a setting that determines the order of samples has changed.
         """
         from megadit.train.data.state import from_plain
 
@@ -98,15 +97,15 @@ class TrainLoader:
         if state.get("first_pass", 0) != self._first_pass:
             self._first_pass = state["first_pass"]
             self._loader = savable_loader(self._build_dataset(self._first_pass))
-        if state["reader"] is not None:  # None begins a pass
+        if state["reader"] is not None:  # None: a new epoch
             self._loader.restore_state_rank(from_plain(state["reader"]))
 
 
 class ValidationLoader:
-    """The first packs of a split, the same in every iteration and for every number of ranks; rank r of n takes the
-    packs r, r + n, ... of `num_packs`, so ranks may receive different numbers of packs, or none.
+    """The first `num_packs` packs of a split, the same in every iteration and for every number of ranks.
 
-    A split too small for `num_packs` is read again, with other noise.
+    Rank r of n gets packs r, r + n, ..., so ranks may get different numbers of packs, or none. A split too small for
+    `num_packs` is repeated, with other noise.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: 
     """The training data of data-parallel rank `rank` of `world_size`; `group` is the process group of these ranks.
 
     Raises:
-        UserError: if `data.path` is no prepared data set, or does not fit the model.
+        UserError: if `data.path` is not a prepared data set, or does not fit the model.
     """
     data = config.data
     pack_format = _pack_format(config, training=True)
@@ -172,10 +171,10 @@ def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: 
 def build_validation_loader(
     config: RunConfig, *, rank: int, world_size: int, group: Any = None
 ) -> ValidationLoader | MockLoader:
-    """`validation.num_batches` packs, dealt to the data-parallel ranks, one pack in each batch; no text is dropped.
+    """`validation.num_batches` packs, divided among the data-parallel ranks, one pack per batch, without text dropout.
 
     Raises:
-        UserError: if `data.path` is no prepared data set, does not fit the model, or has no validation samples.
+        UserError: if `data.path` is not a prepared data set, does not fit the model, or has no validation samples.
     """
     pack_format = _pack_format(config, training=False)
     num_packs = config.validation.num_batches
@@ -197,7 +196,7 @@ def build_validation_loader(
     rules, read = Rules.of(config.data, pack_format, training=False), _reader(config, info)
 
     def build_dataset() -> "SavableDataset":
-        # every rank reads all of it, as one reader: the packs must not depend on the number of ranks
+        # every rank reads everything, so that packs do not depend on the number of ranks
         worker_config = _worker_config(config, rank=0, world_size=1, num_workers=0, group=None)
         return LatentTaskEncoder(rules, read=read).build_val_datasets(
             datasets=_read_split(config, split, worker_config, training=False).datasets,
@@ -210,7 +209,7 @@ def build_validation_loader(
 
 
 def validation_captions(config: RunConfig, count: int) -> list[str]:
-    """The first `count` captions of the validation split, or fewer if it has fewer; none of mock data."""
+    """The first captions of the validation split, at most `count`; empty for mock data."""
     if config.data.mock:
         return []
     info = check_dataset(config)
@@ -225,7 +224,7 @@ def _validation_split(config: RunConfig, info: DatasetInfo) -> str:
 
 
 def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
-    """Validation keeps every text, and mixes nothing."""
+    """Pack format; validation has no text dropout and no mixup."""
     data = config.data
     return PackFormat(
         model=config.model,
@@ -245,14 +244,14 @@ def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
 def _worker_config(config: RunConfig, rank: int, world_size: int, num_workers: int, group: Any) -> "WorkerConfig":
     from megatron.energon import WorkerConfig, errors
 
-    errors.print = lambda *_: None  # what is raised is said once, by whoever ends the run
+    errors.print = lambda *_: None  # exceptions are printed once, where the run ends
     return WorkerConfig(
         rank=rank,
         world_size=world_size,
         num_workers=num_workers,
         data_parallel_group=group,
         seed_offset=config.train.seed,
-        global_error_handler=errors.reraise_exception,  # broken samples are skipped by name; anything else is a fault
+        global_error_handler=errors.reraise_exception,  # broken samples are skipped elsewhere
     )
 
 
@@ -279,7 +278,7 @@ def _read_split(config: RunConfig, split: str, worker_config: "WorkerConfig", *,
             max_samples_per_sequence=MAX_SAMPLES_PER_SEQUENCE,
             decoder=LatentTaskEncoder.decoder,
         )
-    except Exception as error:  # Energon has no errors of its own for metadata that do not fit each other
+    except Exception as error:  # Energon has no exceptions of its own for inconsistent metadata
         reason = f"{type(error).__name__} {error}".splitlines()[0]
         raise UserError(
             f"data.path={config.data.path} cannot be read by Energon ({reason}); prepare it anew"
@@ -287,7 +286,7 @@ def _read_split(config: RunConfig, split: str, worker_config: "WorkerConfig", *,
 
 
 def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> dict[str, Any]:
-    """Everything that decides which sample follows which: a saved position means nothing under other values."""
+    """All settings that determine the order of samples; a saved position is invalid with other values."""
     data = config.data
     return {
         RANK: rank,
@@ -313,7 +312,7 @@ def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> 
 
 
 def savable_loader(dataset: "SavableDataset") -> "SavableDataLoader":
-    """Energon's loader as training uses it."""
+    """Energon's loader with the settings of training."""
     from megatron.energon import get_savable_loader
     from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 
@@ -323,5 +322,5 @@ def savable_loader(dataset: "SavableDataset") -> "SavableDataLoader":
         gc_collect_every_n_steps=GC_DEFAULT_EVERY_N_ITER if dataset.worker_config.num_workers else 0,
         watchdog_timeout_seconds=None,  # the first buffers of a large run may take minutes
     )
-    loader.pin_memory = False  # packs go through pinned memory when they are sent
+    loader.pin_memory = False  # packs are pinned when they are copied
     return loader

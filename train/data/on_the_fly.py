@@ -1,4 +1,4 @@
-"""Samples of pixels, encoded while they are read: `data.encode=on_the_fly` on what `megadit prepare --store raw` wrote.
+"""Encoding of pixel samples in the readers: `data.encode=on_the_fly`, for data of `megadit prepare --store raw`.
 
 The frozen encoders are those of the data set; each reader process loads them with its first sample and runs them on
 the CPU. Shapes: C latent channels, T/H/W frames, height, width, L text tokens, E text feature width.
@@ -25,12 +25,12 @@ from megadit.train.data.packs.training_sample import Frames, TrainingSample, dra
 from megadit.train.dataset.description import UnreadableSampleError, read_description
 
 MAX_CLIP_PIXELS = 1 << 30
-"""Maximum number of pixels in all frames of a clip; a small file may hold any number of them."""
+"""Maximum number of pixels in all frames of a clip, because a small file may decode to any number."""
 
 
 @dataclass(slots=True)
 class FrozenEncoders:
-    """Reads crude samples of pixels; pickles without its models, which every process loads for itself."""
+    """Encodes crude samples of pixels; pickled without its models, which every process loads itself."""
 
     tokenizer_folder: Path
     text_encoder_folder: Path
@@ -44,7 +44,7 @@ class FrozenEncoders:
         self._loaded = {}
 
     def __call__(self, crude: dict[str, Any]) -> TrainingSample:
-        """The sample, encoded.
+        """Encode a sample.
 
         Raises:
             UnreadableSampleError: naming what is wrong.
@@ -53,10 +53,12 @@ class FrozenEncoders:
         read, content = (read_mp4, crude["mp4"]) if "mp4" in crude else (read_png, member(crude, "png"))
         try:
             frames_THWC = read(content)
-        except Exception as error:  # decoders raise whatever they like
+        except Exception as error:  # decoders may raise anything
             raise UnreadableSampleError(f"{type(error).__name__}: {error}") from None
         if max(description.keyframes, default=0) >= len(frames_THWC):
-            raise UnreadableSampleError(f"its keyframes {description.keyframes[:5]} are not of its {len(frames_THWC)}")
+            raise UnreadableSampleError(
+                f"its keyframes {description.keyframes[:5]} exceed its {len(frames_THWC)} frames"
+            )
         latent_CTHW, frames = self._latents(frames_THWC, description.keyframes)
         captions = description.captions or (description.caption,)
         caption = captions[drawn_caption(crude["__key__"], crude[OCCURRENCE], len(captions))]
@@ -65,7 +67,7 @@ class FrozenEncoders:
 
     @torch.inference_mode()
     def _latents(self, frames_THWC: np.ndarray, keyframes: tuple[int, ...]) -> tuple[Tensor, Frames | None]:
-        """Latents of a clip, and of those of its frames that are encoded as images."""
+        """Latents of a clip, and of its frames that are encoded as images."""
         video_BCTHW = torch.from_numpy(frames_THWC).permute(3, 0, 1, 2)[None].float().div(127.5).sub(1)
         tokenizer = self._model("tokenizer")
         try:
@@ -73,7 +75,7 @@ class FrozenEncoders:
             if not keyframes:
                 return latent_CTHW, None
             frames_CTHW = encode_frames(tokenizer.encode, video_BCTHW, keyframes)[0].clone()
-        except ValueError as error:  # a size that it does not take
+        except ValueError as error:  # an unsupported size
             raise UnreadableSampleError(str(error)) from None
         return latent_CTHW, Frames(frames_CTHW, frame_times(keyframes, tokenizer))
 
@@ -95,7 +97,7 @@ class FrozenEncoders:
 
 
 def read_mp4(content: bytes) -> np.ndarray:
-    """All frames, uint8 THWC."""
+    """Decode all frames, uint8 THWC."""
     with open_container(io.BytesIO(content), containers="mov,mp4") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
@@ -114,7 +116,7 @@ def _within_limits(frames: Iterable[av.VideoFrame]) -> Iterator[np.ndarray]:
 
 
 def read_png(content: bytes) -> np.ndarray:
-    """One frame, uint8 THWC."""
+    """Decode an image to one frame, uint8 THWC."""
     image = Image.open(io.BytesIO(content), formats=("PNG",))
     if image.width * image.height > MAX_PIXELS:
         raise ValueError(f"{image.width}x{image.height} pixels are too many")

@@ -1,9 +1,8 @@
-"""Reader states of one number of data-parallel ranks, for another.
+"""Conversion of reader states to another number of data-parallel ranks.
 
-Reader k of `ranks x workers` reads the same whatever rank it runs on (see `loader`). While that product stays the
-same, the readers are dealt to the new ranks and nothing is read twice or left out. Otherwise the data are dealt to
-other readers, which begin a new pass: samples of the pass that was cut short are seen once more, or not in it, and
-never with noise that they had before.
+Reader k of `ranks x workers` reads the same on any rank (see `loader`). If that product stays the same, the readers are
+divided among the new ranks and no sample is repeated or lost. Otherwise new readers start a new epoch: samples of the
+interrupted epoch are repeated or left out, but never with noise that they had before.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ class Redistributed:
     """State from which one rank continues."""
 
     state: dict[str, Any]
-    """A state of `TrainLoader`; its `reader` is None where a new pass begins."""
+    """State for `TrainLoader`; its `reader` is None if a new epoch begins."""
     said: str | None = None
     """Note for the user on what differs from an uninterrupted run; None if nothing does."""
 
@@ -30,8 +29,8 @@ def redistribute(
     """The state for data-parallel rank `rank` of `world_size` with `num_workers` workers.
 
     Args:
-        saved: the states of all ranks of the run that was.
-        micro_batches: of one step, over all ranks.
+        saved: states of all ranks of the saved run.
+        micro_batches: number in one step, over all ranks.
     """
     order = saved[0].get("order")
     if order is None:  # mock data: the state is a number of packs
@@ -44,10 +43,10 @@ def redistribute(
     if before == now and order[WORKERS] and num_workers:
         said = None
         if micro_batches % now or any(_fields(state)["next_worker_id"] for state in saved):
-            said = f"the same samples, in other packs of a step than {was} had; none is lost or doubled"
+            said = f"the same samples, packed into other steps than with {was}; none is lost or repeated"
         return Redistributed({**saved[0], "order": order | place, "reader": _dealt(saved, rank, num_workers)}, said)
     first_pass = 1 + max(_largest_pass(state) for state in saved)
-    said = f"a new pass over the data: {was} were {before} readers, and now there are {now}"
+    said = f"a new epoch: {was} were {before} readers, and now there are {now}"
     return Redistributed({"order": order | place, "reader": None, "first_pass": first_pass}, said)
 
 
@@ -63,13 +62,13 @@ def _dealt(saved: Sequence[dict[str, Any]], rank: int, num_workers: int) -> dict
 
 
 def _largest_pass(state: dict[str, Any]) -> int:
-    """No reader of this rank is in a later pass than this; each pass gives a batch or more."""
+    """Upper bound of the epochs of this rank's readers; each epoch yields a batch or more."""
     numbers = _values("_pass", state["reader"]) or [state.get("first_pass", 0)]
     return max(numbers) + max(_values("offset", state["reader"]), default=0)
 
 
 def _values(name: str, plain: Any) -> list[int]:
-    """All numbers of this name, from whatever depth."""
+    """All numbers of this name, at any depth."""
     if isinstance(plain, dict):
         own = [plain[name]] if isinstance(plain.get(name), int) else []
         return own + [number for item in plain.values() for number in _values(name, item)]

@@ -1,7 +1,7 @@
-"""Shards that anybody may have written: a sample that cannot be read is given out as such, not as the end of training.
+"""Reader of untrusted shards, which marks unreadable samples and does not end training.
 
-Energon's reader raises for a broken header in a tar file or a wrong offset in its index, outside of every handler of
-errors. Storage that fails is another matter: its errors are raised as before.
+Energon's reader raises for a broken tar header or a wrong offset in its index, outside of all error handlers. Errors of
+the storage are still raised.
 """
 
 import tarfile
@@ -17,18 +17,18 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.tar_files import MAX_MEMBER_BYTES, checked
 
 BROKEN = "__broken__"
-"""Field with the reason why a crude sample could not be read."""
+"""Field of a crude sample with the reason why it could not be read."""
 SUFFIXES = ("json", "safetensors", "mp4", "png")
 """Suffixes of the members that training reads."""
 LONGEST_KEY = 255
 
 
 class ShardReader(ShardInfosITarReader):
-    """Energon's reader of tar files and their indices; what it cannot read has a field `BROKEN` and no members."""
+    """Energon's reader of indexed tar files; unreadable samples have a field `BROKEN` and no members."""
 
     @classmethod
     def in_place_of(cls, dataset: SavableDataset[dict]) -> SavableDataset[dict]:
-        """The dataset that Energon built of one folder, reading in this way."""
+        """Replace the reader in a dataset that Energon built from one folder."""
         samples: Any = dataset.dataset
         samples.join_readers = [
             cls(
@@ -56,7 +56,7 @@ class ShardReader(ShardInfosITarReader):
             raise UserError(f"{self.base_path} is incomplete: {error}; copy or prepare it anew") from error
         except (OSError, UserError):
             raise
-        except Exception as error:  # whatever a header or an offset provokes in readers of tar files
+        except Exception as error:  # broken headers and offsets may raise anything
             return self._broken(idx, f"{type(error).__name__}: {error}")
 
     def _broken(self, idx: int, reason: str) -> FilteredSample:
@@ -97,13 +97,13 @@ class ShardReader(ShardInfosITarReader):
 
 
 class _Shard(ITarFile):
-    """A tar file whose members are of a size that they can have."""
+    """A tar file with limits on the size of its members."""
 
     def next(self) -> tarfile.TarInfo | None:
         """The next member.
 
         Raises:
-            ReadError: for one that is too large, or see `checked`.
+            ReadError: if it is too large, or as `checked`.
         """
         member = checked(super().next())
         if member is not None and member.size > MAX_MEMBER_BYTES:

@@ -1,4 +1,4 @@
-"""Energon's reader states as plain JSON values and back, so that checkpoints hold no pickled objects.
+"""Conversion of Energon's reader states to plain JSON values and back, so that checkpoints hold no pickled objects.
 
 A container that JSON lacks becomes a dictionary with one tag: `{"tuple": [...]}`, `{"bytes": base64}`,
 `{"tensor": {...}}`, `{"array": {...}}`, `{"flex": {...}}` or `{"class": name, "fields": {...}}`.
@@ -30,7 +30,7 @@ STATE_CLASSES = {
 
 
 def to_plain(value: Any) -> Any:
-    """A value of an Energon state as JSON values."""
+    """Convert a value of an Energon state to JSON values."""
     match value:
         case None | bool() | int() | float() | str():
             return value

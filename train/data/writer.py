@@ -1,10 +1,9 @@
-"""Writes data sets of latents and text features as WebDataset shards that Energon reads as they are.
+"""Writes data sets of latents and text features as WebDataset shards for Energon.
 
-On disk: `train-000000.tar`, ... with two members per sample, `<key>.json` (caption and sizes) and
-`<key>.safetensors` (`latent` [C, T, H, W]; `text` [L, E] unless the caption is empty; where the sample has them, the
-`reference` clip that it is an edit of and `frames` encoded as images); `megadit.json`
-(`DatasetInfo`); `tokenizer/` and `text_encoder/`, so that a run needs nothing else to turn its weights into a bundle;
-and Energon's own `.nv-meta/`.
+On disk: `train-000000.tar`, ... with two members per sample, `<key>.json` (caption and sizes) and `<key>.safetensors`
+(`latent` [C, T, H, W]; `text` [L, E] unless the caption is empty; optionally the `reference` clip of an edit, and
+`frames` encoded as images); `megadit.json` (`DatasetInfo`); `tokenizer/` and `text_encoder/`, which bundles need; and
+Energon's `.nv-meta/`.
 
 Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
 """
@@ -36,18 +35,18 @@ from megadit.train.dataset.energon_files import CRUDE, DEFINITIONS, FOLDER
 
 LATENT_DTYPES = (torch.float16, torch.float32)
 _LONGEST_NAME = 100
-"""Bytes of a name in a tar file (ustar)."""
+"""Maximum bytes of a name in a tar file (ustar)."""
 
 logger = logging.getLogger(__name__)
 
 
 class DatasetWriter:
-    """Writes one data set; the folder appears under its name only once it is complete.
+    """Writes one data set; the folder gets its name only when it is complete.
 
         with DatasetWriter(root, tokenizer=tokenizer, text_encoder=text_encoder) as writer:
             writer.add("train", "clip-000017", latent_CTHW=..., text_LE=..., caption="a red seven", fps=8, ...)
 
-    Samples are read in shuffled stretches of each shard, not one by one: `add` them in random order.
+    Readers shuffle slices of shards, not single samples: `add` samples in random order.
     """
 
     def __init__(
@@ -99,13 +98,13 @@ class DatasetWriter:
         image_text_LE: Tensor | None = None,
         frames: Frames | None = None,
     ) -> None:
-        """Appends one sample.
+        """Append one sample.
 
-        `key` names it for good: the noise of training is drawn from it. `num_frames`, `height` and `width` are those
-        of the decoded video in pixels, `fps` its frames per second, 0 for images. Latents keep their dtype (float16 or
-        float32); text features become float16 where the latents are. `reference_CTHW` is the clip that the caption, an
-        instruction, changes into this one; `image_text_LE` are the features of another caption, for when a part is
-        given that shows what the first one says; `frames` are some of its frames, encoded as images.
+        `key`: permanent name, from which training draws the sample's noise. `num_frames`, `height`, `width`: size of
+        the decoded video in pixels. `fps`: frames per second, 0 for images. Latents keep their dtype (float16 or
+        float32); text features become float16 if the latents are. `reference_CTHW`: source clip of an edit, whose
+        instruction is the caption. `image_text_LE`: features of another caption, used when conditioning frames already
+        show what the first one describes. `frames`: some frames, encoded as images.
 
         Raises:
             UserError: for a key used twice, or tensors that do not fit the tokenizer and the text encoder.
@@ -183,7 +182,7 @@ class DatasetWriter:
 
 
 def write_encoders(folder: Path, tokenizer: VideoTokenizer, text_encoder: TextEncoder) -> None:
-    """Puts the encoders beside the shards that they made."""
+    """Write the encoders into the folder of the data set."""
     tokenizer.save(folder / "tokenizer")
     text_encoder.save(folder / "text_encoder")
 
@@ -191,7 +190,7 @@ def write_encoders(folder: Path, tokenizer: VideoTokenizer, text_encoder: TextEn
 def describe_dataset(
     folder: Path, tokenizer: VideoTokenizer, text_encoder: TextEncoder, num_samples: dict[str, int]
 ) -> None:
-    """Writes what turns a folder of shards into a data set: Energon's metadata, checksums, and megadit.json last."""
+    """Complete a folder of shards to a data set: write Energon's metadata, checksums, and megadit.json last."""
     prepare_for_energon(folder, [split for split, count in num_samples.items() if count])
     describe_shards(folder)
     DatasetInfo(
@@ -215,17 +214,17 @@ def sample_members(key: str, description: dict[str, Any], tensors: dict[str, Ten
 
 
 def write_members(path: Path, members: Iterable[tuple[str, bytes | Path]]) -> None:
-    """A tar file of (name, content, or the file that holds it), whole or not at all."""
+    """Write a tar file of (name, content or the path of a file with it), atomically."""
     with atomic_path(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as shard:
         for name, content in members:
             _add_member(shard, name, content)
 
 
 def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
-    """Indexes the shards and writes `.nv-meta/`, as `energon prepare` does, asking nothing."""
+    """Index the shards and write `.nv-meta/`, as `energon prepare` does, without prompts."""
     from megatron.energon.flavors.webdataset import BaseWebdatasetFactory  # takes a second to import
 
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # half an index, if a process was killed here
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # an incomplete index, if a process was killed here
     shards = sorted(path.name for path in folder.glob("[!.]*.tar") if _has_members(path))
     chatter = io.StringIO()
     with contextlib.redirect_stdout(chatter):
@@ -233,13 +232,13 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
             folder,
             shards,
             split_parts_patterns=[(split, f"{split}-[0-9]+[.]tar") for split in splits],
-            workers=min(16, 1 + len(shards) // 32),  # a process takes longer to start than to index a shard
+            workers=min(16, 1 + len(shards) // 32),  # starting a process takes longer than indexing a shard
         )
     logger.debug(chatter.getvalue())
     split_file = folder / FOLDER / "split.yaml"
     split_config = yaml.safe_load(split_file.read_text())
     parts = split_config["split_parts"]
-    # Energon's lint stumbles over a split that is not named, and passes over one without shards
+    # Energon's lint fails without a named split, and skips one without shards
     split_config["split_parts"] = {
         name: parts.get(name, []) for name in dict.fromkeys([*parts, "train", "val", "test"])
     }
@@ -249,7 +248,7 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
 
 
 def _has_members(shard: Path) -> bool:
-    """False, with a warning, of an empty shard, which Energon would refuse together with all others."""
+    """Whether a shard has members; prints a warning if not, because Energon would refuse the whole data set."""
     try:
         with tarfile.open(shard) as tar:
             if tar.next() is not None:
@@ -261,7 +260,7 @@ def _has_members(shard: Path) -> bool:
 
 
 def _add_member(shard: tarfile.TarFile, name: str, content: bytes | Path) -> None:
-    member = tarfile.TarInfo(name)  # no time, owner or mode of this machine: equal data give equal files
+    member = tarfile.TarInfo(name)  # without time, owner and mode: equal data give equal files
     with open(content, "rb") if isinstance(content, Path) else io.BytesIO(content) as file:
         member.size = file.seek(0, io.SEEK_END)
         file.seek(0)
@@ -269,15 +268,15 @@ def _add_member(shard: tarfile.TarFile, name: str, content: bytes | Path) -> Non
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a finished data set lies there."""
+    """Whether a folder holds a finished data set."""
     return (folder / INFO_FILE).is_file() and (folder / FOLDER / CRUDE).is_file()
 
 
 def is_done(out: Path, *, overwrite: bool = False) -> bool:
-    """Whether a data set lies at `out` that is to stay, which is then said.
+    """Whether a finished data set exists at `out` and is to be left unchanged, which is then printed.
 
     Raises:
-        UserError: if something else lies there.
+        UserError: if `out` holds something else.
     """
     is_data_set = is_prepared(out)
     if is_data_set and not overwrite:

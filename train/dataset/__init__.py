@@ -1,1 +1,1 @@
-"""The format of a data set on disk: its description, its samples' metadata, Energon's files, its place."""
+"""Format of a data set on disk: description, metadata of samples, Energon's files, location."""

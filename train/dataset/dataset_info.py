@@ -31,9 +31,9 @@ FORMAT_VERSION = 1
 INFO_FILE = "megadit.json"
 REMEDY = "write it with `megadit prepare`"
 CAPTIONS_LOOKED_AT = 100
-"""Captions read for each one drawn: data sets of few captions repeat them."""
+"""Maximum number of captions read per drawn one; many samples may have the same caption."""
 SHAPES_LOOKED_AT = 500
-"""Samples of the first shard."""
+"""Maximum number of samples whose shapes are read, from the first shard."""
 Store = Literal["latents", "raw"]
 STORES_BY_SUFFIX: dict[str, Store] = {"safetensors": "latents", "mp4": "raw", "png": "raw"}
 
@@ -46,22 +46,22 @@ class DatasetInfo:
     tokenizer_fingerprint: str
     text_encoder_fingerprint: str
     sigma_data: float
-    """Standard deviation of the latents, all together."""
+    """Standard deviation of all latents."""
     latent_channels: int
     text_width: int
     """Width of the text features."""
     num_samples: dict[str, int]
-    """Samples of each split."""
+    """Number of samples of each split."""
 
     @property
     def store(self) -> Store | None:
-        """Whether samples are latents or pixels, as the first one of training shows; None if it cannot be told."""
+        """Whether samples are latents or pixels, by the first training sample; None if unknown."""
         return _store_of(self.root)
 
     @property
     def latent_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """(T, H, W) of the latents of some samples of training, in an order that mixes them; none where a data set
-        holds pixels or lies in a store."""
+        """(T, H, W) of the latents of some training samples, shuffled; empty for pixels and for data sets in a
+        store."""
         first = self.root / "train-000000.tar"
         if not isinstance(first, Path) or not first.is_file():
             return ()
@@ -71,7 +71,7 @@ class DatasetInfo:
 
     @property
     def has_keyframes(self) -> bool:
-        """Whether frames of its first clips were encoded as images besides, or will be by who reads them."""
+        """Whether the first clips have frames encoded as images, or to be encoded by the reader."""
         clips = (description for description in iter_descriptions(self.root, "train") if description.fps)
         return any(clip.frame_times or clip.keyframes for clip in islice(clips, 20))
 
@@ -90,8 +90,7 @@ class DatasetInfo:
 
     @classmethod
     def read(cls, path: "str | Path | EPath") -> "DatasetInfo":
-        """Reads what `write` wrote, in a folder or a store; of a YAML file that blends several data sets, all of them
-        as one.
+        """Read megadit.json from a folder or a store; for a YAML file that blends data sets, merge theirs.
 
         Raises:
             UserError: if `path` is missing, was not prepared, or was written by a newer version.
@@ -115,7 +114,7 @@ class DatasetInfo:
 
 
 def _is_fingerprint(value: Any) -> bool:
-    """A word that may stand in the name of a folder."""
+    """Whether a value is a fingerprint, which is safe in the name of a folder."""
     return isinstance(value, str) and re.fullmatch(r"[\w-]{1,64}", value) is not None
 
 
@@ -135,7 +134,7 @@ _VALUES: dict[str, Callable[[Any], bool]] = {
 
 
 def _store_of(root: "Path | EPath") -> Store | None:
-    """Return what the first training sample holds, latents or pixels; None if that is unclear."""
+    """Return the kind of the first training sample, latents or pixels; None if that is unclear."""
     first = root / "train-000000.tar"
     if not first.is_file():
         return None
@@ -149,7 +148,7 @@ def _store_of(root: "Path | EPath") -> Store | None:
                     break
                 name = key
                 found |= {STORES_BY_SUFFIX[suffix]} if suffix in STORES_BY_SUFFIX else set()
-    except (OSError, tarfile.TarError):  # what is broken is told by those who read samples
+    except (OSError, tarfile.TarError):  # readers of samples report what is broken
         return None
     return found.pop() if len(found) == 1 else None
 
@@ -171,7 +170,7 @@ def _read_info(root: "Path | EPath") -> dict[str, Any]:
 
 
 def _read_blend(path: "Path | EPath") -> DatasetInfo:
-    """Merge the data sets of a blend: common properties, summed samples, and the `root` of the first one."""
+    """Merge the data sets of a blend: common properties, summed samples, and `root` of the first one."""
     if not path.is_file():
         raise UserError(f"data.path={path} does not exist")
     check_blend(path)
@@ -195,21 +194,20 @@ def _read_blend(path: "Path | EPath") -> DatasetInfo:
 
 
 def _leaves(path: "Path | EPath", split: str) -> list[tuple[DatasetInfo, str]]:
-    """The data sets that a blend mixes in a split, each with the name of the split there."""
+    """Data sets that a blend mixes in a split, each with its own name of the split."""
     from megatron.energon.metadataset.loader import traverse_metadataset
 
     try:
         leaves = traverse_metadataset(path, split_part=split)
     except KeyError:
-        return []  # a blend need not say how to validate
+        return []  # a blend need not have a validation split
     except (ValueError, AssertionError, TypeError, OSError) as error:
         raise UserError(f"{path} is not a blend of data sets ({error}); see Energon's metadatasets") from None
     return [(DatasetInfo.read(str(leaf.path)), leaf.split_part) for leaf in leaves]
 
 
 def folders_of(path: "str | Path | EPath") -> list[Path]:
-    """Folders of a data set, or of all data sets of a blend, on this machine; none in a store, whose files are
-    whole."""
+    """Local folders of a data set, or of all data sets of a blend; empty for a store, whose uploads are atomic."""
     root = place(path)
     is_blend = root.name.endswith((".yaml", ".yml"))
     leaves = [info.root for split in ("train", "val") for info, _ in _leaves(root, split)] if is_blend else [root]
@@ -217,7 +215,7 @@ def folders_of(path: "str | Path | EPath") -> list[Path]:
 
 
 def captions_of(path: "str | Path | EPath", split: str) -> Iterator[str]:
-    """Captions of a split of a data set, or of all that a blend mixes in it."""
+    """Captions of a split of a data set, or of all data sets that a blend mixes in it."""
     root = place(path)
     is_blend = root.name.endswith((".yaml", ".yml"))
     for info, part in _leaves(root, split) if is_blend else [(DatasetInfo.read(path), split)]:
@@ -225,8 +223,7 @@ def captions_of(path: "str | Path | EPath", split: str) -> Iterator[str]:
 
 
 def iter_descriptions(root: "Path | EPath", split: str) -> Iterator[Description]:
-    """Yield the description of each sample of a split, in the order of its shards; broken ones are skipped, as in
-    training."""
+    """Yield the description of each sample of a split in shard order; broken ones are skipped, as in training."""
     for path in sorted(root.glob(f"{split}-*.tar")):
         yield from _descriptions_of(path)
 
@@ -244,7 +241,7 @@ def _descriptions_of(shard: "Path | EPath") -> Iterator[Description]:
 
 
 def _shapes_in(shard: Path) -> Iterator[tuple[int, int, int]]:
-    """(T, H, W) of each sample of latents that can be read, from the headers alone."""
+    """(T, H, W) of each readable sample of latents, from the headers alone."""
     with (
         shard.open("rb") as file,
         suppress(tarfile.TarError),
@@ -257,7 +254,7 @@ def _shapes_in(shard: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def _shape_of(file: IO[bytes]) -> tuple[int, int, int]:
-    """(T, H, W) of the latent in a file of safetensors: 8 bytes say how long the JSON is that names its tensors."""
+    """(T, H, W) of the latent in a safetensors file, from its JSON header."""
     head = file.read(8)
     check_tensor_header(head, "a sample", max_bytes=MAX_HEADER_BYTES)
     _, *sides = parse_json(file.read(int.from_bytes(head, "little")), "a sample")["latent"]["shape"]
@@ -268,14 +265,14 @@ def _shape_of(file: IO[bytes]) -> tuple[int, int, int]:
 
 
 def iter_captions(root: "Path | EPath", split: str) -> Iterator[str]:
-    """Captions of a split in the order of its shards."""
+    """Captions of a split in shard order."""
     return (description.caption for description in iter_descriptions(root, split))
 
 
 def draw_captions(root: "Path | EPath", split: str, count: int) -> list[str]:
-    """Draw at most `count` different captions of a split from its shards, in a random order that is always the same.
+    """Draw at most `count` different captions of a split, in a reproducible random order.
 
-    No more shards are opened than these take, nor more than `CAPTIONS_LOOKED_AT` captions read for each.
+    Only as many shards are opened as needed, and at most `CAPTIONS_LOOKED_AT` captions read per drawn one.
     """
     shards = sorted(root.glob(f"{split}-*.tar"))
     random.Random(0).shuffle(shards)

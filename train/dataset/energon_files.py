@@ -1,9 +1,8 @@
-"""Allowed contents of the files that Energon reads.
+"""Allow-list for the contents of files that Energon reads.
 
-Energon builds any object and runs any function that one of its files names, be it the configuration of a data set or of
-a blend, however deep in it. Data sets come from anywhere: before Energon reads a file, it is compared with what stands
-here, and whatever is not listed is refused. Values are those that Energon's own parser finds; two parsers may read one
-text differently.
+Energon builds any object and calls any function that one of its files names, at any depth. Data sets may be untrusted,
+so each file is checked against the schemas here before Energon reads it, and anything not listed is refused. Files are
+parsed with Energon's own parser, because two parsers may read one text differently.
 """
 
 import math
@@ -29,18 +28,18 @@ DEFINITIONS = {
     ),
     CRUDE: f"__module__: {MODULE}\n__class__: CrudeWebdataset\n",
 }
-"""Files that define the shards for Energon: as captions, or as crude samples. Its tools (info, lint, preview; 7.4) know
-no crude samples and read dataset.yaml; loaders are told to take the other (`dataset_config="crude.yaml"`)."""
+"""Files that define the samples for Energon: as captions, or as crude samples. Energon's tools (info, lint, preview;
+7.4) do not support crude samples and read dataset.yaml; loaders read the other (`dataset_config="crude.yaml"`)."""
 
 MOST_SAMPLES = 10**9
-"""Maximum number of samples of a data set: readers list every hundredth."""
+"""Maximum number of samples of a data set; readers index every hundredth."""
 MOST_SHARDS = 10**6
 MOST_BLENDS = 1000
-"""Within one another and beside one another."""
+"""Maximum number of blends, nested or not."""
 _RANGES = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")
 
 Schema = Callable[[Any], bool] | Mapping[str, Any] | list
-"""A condition; keys and the schema of each, "*" for any other key; or a list of one schema."""
+"""A predicate; a mapping of keys to schemas ("*": any other key); or a list of one schema, that of all items."""
 
 
 def _is_number(value: Any) -> bool:
@@ -64,7 +63,7 @@ def _is_sample_type(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Values without a key that Energon takes for the name of an object."""
+    """Whether a value has no key that Energon takes for the name of an object."""
     if isinstance(value, dict):
         return all(_is_plain(item) and not key.startswith("__") for key, item in value.items())
     return all(map(_is_plain, value)) if isinstance(value, list) else True
@@ -75,7 +74,7 @@ def _is_shard(value: Any) -> bool:
 
 
 def _is_pattern(value: Any) -> bool:
-    """Shards as Energon's `prepare` abbreviates them: `train-{000000..000012}.tar`."""
+    """Whether a value is a pattern of shards as Energon's `prepare` writes them: `train-{000000..000012}.tar`."""
     if not _is_shard(value) or set("{}") & set(_RANGES.sub("", value)):
         return False
     counts = (abs(int(last) - int(first)) + 1 for first, last in _RANGES.findall(value))
@@ -117,11 +116,11 @@ _FILES: dict[str, Schema] = {
     ".info.json": {"energon_version": _is_word, "shard_counts": {"*": _is_number}},
     ".info.yaml": {"energon_version": _is_word, "shard_counts": {"*": _is_number}},
 }
-"""Everything that Energon reads of a data set before its samples, and what may stand there."""
+"""Files that Energon reads of a data set before its samples, with their schemas."""
 
 
 def check_data_set(root: "Path | EPath") -> None:
-    """Compares every file of a data set that Energon reads with what may stand there.
+    """Check every file of a data set that Energon reads.
 
     Raises:
         UserError: naming the file and what is wrong with it.
@@ -136,10 +135,10 @@ def check_data_set(root: "Path | EPath") -> None:
 
 
 def check_blend(path: "Path | EPath") -> None:
-    """The same of the blend at `path`, and of all blends within it; the data sets that they name are not read.
+    """Check the blend at `path` and all blends within it; the data sets that they name are not read.
 
     Raises:
-        UserError: naming the file and what is wrong with it; also for blends that lead in a circle.
+        UserError: naming the file and what is wrong with it; also for cyclic blends.
     """
     from megatron.energon.epathlib import EPath  # a second to import
 
@@ -148,7 +147,7 @@ def check_blend(path: "Path | EPath") -> None:
         blend, above = waiting.pop()
         seen += 1
         if blend in above or seen > MOST_BLENDS:
-            raise UserError(f"{path} nests blends in a circle, or more than {MOST_BLENDS} of them; see {blend}")
+            raise UserError(f"{path} nests blends in a cycle, or more than {MOST_BLENDS} of them; see {blend}")
         values = _read(blend)
         _check(values, _BLEND, str(blend))
         for place in _places(values):
@@ -158,7 +157,7 @@ def check_blend(path: "Path | EPath") -> None:
 
 
 def _places(values: Any) -> Iterator[str]:
-    """Whatever a checked blend calls a `path`."""
+    """All values of `path` in a checked blend."""
     if isinstance(values, dict):
         yield from (value for name, value in values.items() if name == "path")
     for item in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
@@ -177,7 +176,7 @@ def _checked_place(value: str, blend: "EPath") -> str:
 
 
 def _read(path: "Path | EPath") -> Any:
-    """The contents of a file, as Energon reads them."""
+    """Contents of a file, as Energon parses them."""
     from megatron.energon.eyaml import load_yaml
 
     try:
@@ -195,7 +194,7 @@ def _read(path: "Path | EPath") -> Any:
 
 
 _NOT_READ = {"join": "it joins samples of several data sets, and training reads whole ones; blend the data sets"}
-"""Keys that Energon knows and training has no use for."""
+"""Keys of Energon that training does not support."""
 
 
 def _check(value: Any, schema: Schema, where: str) -> None:

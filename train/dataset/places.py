@@ -1,8 +1,7 @@
 """Locations of data: a folder, or a store such as S3.
 
-Data sets are read through Energon's storage client, whose URLs are `msc://PROFILE/PATH` (profiles stand in its
-configuration file); `s3://BUCKET/PATH` and `gs://BUCKET/PATH` are its URLs without one, with the credentials of the
-environment.
+Data sets are read through Energon's storage client, whose URLs are `msc://PROFILE/PATH` (profiles are defined in its
+configuration file). `s3://BUCKET/PATH` and `gs://BUCKET/PATH` need no profile, and use credentials of the environment.
 """
 
 import hashlib
@@ -25,10 +24,10 @@ def is_url(path: str | os.PathLike) -> bool:
 
 
 def place(path: "str | os.PathLike | EPath") -> "Path | EPath":
-    """A path, or what Energon has in place of one: both know `/`, `open`, `is_file`, `is_dir`, `glob` and `name`.
+    """A Path, or an EPath for a URL; both have `/`, `open`, `is_file`, `is_dir`, `glob` and `name`.
 
     Raises:
-        UserError: for a URL of a kind, profile or library that is not there.
+        UserError: for an unsupported kind of URL, an unknown profile, or a missing library.
     """
     if not is_url(path):
         return Path(path)
@@ -36,7 +35,7 @@ def place(path: "str | os.PathLike | EPath") -> "Path | EPath":
 
     try:
         return EPath(energon_url(str(path)))
-    except (AssertionError, ValueError, ImportError) as error:  # the client has no errors of its own for these
+    except (AssertionError, ValueError, ImportError) as error:  # the client has no exceptions of its own for these
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{path} cannot be reached: {reason}; give a folder, s3://BUCKET/PATH (pip install 'megadit[s3]'), or "
@@ -45,7 +44,7 @@ def place(path: "str | os.PathLike | EPath") -> "Path | EPath":
 
 
 def energon_url(url: str) -> str:
-    """Translate an address to Energon's form: s3://BUCKET/PATH is msc://_s3-BUCKET/PATH."""
+    """Translate a URL to Energon's form: s3://BUCKET/PATH is msc://_s3-BUCKET/PATH."""
     kind, _, rest = url.partition("://")
     return f"msc://_{kind}-{rest}" if kind in STORES else url
 
@@ -54,11 +53,11 @@ def local_copy(folder: "Path | EPath", name: str) -> Path:
     """Return the folder itself, or its copy in the user's cache; `name` identifies the contents."""
     if isinstance(folder, Path):
         return folder
-    of_place = hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest()  # names are what its owner says
+    of_place = hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest()  # names are untrusted
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit" / of_place / name
     if not cache.is_dir():
         with held_alone(cache.with_name(f".{name}.lock")):
-            if not cache.is_dir():  # no other rank fetched it meanwhile
+            if not cache.is_dir():  # another rank may have fetched it
                 _fetch(folder, cache)
     return cache
 

@@ -1,4 +1,4 @@
-"""Detection of steps that go wrong and of readers that are too slow, and the reactions in `health.*`."""
+"""Detection of failing steps, unusable samples and slow readers, for the reactions of `health.*`."""
 
 import math
 import statistics
@@ -11,20 +11,20 @@ from megadit.train.config.upkeep import HealthConfig, Remedy
 WARM_UP_STEPS = 10
 """Steps at the start of a process in which readers fill their buffers."""
 READING_WINDOW = 20
-"""Steps over which the time spent waiting for data is judged."""
+"""Number of steps over which the time spent waiting for data is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """A step whose update is not to be trusted."""
+    """A step whose update must not be trusted."""
 
     what: str
     """Description for the log."""
     remedy: Remedy
     samples: tuple[str, ...] = ()
-    """The samples of the step, or those whose loss is not finite."""
+    """Samples of the step, or those with a non-finite loss."""
     is_usual: bool = False
-    """Whether healthy runs have it now and then, without a sample at fault."""
+    """Whether it also occurs in healthy runs, so that no sample is to blame."""
 
     def describe(self) -> str:
         if self.is_usual:
@@ -39,16 +39,16 @@ class Anomaly:
 
 
 class AnomalyDetector:
-    """Looks at the loss and the gradient of each step; all ranks see the same numbers and judge alike."""
+    """Checks the loss and gradient of each step; all ranks see the same numbers and decide alike."""
 
     def __init__(self, config: HealthConfig, recent_losses: list[float]) -> None:
-        """`recent_losses` is continued in place: it belongs to the state of the run."""
+        """`recent_losses` belongs to the state of the run, and is updated in place."""
         self._config = config
         self._recent = recent_losses
 
     @property
     def looks_before_update(self) -> bool:
-        """Whether a gradient that is not finite must not reach the weights (it may, where the run then stops)."""
+        """Whether gradients must be checked before the update (not needed if the run stops anyway)."""
         return self._config.on_not_finite != "stop"
 
     def loss(self, step: int, loss: float) -> Anomaly | None:
@@ -70,7 +70,7 @@ class AnomalyDetector:
         return Anomaly(f"the gradient of step {step} has norm {norm}", self._config.on_not_finite)
 
     def overflow(self, step: int, scale: float) -> Anomaly:
-        """A gradient of fp16 that is not finite: the loss scale has been lowered, where it still could be."""
+        """Anomaly of a non-finite fp16 gradient; the loss scale has been lowered, if that was possible."""
         what = f"the gradient of step {step} overflows with a loss scale of {scale:g}"
         if scale > 1:
             return Anomaly(what, "skip", is_usual=True)
@@ -78,23 +78,23 @@ class AnomalyDetector:
 
 
 CHOSEN = frozenset({"low_score"})
-"""Reasons to leave a sample out that are settings, not faults."""
+"""Reasons to reject a sample that are settings, not defects."""
 _SHARDS_NAMED = 3
 """Number of shards that an error names."""
 REFUSALS_WINDOW = 2000
-"""Samples over which the share of refused ones is judged, at least."""
+"""Minimum number of samples over which the fraction of rejected ones is measured."""
 
 
 class Refusals:
-    """The share of samples that cannot be used, over the last steps; all ranks see the same numbers and judge alike."""
+    """Fraction of unusable samples over the last steps; all ranks see the same numbers and decide alike."""
 
     def __init__(self, config: HealthConfig, *, read_ahead: int) -> None:
-        """`read_ahead` samples at most were read, and counted if refused, for steps that are still to come."""
+        """`read_ahead`: maximum number of samples that have been read, and counted if rejected, for later steps."""
         self._most, self._ahead = config.max_refused_share, read_ahead
         self._steps: deque[tuple[int, dict[str, int]]] = deque()
 
     def complaint(self, *, used: int, refused: dict[str, int]) -> str | None:
-        """Takes the counts of one step; what is wrong, or None."""
+        """Add the counts of one step; return an error message, or None."""
         self._steps.append((used, {reason: count for reason, count in refused.items() if reason not in CHOSEN}))
         while len(self._steps) > 1 and sum(map(_read_in, self._steps)) - _read_in(self._steps[0]) >= REFUSALS_WINDOW:
             self._steps.popleft()
@@ -117,7 +117,7 @@ def _read_in(step: tuple[int, dict[str, int]]) -> int:
 
 
 def worst_shards(shards: Counter[str]) -> str:
-    """The shards with most unreadable samples, in brackets; nothing where there are none."""
+    """List the shards with most unreadable samples, in brackets; empty if there are none."""
     named = ", ".join(f"{count:,} of {shard}" for shard, count in shards.most_common(_SHARDS_NAMED))
     return f" ({named})" if named else ""
 

@@ -1,6 +1,6 @@
-"""Messages of a run for people: what it trains, what validation found, what it reached and what comes next.
+"""Messages of a run for its user: at its start, after validation and at its end.
 
-All facts are known anyway: nothing here asks a device or another rank.
+Nothing here synchronizes with a device or another rank.
 """
 
 import shlex
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def expected_seconds(config: RunConfig, ranks: int) -> float:
-    """Expected seconds of a step on this machine, whose speed is measured for it."""
+    """Expected seconds of a step on this machine, whose speed is measured here."""
     info = None if config.data.mock else check_dataset(config)
     return step_seconds(with_shapes_of(info, config), ranks, this_device(ranks))
 
@@ -52,8 +52,7 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device", seconds: fl
         f"{config.recipe}: {count_parameters(config.model).total:,} parameters{adapter}, on {ranks} rank(s)",
         f"data: {samples}, about {samples_of_a_step(counted):,} a step: at most {tokens:,} video tokens, in "
         f"{data.global_batch_size} packs of {data.seq_length:,}",
-        f"memory of a rank: about {memory_in_words(needed)} beside what Python and torch take; {memory_in_words(free)} "
-        "are free",
+        f"memory of a rank: about {memory_in_words(needed)}, plus Python and torch; {memory_in_words(free)} are free",
         *_taken_from(info, config),
         f"folder: {config.train.output_dir}",
         f"estimated time: {time_in_words(config, seconds)}",
@@ -63,13 +62,13 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device", seconds: fl
 
 
 def _slow_precision(config: RunConfig, device: "torch.device") -> list[str]:
-    """Note if the processor has no native arithmetic for `train.precision`."""
+    """Note that the processor has no native arithmetic for `train.precision`, if so."""
     cost = cost_in_words(device, find_dtype(config.train.precision))
-    return [] if cost is None else [f"note: {cost}: train.precision=fp32 spares that"]
+    return [] if cost is None else [f"note: {cost}: train.precision=fp32 avoids that"]
 
 
 def _taken_from(info: DatasetInfo | None, config: RunConfig) -> list[str]:
-    """Settings that the recipe has otherwise."""
+    """Note of settings that come from the data set and differ from the recipe."""
     if info is None or config.recipe not in RECIPES:
         return []
     recipe = RECIPES[config.recipe]().model
@@ -77,11 +76,11 @@ def _taken_from(info: DatasetInfo | None, config: RunConfig) -> list[str]:
     other = [
         f"model.{name}={value:g} (recipe: {was:g})" for name, (value, was) in ours.items() if not agree(value, was)
     ]
-    return [f"as the data set has it: {', '.join(other)}"] if other else []
+    return [f"from the data set: {', '.join(other)}"] if other else []
 
 
 def validated(step: int, found: dict[str, Any], videos: Sequence["SampledVideo"]) -> str:
-    """Describe the result of a validation and name the folder of its videos."""
+    """Describe the result of a validation, with the folder of its videos."""
     best, losses = found["best"], found["losses"]
     line = f"validation at step {step:,}: loss {losses[best]['mean']:.4g} with {average_in_words(best)}"
     if (wrong := losses[best].get("wrong")) is not None:
@@ -93,22 +92,22 @@ def validated(step: int, found: dict[str, Any], videos: Sequence["SampledVideo"]
 
 
 def average_in_words(name: str) -> str:
-    """Weights as validation calls them."""
-    return "the weights" if name == "none" else f"average {name} (sigma_rel)"
+    """Describe weights by their name in validation: "none", or a sigma_rel."""
+    return "the weights" if name == "none" else f"EMA {name} (sigma_rel)"
 
 
 def evaluated(step: int, metric_values: dict[str, dict[str, float]]) -> str:
     named = ", ".join(f"{name} {value['value']:.4g}" for name, value in metric_values.items())
-    return f"evaluation at step {step}: {named or 'no figures'}"
+    return f"evaluation at step {step}: {named or 'no metrics'}"
 
 
 def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, caption: str | None) -> list[str]:
-    """Report the result of a run, where to find it, and the next commands.
+    """Describe the result of a run, where to find it, and the next commands.
 
     Args:
-        state: where the run stands.
-        steps: those of this process, in `seconds`.
-        caption: something to ask the model for.
+        state: progress of the run.
+        steps: number of steps of this process, which took `seconds`.
+        caption: prompt for the suggested commands.
     """
     out, validation = Path(config.train.output_dir), state.validation
     best = f"; validation loss {validation['losses'][validation['best']]['mean']:.4g}" if validation else ""
@@ -126,32 +125,32 @@ def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, 
 
 
 def _passes(config: RunConfig, state: "RunState") -> list[str]:
-    """How much of the data was seen; nothing of mock data, of blends, and where the data are gone by now."""
+    """Describe how many epochs of the data were seen; empty for mock data, blends, and data that no longer exist."""
     with suppress(UserError):
         if not config.data.mock and (count := check_dataset(config).num_samples.get("train")):
             return [
-                f"seen: {state.consumed_samples:,} samples, {state.consumed_samples / count:.3g} passes over the "
-                f"{count:,} of the training split; packs take as many as fit, so that few runs end with a whole pass"
+                f"seen: {state.consumed_samples:,} samples, {state.consumed_samples / count:.3g} epochs of the "
+                f"{count:,} of the training split"
             ]
     return []
 
 
 def _refused(state: "RunState") -> list[str]:
-    """Report the share of samples that were rejected."""
+    """Describe the fraction of rejected samples."""
     refused = sum(state.refused_samples.values())
     if not refused:
         return []
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(state.refused_samples.items()))
-    return [f"left out: {refused / (refused + state.consumed_samples):.1%} of the samples read ({reasons})"]
+    return [f"rejected: {refused / (refused + state.consumed_samples):.1%} of the samples read ({reasons})"]
 
 
 _USED_BY: dict[Task, str] = {"classify": "classify {} PICTURE", "match": "similarity {} PICTURE TEXT TEXT"}
-"""Task -> command that applies such a network to pictures; {} stands for its bundle."""
+"""Task -> command that applies such a network to images; {} is replaced by its bundle."""
 
 
 def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -> list[str]:
-    """Commands that make a video with the trained network or name what a picture shows; none where there is no text
-    encoder for a prompt, or where another command continues."""
+    """Commands that use the trained network; none if there is no text encoder for a prompt, or another command
+    follows."""
     if config.data.mock or config.train.distill is not None:
         return []
     run, prompt = shlex.quote(str(out)), shlex.quote(caption or "PROMPT")

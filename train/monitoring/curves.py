@@ -1,9 +1,9 @@
-"""curves.png in the folder of a run: what metrics.jsonl says, drawn.
+"""Plots metrics.jsonl of a run to its curves.png.
 
     python -m megadit.train.monitoring.curves RUN
 
-draws it in a process of its own; with --follow once more for each line of its input, until "end" or the end of the
-input, as a run has it drawn while it goes on. Nothing here needs torch.
+draws it once; with --follow (used by a running training) once more for each line of standard input, until "end" or the
+end of input. Nothing here needs torch.
 """
 
 import json
@@ -26,11 +26,11 @@ PAPER, INK, PALE, LINE = "#ffffff", "#23272e", "#6b7380", "#d4d8de"
 """Colours of plots of curves, which are shown on light pages."""
 
 FOLLOW, AGAIN, END = "--follow", "again\n", "end\n"
-"""The option, and the lines that one who gave it writes."""
+"""The option --follow, and the lines that it accepts on standard input."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Draws the picture of one run, out of the way of whatever else the machine computes."""
+    """Draw the curves of one run, at low priority."""
     run, *options = sys.argv[1:] if argv is None else argv
     os.nice(10)
     metrics = MetricsFile(Path(run) / "metrics.jsonl")
@@ -38,14 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     num_drawn = -1
     for _ in chain([AGAIN], takewhile(lambda line: line != END, asked)):
         records = metrics.read()
-        if len(records) > num_drawn:  # of requests that came while one was drawn, the next draws what all asked for
+        if len(records) > num_drawn:  # requests that came while drawing are answered by one drawing
             training_curves(Path(run) / CURVES_FILE, records, title=run)
             num_drawn = len(records)
     return 0
 
 
 class MetricsFile:
-    """The values of a metrics.jsonl that the panels below show, read as the file grows."""
+    """Values of the plotted metrics from metrics.jsonl, read incrementally."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,8 +53,7 @@ class MetricsFile:
         self._records: list[dict] = []
 
     def read(self) -> list[dict]:
-        """Return the records of all steps so far; only new lines are read, and a last line cut short by a kill is left
-        out.
+        """Return the records of all steps so far; only new lines are read, and an incomplete last line is ignored.
 
         Raises:
             UserError: if the file is missing.
@@ -73,7 +72,7 @@ class MetricsFile:
 
 
 def series(records: Sequence[dict], *keys: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of one metric, where it was recorded; a step told twice counts once.
+    """Steps and values of one metric, where it was recorded; repeated steps count once.
 
     Several `keys` lead into nested objects: `series(records, "validation", "none", "mean")`.
     """
@@ -99,7 +98,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 PANELS = (
     ("loss", "training loss", "linear"),
-    ("validation", "validation loss of the weights and their averages", "linear"),
+    ("validation", "validation loss of the weights and EMA weights", "linear"),
     ("lr", "learning rate", "linear"),
     ("grad_norm", "gradient norm", "log"),
     ("tokens_per_s", "tokens per second", "linear"),
@@ -110,7 +109,7 @@ COLOURS = ("#4c8dff", "#5dd39e", "#f2c14e", "#ff6b6b", "#b388ff", "#8a919c")
 
 
 def training_curves(path: Path, records: Sequence[dict], *, title: str) -> None:
-    """Draws every panel that the metrics have values for: faint as measured, bold as a moving mean."""
+    """Draw all panels that have values: faint lines as measured, bold ones as moving means."""
     from matplotlib.figure import Figure
 
     lines = {name: _lines(records, name) for name, _, _ in PANELS}
@@ -125,7 +124,7 @@ def training_curves(path: Path, records: Sequence[dict], *, title: str) -> None:
 
 
 def _lines(records: Sequence[dict], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The lines of one panel by label: one for a number, one for each kind of weights where there are several."""
+    """Lines of one panel by label: one for a plain metric, one per EMA profile for validation."""
     kinds = sorted({kind for record in records if isinstance(record.get(name), dict) for kind in record[name]})
     paths = {kind: (name, kind, "mean") for kind in kinds} or {"": (name,)}
     lines = {label: series(records, *keys) for label, keys in paths.items()}
@@ -154,7 +153,7 @@ def _draw_panel(axis, lines: dict[str, tuple[np.ndarray, np.ndarray]], label: st
 
 
 def _leave_out_start(axis, values: np.ndarray) -> None:
-    """Scales the axis to all but the first steps, which would flatten what follows."""
+    """Scale the axis without the first steps, whose values would flatten the others."""
     low, high = np.quantile(values[len(values) // 50 :], [0, 0.999])
     margin = 0.05 * (high - low) + 1e-12
     axis.set_ylim(low - margin, high + margin)

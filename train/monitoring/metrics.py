@@ -19,11 +19,11 @@ EVENTS_FILE = "events.jsonl"
 _IN_BAR = {"loss": "loss", "seconds": "s/step", "lr": "lr", "grad_norm": "grad_norm"} | {
     name: name for name in ("samples_per_s", "tokens_per_s", "tflops", "mfu")
 }
-"""Key in metrics.jsonl -> name on the terminal; what comes first is seen on narrow ones."""
+"""Key in metrics.jsonl -> name on the terminal, by priority on narrow ones."""
 STEPS_BEFORE_ESTIMATE = 3
 """Steps of this process before the first estimate of the time left; the first step is slower than the others."""
 SLOW = 1.5
-"""Ratio of a step's time to the expected one from which on slowness is reported."""
+"""Ratio of measured to expected time of a step above which slowness is reported."""
 SHORT = 60.0
 """Seconds of remaining time below which slowness is not reported."""
 FEW_STEPS = 10
@@ -31,17 +31,16 @@ FEW_STEPS = 10
 
 
 class Metrics:
-    """One JSON object for every step in metrics.jsonl, and the same numbers elsewhere.
+    """Writes one JSON object per step to metrics.jsonl, and the same numbers to trackers and terminal.
 
-    A resumed run continues the file after the step it starts from: what a killed run wrote beyond its last checkpoint
-    is cut off, so that no step is told twice.
+    A resumed run truncates the file after the step of its checkpoint, so that no step is recorded twice.
     """
 
     def __init__(
         self, config: RunConfig, *, start: int, length: int, expected: float = math.inf, enabled: bool
     ) -> None:
-        """`start` steps are done already and recorded in the first `length` bytes of the file; `expected` are the
-        seconds of a step."""
+        """`start`: steps done before, recorded in the first `length` bytes of the file; `expected`: expected seconds of
+        a step."""
         self._config = config
         self._enabled = enabled
         self._step = start
@@ -67,11 +66,11 @@ class Metrics:
 
     @property
     def num_bytes(self) -> int:
-        """Length of metrics.jsonl, which a checkpoint remembers."""
+        """Length of metrics.jsonl, which checkpoints save."""
         return self._file.tell() if self._file is not None else 0
 
     def log(self, values: dict[str, Any]) -> None:
-        """Reports one step; `values` has `step` and JSON values, numbers at the top level."""
+        """Report one step; `values` has `step` and JSON values, numbers at the top level."""
         self._step = values["step"]
         if not self._enabled:
             return
@@ -100,13 +99,13 @@ class Metrics:
         self._step = step
 
     def event(self, values: dict[str, Any]) -> None:
-        """Adds a line to events.jsonl, which nothing is taken out of again."""
+        """Append a line to events.jsonl, which is never truncated."""
         if self._enabled:
             with (Path(self._config.train.output_dir) / EVENTS_FILE).open("a") as file:
                 file.write(json.dumps({"time": time.time(), **values}) + "\n")
 
     def show(self, step: int, videos: Sequence[tuple[str, Path]]) -> None:
-        """Puts the (caption, path) videos of a validation on the boards."""
+        """Send the (caption, path) videos of a validation to the trackers."""
         for board in self._trackers:
             board.videos(step, videos)
 
@@ -127,7 +126,7 @@ def _is_pipe(stream: TextIO) -> bool:
 
 
 def plain_line(values: dict[str, Any], config: RunConfig, seconds_left: float | None) -> str:
-    """A step in the words that logs of NeMo use, and the time left."""
+    """Log line of a step as NeMo writes it, with the remaining time."""
     return " | ".join(
         [
             f"Training iteration {values['step']}/{config.train.train_iters}",
@@ -154,7 +153,7 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _open_at(path: Path, length: int) -> BinaryIO:
-    """The file, cut to its first `length` bytes, ready to append."""
+    """Open a file for appending, truncated to its first `length` bytes."""
     path.touch()
     file = path.open("r+b")
     file.truncate(min(length, path.stat().st_size))

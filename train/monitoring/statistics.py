@@ -1,4 +1,4 @@
-"""Sizes of gradients and activations, parameter by parameter and block by block, in the steps that measure them."""
+"""Statistics of the gradients of all parameters and the activations of all blocks."""
 
 import math
 from collections import defaultdict
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from megadit.train.engine.setup import Training
 
 Sums = dict[str, tuple[float, int, float]]
-"""Name -> sum of squares, count, largest absolute value; copies on several ranks change no mean."""
+"""Name -> sum of squares, count, largest absolute value; replicas on several ranks do not change the mean."""
 
 
 class Statistics:
-    """Within the block, watches the outputs of all DiT blocks; afterwards `found` has them and the gradients.
+    """Context that records the outputs of all DiT blocks; afterwards `found` has statistics of them and of gradients.
 
-    {"activation" | "gradient": {name: {"rms", "max"}}}, over all ranks; the gradients are those that the optimizer
-    used, after clipping. Empty where `is_due` is false.
+    {"activation" | "gradient": {name: {"rms", "max"}}}, over all ranks; gradients are those that the optimizer used,
+    after clipping. Empty if `is_due` is false.
     """
 
     def __init__(self, training: Training, *, is_due: bool) -> None:

@@ -1,7 +1,7 @@
-"""TensorBoard, Weights & Biases and a picture of curves: where the numbers and videos of a run are looked at.
+"""Trackers of a run: TensorBoard, Weights & Biases and curves.png.
 
-A board takes the scalars of a step and the videos of a validation. No run ends over one: what is missing, or fails at
-any moment, is told in one line and left out. Weights & Biases then writes files for `wandb sync`, where it can.
+A tracker accepts the scalars of a step and the videos of a validation. A tracker that is missing or fails does not end
+the run: a warning is printed and it is no longer used. Weights & Biases then writes files for `wandb sync`, if it can.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from megadit.train.monitoring.curves import AGAIN, CURVES_FILE, END, FOLLOW
 VIDEO_TAG = "validation_generation"
 SECONDS_BETWEEN_CURVES = 120.0
 SECONDS_TO_ANSWER, SECONDS_TO_FINISH = 20.0, 60.0
-"""Limits for Weights & Biases at its start and at its end; in between it uploads from a process of its own."""
+"""Timeouts of Weights & Biases at its start and at its end; in between a separate process uploads."""
 WANDB_RUN = "wandb.json"
 """File in the run's folder with its Weights & Biases id, so that a resumed run continues the same chart."""
 
@@ -35,15 +35,15 @@ class Board(Protocol):
     def scalars(self, step: int, values: dict[str, float]) -> None: ...
 
     def videos(self, step: int, videos: Iterable[tuple[str, Path]]) -> None:
-        """Shows (caption, mp4 or png) pairs."""
+        """Show videos, as (caption, mp4 or png)."""
 
     def close(self) -> None: ...
 
 
 def open_trackers(config: RunConfig, *, start: int, taken_back: int = 0) -> list[Board]:
-    """The boards that `config.logger` asks for, continued after step `start`.
+    """The trackers of `config.logger`, continued after step `start`.
 
-    The `taken_back` steps after it were told, and will be told anew with other numbers.
+    `taken_back`: number of later steps that were reported before, and will be reported anew with other numbers.
     """
     trackers: list[Board] = []
     if config.logger.tensorboard and _is_there("tensorboard", "logger.tensorboard", "megadit[train]"):
@@ -64,7 +64,7 @@ def _is_there(package: str, field: str, extra: str) -> bool:
 
 
 class _Guarded:
-    """A board that fails once, with one warning, and takes nothing more."""
+    """A tracker that is switched off, with one warning, at its first failure."""
 
     def __init__(self, name: str, open_board: Callable[[], Board]) -> None:
         self._name, self._board = name, None
@@ -101,7 +101,7 @@ class TensorBoard:
     def __init__(self, folder: Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        # steps after the one that a resumed run starts from were told by a process that is gone
+        # purge steps after the checkpoint, which a killed process reported
         self._writer = SummaryWriter(str(folder), purge_step=start + 1)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
@@ -125,11 +125,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run there, the same one after a resume. Without an API key its files wait for `wandb sync`.
+    """A Weights & Biases run, the same one after a resume. Without an API key it writes files for `wandb sync`.
 
-    Its own count of steps never goes back: what it has been told of a step stays. So a run that does go back counts on
-    there, and charts have our `step` for their axis, along which both accounts of a step are seen. (Its `resume_from`
-    would forget the first one, where a server grants that.)
+    Its own step counter can only increase. So after a rollback the counter goes on, and charts use the logged `step` as
+    their axis, where a repeated step has both values. (`resume_from` would drop the first, but few servers support it.)
     """
 
     def __init__(self, config: RunConfig, taken_back: int) -> None:
@@ -141,7 +140,7 @@ class WeightsAndBiases:
         save_dir = Path(logger.wandb_save_dir or folder)
         save_dir.mkdir(parents=True, exist_ok=True)
         mode = os.environ.get("WANDB_MODE") or ("online" if "WANDB_API_KEY" in os.environ else None)
-        if mode is None:  # it would ask on the terminal
+        if mode is None:  # otherwise it would prompt on the terminal
             where = f"Weights & Biases writes to {save_dir / 'wandb'}, for `wandb sync`"
             print(f"no WANDB_API_KEY: {where} (WANDB_MODE=online uses a stored login)", flush=True)
         settings = {
@@ -155,14 +154,14 @@ class WeightsAndBiases:
         }
         try:
             self._run = self._begin(mode or "offline", settings)
-        except Exception as error:  # of its network, its server or its key
+        except Exception as error:  # network, server or key
             print(
                 f"warning: Weights & Biases does not take this run ({in_a_line(error)}): it writes to "
                 f"{save_dir / 'wandb'}, for `wandb sync`",
                 file=sys.stderr,
                 flush=True,
             )
-            wandb.teardown()  # or the id is still in use
+            wandb.teardown()  # releases the id
             self._run = self._begin("offline", settings)
         self._run.define_metric("*", step_metric="step")
 
@@ -192,8 +191,8 @@ class WeightsAndBiases:
 
 
 class Curves:
-    """curves.png in the run's folder, drawn from metrics.jsonl after each validation, every few minutes and at the end,
-    by a process of its own that reads what is new there: no step waits for it."""
+    """curves.png in the run's folder, drawn by a separate process from metrics.jsonl after each validation, every few
+    minutes and at the end; no step waits for it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -206,11 +205,11 @@ class Curves:
             self._draw()
 
     def videos(self, step: int, videos: Iterable[tuple[str, Path]]) -> None:
-        """Curves show none."""
+        """Do nothing: curves show no videos."""
 
     def close(self) -> None:
         self._draw()
-        self._process.communicate(END)  # not by the end of its input: workers that were forked meanwhile hold that open
+        self._process.communicate(END)  # closing its input is not enough: workers that were forked later hold it open
         if self._process.returncode:
             command = f"python -m megadit.train.monitoring.curves {self._folder}"
             print(f"{CURVES_FILE} could not be drawn; `{command}` says why", file=sys.stderr, flush=True)
@@ -218,7 +217,7 @@ class Curves:
     def _draw(self) -> None:
         self._drawn = time.monotonic()
         if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(BrokenPipeError):  # it has failed: its exit code says so
+            with contextlib.suppress(BrokenPipeError):  # it has failed: its exit code is checked
                 self._process.stdin.write(AGAIN)
                 self._process.stdin.flush()
             return
@@ -228,12 +227,12 @@ class Curves:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # Ctrl-C ends the run, not its last picture
+            start_new_session=True,  # Ctrl-C must not end the last drawing
         )
 
 
 def _identity(folder: Path, taken_back: int) -> tuple[str, int]:
-    """The id of the run there, and how far its count of steps is ahead of ours by now."""
+    """Id of the Weights & Biases run, and the lead of its step counter over the run's steps."""
     path = folder / WANDB_RUN
     known = read_json(path) if path.is_file() else {"id": secrets.token_hex(4), "ahead": 0}
     known["ahead"] = known.get("ahead", 0) + taken_back

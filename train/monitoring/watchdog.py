@@ -1,9 +1,9 @@
-"""Names the rank that hangs or died, and where in its step, before everybody waits for it forever.
+"""Watchdog that reports a hanging or dead rank and its position in the step, and ends the run.
 
-Every rank notes in a file of the run's folder where it is, from a thread that also watches its neighbours: a note that
-no longer changes is the sign of a stopped or dead process, a step that no longer goes on that of a hanging one. The
-thread that notices tells who, prints what its own rank is doing, and ends the process: torchrun, or the batch system,
-then starts the run anew from its last checkpoint.
+A thread on every rank writes the rank's position to a file in the run's folder, and watches the files of its
+neighbours: a file that is no longer updated means a stopped or dead process, a step that no longer advances a hanging
+one. The thread then reports that rank, prints the stack of its own rank, and ends the process, so that torchrun or the
+batch system restarts the run from its last checkpoint.
 """
 
 import faulthandler
@@ -19,7 +19,7 @@ from pathlib import Path
 from megadit.models.shared.progress import duration
 
 EXIT_CODE = 75
-"""Exit code of a rank that ends because another one failed (EX_TEMPFAIL: to be tried again)."""
+"""Exit code of a rank that ends because another one failed (EX_TEMPFAIL: retry)."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Watchdog:
 
     Args:
         folder: shared by all ranks.
-        limit: seconds without progress after which a rank is named; 0 watches nothing.
+        limit: seconds without progress after which a rank is reported; 0: no watchdog.
     """
 
     def __init__(self, folder: Path, *, rank: int, world_size: int, limit: float) -> None:
@@ -61,11 +61,11 @@ class Watchdog:
             self._file(self._rank).unlink(missing_ok=True)
 
     def mark(self, step: int, doing: str) -> None:
-        """Says where this rank is: a new place is a sign of life."""
+        """Record the position of this rank, which counts as progress."""
         self._place = {"step": step, "doing": doing, "moves": self._place["moves"] + 1}
 
     def lost_rank(self) -> str | None:
-        """The rank of this machine whose process has ended without saying so, where it was; None if all are there."""
+        """Describe the rank of this machine whose process has died, and its last position; None if all are alive."""
         for rank in range(self._world_size):
             note = self._read(rank) if self._limit else None
             if note and rank != self._rank and note["host"] == socket.gethostname() and not _is_alive(note["pid"]):
@@ -84,12 +84,13 @@ class Watchdog:
                 self._report_and_end(*found)
 
     def _stuck(self) -> tuple[int, dict, str] | None:
-        """(rank, its note, what is wrong) of one that shows no life, or of the one that is furthest behind; or None."""
+        """(rank, its record, problem) of a rank without updates, or of the one furthest behind if steps hang; or
+        None."""
         silent, waiting, is_stuck = [], [], False
         now = time.monotonic()
         for rank in self._neighbours():
             note = self._read(rank)
-            if note is None:  # not started, or over
+            if note is None:  # not started, or finished
                 self._seen.pop(rank, None)
                 continue
             seen = self._seen.get(rank)
@@ -108,12 +109,12 @@ class Watchdog:
             return rank, note, f"has given no sign of life for {duration(silence)}"
         if not is_stuck:
             return None
-        # whoever hangs, all soon wait: for the one that came least far
+        # soon all ranks wait, for the one that is furthest behind
         *_, rank, note, seconds = min(waiting, key=lambda found: found[:3])
-        return rank, note, f"has not gone on for {duration(seconds)}"
+        return rank, note, f"has made no progress for {duration(seconds)}"
 
     def _neighbours(self) -> list[int]:
-        """The next ranks in a ring, and this one: every rank is watched by several, and no file is read by all."""
+        """This rank and the next ones in a ring, so that several watch every rank, and no file is read by all."""
         return sorted({(self._rank + offset) % self._world_size for offset in range(min(self._world_size, 8))})
 
     def _report_and_end(self, rank: int, note: dict, problem: str) -> None:
@@ -125,7 +126,7 @@ class Watchdog:
         )
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
-        os._exit(EXIT_CODE)  # the main thread waits inside a collective that nothing interrupts
+        os._exit(EXIT_CODE)  # the main thread may wait in a collective that cannot be interrupted
 
     def _write(self) -> None:
         self._beats += 1
@@ -134,7 +135,7 @@ class Watchdog:
         try:
             temporary.write_text(json.dumps(note))
             temporary.replace(self._file(self._rank))
-        except OSError:  # a full disk is told by what needs it
+        except OSError:  # e.g. a full disk, which others report
             return
 
     def _read(self, rank: int) -> dict | None:
@@ -144,7 +145,7 @@ class Watchdog:
             return None
 
     def _age(self, rank: int) -> str:
-        """Time since a rank last wrote its note, as it does every few seconds while it runs."""
+        """Time since a rank last wrote its file, which it does every few seconds."""
         try:
             return duration(max(0.0, time.time() - self._file(rank).stat().st_mtime))
         except OSError:
@@ -166,7 +167,7 @@ def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].strip()
-    except (ProcessLookupError, FileNotFoundError):  # the latter: it went in between
+    except (ProcessLookupError, FileNotFoundError):  # the latter: it ended meanwhile
         return False
     except PermissionError:
         return True

@@ -159,7 +159,7 @@ HOSTILE = {
     "another's YAML": (as_text("split.yaml", '? "a\\\n  b"\n: 1\n'), "split.yaml"),
     "text": (as_text("crude.yaml", "CrudeWebdataset"), "not names and values"),
     "a list of splits": (as_blend({"splits": []}), "not names and values"),
-    "a blend of itself": (as_blend(blend_of("blend.yaml")), "in a circle"),
+    "a blend of itself": (as_blend(blend_of("blend.yaml")), "in a cycle"),
     "a join": (as_blend(lambda root: blend_of(root) | {"joiner": "x"}), "'joiner'"),
     "files beside": (as_blend(lambda root: blend_of(root, aux={"a": "filesystem:///etc"})), "'aux'"),
     "another configuration": (as_blend(lambda root: blend_of(root, dataset_config="../x.yaml")), "'dataset_config'"),

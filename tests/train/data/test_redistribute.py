@@ -63,7 +63,7 @@ def test_nothing_is_lost_or_doubled_where_steps_take_part_of_the_readers(make_co
     loaders = build(make_config, 2, 2)
     first = read_steps(loaders, 2, 3)
     resumed, said = go_on(make_config, states(loaders), 1, 4, 2)
-    assert "none is lost or doubled" in said
+    assert "none is lost or repeated" in said
     packs = [pack for step in first + read_steps(resumed, 2, 20) for pack in step]
     assert len(set(packs)) == len(packs)
     whole = [pack for step in read_steps(build(make_config, 2, 2), 2, 40) for pack in step]

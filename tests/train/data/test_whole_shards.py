@@ -94,7 +94,7 @@ def test_a_run_on_samples_that_cannot_be_used_ends(dataset, tiny_arguments, run_
     assert re.search(rf"share=0.05 \([1-9]\d* of {SHARD}\)", line), "though the first rank reads but half of it"
     assert any(f"[{SHARD}: " in each for each in told)
     (told,) = run_ranks(1, *tiny_arguments, *settings, *paths, "health.max_refused_share=1", "train.train_iters=4")
-    assert "left out: " in told
+    assert "rejected: " in told
     assert info.main([str(tmp_path / "run"), "--html", str(tmp_path / "run.html")]) == 0
     assert "samples left out" in (tmp_path / "run.html").read_text()
 

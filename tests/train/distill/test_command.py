@@ -221,7 +221,7 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
         ),
         (
             ["--recipe", "digits_tiny", "--calls", "2", "--guidance_embedding_range", "1", "4"],
-            "train.distill.objective=regression learns from videos made at one guidance scale",
+            "train.distill.objective=regression learns from videos of one guidance scale",
         ),
         (["--calls", "0"], "--calls=0 must lie between 1 and 64"),
         (["consistency.optimizer.lr=9"], "a stage that is not run; the stages are: guidance"),
@@ -261,7 +261,7 @@ def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, capsys, more
             ["--adapter_rank", "4", "--guidance_embedding_range", "1", "2"],
             "an adapter needs the teacher's network as it is",
         ),
-        (["--calls", "2"], "train.distill.objective=regression learns from videos made at one guidance scale"),
+        (["--calls", "2"], "train.distill.objective=regression learns from videos of one guidance scale"),
     ],
 )
 def test_what_a_told_teacher_cannot_teach_is_one_line(tmp_path, capsys, more, says):

@@ -42,8 +42,8 @@ def test_what_a_run_says(told, tiny_dataset):
     for line in (
         r"digits_tiny: [\d,]+ parameters, on 2 rank\(s\)",
         rf"data: 32 samples of {tiny_dataset}, about \d+ a step: at most 192 video tokens, in 2 packs of 96",
-        r"as the data set has it: model.in_channels=24 \(recipe: 32\), .*",
-        r"memory of a rank: about \S+ [MG]iB beside what Python and torch take; \S+ [MG]iB are free",
+        r"from the data set: model.in_channels=24 \(recipe: 32\), .*",
+        r"memory of a rank: about \S+ [MG]iB, plus Python and torch; \S+ [MG]iB are free",
         rf"folder: {out}",
         r"estimated time: about \S+ s for 4 steps of \S+ s",
         rf"validation at step 2: loss \S+ with .*, the lowest; \S+ with .*; 4 video\(s\) in {out}/samples/step_0000002",
@@ -51,7 +51,7 @@ def test_what_a_run_says(told, tiny_dataset):
         rf"checkpoint: {out}/checkpoints/iter_0000004",
         r"done: 4 of 4 steps, 4 of them in the last \d+ s; validation loss \S+",
         rf"look at: `megadit info {out} --html {out}.html`",
-        r"seen: \d+ samples, \S+ passes over the 32 of the training split; .*",
+        r"seen: \d+ samples, \S+ epochs of the 32 of the training split",
         rf"next: megadit bundle {out} {out}/bundle",
     ):
         assert re.search(f"^{line}$", first, re.MULTILINE), line
@@ -91,7 +91,7 @@ def test_what_depends_on_the_run(tmp_path):
     with without_half_products():
         assert beginning(run, 2, torch.device("cpu"), 0.5)[-1].startswith("estimated time")
         assert re.search(
-            "does not multiply bfloat16.*fp32 spares that", beginning(half, 2, torch.device("cpu"), 0.5)[-1]
+            "does not multiply bfloat16.*fp32 avoids that", beginning(half, 2, torch.device("cpu"), 0.5)[-1]
         )
     end = ending(run, RunState(iteration=10**9), steps=1, seconds=2.0, caption=None)
     assert not any("next:" in line for line in end), "nothing encodes prompts of random samples"

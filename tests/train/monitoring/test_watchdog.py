@@ -105,7 +105,7 @@ def test_a_hanging_rank_is_named_by_those_who_wait(start, tmp_path):
     ranks = start(0, "wait"), start(1, "hang")
     outputs = [process.communicate(timeout=TIMEOUT)[0] for process in ranks]
     assert all("rank 1 (process" in output for output in outputs if output), outputs
-    assert any("has not gone on for" in output and "while reading data in step 20" in output for output in outputs)
+    assert any("has made no progress for" in output and "while reading data in step 20" in output for output in outputs)
 
 
 def test_ranks_that_go_on_are_left_alone(tmp_path, monkeypatch):
