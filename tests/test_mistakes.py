@@ -106,7 +106,7 @@ MISTAKES = {
     "generate --prompt hi": "give --checkpoint_path: a bundle or a training directory",
     "generate --checkpoint_path bundle": "there is no prompt; give --prompt TEXT or --prompt_file FILE",
     "generate --checkpoint_path clips --prompt hi": "run: megadit bundle CHECKPOINT OUT",
-    "generate --checkpoint_path data --prompt hi": "`megadit bundle CHECKPOINT OUT` makes one of a training",
+    "generate --checkpoint_path data --prompt hi": "`megadit bundle CHECKPOINT OUT` makes one from a training",
     f"{GENERATE} --promt hi": "did you mean '--prompt'?",
     f"{GENERATE} --sampler eulr": "did you mean 'euler'?",
     f"{GENERATE} --num_steps 0": "--num_steps=0 must be greater than 0",
