@@ -242,7 +242,7 @@ def _embedding_range(options: DistillOptions, teacher: Bundle) -> tuple[float, f
     )
     refuse(
         any("model.guidance_embedding_range=" in override for override in options.overrides),
-        "how students are sampled depends on their scales: give --guidance_embedding_range, not model.guidance_embedding_range",
+        "sampling depends on the range of scales: give --guidance_embedding_range, not model.guidance_embedding_range",
     )
     guidance_embedding_range = tuple(options.guidance_embedding_range) or known
     check_scales(guidance_embedding_range, known, options.teacher)

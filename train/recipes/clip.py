@@ -93,7 +93,7 @@ def clip_digits() -> RunConfig:
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe clip_digits data.path=FOLDER
     Hardware: 2 CPU cores.
     Tokens: 16,640 a step in two packs (an image of 32 x 32 is 65).
-    Memory: 0.32 GiB a rank, beside what Python and torch take.
+    Memory: 0.32 GiB a rank, plus Python and torch.
     """
     run = vit_digits()
     return replace(

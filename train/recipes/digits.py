@@ -25,7 +25,7 @@ def digits() -> RunConfig:
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe digits data.path=FOLDER train.output_dir=FOLDER
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
     Tokens: 3,840 a step in two packs (an image is 16, a clip of 9 frames 48), 3.7 million in all.
-    Memory: 0.11 GiB a rank, beside what Python and torch take.
+    Memory: 0.11 GiB a rank, plus Python and torch.
     """
     return RunConfig(
         recipe="digits",
@@ -73,7 +73,7 @@ def digits_flow() -> RunConfig:
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe digits_flow data.path=FOLDER train.output_dir=FOLDER
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
     Tokens: 3,840 a step in two packs (an image is 16, a clip of 9 frames 48), 3.7 million in all.
-    Memory: 0.11 GiB a rank, beside what Python and torch take.
+    Memory: 0.11 GiB a rank, plus Python and torch.
     """
     run = digits()
     return replace(
@@ -93,7 +93,7 @@ def digits_dreambooth() -> RunConfig:
         checkpoint.init_from=BUNDLE
     Hardware: 2 CPU cores.
     Tokens: 1,536 a step in two packs (32 clips), 307 thousand in all.
-    Memory: 0.038 GiB a rank, beside what Python and torch take.
+    Memory: 0.038 GiB a rank, plus Python and torch.
     """
     run = digits()
     return replace(
@@ -134,7 +134,7 @@ def digits_conditioned() -> RunConfig:
         checkpoint.init_from=BUNDLE
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
     Tokens: 3,840 a step in two packs (a clip is 48, with a frame beside it 64, with a clip to edit 96).
-    Memory: 0.11 GiB a rank, beside what Python and torch take.
+    Memory: 0.11 GiB a rank, plus Python and torch.
     """
     run = digits()
     return replace(
@@ -173,7 +173,7 @@ def digits_tiny() -> RunConfig:
     Command: megadit train --recipe digits_tiny --mock
     Hardware: 1 CPU core.
     Tokens: 192 a step in two packs, 10 steps.
-    Memory: 0.0043 GiB a rank, beside what Python and torch take.
+    Memory: 0.0043 GiB a rank, plus Python and torch.
     """
     run = digits()
     return replace(

@@ -94,7 +94,7 @@ def image_digits() -> RunConfig:
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe image_digits data.path=FOLDER
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
     Tokens: 3,840 a step in two packs (240 images).
-    Memory: 0.11 GiB a rank, beside what Python and torch take.
+    Memory: 0.11 GiB a rank, plus Python and torch.
     """
     run = digits()
     return replace(
@@ -118,7 +118,7 @@ def image_digits_64() -> RunConfig:
         checkpoint.init_from=RUN
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
     Tokens: 3,840 a step in two packs (60 images).
-    Memory: 0.11 GiB a rank, beside what Python and torch take.
+    Memory: 0.11 GiB a rank, plus Python and torch.
     """
     run = image_digits()
     return replace(

@@ -15,7 +15,7 @@ def shapes() -> RunConfig:
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe shapes data.path=FOLDER train.output_dir=FOLDER
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
     Tokens: 3,840 a step in two packs (an image is 16, a clip of 9 frames 48).
-    Memory: 0.11 GiB a rank, beside what Python and torch take.
+    Memory: 0.11 GiB a rank, plus Python and torch.
     """
     run = digits()
     return replace(
@@ -46,7 +46,7 @@ def shapes_dreambooth() -> RunConfig:
         checkpoint.init_from=BUNDLE
     Hardware: 2 CPU cores.
     Tokens: 1,536 a step in two packs, 307 thousand in all.
-    Memory: 0.038 GiB a rank, beside what Python and torch take.
+    Memory: 0.038 GiB a rank, plus Python and torch.
     """
     run = digits_dreambooth()
     return replace(

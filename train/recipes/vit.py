@@ -120,7 +120,7 @@ def vit_digits() -> RunConfig:
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe vit_digits data.path=FOLDER
     Hardware: 2 CPU cores.
     Tokens: 8,320 a step in two packs (an image of 32 x 32 is 65).
-    Memory: 0.11 GiB a rank, beside what Python and torch take.
+    Memory: 0.11 GiB a rank, plus Python and torch.
     """
     run = vit_b_16()
     return replace(
@@ -160,7 +160,7 @@ def vit_digits_clips() -> RunConfig:
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe vit_digits_clips data.path=FOLDER
     Hardware: 2 CPU cores.
     Tokens: 12,544 a step in two packs (a clip of 9 frames of 32 x 32 is 49).
-    Memory: 0.3 GiB a rank, beside what Python and torch take.
+    Memory: 0.3 GiB a rank, plus Python and torch.
     """
     run = vit_digits()
     return replace(

@@ -1,1 +1,1 @@
-"""Packs of training samples: checked, conditioned, assigned to packs and laid out as rows of one size."""
+"""Packing of training samples: checks, conditioning, bin packing, and layout as rows of fixed size."""

@@ -1,26 +1,26 @@
-"""Assignment of samples to packs: best-fit packing in two sizes, video tokens and text slots."""
+"""Assignment of samples to packs: best-fit bin packing by video tokens and text tokens."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 CANDIDATES = 64
-"""Packs with room for a sample's tokens that are tried for its text, fullest first, before a new one is begun."""
+"""Maximum number of packs with space for a sample's video tokens that are tried for its text, fullest first."""
 LARGE = 1 / 8
-"""Samples above this share of a pack's tokens are placed first, the largest at the head."""
+"""Fraction of a pack's tokens above which samples are placed first, by decreasing length."""
 _PACK_BITS = 40
-"""An open pack is one number, tokens left << _PACK_BITS | its place: numbers compare faster than pairs."""
+"""An open pack is encoded as (free tokens << _PACK_BITS) | index, because integers compare faster than tuples."""
 
 
 def best_fit(lengths: Sequence[tuple[int, int]], capacity: tuple[int, int]) -> list[list[int]]:
-    """Groups samples into packs, few and full; deterministic.
+    """Group samples into few, full packs; deterministic.
 
-    `lengths` holds (video tokens, text slots) of each sample. Large samples are placed by decreasing length, then the
-    small ones as they come; each goes into the pack with the fewest video tokens left that has room for its tokens and
-    for its text. (Plain best-fit decreasing packs no tighter, since small samples fill any gap, and would gather small
-    images in packs of their own instead of mixing them with clips.)
+    `lengths` holds (video tokens, text tokens) of each sample. Large samples are placed by decreasing length, then the
+    small ones in their order; each goes into the pack with the fewest free video tokens that fits it. (Plain best-fit
+    decreasing packs no tighter, and would collect small images in packs of their own instead of mixing them with
+    clips.)
 
-    O(n log n): a sample looks at a fixed number of packs that lack room for its text. Within a pack, indices are sorted
-    by length, so that samples of one size are neighbours, which attention computes as one batch.
+    O(n log n), because at most `CANDIDATES` packs are tried per sample. Within a pack, indices are sorted by length, so
+    that samples of one size are adjacent, and attention computes them as one batch.
 
     Raises:
         ValueError: if a sample alone exceeds the capacity.
@@ -37,14 +37,14 @@ def best_fit(lengths: Sequence[tuple[int, int]], capacity: tuple[int, int]) -> l
 
 
 def _place(lengths: Sequence[tuple[int, int]], order: Sequence[int], capacity: tuple[int, int]) -> list[list[int]]:
-    """Puts each sample, in this order, into the fullest pack that has room, or into a new one.
+    """Put each sample, in this order, into the fullest pack that fits it, or into a new one.
 
-    One loop without calls of our own: it runs for every sample of every buffer.
+    A single loop without Python calls, because it runs for every sample of every buffer.
     """
     smallest = min(lengths, default=(0, 0))[0]
     packs: list[list[int]] = []
     text_left: list[int] = []
-    is_open: list[int] = []  # packs with room to spare, by (tokens left, pack)
+    is_open: list[int] = []  # packs with free space, by (free tokens, pack)
     mask = (1 << _PACK_BITS) - 1
     for index in order:
         tokens, text = lengths[index]
@@ -60,7 +60,7 @@ def _place(lengths: Sequence[tuple[int, int]], order: Sequence[int], capacity: t
             pack, left = len(packs), capacity[0] - tokens
             packs.append([index])
             text_left.append(capacity[1] - text)
-        # a pack without room for the smallest sample is closed, or the list of open packs would grow without end
+        # a pack that cannot fit the smallest sample is closed, or the list of open packs would grow without bound
         if left >= smallest and text_left[pack] > 0:
             insort(is_open, left << _PACK_BITS | pack)
     return packs

@@ -1,9 +1,9 @@
-"""Conditioning of training samples: the part of a sample that is given, and not to be predicted.
+"""Conditioning of training samples: clean latents that the network is given and need not predict.
 
-A use is drawn for each sample, and its part of the sample, by the sample's key alone. Adding a use is one function and
-its row in `KINDS`; sampling builds the same from a user's input (`infer/conditioning/items.py`).
+The conditioning mode of a sample, and which latents are clean, are drawn by the sample's key alone. To add a mode, add
+a function and its entry in `KINDS`; sampling builds the same from a user's input (`infer/conditioning/items.py`).
 
-Shapes: C latent channels, T/H/W latent frames, height, width, E extra latents beside them, all given.
+Shapes: C latent channels, T/H/W latent frames, height, width, E extra latents, all clean.
 """
 
 import math
@@ -21,34 +21,34 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.train.data.packs.training_sample import TrainingSample
 
 NUM_DRAWS = 10
-"""Uniform numbers of one sample: its use, its dropout, seven that a use may spend, and which caption it has."""
+"""Uniform numbers per sample: for mode, dropout, seven for the mode's function, and the choice of caption."""
 SHARE_OF_IMAGE_TEXTS = 0.75
-"""Share of samples with a caption for conditioning that are trained with it; the others keep the full one."""
+"""Probability that a sample with conditioning uses its caption for conditioning, if it has one, not the full one."""
 
 
 class SampleConditioning(NamedTuple):
     """Conditioning of one sample."""
 
     is_clean_THW: Tensor
-    """bool, True where given: the positions of the video's latents, then those of `extra_CTHW`."""
+    """bool, True for clean latents: positions of the video's latents, then those of `extra_CTHW`."""
     extra_CTHW: Tensor | None = None
-    """Latents of frames encoded as images, or of the clip that is edited."""
+    """Latents of frames encoded as images, or of the source clip of an edit."""
     extra_times: tuple[float, ...] = ()
     """Times of the extra latents, in latent frames."""
 
     def segment(self, model: DiTConfig, text_length: int) -> Segment:
-        """The sample's tokens; see `with_conditioning`."""
+        """Segment of the sample's tokens; see `with_conditioning`."""
         return with_conditioning(model, self.is_clean_THW, self.extra_times, text_length)
 
     def latents(self, sample: TrainingSample) -> Tensor:
-        """All of its latents, [C, T + E, H, W]."""
+        """All latents of a sample, [C, T + E, H, W]."""
         if self.extra_CTHW is None:
             return sample.latent_CTHW
         return torch.cat([sample.latent_CTHW, self.extra_CTHW.to(sample.latent_CTHW.dtype)], dim=1)
 
 
 Draws = Sequence[float]
-"""Seven uniform numbers."""
+"""Seven uniform numbers for the function of a mode."""
 
 
 def _nothing(sample: TrainingSample) -> Tensor:
@@ -56,36 +56,36 @@ def _nothing(sample: TrainingSample) -> Tensor:
 
 
 def _first(sample: TrainingSample, count: int) -> SampleConditioning | None:
-    """The first `count` latent frames, where others follow."""
+    """Condition on the first `count` latent frames, if others follow."""
     is_clean_THW = _nothing(sample)
     is_clean_THW[:count] = True
     return SampleConditioning(is_clean_THW) if 0 < count < len(is_clean_THW) else None
 
 
 def first_frame(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
-    """Image to video: the first latent frame, which a causal tokenizer makes of the first frame alone."""
+    """Image-to-video: the first latent frame, which a causal tokenizer encodes from the first frame alone."""
     return _first(sample, model.patch_temporal)
 
 
 def prefix(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
-    """Continuation: one latent frame or more from the beginning."""
+    """Video continuation: one or more latent frames at the start."""
     return _first(sample, _frames(sample, draws[0], model))
 
 
 def suffix(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
-    """Give one latent frame or more at the end; the network predicts what leads up to them."""
+    """One or more latent frames at the end."""
     part = _first(sample, _frames(sample, draws[0], model))
     return part and SampleConditioning(part.is_clean_THW.flip(0))
 
 
 def _frames(sample: TrainingSample, draw: float, model: DiTConfig) -> int:
-    """Number of given latent frames, at least one token's and not all."""
+    """Number of conditioning latent frames: at least one patch, and not all."""
     pt = model.patch_temporal
     return pt * (1 + int(draw * (sample.latent_CTHW.shape[1] // pt - 1)))
 
 
 def last_frame(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
-    """The last frame as an image, in every fourth sample with the first one."""
+    """The last frame, encoded as an image; in a quarter of the samples also the first latent frame."""
     if sample.frames is None:
         return None
     last = max(range(len(sample.frames.times)), key=lambda index: sample.frames.times[index])
@@ -93,7 +93,7 @@ def last_frame(sample: TrainingSample, draws: Draws, model: DiTConfig) -> Sample
 
 
 def keyframes(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
-    """Give frames encoded as images, each with probability 1/2, and in half of the samples the first latent frame."""
+    """Frames encoded as images, each with probability 1/2; in half of the samples also the first latent frame."""
     if sample.frames is None:
         return None
     count = len(sample.frames.times)
@@ -113,7 +113,7 @@ def _with_frames(
 
 
 def inpaint(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
-    """Give all but a box, a quarter to all of each side; in every other video for a part of the time alone."""
+    """All but a box of 1/4 to 1 of each side; in half of the videos the box covers only a part of the time."""
     targets = []
     patches = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
     for axis, (size, patch) in enumerate(zip(sample.latent_CTHW.shape[1:], patches, strict=True)):
@@ -127,8 +127,8 @@ def inpaint(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleCon
 
 
 def edit(sample: TrainingSample, draws: Draws, model: DiTConfig) -> SampleConditioning | None:
-    """Give the clip that an instruction changes, frame for frame beside the target (InstructPix2Pix, arXiv 2211.09800,
-    with the source as tokens of its own rather than channels)."""
+    """The source clip of an edit, aligned with the target frame by frame (InstructPix2Pix, arXiv 2211.09800, but as
+    extra tokens rather than channels)."""
     if sample.reference_CTHW is None:
         return None
     source_CTHW = sample.reference_CTHW
@@ -146,7 +146,7 @@ KINDS: dict[str, Callable[[TrainingSample, Draws, DiTConfig], SampleConditioning
     "inpaint": inpaint,
     "edit": edit,
 }
-"""Conditioning modes; one that does not suit a sample gives nothing of it."""
+"""Conditioning mode -> its function; it returns None for a sample to which it does not apply."""
 
 
 class Drawn(NamedTuple):
@@ -155,7 +155,7 @@ class Drawn(NamedTuple):
     part: SampleConditioning | None
     text_LE: Tensor
     keeps_text: bool | None
-    """Whether the text stays; None without conditioning: `data.text_dropout` decides."""
+    """Whether the text is kept; None without conditioning: `data.text_dropout` applies."""
 
 
 def draw(
@@ -168,9 +168,9 @@ def draw(
     """Draw the conditioning of a sample by its key.
 
     Args:
-        shares: of samples that each use is for. Those with a clip to edit are for `edit`, and no others.
-        dropout: shares of the samples drawn that lose what is given, their text, or both: guidance needs each
-            (arXiv 2211.09800, section 3.2.1).
+        shares: fraction of samples per mode. `edit` applies to the samples with a source clip, which get no other mode.
+        dropout: fractions of the samples with conditioning that lose their conditioning, their text, or both, which
+            guidance needs (arXiv 2211.09800, section 3.2.1).
     """
     chosen, dropped, *draws = uniform_numbers(key, NUM_DRAWS, stream=Stream.CONDITIONING)
     is_edit = sample.reference_CTHW is not None
@@ -197,10 +197,10 @@ def draw(
 
 
 def parse_kinds(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """(use, share) of `data.conditioning`.
+    """Parse `data.conditioning` to (mode, fraction).
 
     Raises:
-        UserError: for an unknown use, a share that is not above 0 and at most 1, and shares of more than all samples.
+        UserError: for an unknown mode, a fraction not above 0 and at most 1, or fractions that sum to more than 1.
     """
     shares: dict[str, float] = {}
     for text in texts:

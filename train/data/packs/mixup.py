@@ -1,7 +1,7 @@
-"""Mixup (arXiv 1710.09412, section 2): a sample becomes l x_i + (1 - l) x_j, its label too, with l from Beta(a, a).
+"""Mixup (arXiv 1710.09412, section 2): a sample becomes l x_i + (1 - l) x_j, as does its label, with l from Beta(a, a).
 
-x_j is the sample behind it in the pack; of those of one size that follow one another, the first is behind the last.
-Which samples share a pack does not depend on how ranks share the work.
+x_j is the next sample in the pack, cyclically within each run of adjacent samples of one size. Packs do not depend on
+the number of ranks.
 
 Shapes: C latent channels, T/H/W latent frames, height, width, G segments of a pack (padding included).
 """
@@ -19,15 +19,15 @@ from megadit.models.packing.segments import Segment
 
 
 class Mixture(NamedTuple):
-    """Mixup partners of the samples of a pack, and their shares."""
+    """Mixup partners of the samples of a pack, and mixing weights."""
 
     share_G: Tensor
-    """float32: share that is left of each sample; 1 for one alone of its size or without a label, and for padding."""
+    """float32: weight l of each sample; 1 if it is alone of its size, has no label, or is padding."""
     partner_G: Tensor
     """int64: offset from a sample to its partner, in segments; 0 for none."""
 
     def of(self, latents: Sequence[Tensor]) -> list[Tensor]:
-        """The latents of the samples, CTHW each, mixed."""
+        """Mix the latents (CTHW each) of the samples."""
         if not self.partner_G.any():
             return list(latents)
         others = [latents[index + ahead] for index, ahead in enumerate(self.partner_G[: len(latents)].tolist())]
@@ -36,7 +36,7 @@ class Mixture(NamedTuple):
 
 
 def draw_mixture(segments: Sequence[Segment], keys: Sequence[int], alpha: float) -> Mixture:
-    """`keys` of the samples decide how much is left of each; segments behind them are padding. Alpha 0 mixes none."""
+    """Draw mixing weights by the `keys` of the samples; further segments are padding. Alpha 0: no mixup."""
     share_G, partner_G = torch.ones(len(segments)), torch.zeros(len(segments), dtype=torch.long)
     if alpha == 0:
         return Mixture(share_G, partner_G)

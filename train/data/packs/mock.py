@@ -1,4 +1,4 @@
-"""Endless random packs: the same loader interface without a data set, for benchmarks, tests and first tries.
+"""Endless random packs with the interface of the data loader, for benchmarks, tests and first tries.
 
 Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
 """
@@ -22,9 +22,9 @@ FPS = 24.0
 class MockLoader:
     """Packs of random samples, each pack a function of its number alone.
 
-    Packs are numbered 0, 1, 2, ... over the whole run. Every `micro_batch_size` of them are one micro-batch, and rank r
-    of n takes the micro-batches r, r + n, r + 2n, ...: a step reads the same packs on any number of ranks, and the
-    saved state, a number of packs, may be restored on another number of ranks.
+    Packs are numbered 0, 1, 2, ... over the whole run. Each `micro_batch_size` of them are one micro-batch, and rank r
+    of n reads the micro-batches r, r + n, r + 2n, ... So a step reads the same packs on any number of ranks, and the
+    saved state, a number of packs, can be restored on another number of ranks.
 
     Latents are normal with standard deviation `sigma_data`, of the given shapes in turn; texts are normal, of 1 to 16
     tokens. No sample occurs twice.
@@ -48,8 +48,9 @@ class MockLoader:
         self.world_size = world_size
         self.name = name
         self.num_batches = num_batches
-        """Micro-batches of all ranks together after which an iteration ends and the next starts anew; None: endless."""
-        self._position = 0  # micro-batches that this rank has given
+        """Micro-batches of all ranks after which an iteration ends and the next one starts from the beginning; None:
+        endless."""
+        self._position = 0  # micro-batches that this rank has yielded
 
     def __iter__(self) -> Iterator[PackedBatch]:
         if self.num_batches is not None:
@@ -64,10 +65,10 @@ class MockLoader:
         return {"num_packs": self._position * self.world_size * self.micro_batch_size}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Goes on after the packs that all ranks together had given.
+        """Continue after the packs that all ranks together had yielded.
 
         Raises:
-            UserError: if the state is not that of mock data, or these ranks cannot share what was read evenly.
+            UserError: if the state is not that of mock data, or the packs read do not divide among these ranks.
         """
         if "num_packs" not in state:
             raise UserError("cannot resume mock data: the state is that of a data set; set data.mock=false")
@@ -112,7 +113,7 @@ class MockLoader:
             yield self._with_conditioning(sample, number + index) if self.format.conditioning else sample
 
     def _with_conditioning(self, sample: TrainingSample, number: int) -> TrainingSample:
-        """A clip with its last frame as an image, and every third one with a clip to edit; drawn by its own key."""
+        """Add the last frame as an image to a clip, and a source clip to every third one; drawn by its own key."""
         generator = torch.Generator().manual_seed(sample_key(self.format.seed, sample.sample_id, 1))
         C, T, H, W = sample.latent_CTHW.shape
         if T == 1:

@@ -1,4 +1,4 @@
-"""Packs of training samples: from latents of any size to rows of one size.
+"""Packs of training samples: latents of any size in rows of fixed size.
 
 Shapes: B samples of one size, C latent channels, T/H/W latent frames, height, width, S video tokens, L text tokens,
 E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding included).
@@ -36,46 +36,47 @@ BATCH_TENSORS = (
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A micro-batch: one pack, or several one after another. CPU tensors until `.to`."""
+    """A micro-batch: one or more concatenated packs. CPU tensors until `.to`."""
 
     tokens_S1P: Tensor
     """float32 clean latents, patchified; zero in the padding."""
     text_L1E: Tensor
-    """float32 text features, slot by slot; zero where the null token stands and in the padding."""
+    """float32 text features by text token; zero at null tokens and padding."""
     layout: PackLayout
     fps_G: Tensor
     """float32, 0 for images and padding."""
     noise_key_G: Tensor
-    """int64 keys of `diffusion/noise.py`, which decide noise, sigma and text dropout of each sample; 0 for padding."""
+    """int64 keys of the random draws of each sample (`models/diffusion/noise.py`); 0 for padding."""
     seed_key_G: Tensor
-    """int64 keys of the seeds of videos that a model made (`noise.seed_key`); 0 for others and padding."""
+    """int64 keys of the seeds of generated videos (`noise.seed_key`); 0 for others and padding."""
     loss_weight_G: Tensor
-    """float32, what the loss of each sample counts; 1 but for prior samples."""
+    """float32 weight of each sample's loss; 1 except for prior samples."""
     own_share_G: Tensor
-    """float32, what is left of each sample where another is mixed into it; else 1."""
+    """float32 mixup weight of each sample; 1 without mixup."""
     partner_G: Tensor
-    """int64, how many segments behind it that other is."""
+    """int64 offset in segments to the mixup partner."""
     sample_ids: tuple[str, ...]
-    """One for each segment, "" for padding."""
+    """Id of each segment's sample, "" for padding."""
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
-    """Samples that its reader left out since the batch before, by reason."""
+    """Number of samples that the reader rejected since the last batch, by reason."""
     unreadable_shards: tuple[str, ...] = ()
-    """Shards of the samples that could not be read, on the rank that read the batch itself."""
+    """Shards of unreadable samples, on the rank that read the batch."""
     guidance_G: Tensor | None = None
-    """float32, the scale of guidance that a network is told of each sample; who computes with the pack adds it."""
+    """float32 guidance scale of each sample for a guidance-distilled network, added by distillation or the network's
+    wrapper."""
     real_S1P: Tensor | None = None
-    """Clean tokens of the samples, where `tokens_S1P` are what a student made of their conditions."""
+    """Clean tokens of the real samples, if `tokens_S1P` are those of a student's samples."""
     arrival: Callable[[], None] | None = None
-    """Makes the current stream of a GPU wait for the tensors, which are on their way."""
+    """Makes the current CUDA stream wait for the copy of the tensors."""
 
     @property
     def num_tokens(self) -> int:
-        """Video tokens of samples at hand that are to be predicted."""
+        """Number of target tokens."""
         return self.layout.num_targets
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Arguments of `denoise_packed` besides the noisy tokens and their noise levels."""
+        """Arguments of `denoise_packed` other than noisy tokens and noise levels."""
         return {
             "text_L1E": self.text_L1E,
             "fps_G": self.fps_G,
@@ -86,36 +87,36 @@ class PackedBatch:
     def to(
         self, device: torch.device | str, needs: Sequence[Need] = (), side: SideStream | None = None
     ) -> "PackedBatch":
-        """Copy to another device, with the layouts' tensors, without waiting; a copy on the stream `side` is used after
+        """Copy to another device, with the layouts' tensors, asynchronously; after a copy on the stream `side` call
         `arrived`."""
         copy = copy_in_turn if side is None else side.copy
         tensors = send_with(needs, {name: getattr(self, name) for name in BATCH_TENSORS}, torch.device(device), copy)
         return replace(self, **tensors, arrival=None if side is None else side.arrival())
 
     def arrived(self) -> "PackedBatch":
-        """Wait for the copy; what is computed from now on may use it."""
+        """Make the current stream wait for the copy."""
         if self.arrival is not None:
             self.arrival()
         return self
 
     def noisy(self, sigma_G: Tensor, noise_S1P: Tensor, conditioning_noise: float = 0.0) -> Tensor:
-        """x0 + sigma n, [S, 1, P]; conditioning tokens have the noise `conditioning_noise`, mostly none."""
+        """x0 + sigma n, [S, 1, P]; conditioning tokens have noise level `conditioning_noise`."""
         tensors = self.layout.on(sigma_G.device)
         sigma_S = torch.where(tensors.is_clean_S, conditioning_noise, sigma_G[tensors.segment_of_token_S])
         return self.tokens_S1P + sigma_S[:, None, None] * noise_S1P
 
     def without_text(self) -> "PackedBatch":
-        """The same samples, as this rank has them, with the null token in place of their texts."""
+        """The same batch with the null token in place of all texts."""
         layout = self.layout.without_text
         text_L1E = self.text_L1E.new_zeros(layout.text_capacity, *self.text_L1E.shape[1:])
         return replace(self, text_L1E=text_L1E, layout=layout)
 
     def shard(self, mesh: TokenMesh) -> "PackedBatch":
-        """The same samples as `mesh` divides them, with the tokens of this rank's CP shard."""
+        """The context-parallel shard of this rank in `mesh`."""
         return self.cut(self.layout.shard(mesh))
 
     def cut(self, layout: PackLayout) -> "PackedBatch":
-        """The same samples, with the tokens of `layout`, a CP shard of the whole."""
+        """The context-parallel shard with the tokens of `layout`."""
         if layout.mesh.context == 1:
             return replace(self, layout=layout)
         tokens_S1P = self.tokens_S1P[layout.on(self.tokens_S1P.device).index_S]
@@ -144,30 +145,30 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackFormat:
-    """The size of a pack, and what is decided when one is filled."""
+    """Size of a pack, and settings of dropout, conditioning and mixup."""
 
     model: DiTConfig
     seq_length: int
     """Video tokens of a pack."""
     text_seq_length: int
-    """Text slots of a pack."""
+    """Text tokens of a pack."""
     seed: int
     text_dropout: float
-    """Share of samples whose text is dropped, 0..1."""
+    """Fraction of samples whose text is dropped, 0 to 1."""
     prior_weight: float = 1.0
     """Loss weight of a prior sample."""
     prior_text_dropout: float | None = None
-    """Share of prior samples whose text is dropped; None is `text_dropout`."""
+    """Fraction of prior samples whose text is dropped; None: `text_dropout`."""
     needs_seed: bool = False
-    """Whether samples have to be videos that a model made, of a seed that they name."""
+    """Whether samples must be generated videos with a seed."""
     conditioning: tuple[tuple[str, float], ...] = ()
-    """Conditioning modes and shares of samples; see `given.draw`, also for `conditioning_dropout`."""
+    """Conditioning modes and fractions of samples; see `conditioning.draw`, also for `conditioning_dropout`."""
     conditioning_dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
     mixup: float = 0.0
-    """a of `mixup`; 0 mixes nothing."""
+    """Parameter a of mixup; 0: no mixup."""
 
     def lengths(self, sample: TrainingSample) -> tuple[int, int]:
-        """Video tokens and text slots that a sample needs, its text dropped or not.
+        """Video tokens and text tokens that a sample needs, whether its text is dropped or not.
 
         Raises:
             UserError: if a side of the latent is not a multiple of the patch, or the network has no positions for it.
@@ -178,10 +179,10 @@ class PackFormat:
         return segment.num_tokens, max(1, len(drawn.text_LE))
 
     def pack(self, samples: Sequence[TrainingSample]) -> PackedBatch:
-        """Lays samples out one after another, in the given order, and pads the tail.
+        """Concatenate samples in the given order, and pad.
 
-        Text is dropped where the first uniform number of the sample's key falls below `text_dropout`, which depends on
-        nothing but (seed, sample id, occurrence).
+        Text is dropped if the first uniform number of the sample's key is below `text_dropout`, which depends only on
+        (seed, sample id, occurrence).
         """
         keys = [sample_key(self.seed, sample.sample_id, sample.occurrence) for sample in samples]
         drawn = [self._draw(sample, key) for sample, key in zip(samples, keys, strict=True)]
@@ -234,7 +235,7 @@ class PackFormat:
         return (number_R >= share_R).tolist()
 
     def _tokens(self, latents: Sequence[Tensor]) -> Tensor:
-        """Neighbours of equal size are patchified together."""
+        """Patchify all latents; adjacent ones of equal size at once."""
         tokens_S1P = torch.zeros(self.seq_length, 1, self.model.patch_dim)
         start = 0
         for _, group in groupby(latents, key=lambda latent: latent.shape):

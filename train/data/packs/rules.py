@@ -1,4 +1,4 @@
-"""Steps of a sample between its shard and its pack: cropped, kept, or rejected for a reason."""
+"""Cropping, selection and rejection of samples before packing."""
 
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -13,26 +13,26 @@ from megadit.train.data.packs.packed_batch import PackFormat
 from megadit.train.data.packs.training_sample import Frames, TrainingSample
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""Types with sums and differences, unlike the 8-bit ones."""
+"""Floating-point types with arithmetic, unlike the 8-bit ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """The part of `data.*` that concerns single samples."""
+    """Settings of `data.*` for single samples."""
 
     format: PackFormat
     max_frames: int | None = None
     max_latent: float = 1000.0
     min_aesthetic_score: float | None = None
     keep: tuple[tuple[str, float], ...] = ()
-    """(image, video, or height x width; share of these samples kept in each pass)."""
+    """(image, video, or height x width; fraction of these samples read in each epoch)."""
 
     @classmethod
     def of(cls, data: DataConfig, format: PackFormat, *, training: bool) -> "Rules":
-        """Validation keeps every sample: its packs must not change with the mixture that training reads.
+        """Rules of a configuration; validation reads every sample, so that its packs do not depend on the training mix.
 
         Raises:
-            UserError: for a share that is malformed or not above 0 and at most 1.
+            UserError: for a fraction that is malformed, or not above 0 and at most 1.
         """
         return cls(
             format=format,
@@ -43,8 +43,7 @@ class Rules:
         )
 
     def crop(self, sample: TrainingSample) -> TrainingSample:
-        """Crop to the first `max_frames` latent frames, before anything is measured, so that all lengths are the
-        cropped."""
+        """Crop to the first `max_frames` latent frames, before lengths are measured."""
         most = self.max_frames
         if most is None or max(latent.shape[1] for latent in (sample.latent_CTHW, *_others(sample)[:1])) <= most:
             return sample
@@ -59,12 +58,12 @@ class Rules:
             latent_CTHW=sample.latent_CTHW[:, :most],
             reference_CTHW=None if reference is None else reference[:, :most],
             frames=frames,
-            seed=None,  # its noise was that of the whole
+            seed=None,  # its noise had the shape of the whole clip
         )
 
     def is_read(self, sample: TrainingSample) -> bool:
-        """Whether this pass reads the sample: decided by (seed, sample id, occurrence) alone, so that mixing by ratio
-        has no state, and every sample has its turn in some pass."""
+        """Whether this epoch reads the sample: a stateless draw by (seed, sample id, occurrence), so that every sample
+        is read in some epoch."""
         share = 1.0
         for name, part in self.keep:
             if name in (sample.kind, f"{sample.height}x{sample.width}"):
@@ -75,7 +74,7 @@ class Rules:
         return uniform_numbers(key, 1, stream=Stream.KEEP)[0] < share
 
     def long_text(self, sample: TrainingSample) -> tuple[str, str] | None:
-        """The reason against a text that no pack has room for: found before any buffer holds many of them."""
+        """Reason to reject a text longer than a pack, checked before buffers hold many of them; or None."""
         texts = [text for text in (sample.text_LE, sample.image_text_LE) if text is not None]
         return self._long_text() if max(map(len, texts)) > self.format.text_seq_length else None
 
@@ -83,7 +82,7 @@ class Rules:
         return "long_text", f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
 
     def reason_against(self, sample: TrainingSample) -> tuple[str, str] | None:
-        """Reason why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
+        """Reason to reject a sample, as one of `REFUSALS` and in words; or None."""
         model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
         latents = (latent_CTHW, *_others(sample))
         texts = (text_LE, *([] if sample.image_text_LE is None else [sample.image_text_LE]))
@@ -115,7 +114,7 @@ class Rules:
 
 
 def _others(sample: TrainingSample) -> list[Tensor]:
-    """The latents that it holds beside its own: the clip to edit, and frames encoded as images."""
+    """Extra latents of a sample: source clip of an edit, and frames encoded as images."""
     found = (sample.reference_CTHW, None if sample.frames is None else sample.frames.latents_CTHW)
     return [latent for latent in found if latent is not None]
 
@@ -136,5 +135,5 @@ def _share(text: str) -> tuple[str, float]:
 
 
 def _is_finite(x: Tensor) -> bool:
-    """False if x holds NaN or infinity: either would survive in the sum, which is quicker than looking at each."""
+    """Whether x has no NaN or infinity; its sum would keep either, and is faster than a check of each element."""
     return isfinite(x.sum(dtype=torch.float32).item())

@@ -1,4 +1,4 @@
-"""Samples as they come out of Energon, and where their occurrence comes from.
+"""Decoding of Energon's crude samples, and counting of their occurrences.
 
 Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
 """
@@ -20,7 +20,7 @@ from megadit.train.data.packs.training_sample import Frames, TrainingSample, ano
 from megadit.train.dataset.description import MAX_HEADER_BYTES, Description, UnreadableSampleError, read_description
 
 OCCURRENCE = "__occurrence__"
-"""Field of a crude sample: the pass over the data set that it was read in."""
+"""Field of a crude sample: the epoch in which it was read."""
 
 
 @edataclass
@@ -38,7 +38,7 @@ class LatentPack(Sample):
 
 
 def decode(crude: dict[str, Any]) -> TrainingSample:
-    """A sample from the raw bytes of its members (see `writer`): JSON and safetensors, never pickles.
+    """Decode a sample from the raw bytes of its members (see `writer`): JSON and safetensors, never pickles.
 
     Raises:
         UnreadableSampleError: naming what is wrong.
@@ -50,7 +50,7 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
         tensors = safetensors.torch.load(content)
     except UnreadableSampleError:
         raise
-    except Exception as error:  # safetensors and torch have many kinds for what they do not know
+    except Exception as error:  # safetensors and torch raise many kinds
         raise UnreadableSampleError(f"its safetensors cannot be read: {type(error).__name__} {error}") from None
     latent_CTHW, text_LE = tensors.get("latent"), _drawn_text(tensors, description, crude)
     if latent_CTHW is None:
@@ -72,7 +72,7 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
 
 
 def _drawn_text(tensors: dict[str, Tensor], description: Description, crude: dict[str, Any]) -> Tensor | None:
-    """The text features of the caption that this pass reads."""
+    """Text features of the caption that is drawn for this epoch."""
     count = len(description.captions)
     if count < 2:
         return tensors.get("text")
@@ -80,7 +80,7 @@ def _drawn_text(tensors: dict[str, Tensor], description: Description, crude: dic
 
 
 def _reference(tensors: dict[str, Tensor]) -> Tensor | None:
-    """The clip to edit."""
+    """Latents of the source clip of an edit."""
     reference_CTHW = tensors.get("reference")
     if reference_CTHW is not None and _sides(reference_CTHW) != _sides(tensors["latent"]):
         raise UnreadableSampleError("its reference is not of the latent's channels, height and width")
@@ -88,7 +88,7 @@ def _reference(tensors: dict[str, Tensor]) -> Tensor | None:
 
 
 def _frames(tensors: dict[str, Tensor], description: Description) -> Frames | None:
-    """The frames that were encoded as images."""
+    """Latents of the frames encoded as images."""
     latents_CTHW, times = tensors.get("frames"), description.frame_times
     if latents_CTHW is None and not times:
         return None
@@ -101,14 +101,14 @@ def _frames(tensors: dict[str, Tensor], description: Description) -> Frames | No
 
 
 def _sides(latent_CTHW: Tensor) -> tuple[int, ...]:
-    """Channels, height and width; () of what is no latent."""
+    """Channels, height and width; () if it is not a latent."""
     return () if latent_CTHW.ndim != 4 else (latent_CTHW.shape[0], *latent_CTHW.shape[2:])
 
 
 def training_sample(
     crude: dict[str, Any], description: Description, latent_CTHW: Tensor, text_LE: Tensor
 ) -> TrainingSample:
-    """The sample of these tensors, which `crude` was read of."""
+    """Build a sample from tensors and the metadata in `crude`."""
     return TrainingSample(
         sample_id=crude["__key__"],
         occurrence=crude[OCCURRENCE],
@@ -124,7 +124,7 @@ def training_sample(
 
 
 def member(crude: dict[str, Any], suffix: str) -> bytes:
-    """The bytes of one member.
+    """Bytes of one member.
 
     Raises:
         UnreadableSampleError: if there is none.
@@ -135,14 +135,13 @@ def member(crude: dict[str, Any], suffix: str) -> bytes:
 
 
 class PassCounter(BaseWrapperDataset[dict, dict]):
-    """Tells each crude sample the number of the pass over the data it is read in: its occurrence.
+    """Adds to each crude sample its occurrence: the number of the epoch in which it is read.
 
     Noise, sigma and text dropout are keyed by (seed, sample id, occurrence), so the occurrence must be the same after
-    any resume. Energon's reader counts its epochs, but keeps the number to itself. This wrapper sits directly on the
-    reader, below repetition, shuffling and packing, and is run through once per pass; within one pass a reader yields
-    each of its samples once, so the pass is the number of times a sample was read before. The number is part of the
-    saved state, and part of each sample's restore key: samples that waited in a shuffle or packing buffer at the time
-    of saving come back with the pass they were read in, not with the current one.
+    any resume. Energon's reader counts its epochs, but does not expose the number. This wrapper is directly on the
+    reader, below repetition, shuffling and packing, and is iterated once per epoch, in which each sample is read once.
+    The number is part of the saved state and of each sample's restore key: samples that were in a shuffle or packing
+    buffer when saved are restored with the epoch in which they were read.
     """
 
     _savable_fields = ("_pass",)
@@ -155,7 +154,7 @@ class PassCounter(BaseWrapperDataset[dict, dict]):
         first_pass: int = 0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check` is asked before each sample, and may end it all."""
+        """`check` is called before each sample, and may raise to end reading."""
         super().__init__(dataset, worker_config=worker_config)
         self._first_pass, self._check = first_pass, check
         self.reset_state_own()

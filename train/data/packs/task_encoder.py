@@ -1,7 +1,7 @@
-"""Energon's task encoder, from crude samples to packed batches: cook, check, choose packs, fill packs, batch.
+"""Energon's task encoder, from crude samples to packed batches: decode, check, select packs, pack, batch.
 
-Every step is a pure function of the sample (but for the counts of refused samples, which travel with the batches), so
-that Energon can save its buffers as keys and rebuild them from disk.
+Every step is a pure function of the sample (except for the counts of rejected samples, which batches carry), so that
+Energon can save its buffers as keys and restore them from disk.
 """
 
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class RefusedSamples:
-    """Counts the samples that training cannot use, and says so in the log: each 1st, 10th, 100th, ... of a reason."""
+    """Counts rejected samples, and logs the 1st, 10th, 100th, ... of each reason."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -63,15 +63,15 @@ class RefusedSamples:
         self._in_a_row += 1
         count = self.counts[reason]
         if str(count).strip("0") == "1":
-            detail = detail and f"[{ascii(detail[:LONGEST_DETAIL])[1:-1]}] "  # it may quote what a stranger wrote
+            detail = detail and f"[{ascii(detail[:LONGEST_DETAIL])[1:-1]}] "  # it may quote untrusted text
             logger.warning("skipped sample %s: %s %s(%d so far)", sample_id, reason, detail, count)
         raise SkipSample
 
     def check(self) -> None:
-        """Asked before each sample, outside of the handlers in which Energon prints every error as it is.
+        """Check before each sample, outside of Energon's handlers, which would print the exception.
 
         Raises:
-            UserError: after a thousand refusals without one good sample in between.
+            UserError: after a thousand rejected samples in a row.
         """
         if self._in_a_row >= MAX_REFUSED_IN_A_ROW:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self.counts.most_common())
@@ -83,19 +83,19 @@ class RefusedSamples:
 
 
 class LatentTaskEncoder(TaskEncoder):
-    """Reads samples, applies the rules, and packs."""
+    """Decodes samples, applies the rules, and packs."""
 
     decoder = None  # members arrive as raw bytes: Energon's decoder would unpickle some file types
 
     def __init__(
         self, rules: Rules, *, read: Callable[[dict[str, Any]], TrainingSample] = decode, first_pass: int = 0
     ) -> None:
-        """`read` makes a sample of the raw bytes of its members."""
+        """`read`: function that decodes a sample from the raw bytes of its members."""
         self.rules = rules
         self.format = rules.format
         self.read = read
         self.first_pass = first_pass
-        """The number of the first pass over the data: passes before it were made by other readers."""
+        """Number of the first epoch; earlier ones were read by other readers."""
         self.refused = RefusedSamples()
         self.cookers = [Cooker(self.cook)]
 
@@ -123,7 +123,7 @@ class LatentTaskEncoder(TaskEncoder):
 
     @stateless
     def encode_sample(self, sample: LatentSample) -> LatentSample:
-        """The sample, cropped to `max_frames`; whatever then does not fit is skipped."""
+        """Crop the sample to `max_frames`; one that still does not fit is skipped."""
         content = self.rules.crop(sample.content)
         if found := self.rules.reason_against(content):
             self.refused.refuse(content.sample_id, *found, f"latent {tuple(content.latent_CTHW.shape)}")
@@ -133,9 +133,9 @@ class LatentTaskEncoder(TaskEncoder):
         return sample if content is sample.content else replace(sample, content=content)
 
     def select_samples_to_pack(self, samples: list[LatentSample]) -> list[list[LatentSample]]:
-        """Packs of a full buffer, in an order that does not depend on their sizes.
+        """Pack a full buffer; packs are shuffled.
 
-        The packing places large samples first; taken in that order, every buffer would start with the longest clips.
+        Bin packing places large samples first, so every buffer would otherwise start with the longest clips.
         """
         lengths = [self.format.lengths(sample.content) for sample in samples]
         packs = best_fit(lengths, (self.format.seq_length, self.format.text_seq_length))
@@ -183,10 +183,11 @@ class LatentTaskEncoder(TaskEncoder):
 
 
 class PackingWithLeftovers(PackingDataset):
-    """Energon's packing, except that the emptiest pack of a full buffer is not given out: its samples stay in the
-    buffer for the next round. (One half-empty pack in every twenty would otherwise waste 2.5 %.)
+    """Energon's packing, except that samples of the emptiest pack of a full buffer stay in the buffer. (One half-empty
+    pack in twenty would waste 2.5 %.)
 
-    They go back to the reading buffer, which Energon saves. No progress bar is shown while the buffer first fills.
+    They are put back into the reading buffer, which Energon saves. No progress bar is shown while the buffer first
+    fills.
     """
 
     def __init__(

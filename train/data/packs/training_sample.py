@@ -1,4 +1,4 @@
-"""One sample as training reads it.
+"""A training sample.
 
 Shapes: C latent channels, T/H/W latent frames, height, width, K frames, L text tokens, E text feature width.
 """
@@ -24,18 +24,18 @@ class Frames(NamedTuple):
 
 
 def another(name: str, number: int) -> str:
-    """The name of a sample's tensor, for its `number`-th further caption: text, text/1, text/2."""
+    """Name of a sample's tensor for its caption `number`: text, text/1, text/2."""
     return f"{name}/{number}" if number else name
 
 
 def drawn_caption(sample_id: str, occurrence: int, count: int) -> int:
-    """Index of the caption that this pass over the data reads, drawn by sample and pass alone."""
+    """Index of the caption used in this epoch, drawn by sample and epoch alone."""
     return sample_key(0, f"caption of {sample_id}", occurrence) % count
 
 
 def keyframe_places(num_frames: int, count: int) -> list[int]:
-    """Indices of at most `count` frames of a clip, evenly up to the last one, without the first, which its latents
-    begin with."""
+    """Indices of at most `count` frames of a clip, evenly spaced up to the last one, without the first, which the first
+    latent frame encodes."""
     return sorted({round(number * (num_frames - 1) / count) for number in range(1, count + 1)} - {0})
 
 
@@ -47,7 +47,7 @@ def frame_times(places: Sequence[int], tokenizer: VideoTokenizer) -> tuple[float
 def encode_frames(
     encode: Callable[[Tensor], Tensor | list[Tensor]], video_BCTHW: Tensor, places: Sequence[int]
 ) -> Tensor:
-    """Frames of clips, each encoded as an image: latents [B, C, K, H, W]."""
+    """Encode frames of clips as images: latents [B, C, K, H, W]."""
     found = [encode(video_BCTHW[:, :, [place]]) for place in places]
     return torch.cat([latents if isinstance(latents, Tensor) else torch.stack(latents) for latents in found], dim=2)
 
@@ -58,7 +58,7 @@ class TrainingSample:
 
     sample_id: str
     occurrence: int
-    """Number of earlier passes over the data that read this sample."""
+    """Number of earlier epochs that read this sample."""
     latent_CTHW: Tensor
     text_LE: Tensor
     """Text features, [0, E] without a caption."""
@@ -69,15 +69,15 @@ class TrainingSample:
     """Size of the decoded video, in pixels."""
     aesthetic_score: float | None = None
     is_prior: bool = False
-    """Whether a model made it to preserve its abilities while it learns something new (`megadit prepare prior`)."""
+    """Whether it is a generated sample for prior preservation (`megadit prepare prior`)."""
     seed: int | None = None
     """Seed of a generated video's initial noise."""
     reference_CTHW: Tensor | None = None
-    """The clip that its text, an instruction, changes into this one (`megadit prepare edits`)."""
+    """Source clip of an edit, whose instruction is the text (`megadit prepare edits`)."""
     image_text_LE: Tensor | None = None
-    """Features of a caption that leaves out what the conditioning shows, used in the place of `text_LE` with it."""
+    """Features of a caption without what the conditioning shows, used with conditioning in place of `text_LE`."""
     frames: Frames | None = None
-    """Frames of the clip encoded as images, for conditioning besides its own latents."""
+    """Frames of the clip encoded as images, for conditioning."""
 
     @property
     def kind(self) -> str:

@@ -1,1 +1,1 @@
-"""`megadit prepare SOURCE OUT`: the table of sources, and the data sets that a command draws or generates."""
+"""`megadit prepare SOURCE OUT`: the table of sources, and data sets that are drawn or generated."""

@@ -26,7 +26,7 @@ SOURCES: dict[str, Callable[[list[str]], int]] = {
     "trajectories": prior.trajectories_command,
     "edits": edits.command,
 }
-"""Source -> its command, which takes the arguments after the source's name."""
+"""Source -> its command, called with the arguments after the source's name."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare(argv: list[str]) -> int:
-    """Prepares the source that the first argument names.
+    """Prepare the source that the first argument names.
 
     Raises:
         UserError: for an unknown source.

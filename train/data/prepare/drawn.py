@@ -1,4 +1,4 @@
-"""Data sets that are drawn, not read: `megadit prepare digits OUT`, `megadit prepare shapes OUT`."""
+"""Synthetic data sets: `megadit prepare digits OUT`, `megadit prepare shapes OUT`."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ from megadit.train.dataset.dataset_info import DatasetInfo
 
 TEXT_WIDTH = 64
 NUM_FITTING = 300
-"""Clips, at most, and as many images from which the tokenizer's principal components are computed."""
+"""Maximum number of clips, and of images, to which the tokenizer's principal components are fitted."""
 KINDS = "clip", "image"
 PREVIEW = "preview.png"
 
@@ -42,7 +42,7 @@ class Chunk:
 
 
 class Drawing(NamedTuple):
-    """Samples of one size, of whatever split and number."""
+    """Drawn samples of one size."""
 
     video_BCTHW: Tensor
     captions: list[str]
@@ -52,7 +52,7 @@ class Drawing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """A data set that is drawn, its full size, and the latents that it is kept as."""
+    """Definition of a synthetic data set: its full size, latents and drawing function."""
 
     name: str
     description: str
@@ -62,7 +62,7 @@ class Drawn:
     fps: float
     """Frame rate of the clips."""
     draw: Callable[[str, str, int, torch.Generator], Drawing]
-    """Draw samples of a split ("train", "val") and a kind ("clip", "image"), in the number asked for."""
+    """(split "train" or "val", kind "clip" or "image", count, generator) -> drawn samples."""
     channels: int
     temporal_compression: int = 4
     spatial_compression: int = 8
@@ -70,7 +70,7 @@ class Drawn:
     """Samples drawn, encoded and written at a time."""
 
     def fit_tokenizer(self, seed: int, num_fitting: int = NUM_FITTING) -> HaarTokenizer:
-        """Principal components of so many clips and images as training has them."""
+        """Fit principal components to clips and images drawn as in training."""
         generator = torch.Generator().manual_seed(seed)
         counts = [min(self.chunk, num_fitting - first) for first in range(0, num_fitting, self.chunk)]
         return HaarTokenizer.fit(
@@ -81,7 +81,7 @@ class Drawn:
         )
 
     def chunk_of(self, split: str, kind: str, numbers: range, generator: torch.Generator) -> Chunk:
-        """The samples of these numbers."""
+        """Draw the samples with these numbers."""
         return Chunk(
             split=split,
             keys=[f"{split}-{kind}-{number:06d}" for number in numbers],
@@ -99,7 +99,7 @@ def prepare_drawn(
     num_val: int | None = None,
     seed: int = 0,
 ) -> DatasetInfo:
-    """Writes clips and images with captions, and a validation split; None: as many as the full size has.
+    """Write clips and images with captions, and a validation split; None: the full size.
 
     Raises:
         UserError: for counts that are not positive.
@@ -131,7 +131,7 @@ def prepare_drawn(
 
 
 def draw_chunks(drawn: Drawn, num_clips: int, num_images: int, num_val: int, seed: int) -> Iterator[Chunk]:
-    """All samples, clips and images in turns so that any stretch of a shard holds both in their proportion."""
+    """Draw all samples, clips and images interleaved in proportion."""
     generator = torch.Generator().manual_seed(seed + 1)
     num_rounds = -(-max(num_clips, num_images) // drawn.chunk)
     for turn in range(num_rounds):
@@ -144,7 +144,7 @@ def draw_chunks(drawn: Drawn, num_clips: int, num_images: int, num_val: int, see
 
 
 def write_chunk(writer: DatasetWriter, chunk: Chunk, latents_BCTHW: Tensor) -> None:
-    """Adds samples of one size, whose latents are these, with the features of their captions."""
+    """Add samples of one size with their latents and the features of their captions."""
     text = writer.text_encoder.encode(chunk.captions)
     image_text: list[Tensor | None] = [None] * len(chunk.keys)
     if chunk.image_captions is not None:
@@ -172,9 +172,9 @@ def write_chunk(writer: DatasetWriter, chunk: Chunk, latents_BCTHW: Tensor) -> N
 def write_few(
     out: Path, bundle: Bundle, name: str, video_BCTHW: Tensor, captions: Sequence[str], *, fps: float
 ) -> None:
-    """A data set of a few clips, called by `name`, as a model that is to learn them encodes them.
+    """Write a data set of a few clips with the caption `name`, encoded for a model that is fine-tuned on them.
 
-    There are too few to leave some out: validation has the same.
+    Validation has the same clips, because there are too few to hold some out.
     """
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     latents_BCTHW = tokenizer.encode(video_BCTHW).half()
@@ -186,13 +186,13 @@ def write_few(
 
 
 def side_by_side(video_BCTHW: Tensor, decoded_BCTHW: Tensor) -> Tensor:
-    """A picture CHW: each row one clip, its frames as drawn and then as the tokenizer gives them back."""
+    """A picture CHW with one clip per row: its frames as drawn, then as reconstructed by the tokenizer."""
     both = torch.cat([video_BCTHW[: len(decoded_BCTHW)], decoded_BCTHW], dim=2)
     return both.permute(1, 0, 3, 2, 4).flatten(1, 2).flatten(2, 3)
 
 
 def save_preview(path: Path, picture_CHW: Tensor, *, zoom: int = 3) -> None:
-    """Writes a picture in [-1, 1] as a png, each pixel `zoom` wide."""
+    """Write a picture in [-1, 1] as a png, enlarged by `zoom`."""
     pixels = ((picture_CHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0)
     with atomic_path(path) as temporary:
         iio.imwrite(temporary, pixels.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1).numpy())
@@ -228,7 +228,7 @@ def command(drawn: Drawn, argv: list[str]) -> int:
 
 
 def report(info: DatasetInfo, seconds: float) -> None:
-    """Says what was written, and how long it took."""
+    """Print what was written, and how long it took."""
     size = sum(shard.stat().st_size for shard in info.root.glob("*.tar"))
     counts = ", ".join(f"{count} {split}" for split, count in info.num_samples.items())
     print(f"{info.root}: {counts} samples, {size / 2**20:.0f} MiB, {duration(seconds)}; look at {info.root / PREVIEW}")

@@ -1,4 +1,4 @@
-"""`megadit prepare dummy_images [OUT]`: pictures of nothing in particular, to try the whole way without any data.
+"""`megadit prepare dummy_images [OUT]`: random pictures, to try training without data.
 
 Soft patches of random colours with some grain, in the latents of a tokenizer that compresses 8 x 8 pixels into 16
 channels and with text features 1024 wide, as most recipes have them.
@@ -23,9 +23,9 @@ from megadit.train.dataset.dataset_info import DatasetInfo
 LATENT_CHANNELS = 16
 TEXT_WIDTH = 1024
 FACTORY = "prepare_dummy_image_dataset"
-"""NeMo's documents call it so."""
+"""Name of this data set in NeMo's documentation."""
 SHARE_OF_VAL = 8
-"""One picture of so many is for validation."""
+"""One in so many pictures is for validation."""
 CHUNK = 32
 
 
@@ -38,10 +38,10 @@ def draw(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def prepare_dummy_images(out: Path, *, num_images: int = 64, size: int = 256, seed: int = 0) -> DatasetInfo:
-    """Writes the pictures, some of them for validation.
+    """Write the pictures, some of them for validation.
 
     Raises:
-        UserError: for too few, or a size that the tokenizer cannot take.
+        UserError: for too few pictures, or a size that the tokenizer does not support.
     """
     if num_images < SHARE_OF_VAL:
         raise UserError(f"num_images={num_images} must be at least {SHARE_OF_VAL}")
@@ -83,7 +83,7 @@ class DummyImagesOptions:
 
 
 def command(argv: list[str]) -> int:
-    """`megadit prepare dummy_images`; under torchrun the first rank does all of it."""
+    """Run `megadit prepare dummy_images`; under torchrun the first rank alone writes."""
     options = read_options(
         DummyImagesOptions,
         argv,

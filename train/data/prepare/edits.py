@@ -3,11 +3,12 @@
     megadit prepare edits pairs.csv data/edits --size 256 --tokenizer FOLDER --text_encoder FOLDER
     megadit prepare edits clip-filtered-dataset data/edits --size 256 ...      # InstructPix2Pix as published
 
-A table (CSV, JSONL, Parquet) names both files and the instruction in each row; InstructPix2Pix's folders (arXiv
-2211.09800) hold `prompt.json` and pairs `SEED_0.jpg`, `SEED_1.jpg`. Both are cut alike, the first video as long as the
-second. Recipes train on them with `data.conditioning=[edit:1.0]`.
+A table (CSV, JSONL, Parquet) has both files and the instruction in each row; InstructPix2Pix's folders (arXiv
+2211.09800) hold `prompt.json` and pairs `SEED_0.jpg`, `SEED_1.jpg`. Both clips are cropped alike and cut to equal
+lengths. Train on them with `data.conditioning=[edit:1.0]`.
 
-Under torchrun the ranks share the shards; killed at any moment, the same command goes on and leaves the same bytes.
+Under torchrun the shards are divided among the ranks. After an interruption the same command continues, and writes the
+same bytes.
 """
 
 import hashlib
@@ -37,14 +38,14 @@ from megadit.train.data.prepare.requests import begin, count_samples, missing_sh
 from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
 
 SHARD_SIZE = 64
-"""Pairs of a shard, the unit that ranks share and a killed run loses."""
+"""Pairs per shard, which is the unit of work and of progress."""
 REQUEST_FILE = "edits.json"
 COLUMNS = {
     "before": ("before", "source", "input_image", "original_image", "input"),
     "after": ("after", "target", "edited_image", "output_image", "output"),
     "instruction": ("instruction", "edit", "edit_prompt", "edit_instruction"),
 }
-"""Field of a row -> columns that may hold it; the first that exists is read."""
+"""Field of a row -> possible names of its column; the first that exists is read."""
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 
 
@@ -88,7 +89,7 @@ def command(argv: list[str]) -> int:
         description="Clips or images before and after edits, with the instruction that leads from one to the other.",
     )
     tokenizer, text_encoder = load_tokenizer(options.tokenizer), load_text_encoder(options.text_encoder)
-    tokenizer.latent_shape(1, *options.size)  # refuses sizes before anything is written
+    tokenizer.latent_shape(1, *options.size)  # raises for an unsupported size before anything is written
     pairs = list(list_edits(options.source))
     if not pairs:
         raise UserError(f"{options.source} holds no pair: a table needs columns {', '.join(COLUMNS)}")
@@ -137,10 +138,10 @@ def _request(
 
 
 def list_edits(source: Path) -> Iterator[Edit]:
-    """The pairs of a table, or of a folder in InstructPix2Pix's layout.
+    """List the pairs of a table, or of a folder in InstructPix2Pix's layout.
 
     Raises:
-        UserError: if it is neither, a row lacks a column, or a name leads out of the folder.
+        UserError: if it is neither, a row lacks a column, or a path is outside the folder.
     """
     if source.is_dir():
         yield from _published(source)
@@ -185,7 +186,7 @@ def _write(
     text_encoder: TextEncoder,
     workers: Workers,
 ) -> Counter[str]:
-    """Writes the shards of this rank that are not there yet; why pairs were left out."""
+    """Write this rank's missing shards; return the reasons for which pairs were left out."""
     refused: Counter[str] = Counter()
     todo = {
         path: [pairs[number] for number in numbers]

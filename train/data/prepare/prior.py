@@ -1,17 +1,17 @@
-"""`megadit prepare prior BUNDLE OUT`, `prepare trajectories`: what a model makes, kept as a data set of its own.
+"""`megadit prepare prior BUNDLE OUT`, `megadit prepare trajectories BUNDLE OUT`: data sets of a model's samples.
 
     megadit prepare prior BUNDLE data/dogs --prompt "a dog" --count 200 --guidance 1
     megadit prepare trajectories BUNDLE data/pairs --prompt_file captions.txt --count 20000 --sampler euler
 
-A prior is of a class: a model that is taught one subject forgets what the subject's class looks like, unless it also
-sees what it made before (DreamBooth, arXiv 2208.12242, section 3.3). `data.prior_weight` says what these samples count;
-blend them with those of the subject (README.md, "Mixing").
+Prior samples show the class of a subject: a model fine-tuned on one subject forgets the class, unless it also trains on
+its own earlier samples (prior preservation: DreamBooth, arXiv 2208.12242, section 3.3). Blend them with those of the
+subject (README.md, "Mixing"); `data.prior_weight` is their loss weight.
 
-Trajectories have a beginning and an end: a student learns to go from the noise of a seed to its video in one call
-(`train.distill.objective=regression`), which noise that is added on the way would hide.
+Trajectories are pairs of initial noise (a seed) and final video, for `train.distill.objective=regression`. Their
+sampler must be deterministic.
 
-Videos are sampled straight to latents, prompt after prompt, sample n from seed n.
-Under torchrun the ranks share the shards; killed at any moment, the same command goes on and leaves the same bytes.
+Samples are stored as latents, with prompts in turn and sample n from seed n. Under torchrun the shards are divided
+among the ranks. After an interruption the same command continues, and writes the same bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,12 +38,12 @@ from megadit.train.data.prepare.requests import begin, missing_shards
 from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
 
 SHARD_SIZE = 64
-"""Samples of a shard, the unit that ranks share and a killed run loses."""
+"""Samples per shard, which is the unit of work and of progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Purpose:
-    """Purpose of generated samples, which decides how they are described."""
+    """Purpose of generated samples: prior preservation, or trajectories."""
 
     name: str
     """Prefix of their keys."""
@@ -53,7 +53,7 @@ class Purpose:
 
     @property
     def request_file(self) -> str:
-        """File with the request: shards of another request are never mixed in."""
+        """File with the request, so that shards of different requests are not mixed."""
         return f"{self.name}.json"
 
 
@@ -92,7 +92,7 @@ class PriorOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """The samples that a model makes."""
+    """A request for samples of a model."""
 
     purpose: Purpose
     prompts: Sequence[str]
@@ -102,7 +102,7 @@ class Prior:
     batch_size: int | None = None
 
     def request(self, bundle: Bundle) -> dict[str, Any]:
-        """Settings that decide the bytes of the data set, as JSON values."""
+        """Settings that determine the bytes of the data set, as JSON values."""
         settings = {
             name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.to_dict().items()
         }
@@ -140,7 +140,7 @@ def _prepare(argv: list[str], purpose: Purpose) -> int:
     settings = resolve_settings(bundle.defaults, **asdict(options.settings))
     if purpose is TRAJECTORIES:
         _check_ode(settings)
-        settings = replace(settings, noise_scale=1.0)  # what is learned from a video is its noise as it was drawn
+        settings = replace(settings, noise_scale=1.0)  # regression needs the noise as it was drawn
     prior = Prior(
         purpose=purpose,
         prompts=_prompts(options),
@@ -150,7 +150,7 @@ def _prepare(argv: list[str], purpose: Purpose) -> int:
         batch_size=options.batch_size,
     )
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
-    latent_size(prior.settings, bundle.config, tokenizer)  # refuses sizes before anything is written
+    latent_size(prior.settings, bundle.config, tokenizer)  # raises for an unsupported size before anything is written
     with join_workers(Shard()) as workers:
         if workers.is_first:
             request = prior.request(bundle)
@@ -196,7 +196,7 @@ def _prompts(options: PriorOptions) -> list[str]:
 
 
 def write_shards(out: Path, pipeline: TextToVideo, prior: Prior, workers: Workers) -> None:
-    """Writes the shards of this rank that are not there yet, each whole or not at all."""
+    """Write this rank's missing shards, each atomically."""
     missing = missing_shards(out, "train", prior.count, SHARD_SIZE, workers)
     with Progress(sum(map(len, missing.values())), "making samples", enabled=workers.is_first) as bar:
         for path, numbers in missing.items():

@@ -1,6 +1,6 @@
-"""Data sets that a command makes shard by shard: what was asked for, and the shards that are still missing.
+"""Resumable writing of data sets shard by shard: the recorded request, and missing shards.
 
-Killed at any moment, the same command goes on and leaves the same bytes; another one is refused.
+After an interruption the same command continues, and writes the same bytes; a different one is refused.
 """
 
 import shutil
@@ -23,7 +23,7 @@ def begin(
     """Record the request in `file`, unless it was recorded before.
 
     Raises:
-        UserError: if something else lies there.
+        UserError: if `out` holds something else.
     """
     path = out / file
     if overwrite and path.is_file():
@@ -39,7 +39,7 @@ def begin(
 
 
 def missing_shards(out: Path, split: str, count: int, size: int, workers: Workers) -> dict[Path, range]:
-    """The shards of this rank that are not there yet, each with the numbers of its samples."""
+    """This rank's missing shards, each with the numbers of its samples."""
     numbers = {
         out / f"{split}-{shard:06d}.tar": range(shard * size, min(count, (shard + 1) * size))
         for shard in workers.mine(-(-count // size))
@@ -48,7 +48,7 @@ def missing_shards(out: Path, split: str, count: int, size: int, workers: Worker
 
 
 def count_samples(out: Path, split: str) -> int:
-    """Samples in the shards of a split."""
+    """Number of samples in the shards of a split."""
     count = 0
     for path in out.glob(f"{split}-*.tar"):
         with tarfile.open(path) as shard:
