@@ -117,18 +117,18 @@ class GroupTexts(NamedTuple):
     def of(cls, groups: "Sequence[LengthGroup]", starts: Sequence[int], lengths: Sequence[int]) -> "GroupTexts":
         """Build the texts of segments whose text begins at `starts` and has these `lengths`."""
         found = [text_of_group(group, starts, lengths) for group in groups]
-        slots, are_valid = zip(*found, strict=True)
+        places, are_valid = zip(*found, strict=True)
         masks = tuple(None if valid.all() else valid[:, None, None] for valid in are_valid)
-        adapters_L = torch.cat([adapters_cl.flatten() for adapters_cl in slots])
-        return cls(adapters_L, tuple(adapters_cl.shape for adapters_cl in slots), masks)
+        places_L = torch.cat([places_cl.flatten() for places_cl in places])
+        return cls(places_L, tuple(places_cl.shape for places_cl in places), masks)
 
 
 def text_of_group(group: LengthGroup, starts: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """A group's text places, padded to a rectangle: (indices int64, is valid bool), [c, l]; empty for padding."""
-    adapters_c1 = torch.tensor(lengths[group.members])[:, None]
+    length_c1 = torch.tensor(lengths[group.members])[:, None]
     starts_c1 = torch.tensor(starts[group.members])[:, None]
-    offset_l = torch.arange(0 if group.is_padding else int(adapters_c1.max()))
-    is_valid_cl = offset_l < adapters_c1
+    offset_l = torch.arange(0 if group.is_padding else int(length_c1.max()))
+    is_valid_cl = offset_l < length_c1
     return torch.where(is_valid_cl, starts_c1 + offset_l, starts_c1), is_valid_cl
 
 

@@ -43,7 +43,7 @@ def client_of(defaults, *, students=(), adapters=None, told=()):
         adapters=about,
         guidance_embedding_range=told,
     )
-    return SimpleNamespace(info=lambda: info, beside=lambda model: client_of(students[model]))
+    return SimpleNamespace(info=lambda: info, with_model=lambda model: client_of(students[model]))
 
 
 def test_ways_have_names_that_say_how_often_a_network_is_asked():
