@@ -1,1 +1,1 @@
-"""Cost of a run before it runs: work, memory and time of one rank in any layout, and the best layout."""
+"""Planner: estimates of work, memory and time of one rank in any layout, and the best layout."""

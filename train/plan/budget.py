@@ -1,9 +1,8 @@
-"""The budget of one optimizer step, part by part: how much each computes or moves, how long it should take, how long it
-takes at least.
+"""Time budget of one optimizer step, by operation: flops, bytes, expected seconds, and minimum seconds.
 
-`estimate` knows four numbers of a step, fitted to published runs, and ranks layouts by them. Here every part stands by
-itself, with a rate of its own, so that each can be found wrong: `make gpu-check` prints what it measures beside it. The
-rates are one H100's where `train/BENCHMARKS.md` has them, else from published figures of single kernels.
+`estimate` has a few constants, fitted to published runs, and ranks layouts by them. Here every operation has a rate of
+its own, so that each can be compared with a measurement (`make gpu-check`). Rates are those of one H100 in
+`train/BENCHMARKS.md`, or else published for single kernels.
 
 Letters: D width, A width of all heads, M hidden values of a token in the MLP (of both factors of SwiGLU).
 """
@@ -20,40 +19,40 @@ from megadit.train.plan.memory import spreads_optimizer
 from megadit.train.plan.work import count_trained, num_self_attentions, num_sublayers, typical_pack, work_of
 
 PRODUCTS = 0.71
-"""Share of the data sheet's rate that products of some thousand rows and columns reach."""
+"""Fraction of the data sheet's rate reached by products of some thousand rows and columns."""
 EIGHT_BITS = 1.1
-"""Speedup of products in eight bits over that, casts included (their peak rate is twice as high)."""
+"""Speedup of FP8 products over bf16, including casts (their peak rate is twice as high)."""
 ATTENTION = {"dense": 0.445, "varlen": 0.267}
-"""Share of that rate in attention, forward and backward: cuDNN's kernel for dense batches, FlashAttention-2's for
-packs."""
+"""Fraction of the data sheet's rate in attention, forward and backward: cuDNN's kernel for dense batches,
+FlashAttention-2's for packs."""
 TEXT_ATTENTION = 0.28
-"""Attention to a few hundred words fills a part of the GPU."""
+"""The same for cross-attention to a few hundred text tokens."""
 STREAM = 0.8
-"""Share of the memory's rate that long passes reach: optimizer, gradients."""
+"""Fraction of the memory bandwidth in long streaming passes: optimizer, gradients."""
 CHAIN = 0.55
-"""Share of that rate in fused chains, which look rows up and reduce."""
+"""Fraction of the memory bandwidth in fused chains, which look up rows and reduce."""
 NOISE_KERNELS = 260
 LAUNCH = 5e-6
 """Seconds from one small kernel to the next."""
 HOST_PER_LAYER = 9e-3
-"""Seconds that Python takes to launch a layer's forward and backward; seen where the GPU takes less."""
+"""Seconds that Python needs to launch a layer's forward and backward; a limit if the GPU takes less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """One part of a rank's step."""
+    """Cost of one operation in a rank's step."""
 
     name: str
     flops: float = 0.0
     bytes: float = 0.0
-    """Through the device's memory."""
+    """Bytes read from and written to device memory."""
     seconds: float
     least: float
-    """Seconds at the rates of the data sheet."""
+    """Minimum seconds, at the rates of the data sheet."""
 
 
 def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Cost]:
-    """The parts of one step on one rank, in the order in which they come; the last is what the host makes it wait."""
+    """Costs of one step on one rank, in order; the last is the wait for the host."""
     parts = [*_products(config, layout, gpu), *_chains(config, layout, gpu), *_per_parameter(config, layout, gpu)]
     parts.append(_constant("noise and launches", NOISE_KERNELS * LAUNCH * layout.num_micro_batches))
     time = estimate_step(config, layout, gpu)
@@ -85,7 +84,7 @@ def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
     video = sum(s.num_tokens**2 for s in pack.segments if not s.is_padding) * num_self_attentions(config.model)
     text = sum(s.num_tokens * s.text_places for s in pack.segments if not s.is_padding)
     text *= config.model.structure.cross_attention
-    # ranks that exchange heads alone attend to whole samples; around a ring the kernel is the one for packs
+    # ranks that only exchange heads attend to whole samples; a ring uses the kernel for packs
     is_whole = layout.head_exchange == layout.context
     kernel = "dense" if has_few_long_groups(pack) and is_whole else "varlen"
     attention = work.attention_flops * m * (1 + work.recompute_attention / 3)
@@ -95,7 +94,7 @@ def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
 
 
 def _chains(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
-    """Elementwise work between products: how often each value of a width passes memory, forward, again and backward."""
+    """Elementwise work between products: memory accesses per value in forward, recomputation and backward."""
     model, t = config.model, layout.tensor
     sublayers, own = num_sublayers(model), num_self_attentions(model)
     D = model.hidden_size / (t if layout.sequence_parallel else 1)
@@ -115,7 +114,7 @@ def _chains(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
 
 
 def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
-    """Passes over all gradients, weights and what the optimizer keeps."""
+    """Passes over all gradients, weights and optimizer state."""
     count = count_trained(config)
     held, owned = count.of_rank(layout) + count.experts_of_rank(layout), count.share(layout)
     updated = owned if spreads_optimizer(config, layout) else held

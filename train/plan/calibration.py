@@ -1,7 +1,7 @@
 """Fits the planner's two constants to measured throughputs.
 
 The measurements are those that NeMo's documentation publishes for DiT on 32 DGX H100 (256 GPUs) with fixed shapes and
-mock data. It does not say how large the global batch was; 256 packs, that of its example command, is assumed.
+mock data. It does not state the global batch size; 256 packs, as in its example command, are assumed.
 """
 
 import math
@@ -36,15 +36,15 @@ PUBLISHED = (
 
 
 def predict(measurement: Measurement, calibration: Calibration) -> float:
-    """The throughput that the planner expects where `measurement` was taken."""
+    """Throughput that the planner predicts for the setup of `measurement`."""
     config, gpu = load_recipe(measurement.recipe), find_gpu(measurement.gpu)
     layout = Layout.of(config, measurement.num_gpus)
     return tokens_per_second(config, layout, estimate_step(config, layout, gpu, calibration).total)
 
 
 def fit(short: Measurement, long: Measurement) -> Calibration:
-    """The constants that reproduce two measurements: of short sequences, which matrix products dominate, and of long
-    ones, which attention does. Each constant in turn is set by bisection until both agree.
+    """Constants that reproduce two measurements: of short sequences, dominated by matrix products, and of long ones,
+    dominated by attention. Each constant in turn is set by bisection until both agree.
     """
     calibration = Calibration(matmul=0.6, attention=0.4)
     for _ in range(20):
@@ -54,11 +54,12 @@ def fit(short: Measurement, long: Measurement) -> Calibration:
 
 
 def fit_measured(predict: Callable[[Calibration], Sequence[float]], measured: Sequence[float]) -> Calibration:
-    """The constants with the least squared error of log seconds (Gauss-Newton in their logarithms).
-    Where what was measured cannot tell them apart, both change alike.
+    """Constants with the least squared error of log seconds (Gauss-Newton in their logarithms).
+
+    If the measurements do not determine both, they change by the same factor.
 
     Args:
-        predict: the seconds of all that was measured, by these constants.
+        predict: function from constants to the seconds of all measurements.
     """
 
     def errors(logs: np.ndarray) -> np.ndarray:
@@ -80,7 +81,7 @@ def _constants(logs: np.ndarray) -> Calibration:
 
 
 def _solve(measurement: Measurement, calibration: Calibration, name: str) -> Calibration:
-    """`calibration` with one of its constants such that the prediction is the measurement."""
+    """`calibration` with the constant `name` such that the prediction equals the measurement."""
     low, high = 0.05, 1.5
     for _ in range(40):
         middle = (low + high) / 2

@@ -1,11 +1,11 @@
-"""Time of one optimizer step: a roofline of computation, with the communication that nothing hides.
+"""Estimated time of one optimizer step: a roofline of computation plus exposed communication.
 
-    micro-batch = products + attention + elementwise + tensor-parallel collectives + context exchange not hidden
+    micro-batch = products + attention + elementwise + tensor-parallel collectives + exposed context exchange
                 + exchange of tokens with experts
-    step        = micro-batch x (micro-batches + (p - 1) / v)  +  gradients and weights not hidden  +  update
+    step        = micro-batch x (micro-batches + (p - 1) / v)  +  exposed gradients and weights  +  update
 
-Two constants are fitted to published throughputs (`calibration`): the shares of the data sheet's rate that matrix
-products and attention reach. The others are set by hand and stated here.
+Two constants are fitted to published throughputs (`calibration`): the fractions of the data sheet's rate that matrix
+products and attention reach. The others are set by hand here.
 """
 
 from dataclasses import dataclass
@@ -19,45 +19,45 @@ from megadit.train.plan.work import Work, count_trained, work_of
 HALF_RATE_WIDTH = 1024
 """Width D / t at which matrix products reach half of their best rate."""
 LINK_EFFICIENCY = 0.7
-"""Share of a link's rate that large collectives reach."""
+"""Fraction of a link's bandwidth reached by large collectives."""
 MEMORY_EFFICIENCY = 0.8
 LAUNCH_SECONDS_PER_LAYER = 1e-3
-"""Minimum time of a layer, however small: about 200 kernels of 5 us each, forward and backward."""
+"""Minimum time of a layer: about 200 kernels of 5 us each, forward and backward."""
 COLLECTIVE_SECONDS = 20e-6
 """Minimum time of a collective."""
 UPDATE_BYTES = 28
-"""Read and written per parameter by AdamW in float32: gradient, master copy, two moments."""
+"""Bytes read and written per parameter by AdamW in float32: gradient, master copy, two moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """Shares of the data sheet's bf16 rate."""
+    """Fractions of the data sheet's bf16 rate."""
 
     matmul: float
-    """Share reached by products much wider than `HALF_RATE_WIDTH`."""
+    """Fraction reached by products much wider than `HALF_RATE_WIDTH`."""
     attention: float
 
 
 H100_CALIBRATION = Calibration(matmul=0.787, attention=0.4)
-"""Fitted to the two published figures of the 7B model; see `calibration` and LAYOUTS.md."""
+"""Fitted to the two published throughputs of the 7B model; see `calibration` and LAYOUTS.md."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one step on the busiest rank, by what they are spent on."""
+    """Seconds of one step on the busiest rank, by category."""
 
     products: float
     attention: float
     elementwise: float
     tensor: float
-    """Collectives of tensor and sequence parallelism, which nothing hides."""
+    """Collectives of tensor and sequence parallelism, not overlapped."""
     context: float
     experts: float
-    """Sending tokens to their experts and back, which nothing hides."""
+    """Exchange of tokens with experts, not overlapped."""
     pipeline: float
-    """Waiting for the first and the last micro-batch, and passing activations on."""
+    """Pipeline bubble, and sending of activations."""
     data: float
-    """Gradients and weights, as far as the backward and the forward do not hide them."""
+    """Collectives of gradients and weights that backward and forward do not overlap."""
     update: float
 
     @property
@@ -66,7 +66,7 @@ class StepTime:
 
 
 def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Calibration = H100_CALIBRATION) -> StepTime:
-    """The time of one step of a run on `layout.gpus` of these GPUs."""
+    """Time of one step of a run on `layout.gpus` of these GPUs."""
     work = work_of(config, layout)
     products, attention, elementwise = _compute_seconds(config, layout, work, gpu, calibration)
     compute = products + attention + elementwise
@@ -97,8 +97,8 @@ def tokens_per_second(config: RunConfig, layout: Layout, seconds: float) -> floa
 def _compute_seconds(
     config: RunConfig, layout: Layout, work: Work, gpu: Gpu, calibration: Calibration
 ) -> tuple[float, float, float]:
-    """Seconds of one micro-batch in matrix products, in attention and in the rest."""
-    again = 1 + work.recompute / 3  # forward and backward are three forwards
+    """Seconds of one micro-batch in matrix products, attention and elementwise work."""
+    again = 1 + work.recompute / 3  # forward and backward cost three forwards
     products_again = 1 + work.recompute * work.linear_share
     width = config.model.hidden_size / layout.tensor
     rate = gpu.bf16_flops * (1 if config.train.is_half else 0.5)
@@ -110,7 +110,7 @@ def _compute_seconds(
 
 
 def _bandwidth(gpu: Gpu, ranks: int) -> float:
-    """Between neighbours of a group that spans `ranks` consecutive ranks."""
+    """Bandwidth between neighbours of a group that spans `ranks` consecutive ranks."""
     return gpu.link_bandwidth if ranks <= gpu.per_node else gpu.network_bandwidth
 
 
@@ -119,7 +119,7 @@ def _collectives(num_bytes: float, bandwidth: float, count: float) -> float:
 
 
 def _context_seconds(work: Work, layout: Layout, gpu: Gpu, layers: float, attention: float) -> float:
-    """Nothing hides the exchange of heads; attention hides the ring."""
+    """Exposed seconds of context parallelism: the exchange of heads, and the ring beyond the time of attention."""
     if layout.context == 1:
         return 0.0
     bandwidth = _bandwidth(gpu, layout.tensor * layout.context)
@@ -135,8 +135,8 @@ def _expert_seconds(work: Work, layout: Layout, gpu: Gpu, layers: float) -> floa
 
 
 def _exposed_data(work: Work, layout: Layout, gpu: Gpu, micro: float) -> float:
-    """Seconds of data parallelism's collectives that neither the last backward (gradients) nor the first forward
-    (weights) hides."""
+    """Exposed seconds of data parallelism: collectives of gradients and weights beyond the last backward and the first
+    forward."""
     members = max(1, gpu.per_node // layout.tensor)  # of one group in a node: a ring uses the ports of all of them
     bandwidth = gpu.link_bandwidth
     if layout.gpus > gpu.per_node:

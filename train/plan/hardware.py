@@ -1,4 +1,4 @@
-"""The machines that the planner knows, from their data sheets."""
+"""Hardware known to the planner, from data sheets."""
 
 from dataclasses import dataclass
 
@@ -12,24 +12,24 @@ TERA = 10**12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One accelerator, or a share of a CPU, and the links it hangs on; rates are the data sheet's, in one direction."""
+    """One accelerator, or a share of a CPU, and its links; rates are those of the data sheet, in one direction."""
 
     name: str
     memory: float
-    """Bytes; the makers' GB are 2^30."""
+    """Memory in bytes (GB of data sheets are 2^30)."""
     bf16_flops: float
     """Dense matrix products, operations per second."""
     memory_bandwidth: float
     """Bytes per second."""
     link_bandwidth: float
-    """Bandwidth to the other GPUs of a node in bytes per second (NVLink, or PCIe where there is none)."""
+    """Bandwidth to the other GPUs of a node in bytes per second (NVLink, or else PCIe)."""
     network_bandwidth: float
-    """Bytes per second of this GPU's share of the node's network."""
+    """Network bandwidth per GPU in bytes per second."""
     per_node: int = 8
     is_cpu: bool = False
-    """Whether it stands for a share of this machine's cores."""
+    """Whether it is a share of this machine's CPU cores."""
     small_speed: float = 1.0
-    """Speed of a CPU's core: `machine.small_operations_speed`."""
+    """Relative speed of a CPU core: `machine.small_operations_speed`."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -114,8 +114,8 @@ GPUS: dict[str, Gpu] = {
 
 
 def this_device(ranks: int) -> Gpu:
-    """Hardware of one of `ranks` ranks on this machine: its GPU from the table, or as far as torch reports it; without
-    GPUs a rank's share of the cores, all of which this process may use."""
+    """Hardware of one of `ranks` ranks on this machine: its GPU, from the table or as torch reports it; without GPUs a
+    share of the usable CPU cores."""
     import torch
 
     from megadit.models.machine import matmul_flops, small_operations_speed
@@ -141,7 +141,7 @@ def this_device(ranks: int) -> Gpu:
 
 
 def this_machines_memory(ranks: int) -> float:
-    """Bytes that each of `ranks` ranks of this machine can still take."""
+    """Free bytes for each of `ranks` ranks on this machine."""
     import torch
 
     from megadit.models.machine import free_memory

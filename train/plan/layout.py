@@ -1,4 +1,4 @@
-"""Layout as the planner sees it: sizes of the groups, and the other settings that decide memory and time."""
+"""Layout of a run for the planner: sizes of the groups, and other settings that determine memory and time."""
 
 from dataclasses import dataclass, replace
 
@@ -17,27 +17,27 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int = 1
-    """Parts of the network that one pipeline rank holds."""
+    """Model chunks per pipeline rank."""
     context: int = 1
     context_comm: str = "ulysses"
     expert: int = 1
     expert_tensor: int = 1
     head_exchange: int = 1
-    """Context-parallel ranks that exchange heads; groups of them pass keys and values around a ring."""
+    """Context-parallel ranks that exchange heads; such groups pass keys and values around a ring."""
     sequence_parallel: bool = False
     data_parallel: str = "ddp"
     recompute: str = "none"
     recompute_share: float = 1.0
-    """Share of the blocks recomputed with `recompute="full"`."""
+    """Fraction of the blocks recomputed with `recompute="full"`."""
     micro_batch_size: int = 1
     global_batch_size: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, gpus: int) -> "Layout":
-        """The layout that a run has on so many ranks.
+        """The layout of a run on `gpus` ranks.
 
         Raises:
-            UserError: if it cannot have one.
+            UserError: if there is none.
         """
         check_layout(config, gpus)
         sizes = config.parallel.sizes
@@ -54,17 +54,17 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Data-parallel copies."""
+        """Number of model replicas."""
         return self.gpus // (self.tensor * self.pipeline * self.context)
 
     @property
     def expert_data(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.gpus // (self.pipeline * self.expert * self.expert_tensor)
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one step on each rank."""
+        """Micro-batches per step on each rank."""
         return self.global_batch_size // (self.micro_batch_size * self.data)
 
     def groups(self) -> dict[str, np.ndarray]:
@@ -82,7 +82,7 @@ class Layout:
         return groups
 
     def overrides(self) -> list[str]:
-        """The settings that give a run this layout."""
+        """Overrides that give a run this layout."""
         values = {SETTINGS[name]: getattr(self, name) for name in _SIZES}
         values["parallel.data_parallel"] = self.data_parallel
         values["parallel.recompute_granularity"] = self.recompute
@@ -104,7 +104,7 @@ class Layout:
 
 
 def _recompute(config: RunConfig) -> str:
-    """A choice that waits for the memory at hand (`recompute.py`) is none until then."""
+    """Recomputation of a run; `auto` counts as none until it is resolved (`recompute.py`)."""
     granularity = config.parallel.recompute_granularity
     return "none" if granularity == "auto" else granularity
 
@@ -126,7 +126,7 @@ def with_layout(
     """`config` in another layout.
 
     Raises:
-        UserError: if the two do not go together.
+        UserError: if the configuration does not support the layout.
     """
     parallel = replace(
         config.parallel,

@@ -1,7 +1,7 @@
-"""Bytes that one rank holds at the fullest moment of a step.
+"""Estimated peak memory of one rank.
 
-Letters: S tokens and L text slots of a micro-batch on this rank, D width, A width of all heads, M hidden values of a
-token in the MLP (of both factors of SwiGLU).
+Letters: S video tokens and L text tokens of a micro-batch on this rank, D width, A width of all heads, M hidden values
+of a token in the MLP (of both factors of SwiGLU).
 """
 
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from megadit.train.plan.layout import Layout
 from megadit.train.plan.work import Parameters, count_parameters, count_trained, num_self_attentions, num_sublayers
 
 RESERVE = 0.06
-"""Share of a GPU's memory that CUDA, NCCL and the gaps between tensors take."""
+"""Fraction of a GPU's memory for CUDA, NCCL and fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """One rank's, in bytes."""
+    """Peak memory of one rank in bytes, by category."""
 
     parameters: float
     gradients: float
     optimizer: float
     ema_weights: float
     activations: float
-    """Kept for the backward, by all micro-batches under way."""
+    """Activations stored for the backward, of all micro-batches in flight."""
     passing: float
-    """The largest that comes and goes: gradients within a layer, a layer recomputed, gathered weights."""
+    """Largest temporary memory: gradients within a layer, a recomputed layer, gathered weights."""
 
     @property
     def total(self) -> float:
@@ -37,14 +37,14 @@ class Memory:
 
 
 def memory_of(config: RunConfig, layout: Layout) -> Memory:
-    """Memory of a rank of the first pipeline stage, which keeps the most micro-batches."""
+    """Memory of a rank of the first pipeline stage, which has most micro-batches in flight."""
     trained, head, learners = count_trained(config), _head(config), _num_learners(config)
     is_spread, stored_per_layer = spreads_optimizer(config, layout), _layer_bytes(config, layout)
-    # with a head, what a student made and samples go through the critic, and the student's own step through both
+    # with a discriminator, both generated and real samples go through the critic, and the student's step through both
     learnt = learners * _stored(trained, layout) + _stored(head, layout)
 
     def updated(parameters: Parameters) -> float:
-        """Number of parameters whose optimizer state a rank keeps."""
+        """Number of parameters whose optimizer state a rank holds."""
         return parameters.share(layout) if is_spread else _whole(parameters, layout)
 
     return Memory(
@@ -58,33 +58,33 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
 
 
 def _recorded_gradient_bytes(config: RunConfig) -> int:
-    """Bytes per parameter of the separate buffers that the CUDA graphs of blocks write their gradients to."""
+    """Bytes per parameter of the gradient buffers of CUDA graphs."""
     return 0 if config.parallel.cuda_graph_max_segments is None else _size(config)
 
 
 def _base_bytes(config: RunConfig, layout: Layout) -> float:
-    """Bytes of a frozen network; in int8 beside an adapter, matrices split by tensor parallelism take one byte a number
-    (their scales, one per row, a thousandth of that)."""
+    """Bytes of a frozen network; in an int8 base, matrices divided by tensor parallelism take one byte per number
+    (their scales, one per row, are negligible)."""
     base = count_parameters(config.model)
     in_int8 = base.split / layout.tensor / layout.pipeline if config.train.base_is_int8 else 0.0
     return _size(config) * (_stored(base, layout) - in_int8) + in_int8
 
 
 def _num_learners(config: RunConfig) -> int:
-    """Number of networks that are trained, or have a trained adapter."""
+    """Number of trained networks, or of those with a trained adapter."""
     distill = config.train.distill
     return 1 if distill is None or not distill.has_critic else 2
 
 
 def _head(config: RunConfig) -> Parameters:
-    """Parameters of the head on a critic's features."""
+    """Parameters of the discriminator head of a critic."""
     distill, width = config.train.distill, config.model.hidden_size
     has_head = distill is not None and distill.has_adversary
     return Parameters(split=0, whole=0, outside=head_parameters(width) if has_head else 0)
 
 
 def _frozen_bytes(config: RunConfig, layout: Layout) -> float:
-    """Bytes of frozen weights: an adapter's base and a teacher, counted once where the run starts from the teacher."""
+    """Bytes of frozen weights: an adapter's base and a teacher, counted once if they are the same."""
     kinds = (config.train.adapter is not None) + (config.train.distill is not None)
     return (1 if config.has_one_base else kinds) * _base_bytes(config, layout)
 
@@ -94,12 +94,12 @@ def _whole(parameters: Parameters, layout: Layout) -> float:
 
 
 def _stored(parameters: Parameters, layout: Layout) -> float:
-    """Parameters that a rank keeps between steps."""
+    """Number of parameters that a rank holds between steps."""
     return parameters.share(layout) if layout.data_parallel == "fsdp" else _whole(parameters, layout)
 
 
 def spreads_optimizer(config: RunConfig, layout: Layout) -> bool:
-    """Whether ranks that hold the same parameters divide the optimizer's state among themselves."""
+    """Whether optimizer state is sharded over ranks that hold the same parameters."""
     return layout.data_parallel != "ddp" or _is_muon(config)
 
 
@@ -112,26 +112,26 @@ def _is_muon(config: RunConfig) -> bool:
 
 
 def _optimizer_bytes(config: RunConfig) -> int:
-    """Per parameter: a float32 master copy of bf16 weights, and one (Muon) or two (AdamW) moments."""
+    """Bytes per parameter: a float32 master copy of bf16 weights, and one (Muon) or two (AdamW) moments."""
     moments = 4 if _is_muon(config) or config.optimizer.moments == "bf16" else 8
     return (4 if config.train.is_half else 0) + moments
 
 
 def _tokens(config: RunConfig, layout: Layout) -> tuple[float, float]:
-    """Video tokens and text slots of a micro-batch on one context-parallel rank; text is kept whole."""
+    """Video tokens and text tokens of a micro-batch on one context-parallel rank; text is not divided."""
     packs = layout.micro_batch_size
     return packs * config.data.seq_length / layout.context, packs * config.data.text_seq_length
 
 
 def _layer_bytes(config: RunConfig, layout: Layout) -> float:
-    """Bytes that one block keeps for its backward.
+    """Bytes that one block stores for its backward.
 
-    Per token: the input of the norm before each sublayer and its output (6 D of three); of each self-attention q, k and
-    v as projected, q and k as normalised, and the result (6 A); of cross-attention q twice and the result (3 A); the
-    MLP's hidden values (M). What is cheap is computed again, unless it is small: the norms' outputs, the
-    attentions' results side by side, the activated hidden values (3 D + 2 A + M). Per text slot: k twice and v (3 A).
+    Per token: input of the norm before each sublayer and output of the sublayer (6 D for three); for self-attention q,
+    k and v as projected, q and k as normalised, and the result (6 A); for cross-attention q twice and the result (3 A);
+    the MLP's hidden values (M). Cheap values are recomputed, unless they are small: outputs of norms, concatenated
+    results of attention, activated hidden values (3 D + 2 A + M). Per text token: k twice and v (3 A).
 
-    Beside an adapter no gate learns, and nothing is kept for its gradient: the outputs of the sublayers (3 D).
+    With an adapter gates are frozen, so that the outputs of the sublayers (3 D) are not stored for their gradients.
     """
     (S, L), model, t = _tokens(config, layout), config.model, layout.tensor
     cut = t if layout.sequence_parallel else 1
@@ -148,7 +148,7 @@ def _layer_bytes(config: RunConfig, layout: Layout) -> float:
 
 
 def _gates_learn(config: RunConfig) -> bool:
-    """Whether gradients reach the modulation of blocks."""
+    """Whether the modulation of blocks is trained."""
     if config.train.adapter is None:
         return True
     of_condition = ("blocks.*.modulation.*", "sigma_embedder.*", "fps_embedder.*", "guidance_embedder.*", "shared_*")
@@ -157,12 +157,12 @@ def _gates_learn(config: RunConfig) -> bool:
 
 
 def _hidden_values(config: RunConfig, layout: Layout) -> float:
-    """Hidden values of the MLP per token; with experts also each expert's copy of the token and its output."""
+    """Hidden values of the MLP per token; with experts also their copies of the token and outputs."""
     model, experts = config.model, config.model.experts
     if not experts.num_experts:
         return model.mlp_rows / layout.tensor
     of_expert = model.mlp_factors * model.expert_size / layout.expert_tensor + 2 * model.hidden_size
-    # experts get as many tokens as their rank sends to others, once more for each rank that shares their matrices
+    # experts receive as many tokens as their rank sends to others, times the ranks that share their matrices
     tokens = layout.expert_tensor / (layout.tensor if layout.sequence_parallel else 1)
     shared = model.mlp_factors * experts.shared_ffn_hidden_size / layout.tensor
     return experts.experts_per_token * of_expert * tokens + shared
@@ -174,7 +174,7 @@ def _block_input_bytes(config: RunConfig, layout: Layout) -> float:
 
 
 def _in_flight(layout: Layout) -> float:
-    """Micro-batches whose activations the first stage keeps at once, in units of all of a rank's layers."""
+    """Micro-batches in flight on the first stage, in units of all layers of a rank."""
     p, v = layout.pipeline, layout.virtual_pipeline
     waiting = p if v == 1 else p * (1 + (p - 1) / (p * v))
     return min(waiting, layout.num_micro_batches)
@@ -184,7 +184,7 @@ def _stored_activations(config: RunConfig, layout: Layout, layer_bytes: float) -
     model = config.model
     layers = model.num_layers / layout.pipeline
     share = layout.recompute_share if layout.recompute == "full" else 0.0
-    # recomputed attention (`selective`) saves next to nothing: its result is kept for the projection behind it
+    # recomputed attention (`selective`) saves almost nothing: its result is stored for the following projection
     per_layer = share * _block_input_bytes(config, layout) + (1 - share) * layer_bytes
     tokens, text = _tokens(config, layout)
     # outside the blocks: x0, noise, their sum and the prediction in float32; text features and their embedding
@@ -195,7 +195,7 @@ def _stored_activations(config: RunConfig, layout: Layout, layer_bytes: float) -
 
 
 def _passing(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
-    """The larger of what the backward of a block and the optimizer's step need for a while."""
+    """The larger of the temporary memory of a block's backward and of the optimizer's step."""
     model = config.model
     tokens, _ = _tokens(config, layout)
     D, A, M = model.hidden_size, model.attention_size / layout.tensor, _hidden_values(config, layout)
@@ -212,6 +212,6 @@ def _passing(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
 
 
 def _of_block(parameters: Parameters, config: RunConfig, layout: Layout) -> float:
-    """Parameters of one block that a rank computes with."""
+    """Number of parameters of one block with which a rank computes."""
     experts = parameters.experts / (layout.expert * layout.expert_tensor)
     return (parameters.split / layout.tensor + parameters.whole + experts) / config.model.num_layers

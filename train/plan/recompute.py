@@ -1,4 +1,4 @@
-"""`parallel.recompute_granularity=auto`: as many blocks computed again in the backward as memory demands, no more."""
+"""`parallel.recompute_granularity=auto`: recomputes the fewest blocks with which a run fits into memory."""
 
 from dataclasses import replace
 
@@ -7,19 +7,18 @@ from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
 
 MARGIN = 0.1
-"""Share of the memory at hand that stays free: estimates are within a tenth of what is measured."""
+"""Fraction of the available memory that is left free, because estimates are accurate to a tenth."""
 SMALLER = (
     "more ranks or GPUs, `megadit train --plan --gpus N --gpu NAME` for a layout that fits, a smaller model, "
-    "data.seq_length or data.micro_batch_size make it less"
+    "data.seq_length or data.micro_batch_size reduce it"
 )
 """Remedies for a run that does not fit into memory."""
 
 
 def with_recompute(config: RunConfig, ranks: int, available: float) -> RunConfig:
-    """`config` with `auto` decided for ranks that have `available` bytes each; any other choice stands.
+    """`config` with `auto` resolved for ranks that have `available` bytes each; any other value is left unchanged.
 
-    The fewest blocks of each part of the network are recomputed with which the estimate of `memory_of` fits; all of
-    them, if it never does.
+    The fewest blocks of each model chunk are recomputed with which the estimate of `memory_of` fits; all, if none do.
     """
     if config.parallel.recompute_granularity != "auto":
         return config
@@ -30,7 +29,7 @@ def with_recompute(config: RunConfig, ranks: int, available: float) -> RunConfig
 
 
 def needed_memory(config: RunConfig, ranks: int) -> float:
-    """Bytes that each of so many ranks needs, estimated."""
+    """Estimated bytes that each rank needs."""
     return memory_of(config, Layout.of(config, ranks)).total
 
 
@@ -43,7 +42,7 @@ def choice_in_words(config: RunConfig) -> str:
 
 
 def _recomputing(config: RunConfig, count: int) -> RunConfig:
-    """`config` with so many blocks of each part recomputed."""
+    """`config` with `count` recomputed blocks in each model chunk."""
     choice = {"recompute_granularity": "full", "recompute_num_layers": count} if count else _NOTHING
     return replace(config, parallel=replace(config.parallel, **choice))
 

@@ -25,11 +25,11 @@ NUM_SHOWN = 12
 
 
 def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> list[str]:
-    """Groups, parameters, memory, operations and traffic of a run, and what is doubtful, in lines. The memory is
-    compared with that of `gpu`, or of this machine.
+    """Lines with groups, parameters, memory, flops, traffic and warnings of a run. Memory is compared with that of
+    `gpu`, or of this machine.
 
     Raises:
-        UserError: if the run does not fit the memory of `gpu`, with both figures, or its data set cannot be used.
+        UserError: if the run does not fit into the memory of `gpu`, or its data set cannot be used.
     """
     info = None if config.data.mock or config.data.path is None else check_dataset(config)
     config = with_shapes_of(info, config)
@@ -39,7 +39,7 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> list[str]:
     lines = [*_size_lines(config), *_group_lines(layout), *_memory_lines(memory), *_work_lines(config, layout)]
     if gpu is not None:
         _check_fit(config, layout, gpu)
-        lines += [f"recomputed: {choice_in_words(decided)} of each part"] if decided is not config else []
+        lines += [f"recomputed: {choice_in_words(decided)} of each model chunk"] if decided is not config else []
         lines += _time_lines(config, assess(config, layout, gpu))
     free = math.inf if gpu is not None else this_machines_memory(gpus)
     if memory.total <= free < math.inf:
@@ -56,10 +56,10 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> list[str]:
 
 
 def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
-    """Prints the best layouts and why the first is first.
+    """Print the best layouts, and compare the first with others.
 
     Raises:
-        UserError: if no layout fits, with the least memory that one needs.
+        UserError: if no layout fits.
     """
     choices = rank_layouts(config, gpus, gpu)
     if not choices:
@@ -83,10 +83,10 @@ def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
 
 
 def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
-    """Prints the budget of a step of the layout that the configuration asks for, part by part.
+    """Print the time budget of a step in the configured layout, by operation.
 
     Raises:
-        UserError: if it cannot have this layout on so many GPUs.
+        UserError: if the layout is not possible on `gpus` GPUs.
     """
     decided = with_recompute(config, gpus, gpu.memory)
     layout = Layout.of(decided, gpus)
@@ -104,12 +104,11 @@ def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     needed, available = memory_of(decided, layout).total, usable_memory(gpu)
     fit = "" if needed <= available else ": it does not fit (without --explain, layouts that do)"
     console.print(
-        f"{memory_in_words(needed)} on each GPU, of {memory_in_words(available)} that it has to give{fit}",
+        f"{memory_in_words(needed)} on each GPU, of {memory_in_words(available)} usable{fit}",
         highlight=False,
     )
     console.print(
-        f"{tokens_per_second(decided, layout, total):,.0f} tokens/s/GPU; no rate in this table was measured by it: "
-        "`make gpu-check` says what a GPU takes",
+        f"{tokens_per_second(decided, layout, total):,.0f} tokens/s/GPU; estimates: `make gpu-check` measures them",
         highlight=False,
     )
 
@@ -119,20 +118,20 @@ def _ms(*seconds: float) -> list[str]:
 
 
 def _short(value: float) -> str:
-    """Three digits; nothing of nothing."""
+    """Three digits; empty for 0."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}" if value else ""
 
 
 def _size_lines(config: RunConfig) -> list[str]:
     tokens, distill = config.data.global_batch_size * config.data.seq_length, config.train.distill
-    adapter = [f"parameters of the adapter, which alone learn: {count_trained(config).total:,}"]
+    adapter = [f"parameters of the adapter, which alone are trained: {count_trained(config).total:,}"]
     others = "teacher" + (" and critic" if distill is not None and distill.has_critic else "")
-    form = ", adapters beside the same weights" if config.has_one_base else ""
+    form = ", adapters on the same weights" if config.has_one_base else ""
     return [
         f"parameters: {count_parameters(config.model).total:,}",
         *(adapter if config.train.adapter is not None else []),
-        *([] if distill is None else [f"networks beside the student: {others}{form}"]),
-        f"video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (at most: packs have a tail); "
+        *([] if distill is None else [f"networks in addition to the student: {others}{form}"]),
+        f"video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (including padding); "
         f"about {samples_of_a_step(config):,} samples a step",
     ]
 
@@ -171,7 +170,7 @@ def _work_lines(config: RunConfig, layout: Layout) -> list[str]:
     shown = ", ".join(f"{name} {memory_in_words(value)}" for name, value in traffic.items() if value) or "none"
     pack = typical_pack(config)
     return [
-        f"FLOPs of a step: {step:.4g} ({step / layout.gpus:.4g} a rank); by the formula of the published figures "
+        f"FLOPs of a step: {step:.4g} ({step / layout.gpus:.4g} a rank); by the formula of published throughputs "
         f"(6 x parameters + attention) {upstream_flops(config):.4g}",
         f"  counted for packs of {len(pack.segments)} segments, {pack.num_tokens:,} of {pack.capacity:,} tokens filled",
         f"sent by a rank in a step: {shown}",
@@ -194,13 +193,13 @@ def _check_fit(config: RunConfig, layout: Layout, gpu: Gpu) -> None:
     if memory.total > usable_memory(gpu):
         raise UserError(
             f"{config.recipe} as {layout} needs {memory.total / GIB:.0f} GiB on each GPU and {gpu.name} has "
-            f"{usable_memory(gpu) / GIB:.0f} to give; "
+            f"{usable_memory(gpu) / GIB:.0f} usable; "
             f"`--plan --gpus {layout.gpus} --gpu {gpu.name}` finds layouts that fit"
         )
 
 
 def _own_layout(config: RunConfig, gpus: int, gpu: Gpu) -> str:
-    """Describe the cost of the layout that the configuration itself asks for, or why it is refused."""
+    """Describe the cost of the configured layout, or why it is refused."""
     try:
         own = assess(config, Layout.of(with_recompute(config, gpus, gpu.memory), gpus), gpu)
     except UserError as error:
@@ -228,7 +227,7 @@ def _table(config: RunConfig, choices: list[Choice]) -> Table:
 
 
 def _explanation(best: Choice, choices: list[Choice]) -> list[str]:
-    """Explain each choice of the best layout: how much slower the others are."""
+    """Compare the best layout with others that differ in one setting."""
     lines = [f"best: {best.layout}", *(f"    {override}" for override in best.layout.overrides())]
     for name in ("tensor", "pipeline", "context", "data_parallel", "recompute", "micro_batch_size"):
         chosen = getattr(best.layout, name)
@@ -244,7 +243,7 @@ def _order(value: int | str) -> tuple:
 
 
 def _compare(best: Choice, name: str, value: int | str, choices: list[Choice]) -> str:
-    """The best layout that has another value there (`choices` are in order)."""
+    """Compare with the best layout that has another value of a setting (`choices` are sorted)."""
     other = next(one for one in choices if getattr(one.layout, name) == value)
     if not other.fits:
         return f"at least {memory_in_words(other.memory.total)}, does not fit"

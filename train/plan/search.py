@@ -1,4 +1,4 @@
-"""Every layout that a run can have on a number of GPUs, by time and memory."""
+"""Search over all layouts of a run on a number of GPUs, by time and memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from megadit.train.plan.layout import Layout, with_layout
 from megadit.train.plan.memory import RESERVE, Memory, memory_of
 
 MAX_CHUNKS = 4
-"""Most parts of the network that the search gives to one pipeline stage."""
+"""Maximum number of model chunks per pipeline stage in the search."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A layout and what it costs."""
+    """A layout with its estimated time and memory."""
 
     layout: Layout
     time: StepTime
@@ -39,10 +39,10 @@ def assess(config: RunConfig, layout: Layout, gpu: Gpu) -> Choice:
 
 
 def rank_layouts(config: RunConfig, gpus: int, gpu: Gpu) -> list[Choice]:
-    """All legal layouts, those that fit first, the fastest of them first; then by memory.
+    """All legal layouts: those that fit, by time, then the others by memory.
 
-    Left out are what is legal and never the best: tensor parallelism beyond a node or without sequence parallelism,
-    more than four parts on a pipeline stage, and recomputed attention, which costs time and saves next to nothing.
+    Layouts that are never the best are left out: tensor parallelism beyond a node or without sequence parallelism, more
+    than four model chunks per pipeline stage, and recomputed attention, which saves almost no memory.
     """
     choices = [assess(config, layout, gpu) for layout in _candidates(config, gpus, gpu)]
     return sorted(choices, key=lambda one: (not one.fits, one.time.total if one.fits else one.memory.total))
@@ -61,7 +61,7 @@ def _candidates(config: RunConfig, gpus: int, gpu: Gpu) -> Iterator[Layout]:
                             config, sizes, data_parallel=data_parallel, recompute=recompute, micro=micro
                         )
                         yield Layout.of(candidate, gpus)
-                    except UserError:  # the batch, the packs or the optimizer do not go with it
+                    except UserError:  # incompatible with the batch, the packs or the optimizer
                         continue
 
 
@@ -72,5 +72,5 @@ def _is_sensible(sizes: ParallelSizes, config: RunConfig, gpu: Gpu) -> bool:
         sizes.tensor <= gpu.per_node
         and sizes.sequence_parallel == (sizes.tensor > 1)
         and sizes.virtual_pipeline <= MAX_CHUNKS
-        and (sizes.context_comm != "both" or is_both)  # else it is one of the two
+        and (sizes.context_comm != "both" or is_both)  # otherwise it equals one of the two
     )

@@ -16,16 +16,15 @@ from megadit.train.plan.search import assess
 from megadit.train.plan.work import count_trained, work_of
 
 ELEMENTWISE_RATE = 1.5e9
-"""Bytes a second that one core of a CPU moves through the small operations of a block: norms, gates, rotations,
-activations, and the calls themselves. Fitted to `digits` (.6 s of processor time a step), the same 192 wide (1.15 s)
-and `shapes` (.57 s), on one core of an Intel Xeon, family 6, model 167, and to the demo on two of an AMD EPYC; where
-`small_speed` is 1."""
+"""Bytes per second of one CPU core in the small operations of a block (norms, gates, rotations, activations), including
+the overhead of calls. Fitted to `digits` (.6 s of processor time a step), the same 192 wide (1.15 s) and `shapes` (.57
+s), on one core of an Intel Xeon, family 6, model 167, and to the demo on two of an AMD EPYC, with `small_speed` 1."""
 MUON_FLOPS = 23
-"""Operations of `muon.orthogonalize` for each number of a matrix and unit of its shorter side: 5 (4 + 2/3)."""
+"""Flops of `muon.orthogonalize` per element of a matrix and unit of its shorter side: 5 (4 + 2/3)."""
 
 
 def step_seconds(config: RunConfig, ranks: int, gpu: Gpu) -> float:
-    """Seconds of a step on `ranks` ranks, each of which has a `gpu`."""
+    """Estimated seconds of a step on `ranks` ranks with a `gpu` each."""
     layout = Layout.of(with_recompute(config, ranks, gpu.memory), ranks)
     if not gpu.is_cpu:
         return assess(config, layout, gpu).time.total
@@ -36,7 +35,7 @@ def step_seconds(config: RunConfig, ranks: int, gpu: Gpu) -> float:
 
 
 def _muon_flops(config: RunConfig) -> float:
-    """Flops of orthogonalising the matrices of the blocks, whose shorter side is mostly the width."""
+    """Flops of orthogonalising the matrices of the blocks (their shorter side is mostly the width)."""
     if config.optimizer.optimizer != "muon":
         return 0.0
     return MUON_FLOPS * config.model.hidden_size * count_trained(config).split
@@ -49,13 +48,13 @@ def time_in_words(config: RunConfig, seconds: float) -> str:
 
 
 def samples_of_a_step(config: RunConfig) -> int:
-    """About how many of `data.mock_latent_shapes` fit the packs of a step."""
+    """Approximate number of samples of `data.mock_latent_shapes` in a step."""
     tokens = mean(prod(config.model.sample_grid(*shape)) for shape in config.data.mock_latent_shapes)
     return config.data.global_batch_size * max(1, int(config.data.seq_length / tokens))
 
 
 def with_shapes_of(info: DatasetInfo | None, config: RunConfig) -> RunConfig:
-    """The run, counted with samples of the shapes that its data set has, where its shards tell them."""
+    """`config` with `data.mock_latent_shapes` replaced by the shapes of its data set, if known."""
     shapes = () if info is None else info.latent_shapes
     fitting = tuple(shape for shape in shapes if _fits(shape, config))
     return replace(config, data=replace(config.data, mock_latent_shapes=fitting)) if fitting else config

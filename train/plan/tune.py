@@ -1,7 +1,7 @@
-"""`megadit train --tune`: the planner's best layouts, measured on this machine, each in processes of its own.
+"""`megadit train --tune`: measures the planner's best layouts on this machine, each in separate processes.
 
-A layout that crashes, runs out of memory or hangs is a row of the table, not its end. Rows are kept as they come: the
-same command goes on with the next. What was measured then sets the planner's two constants.
+A layout that crashes, runs out of memory or hangs becomes a row of the table. Rows are saved as they come, so that the
+same command continues after an interruption. Finally the planner's two constants are fitted to the measurements.
 """
 
 import json
@@ -32,7 +32,7 @@ from megadit.train.plan.search import Choice, rank_layouts
 Outcome = Literal["measured", "crashed", "out of memory", "hung"]
 WARMUP = 2
 KILLED = 137
-"""The code of a process that the kernel ended with SIGKILL, as it does where memory is gone."""
+"""Exit code of a process killed with SIGKILL, as the kernel does when memory runs out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,16 +49,16 @@ class Row:
     memory_gb: float | None = None
     """Peak memory of the rank with the most."""
     said: str = ""
-    """Last line of output of one that failed."""
+    """Last line of output, if it failed."""
 
 
 def tune(config: RunConfig, gpu: Gpu, *, ranks: int, top: int, steps: int, seconds: float) -> Path:
-    """Measures the planner's `top` best layouts on so many ranks of this machine, and writes the fastest.
+    """Measure the planner's `top` best layouts on `ranks` ranks of this machine, and write the fastest.
 
     Args:
-        gpu: what the planner takes a rank's device for.
-        steps: timed, of each layout.
-        seconds: after which a layout counts as hung.
+        gpu: hardware of a rank, for the planner.
+        steps: number of timed steps per layout.
+        seconds: timeout after which a layout counts as hung.
 
     Returns:
         The YAML file of the run in the fastest layout, under `train.output_dir`/tune.
@@ -92,7 +92,7 @@ def tune(config: RunConfig, gpu: Gpu, *, ranks: int, top: int, steps: int, secon
 
 
 def _begin(folder: Path, request: dict[str, object]) -> list[Row]:
-    """The rows of an earlier run of the same command."""
+    """Saved rows of an earlier run of the same command."""
     folder.mkdir(parents=True, exist_ok=True)
     asked = folder / "request.json"
     if asked.is_file() and read_json(asked) != request:
@@ -129,14 +129,14 @@ def command(run: Path, overrides: Sequence[str], ranks: int, steps: int, numbers
 
 
 def _run_process(words: list[str], log: Path, seconds: float) -> int | None:
-    """The exit code; None of one that was ended for taking longer."""
+    """Exit code of the process; None if it was killed at the timeout."""
     with open(log, "wb") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # with its ranks, which may not have heard of its end
+        finally:  # also ends its ranks
             _end_group(process)
 
 
@@ -149,7 +149,7 @@ def _end_group(process: subprocess.Popen) -> None:
 
 
 def _keep_calibration(config: RunConfig, gpu: Gpu, choices: list[Choice], rows: list[Row], folder: Path) -> None:
-    """The planner's constants for this run on this machine, beside how far they are off."""
+    """Save the planner's constants fitted to the rows, with their errors."""
     seconds = {row.layout: row.seconds for row in rows if row.seconds is not None}
     layouts = [choice.layout for choice in choices if str(choice.layout) in seconds]
     measured = [seconds[str(layout)] for layout in layouts]

@@ -1,4 +1,4 @@
-"""Warnings of settings that are allowed and seldom meant, before a run and in `--dry-run`."""
+"""Warnings about settings that are allowed but seldom intended, before a run and in `--dry-run`."""
 
 import math
 from pathlib import Path
@@ -16,18 +16,18 @@ from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.recipes import RECIPES
 
 FAITHFUL_PSNR = 28.0
-"""Decibels below which what a tokenizer loses is seen at once: videos can be no better than their latents."""
+"""PSNR in decibels of a tokenizer below which its losses are clearly visible in generated videos."""
 SIZES = ("num_layers", "hidden_size", "in_channels")
-"""Settings of a network that decide whether a recipe's sampling settings suit it."""
+"""Settings of a network; if they differ from the recipe's, its sampling settings may not suit."""
 
 
 def warnings_of(
     config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, free: float = math.inf
 ) -> list[str]:
-    """Sentences about a run; `info` is its data set, None where it is not known.
+    """Warnings about a run; `info` is its data set, None if unknown.
 
     Args:
-        needed: bytes that a rank takes, and `free` those that this machine has for it.
+        needed: estimated bytes of a rank; `free`: those that this machine has for it.
     """
     model, found = config.model, []
     if 2 * model.patch_dim > model.hidden_size:
@@ -39,13 +39,13 @@ def warnings_of(
     if needed > free:
         found.append(
             f"a rank needs about {memory_in_words(needed)}, and this machine has {memory_in_words(free)} for it: "
-            "--gpu NAME compares with another machine, data.micro_batch_size and data.seq_length make it less"
+            "--gpu NAME compares with another machine, data.micro_batch_size and data.seq_length reduce it"
         )
     found += _inherited_guidance(config)
     psnr = None if info is None else reconstruction_psnr(info)
     if psnr is not None and psnr < FAITHFUL_PSNR:
         found.append(
-            f"the tokenizer of {info.root} gives its videos back at {psnr:.1f} dB only ({info.latent_channels} "
+            f"the tokenizer of {info.root} reconstructs videos at {psnr:.1f} dB only ({info.latent_channels} "
             f"channels): prepare with more --channels, or another --tokenizer, for sharper ones{_more_channels(info)}"
         )
     return found
@@ -71,7 +71,7 @@ def _inherited_guidance(config: RunConfig) -> list[str]:
 def reconstruction_psnr(info: DatasetInfo) -> float | None:
     """PSNR in decibels that the tokenizer recorded for the data it was fitted to; None if unknown."""
     if not isinstance(info.root, Path):
-        return None  # nothing is fetched for a remark
+        return None  # nothing is downloaded for a warning
     value = _noted(info.root / "tokenizer" / "config.json").get("reconstruction_psnr")
     return float(value) if isinstance(value, int | float) else None
 
@@ -84,7 +84,7 @@ def _more_channels(info: DatasetInfo) -> str:
 
 
 def _noted(path: Path) -> dict[str, Any]:
-    """Names and values; none where they cannot be read."""
+    """Contents of a JSON file; empty if it cannot be read."""
     try:
         values = parse_json(path.read_bytes(), str(path))
     except (OSError, UserError):

@@ -1,7 +1,8 @@
 """Computation, communication and memory of one rank in one optimizer step, counted from a configuration.
 
-A pack stands for all packs of a run: filled with the sizes of `data.mock_latent_shapes` in turn, texts dividing its
-text slots. Ranks differ a little (first and last pipeline stage, texts); the figures are those of the fullest one.
+One typical pack represents all packs of a run: filled with the sizes of `data.mock_latent_shapes` in turn, with its
+text tokens divided evenly. Ranks differ slightly (first and last pipeline stage, texts); values are those of the
+fullest one.
 
 Letters: S tokens of a micro-batch, D width, A width of all heads, M width of the MLP; t, p, c, d the sizes of the
 tensor-, pipeline-, context- and data-parallel groups.
@@ -28,8 +29,8 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
 
 ELEMENTWISE_ACCESSES = 100 / 3
-"""Times that one number per token and width goes through memory for a sublayer outside its matrix products: norms,
-modulation, gates, rotation, activation, forward and backward; counted from the DiT's block, good to a third."""
+"""Memory accesses per token and channel for a sublayer outside its matrix products (norms, modulation, gates, rotation,
+activation, forward and backward); counted from the DiT's block, accurate to a third."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,7 @@ class Parameters:
     """Numbers of parameters, by their treatment in tensor parallelism."""
 
     split: int
-    """Parameters of blocks that tensor-parallel ranks share."""
+    """Parameters of blocks that are divided among tensor-parallel ranks."""
     whole: int
     """Parameters of blocks that every tensor-parallel rank holds."""
     outside: int
@@ -50,15 +51,15 @@ class Parameters:
         return self.split + self.whole + self.outside + self.experts
 
     def of_rank(self, layout: Layout) -> float:
-        """Parameters that a rank computes with, but for experts; FSDP divides their storage further."""
+        """Parameters with which a rank computes, except experts; FSDP shards their storage further."""
         return (self.split / layout.tensor + self.whole) / layout.pipeline + self.outside
 
     def experts_of_rank(self, layout: Layout) -> float:
-        """Expert parameters that a rank computes with."""
+        """Expert parameters with which a rank computes."""
         return self.experts / (layout.expert * layout.expert_tensor * layout.pipeline)
 
     def share(self, layout: Layout) -> float:
-        """Parameters that a rank owns, where those that hold the same divide them: FSDP, the distributed optimizer."""
+        """Parameters that a rank owns if they are sharded over data-parallel ranks (FSDP, distributed optimizer)."""
         return self.of_rank(layout) / (layout.data * layout.context) + self.experts_of_rank(layout) / layout.expert_data
 
 
@@ -113,21 +114,21 @@ def typical_pack(config: RunConfig) -> PackLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One rank's part of one micro-batch (flops, bytes) or of one step (`data_*`)."""
+    """Work of one rank for one micro-batch (flops, bytes) or for one step (`data_*`)."""
 
     linear_flops: float
     """Flops of matrix products with weights, forward and backward."""
     linear_share: float
-    """Share of the forward in `linear_flops`: a third where all weights are trained."""
+    """Fraction of `linear_flops` that is forward: a third if all weights are trained."""
     attention_flops: float
     elementwise_bytes: float
-    """Through the device's memory, outside matrix products."""
+    """Bytes through device memory outside matrix products."""
     recompute: float
-    """Share of the forward that the backward repeats."""
+    """Fraction of the forward that the backward recomputes."""
     recompute_attention: float
-    """Share of attention's forward that the backward repeats."""
+    """Fraction of attention's forward that the backward recomputes."""
     tensor_bytes: float
-    """Sent by each rank in the collectives of tensor and sequence parallelism."""
+    """Bytes that each rank sends in collectives of tensor and sequence parallelism."""
     exchange_bytes: float
     """Bytes of heads exchanged among context-parallel ranks."""
     ring_bytes: float
@@ -136,9 +137,9 @@ class Work:
     """Bytes of tokens sent to their experts, and of the outputs sent back."""
     pipeline_bytes: float
     data_reduce_bytes: float
-    """Gradients, in float32."""
+    """Bytes of gradients to reduce, in float32."""
     data_gather_bytes: float
-    """Weights, back from the ranks that updated them; for FSDP, before use."""
+    """Bytes of weights to gather: after updates, or for FSDP before use."""
 
     @property
     def flops(self) -> float:
@@ -179,7 +180,7 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
 
 
 def _forwards_of_distillation(config: RunConfig) -> float:
-    """Forward passes of the networks beside a student; the teacher's bundle, if it is at hand, says if it is
+    """Forward passes of teacher and critic; the teacher's bundle, if it exists here, says if it is
     guidance-distilled."""
     distill = config.train.distill
     if distill is None:
@@ -198,14 +199,14 @@ def num_sublayers(model: DiTConfig) -> int:
 
 
 def upstream_flops(config: RunConfig) -> float:
-    """Operations of one step by the formula of the published figures."""
+    """Flops of one step by the formula of published throughputs."""
     return config.data.global_batch_size * upstream_pack_flops(typical_pack(config), config.model)
 
 
 def upstream_pack_flops(pack: PackLayout, model: DiTConfig) -> float:
-    """6 x parameters x tokens, plus self-attention, forward and backward.
+    """Flops by the formula 6 x parameters x tokens, plus self-attention, forward and backward.
 
-    It counts the modulation, which is applied once per sample, as if it were applied to every token.
+    It counts the modulation, which is computed once per sample, as if it were computed for every token.
     """
     attention = 3 * sum(4 * s.num_tokens**2 * model.attention_size for s in _samples(pack)) * model.num_layers
     return 6 * count_parameters(model).total * sum(s.num_tokens for s in _samples(pack)) + attention
@@ -216,7 +217,7 @@ def _samples(pack: PackLayout) -> list[Segment]:
 
 
 def _attention_flops(pack: PackLayout, model: DiTConfig) -> float:
-    """Forward and backward of softmax(q k^T) v over a sample's tokens and over its text."""
+    """Flops of attention over a sample's tokens and its text, forward and backward."""
     return 3 * sum(attention_flops(segment, model) for segment in _samples(pack))
 
 
@@ -225,8 +226,8 @@ def _bytes_per_number(config: RunConfig) -> int:
 
 
 def _tensor_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
-    """Per layer: attentions and the MLP gather their tokens and scatter their sums, forward and backward, and gather
-    once more for the gradients of the weights, where these learn. All-reduces move the same without the last."""
+    """Bytes per layer: attentions and MLP all-gather tokens and reduce-scatter sums, forward and backward, and gather
+    once more for the gradients of trained weights. All-reduces move the same without the last."""
     t = layout.tensor
     gathers_again = layout.sequence_parallel and config.train.adapter is None
     collectives = (5 if gathers_again else 4) * num_sublayers(config.model)
@@ -234,9 +235,9 @@ def _tensor_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
 
 
 def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> tuple[float, float]:
-    """Per layer: all-to-alls of q, k, v and the result among `head_exchange` ranks, forward and backward; keys and
-    values once around the ring of the others, and again with their gradients in backward. Attention along one axis
-    moves tokens twice instead, there and back (a third move sends nothing where frames divide among the ranks)."""
+    """Bytes per layer: all-to-alls of q, k, v and the result among `head_exchange` ranks, forward and backward; keys
+    and values once around the ring of the others, and again with their gradients in backward. Attention along one axis
+    moves tokens to another division and back instead (a third move is free if frames divide among the ranks)."""
     width = config.model.attention_size / layout.tensor * _bytes_per_number(config)
     heads = layout.head_exchange
     ring = layout.context // heads
@@ -249,14 +250,15 @@ def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> tuple[fl
 
 
 def _expert_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
-    """Per layer: tokens to their experts, gathered there among ranks that share one, and results back, twice."""
+    """Bytes per layer: tokens to their experts, gathered there among ranks that share one, and results back; forward
+    and backward."""
     tokens *= config.model.experts.experts_per_token / (layout.tensor if layout.sequence_parallel else 1)
     times = (layout.expert - 1) / layout.expert + (layout.expert_tensor - 1)
     return 4 * tokens * config.model.hidden_size * _bytes_per_number(config) * times
 
 
 def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
-    """Activations to the next stage and their gradients back, once per chunk of layers."""
+    """Bytes of activations to the next stage and gradients back, once per model chunk."""
     if layout.pipeline == 1:
         return 0.0
     if config.model.task == "match":
@@ -266,7 +268,7 @@ def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
 
 
 def _data_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
-    """Gradients and weights over the d x c ranks that hold the same parameters."""
+    """Bytes of gradients and weights over the d x c ranks that hold the same parameters."""
     share = _owned_by_others(count_trained(config), layout)
     size = _bytes_per_number(config)
     if layout.data_parallel == "fsdp":  # weights are gathered forward and backward, for every micro-batch
@@ -277,5 +279,5 @@ def _data_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
 
 
 def _owned_by_others(count: Parameters, layout: Layout) -> float:
-    """Parameters that a rank computes with and other ranks own."""
+    """Parameters with which a rank computes and that other ranks own."""
     return count.of_rank(layout) + count.experts_of_rank(layout) - count.share(layout)

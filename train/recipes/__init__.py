@@ -1,8 +1,8 @@
-"""Training runs with names: `megadit train --recipe NAME`.
+"""Recipes: named training runs (`megadit train --recipe NAME`).
 
 A recipe is a function without arguments that returns a complete `RunConfig`; YAML files and `a.b=c` overrides change
-single values of it. Variants are `dataclasses.replace` of another recipe. Its docstring says what it costs: the command
-at full size, hardware, tokens, and the memory of a GPU as the planner estimates it (`--dry-run`).
+single values of it. Variants are `dataclasses.replace` of another recipe. Its docstring has the command at full size,
+hardware, tokens, and the memory of a rank as the planner estimates it (`--dry-run`).
 """
 
 from megadit.models.shared.errors import choose_one
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def load_recipe(name: str) -> RunConfig:
-    """The run that `name` stands for.
+    """The configuration of a recipe.
 
     Raises:
         UserError: for an unknown name, with the nearest known one.

@@ -53,8 +53,8 @@ def digits() -> RunConfig:
         ),
         ema=EmaConfig(sigma_rels=(0.05, 0.10)),
         checkpoint=CheckpointConfig(save_interval=480, keep_last=2),
-        # few large steps, each with new noise: at this size a second-order solver, or one without noise, draws digits
-        # that change more in motion (`megadit tune-sampler` found the kind: infer/BENCHMARKS.md)
+        # few large steps, each with new noise: at this size second-order or deterministic solvers draw digits that
+        # change more in motion (found by `megadit tune-sampler`: infer/BENCHMARKS.md)
         validation=ValidationConfig(
             interval=480,
             num_batches=4,
@@ -65,7 +65,7 @@ def digits() -> RunConfig:
 
 @recipe
 def digits_flow() -> RunConfig:
-    """`digits` trained as a rectified flow: the same network, samples, steps and sampler, another objective.
+    """`digits` trained as a rectified flow: the same network, samples, steps and sampler.
 
     Its noise levels are narrower and higher than EDM's 0.6 and 1.4 (`train/README.md` has a table): a logit-normal t of
     mean 1, which is (0, 1) of arXiv 2403.03206 with a shift of e.
@@ -87,7 +87,7 @@ def digits_flow() -> RunConfig:
 
 @recipe
 def digits_dreambooth() -> RunConfig:
-    """An adapter of rank 4 beside the demo's network, for a subject of ten clips: a minute on two CPU cores.
+    """An adapter of rank 4 on the demo's network, for a subject of ten clips: a minute on two CPU cores.
 
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe digits_dreambooth data.path=BLEND
         checkpoint.init_from=BUNDLE
@@ -106,7 +106,7 @@ def digits_dreambooth() -> RunConfig:
             global_batch_size=2,
             packing_buffer_size=64,
             shuffle_buffer_size=64,
-            text_dropout=0.0,  # without its words the subject would be what every prompt is led away from
+            text_dropout=0.0,  # with dropout, guidance would lead every prompt away from the subject
             prior_text_dropout=0.1,
             prior_weight=2.0,
         ),
@@ -128,12 +128,12 @@ def digits_dreambooth() -> RunConfig:
 
 @recipe
 def digits_conditioned() -> RunConfig:
-    """The demo's network goes on to take given parts: frames, masks and clips to edit; six minutes on two CPU cores.
+    """Fine-tunes the demo's network for conditioning: frames, masks and clips to edit; six minutes on two CPU cores.
 
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe digits_conditioned data.path=FOLDER
         checkpoint.init_from=BUNDLE
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
-    Tokens: 3,840 a step in two packs (a clip is 48, with a frame beside it 64, with a clip to edit 96).
+    Tokens: 3,840 a step in two packs (a clip is 48, with a frame encoded as an image 64, with a clip to edit 96).
     Memory: 0.11 GiB a rank, plus Python and torch.
     """
     run = digits()

@@ -1,8 +1,8 @@
-"""Runs of fixed shapes and mock data whose speed is published: NeMo's table for 32 nodes of 8 H100, and its mock run.
+"""Runs of fixed shapes and mock data with published throughputs: NeMo's table for 32 nodes of 8 H100, and its mock run.
 
-The published rows are throughputs (tokens/s/GPU); `train/LAYOUTS.md` has them beside the planner's. They do not say how
-large the global batch was: 256 packs, that of their example command, is assumed. No average of the weights is kept.
-The networks are NeMo's (`model.family=nemo`: 7.17 and 28.26 billion parameters): their size gives published TFLOP/s.
+`train/LAYOUTS.md` compares the published throughputs (tokens/s/GPU) with the planner's. They do not state the global
+batch size; 256 packs, as in their example command, are assumed. There are no EMA weights. The networks are NeMo's
+(`model.family=nemo`: 7.17 and 28.26 billion parameters): their size gives published TFLOP/s.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""The published recipes, under the names and with the numbers of NeMo and DFM.
+"""Published recipes with the names and numbers of NeMo and DFM.
 
-Sizes count 512-slot texts and the latents of an 8x spatial tokenizer, so that a 256 x 256 image is 256 tokens.
+Token counts are for texts of 512 tokens and an 8x spatial tokenizer, so that a 256 x 256 image is 256 tokens.
 """
 
 from dataclasses import replace

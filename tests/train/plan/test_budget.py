@@ -168,7 +168,7 @@ def test_it_is_printed(capsys):
     assert main([*command, "--explain", *overrides]) == 0
     told = capsys.readouterr().out
     assert "sent and waited for: tensor" in told and "linears" in told and "tokens/s/GPU" in told
-    assert "75 GiB that it has to give" in told and "does not fit" in told
+    assert "75 GiB usable" in told and "does not fit" in told
     assert main([*command[:-1], "gb200-186gb", "--explain", *overrides]) == 0
     assert "does not fit" not in capsys.readouterr().out
     assert main(["--recipe", "digits", "--plan", "--gpus", "1", "--gpu", "h100-80gb", "--explain"]) == 0

@@ -118,7 +118,7 @@ def test_what_is_divided_shrinks_as_it_should():
 def test_the_published_out_of_memory_row_is_refused_with_its_number(capsys):
     command = ["--recipe", "performance_7b_8k_baseline", "--dry-run", "--gpus", "256", "--gpu", "h100-80gb"]
     assert main(command) == 2
-    told = re.search(r"needs (\d+) GiB on each GPU and h100-80gb has 75 to give", capsys.readouterr().err)
+    told = re.search(r"needs (\d+) GiB on each GPU and h100-80gb has 75 usable", capsys.readouterr().err)
     assert int(told[1]) > 80
     assert main([*command[:-1], "gb200-186gb"]) == 0  # there is a GPU for it
 
@@ -245,5 +245,5 @@ def test_a_dry_run_says_what_learns(capsys):
     assert main([*("--recipe", "pretrain_7b", "--dry-run", "--gpus", "1", "--gpu", "h100-80gb"), *ADAPTER]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"parameters: 7,\d{3},\d{3},\d{3}$", shown, re.MULTILINE)
-    assert "parameters of the adapter, which alone learn: 40,894,464\n" in shown
+    assert "parameters of the adapter, which alone are trained: 40,894,464\n" in shown
     assert re.search(r"recomputed: 0 of 32 blocks", shown)

@@ -63,7 +63,7 @@ def test_a_dry_run_says_what_would_be_chosen_on_a_gpu(capsys):
     told = []
     for gpu in ("a100-40gb", "h100-80gb"):
         assert main([*command, gpu]) == 0
-        told.append(int(re.search(r"recomputed: (\d+) of 32 blocks of each part", capsys.readouterr().out)[1]))
+        told.append(int(re.search(r"recomputed: (\d+) of 32 blocks of each model chunk", capsys.readouterr().out)[1]))
     assert told[0] > 0 == told[1]
 
 

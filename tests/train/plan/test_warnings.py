@@ -77,7 +77,7 @@ def test_a_tokenizer_that_loses_much(tiny_dataset, blurred):
     assert [reconstruction_psnr(info) for info in infos] == [None, 21.0]
     assert warnings_of(load_recipe("digits"), infos[0]) == []
     (said,) = warnings_of(load_recipe("digits"), infos[1])
-    assert "gives its videos back at 21.0 dB only (24 channels)" in said
+    assert "reconstructs videos at 21.0 dB only (24 channels)" in said
 
 
 def test_what_more_channels_would_give(blurred):
