@@ -1,10 +1,10 @@
-"""Adapters that keys bring: files in the folder from which Triton reads them.
+"""Adapters that keys upload: files in the folder from which Triton reads them.
 
 NAME.safetensors, NAME/                     the service's own, for every key
 NAME.KEY.NUMBER.safetensors                 of one key; each upload has a number of its own, so that a job which waits
                                             for an adapter never gets another one of the same name
 
-The folder is the only record: gateways that share it know the same adapters.
+The folder is the only record: gateways that share it have the same adapters.
 """
 
 import fcntl
@@ -41,7 +41,7 @@ _UNFINISHED = ".upload."
 _SECONDS_OF_YOUTH = 600.0
 _SECONDS_TO_CHECK = 120.0
 _CHECK = "megadit.infer.commands.check_adapter"
-"""A module that needs torch, which this process does without."""
+"""A module that needs torch, which this process does not import."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,24 +51,24 @@ class StoredAdapter:
     stored: str
     """Name at Triton."""
     key_id: str | None
-    """Id of the key that owns it; None: everybody's."""
+    """Id of the key that owns it; None: for every key."""
     num_bytes: int
     created_at: float
     """Wall-clock seconds since 1970."""
 
 
 class Adapters:
-    """The adapters of a folder, or, without one, those that the service was made with."""
+    """The adapters of a folder, or, without one, those that the service was built with."""
 
     def __init__(self, folder: str) -> None:
-        """`folder`: "" is none.
+        """`folder`: "" means none.
 
         Raises:
             UserError: if there is no such folder.
         """
         self._folder = Path(folder) if folder else None
         if self._folder is not None and not self._folder.is_dir():
-            raise UserError(f"--adapters={folder} is no folder; give that of `megadit serve build-repository`")
+            raise UserError(f"--adapters={folder} is not a folder; give that of `megadit serve build-repository`")
 
     def all(self, key: Key, info: AdapterInfo | None) -> list[StoredAdapter]:
         """Return the adapters that a key may use: its own, and the service's of other names."""
@@ -80,11 +80,11 @@ class Adapters:
         return [chosen[name] for name in sorted(chosen)]
 
     def resolved(self, key: Key, request: VideoRequest, info: AdapterInfo | None) -> VideoRequest:
-        """The request with its adapters as Triton calls them.
+        """The request with Triton's names of its adapters.
 
         Raises:
-            AdapterNotFoundError: for one that this key has not.
-            UserError: for what can be none.
+            AdapterNotFoundError: for an adapter that this key does not have.
+            UserError: for an invalid name.
         """
         scales = request.adapter_scales()
         if not scales:
@@ -99,10 +99,10 @@ class Adapters:
         return replace(request, adapters=tuple(resolved))
 
     def put(self, key: Key, name: str, file: IO[bytes], info: AdapterInfo) -> StoredAdapter:
-        """Keeps an uploaded file, once it has been found to be an adapter of this service's network.
+        """Stores an uploaded file, after checking that it is an adapter of this service's network.
 
         Raises:
-            ApiError: for what is none, a name that is taken, and more than the key may keep.
+            ApiError: for an invalid file, a name that is in use, and more than the key's quota.
         """
         folder = self._writable()
         try:
@@ -131,10 +131,10 @@ class Adapters:
         return next(each for each in self._found() if each.stored == stored)
 
     def remove(self, key: Key, name: str) -> None:
-        """Removes an adapter of the key's own; a job that waits for it fails.
+        """Removes an adapter of the key; a job that waits for it fails.
 
         Raises:
-            ApiError: if it has none of this name.
+            ApiError: if the key has no adapter of this name.
         """
         folder = self._writable()
         own = next((each for each in self._found() if (each.name, each.key_id) == (name, key.id)), None)
@@ -143,7 +143,7 @@ class Adapters:
         (folder / f"{own.stored}{SUFFIX}").unlink(missing_ok=True)
 
     def sweep(self, is_revoked: Callable[[str], bool]) -> None:
-        """Removes the adapters of revoked keys, and what crashes left half written."""
+        """Removes the adapters of revoked keys, and incomplete files of crashes."""
         if self._folder is None:
             return
         for each in self._found():
@@ -172,7 +172,7 @@ class Adapters:
 
     def _writable(self) -> Path:
         if self._folder is None:
-            raise ApiError(400, "unsupported", "this gateway keeps no adapters: it was started without --adapters")
+            raise ApiError(400, "unsupported", "this gateway stores no adapters: it was started without --adapters")
         return self._folder
 
     def _check_quota(self, key: Key, name: str, size: int) -> None:
@@ -189,7 +189,7 @@ class Adapters:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context in which no other gateway of this folder counts what a key keeps."""
+        """Context in which no other gateway of this folder checks quotas."""
         with (self._folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -207,7 +207,7 @@ class Adapters:
             )
             problem = json.loads(checked.stdout)["error"]
         except (subprocess.TimeoutExpired, json.JSONDecodeError):
-            problem = "the file cannot be read: its reader came to no end, or to a bad one"
+            problem = "the file cannot be read: its reader crashed or took too long"
         if problem is not None:
             raise ApiError(400, "invalid_adapter", problem[:500], param="file")
 

@@ -1,6 +1,6 @@
-"""Asking a gateway for videos, with the interface of `VideoClient`: what is written for a service works with a key too.
+"""Client of a gateway, with the interface of `VideoClient`: code for a service works with a gateway and a key too.
 
-A broken connection ends nothing: the request, its progress and its video are asked for again, of whoever answers there.
+After a broken connection, the request, its progress and its video are requested again.
 """
 
 import base64
@@ -41,15 +41,15 @@ GATEWAY = "http://127.0.0.1:8080"
 """Default URL of a gateway."""
 _CONNECT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
-"""Silence after which a connection counts as broken; a stream shows a sign of life every 15 s."""
+"""Seconds of silence after which a connection counts as broken; a stream sends a comment every 15 s."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _AWAY = (502, 503, 504)
-"""A gateway that is starting or stopping, or a proxy that finds none."""
+"""Statuses of a gateway that is starting or stopping, or of a proxy without one."""
 _Answer = TypeVar("_Answer")
 
 
 class _AwayError(UnavailableError):
-    """Nothing came, or half of it; the same question may be answered later."""
+    """No response, or an incomplete one; the same request may succeed later."""
 
     def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class _AwayError(UnavailableError):
 
 
 class _BusyError(_AwayError):
-    """This key has asked too often, or has enough running."""
+    """This key exceeds its rate or has too many active videos."""
 
 
 class _NotThereError(ServiceError):
@@ -65,13 +65,13 @@ class _NotThereError(ServiceError):
 
 
 class GatewayClient:
-    """Talks to one gateway with one key.
+    """Client of one gateway with one key.
 
-    `patience` is how many seconds a gateway may be away while it has a request of ours.
+    `patience` is the number of seconds to retry while the gateway is unreachable.
 
     Raises:
         UserError: if the key is not valid there.
-        UnavailableError: if nothing answers.
+        UnavailableError: if there is no response.
     """
 
     def __init__(self, url: str, key: str, *, model: str = MODEL, patience: float = 300.0) -> None:
@@ -95,17 +95,17 @@ class GatewayClient:
         return ServiceInfo.from_json(json.dumps(service))
 
     def with_model(self, model: str) -> "GatewayClient":
-        """A client of another model of the same gateway, with the same key."""
+        """A client for another model of the same gateway, with the same key."""
         other = copy.copy(self)
         other.model = model
         return other
 
     def adapters(self) -> list[str]:
-        """Names of adapters that a request may give: this key's own and the service's."""
+        """Names of adapters that a request may use: this key's own and the service's."""
         return [each["id"] for each in self._ask("GET", "/v1/adapters")["data"]]
 
     def stream(self, request: VideoRequest) -> Generation:
-        """StepDone and the video; leaving the iteration early cancels the request, and nothing else does."""
+        """StepDone and the video; only leaving the iteration early cancels the request."""
 
         def events(cancelled: threading.Event) -> Iterator[Event]:
             video_id = self._create(self._body(request), cancelled)
@@ -129,8 +129,7 @@ class GatewayClient:
         """The videos of a request.
 
         Raises:
-            ServiceError: or the subclass that says more. The message has the video's id, by which
-                `GET /v1/videos/ID` finds what was accepted.
+            ServiceError: or a subclass. The message has the id of the video, for `GET /v1/videos/ID`.
         """
         return [event for event in self.stream(request) if isinstance(event, VideoResult)]
 
@@ -138,7 +137,9 @@ class GatewayClient:
 
     def _body(self, request: VideoRequest) -> dict[str, Any]:
         if (request.num_videos or 1) != 1:
-            raise InvalidRequestError(f"num_videos={request.num_videos}: a gateway makes one video for each request")
+            raise InvalidRequestError(
+                f"num_videos={request.num_videos}: a gateway generates one video for each request"
+            )
         names = ("prompt", "seed", "preview_every", "evaluate", *SERVED)
         body = {name: value for name in names if (value := getattr(request, name)) is not None}
         body |= {name: _in_json(name, value) for name, value in request.sent().items() if value is not None}
@@ -150,7 +151,7 @@ class GatewayClient:
         return body | {"model": self.model}
 
     def _create(self, body: dict[str, Any], cancelled: threading.Event) -> str:
-        """Create a video and return its id; one idempotency key for all tries makes one video."""
+        """Create a video and return its id; all attempts have one idempotency key, so that only one is created."""
         key, is_first = f"megadit-{uuid.uuid4().hex}", True
 
         def post(**settings: Any) -> str:
@@ -159,14 +160,14 @@ class GatewayClient:
             try:
                 return self._ask("POST", "/v1/videos", json=body, headers={"idempotency-key": key}, **settings)["id"]
             except _BusyError as error:
-                if was_first:  # else by the request itself, perhaps, whose answer was lost
+                if was_first:  # else perhaps by this request itself, whose response was lost
                     raise UnavailableError(str(error)) from error
                 raise
 
         try:
             return self._until_answered(post, cancelled, about=f"the request has Idempotency-Key {key}")
         except (CancelledError, KeyboardInterrupt):
-            with contextlib.suppress(ServiceError, UserError):  # it may have been accepted all the same
+            with contextlib.suppress(ServiceError, UserError):  # it may have been accepted nevertheless
                 self._delete(post(timeout=_CONNECT_SECONDS))
             raise
 
@@ -198,9 +199,9 @@ class GatewayClient:
         )
 
     def _events_of(self, video_id: str, cancelled: threading.Event) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(kind, data) of a video's events until it has ended, from as many streams as that takes.
+        """(kind, data) of a video's events until it has ended, over as many streams as needed.
 
-        After each stream the video itself is asked for: where no stream comes through, that tells how far it is.
+        After each stream the video itself is requested, which gives progress where no stream gets through.
         """
         kind, pause = "", _FIRST_PAUSE
         while kind not in ("video.completed", "video.failed"):
@@ -208,7 +209,7 @@ class GatewayClient:
             threading.Thread(target=self._read, args=[video_id, events], daemon=True).start()
             while (event := _next(events, cancelled)) is not None:
                 kind, pause = event[0], _FIRST_PAUSE
-                if kind != "video.deleted":  # asked for below
+                if kind != "video.deleted":  # requested below
                     yield event
             if kind in ("video.completed", "video.failed"):
                 return
@@ -217,12 +218,12 @@ class GatewayClient:
             try:
                 video = self._until_answered(lambda: self._ask("GET", f"/v1/videos/{video_id}"), cancelled)
             except _NotThereError:
-                raise CancelledError(f"somebody deleted the video {video_id}") from None
+                raise CancelledError(f"the video {video_id} was deleted") from None
             kind = f"video.{video['status']}"
             yield kind, video
 
     def _read(self, video_id: str, events: queue.Queue) -> None:
-        """Puts the events of one stream into the queue, and in the end None, or what no other stream mends."""
+        """Puts the events of one stream into the queue, and at its end None, or a permanent error."""
         kind, end = "", None
         try:
             with self._http.stream("GET", f"/v1/videos/{video_id}/events") as answer:
@@ -252,10 +253,10 @@ class GatewayClient:
     # ------------------------------------------------------------------------------------------ one question
 
     def _until_answered(self, ask: Callable[[], _Answer], cancelled: threading.Event, about: str = "") -> _Answer:
-        """Return the result of `ask`, repeated until the gateway is there.
+        """Return the result of `ask`, repeated until the gateway responds.
 
         Raises:
-            UnavailableError: if it is away for longer than our patience; with what there is to say `about` the request.
+            UnavailableError: if it is unreachable for longer than `patience`; `about` is added to the message.
         """
         deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
         while True:
@@ -265,7 +266,7 @@ class GatewayClient:
                 pause = max(pause, error.retry_after)
                 if time.monotonic() + pause > deadline:
                     raise UnavailableError("; ".join(filter(None, [str(error), about]))) from error
-            _wait(pause * random.uniform(0.5, 1.0), cancelled)  # not all clients of a gateway at once
+            _wait(pause * random.uniform(0.5, 1.0), cancelled)  # spreads the clients of a gateway
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _ask(self, method: str, path: str, **settings: Any) -> dict[str, Any]:
@@ -273,13 +274,13 @@ class GatewayClient:
         try:
             return answer.json()
         except ValueError as error:
-            raise _AwayError(f"{self.url} does not answer in JSON; is it a gateway?") from error
+            raise _AwayError(f"{self.url} does not respond in JSON; is it a gateway?") from error
 
     def _answer(self, method: str, path: str, **settings: Any) -> httpx.Response:
         try:
             answer = self._http.request(method, path, **settings)
         except httpx.HTTPError as error:
-            raise _AwayError(f"no gateway answers at {self.url}: {error}") from error
+            raise _AwayError(f"no gateway responds at {self.url}: {error}") from error
         self._check(answer)
         return answer
 
@@ -290,7 +291,7 @@ class GatewayClient:
             error = json.loads(answer.read())["error"]
             code, message = error["code"], error["message"]
         except (ValueError, KeyError, TypeError):
-            code, message = "", f"{self.url} answers {answer.status_code}; is it a gateway?"
+            code, message = "", f"{self.url} responds with {answer.status_code}; is it a gateway?"
         if answer.status_code == 401:
             raise UserError(message)
         if code == "storage_full":

@@ -1,4 +1,4 @@
-"""`megadit serve gateway` and `megadit serve keys`: the video API in front of Triton servers, and who may use it."""
+"""`megadit serve gateway` and `megadit serve keys`: the video API in front of Triton servers, and its keys."""
 
 import functools
 import signal
@@ -24,9 +24,9 @@ from megadit.serve.gateway.store.database import Database, is_there, one_line_er
 from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
 
 _SECONDS_UNTIL_GONE = 120.0
-"""How long a client may acknowledge or take nothing of what was sent to it."""
+"""Timeout of a client that acknowledges or reads no data."""
 _SECONDS_TO_ANSWER = 5
-"""How long requests that are being answered may take once the runs are drained."""
+"""Seconds for running requests after the jobs are drained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class GatewayOptions:
     metrics_host: str = setting("127.0.0.1", "address of the metrics (default: {default})", metavar="HOST")
     metrics_port: int = setting(9090, "port of the metrics; 0 is none (default: {default})", metavar="PORT")
     max_connections: int = setting(1024, "client connections at once (default: {default})", low=1, metavar="N")
-    """Or as many as the process may have, if these are fewer."""
+    """The process's limit of open files may allow fewer."""
     drain_seconds: float = setting(30.0, "seconds for running jobs to finish at the end (default: 30)", metavar="S")
 
 
@@ -58,7 +58,7 @@ EXAMPLES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serves until it is told to stop (Ctrl-C, SIGTERM), and drains; a second signal ends it at once."""
+    """Serves until a signal (Ctrl-C, SIGTERM), then drains; a second signal ends it at once."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -85,7 +85,7 @@ def _run(argv: list[str]) -> int:
 
 
 def serve(gateway: Gateway, listening: socket.socket, door: Door, *, drain_seconds: float) -> int:
-    """Answers until a signal, drains while it still answers, and returns the exit code."""
+    """Serves until a signal, drains while it still responds, and returns the exit code."""
     config = uvicorn.Config(
         create_app(gateway),
         http=functools.partial(Connection, door=door),
@@ -124,7 +124,7 @@ def _interrupt() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # inherited by connections: a client that is gone without a word would hold its streams for a quarter of an hour
+    # inherited by connections: streams of a client that vanished would stay for a quarter of an hour
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SECONDS_UNTIL_GONE * 1000))
     try:
@@ -154,7 +154,7 @@ def keys(argv: list[str] | None = None) -> int:
 
 
 def _run_keys(argv: list[str]) -> None:
-    description = "Keys of the gateway; they are kept as hashes."
+    description = "Adds, lists and revokes keys of the gateway."
     options = read_options(KeysOptions, argv, prog="megadit serve keys", description=description)
     place = options.gateway.store
     is_new = not is_there(place)
@@ -178,7 +178,7 @@ def _change_keys(options: KeysOptions, ring: KeyRing, *, is_new: bool) -> None:
         return
     text, key = ring.add(options.subject, limits=options.limits, webhook_url=options.webhook)
     place = options.gateway.store if "://" in options.gateway.store else Path(options.gateway.store).absolute()
-    print(f"{key.id} is written down in {place}; the key itself is shown this once:", file=sys.stderr)
+    print(f"{key.id} is stored in {place}; the key itself is printed only now:", file=sys.stderr)
     if is_new:
         print(f"note: this store is new, and a gateway that runs already has another: {_STORE}", file=sys.stderr)
     print(text)

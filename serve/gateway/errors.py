@@ -17,11 +17,11 @@ from megadit.serve.gateway.store.database import in_a_line
 _RETRY_SECONDS = 2
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
 IN_WORDS = {"size": "give WIDTHxHEIGHT in pixels, such as 512x288"}
-"""Field with a pattern -> what it wants, in place of a regular expression."""
+"""Field with a pattern -> message instead of the regular expression."""
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self, status: int, code: str, message: str, *, param: str | None = None, retry_after: float | None = None
@@ -39,7 +39,7 @@ def unavailable(code: str, message: str) -> ApiError:
 
 
 def of_validation(error: ValidationError | RequestValidationError, fields: Collection[str] = ()) -> ApiError:
-    """The first complaint, with the field it is about; `fields` are those that there are."""
+    """The first validation error, with its field; `fields` are the known ones."""
     first = error.errors()[0]
     param = ".".join(str(part)[:100] for part in first["loc"] if part not in ("body", "query", "path", "header"))[:100]
     said = IN_WORDS.get(param, first["msg"]) if first["type"] == "string_pattern_mismatch" else first["msg"]
@@ -49,7 +49,7 @@ def of_validation(error: ValidationError | RequestValidationError, fields: Colle
 
 
 def install(app: FastAPI) -> None:
-    """Give every error the one shape, and log those of the gateway's own."""
+    """Give every error the same shape, and log the gateway's own errors."""
 
     @app.exception_handler(ApiError)
     def error_response(request: Request, error: ApiError) -> JSONResponse:
@@ -71,7 +71,7 @@ def install(app: FastAPI) -> None:
 
 
 def _allowed(app: FastAPI, request: Request) -> list[str]:
-    """The methods that the path of a request takes, whichever routes take them."""
+    """The methods that the path of a request supports, over all routes."""
 
     def is_taken(method: str) -> bool:
         asked = {**request.scope, "method": method}

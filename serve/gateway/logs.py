@@ -1,4 +1,4 @@
-"""Log lines of JSON, one for each request and each thing that happens to a job, with the request's id."""
+"""Log lines in JSON, one for each request and each event of a job, with the request's id."""
 
 import json
 import logging
@@ -28,11 +28,11 @@ LEVELS = {
         logging.WARNING,
     ),
 }  # fmt: skip
-"""Events that somebody has to look at; all others are logged at level info."""
+"""Event -> level warning or error; all others are logged at level info."""
 
 
 def log(event: str, *, error: BaseException | None = None, level: int | None = None, **fields: Any) -> None:
-    """Writes one line, at the level of its event unless one is given; of an error, its traceback too."""
+    """Writes one line, by default at the level of its event; with the traceback of `error`."""
     level = LEVELS.get(event, logging.INFO) if level is None else level
     _LOGGER.log(level, event, extra={"fields": fields}, exc_info=error)
 
@@ -52,7 +52,7 @@ class _Json(logging.Formatter):
 
 
 def log_as_json() -> None:
-    """Sends what the gateway and its web server say to standard error, as JSON."""
+    """Sends logs of the gateway and its web server to standard error, as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json())
     levels = {_LOGGER.name: logging.INFO, "uvicorn.error": logging.INFO, "opentelemetry": logging.WARNING}

@@ -1,4 +1,4 @@
-"""Files of requests: how they come in, over JSON or a form, and how they are kept beside their job."""
+"""Files of requests: parsed from JSON or a form, and stored with their job."""
 
 import io
 import re
@@ -23,11 +23,11 @@ REFERENCE = "input_reference"
 MOST_FILES = 16
 """Most files of a form."""
 _KEYFRAME = re.compile(r"keyframe\[([0-9]{1,9})\]")
-"""A form's field of a keyframe, with its number."""
+"""Form field of a keyframe, with its frame number."""
 
 
 def _file(value: Any) -> bytes:
-    """The bytes of a file: of a form as they are, of JSON in base64."""
+    """The bytes of a file: raw in a form, base64 in JSON."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
@@ -69,7 +69,7 @@ def form_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def form_of(request: Request, **most: int) -> AbstractAsyncContextManager[FormData]:
-    """The form in parts that a request brings, of so many files and fields.
+    """The multipart form of a request, with limits of files and fields.
 
     Raises:
         ApiError: for texts in another encoding than UTF-8.
@@ -83,7 +83,7 @@ async def values_of(form: FormData) -> dict[str, Any]:
     """The values of a form, files as their bytes.
 
     Raises:
-        ApiError: for a file in a field that takes none.
+        ApiError: for a file in a field for text.
     """
     values: dict[str, Any] = {}
     for name, value in form.multi_items():
@@ -95,15 +95,15 @@ async def values_of(form: FormData) -> dict[str, Any]:
         elif name in (REFERENCE, *MEDIA) and name != "keyframe":
             values[name] = await value.read()
         else:
-            raise ApiError(400, "invalid_request", f"{name[:64]!r} takes no file", param=name[:100])
+            raise ApiError(400, "invalid_request", f"{name[:64]!r} must not be a file", param=name[:100])
     return values
 
 
 def reference_as(data: bytes, settings: Mapping[str, Any], conditionings: tuple[str, ...]) -> str:
-    """Return the field that `input_reference` stands for: the first frame if it is an image, else by the other fields.
+    """Return the field that `input_reference` means: the first frame for an image, else by the other fields.
 
     Raises:
-        UserError: if that is given already.
+        UserError: if that field is also given.
     """
     if data.startswith(IMAGE_HEADS):
         name = "image"
@@ -119,7 +119,7 @@ def reference_as(data: bytes, settings: Mapping[str, Any], conditionings: tuple[
 
 
 def pack(media: Mapping[str, Any]) -> bytes:
-    """All files of a request as one: `unpack` is the inverse."""
+    """Serialize all files of a request; `unpack` is the inverse."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, value in media.items():
@@ -138,7 +138,7 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 class Uploads:
-    """Bodies that are being read: of each key a few large ones, and so many others."""
+    """Counts the bodies that are being read, with limits of large and other ones for each key."""
 
     def __init__(self, *, most_bytes: int, most_at_once: int, usual_bytes: int, most_usual: int) -> None:
         self._most_bytes, self._most_at_once, self._usual_bytes = most_bytes, most_at_once, usual_bytes
@@ -149,10 +149,10 @@ class Uploads:
 
     @contextmanager
     def admitted(self, request: Request, key: Key) -> Iterator[None]:
-        """Context while a body is read, as large as it says, if this key may send so much.
+        """Context while a body is read, if the limits of this key allow its Content-Length.
 
         Raises:
-            ApiError: if it may not; nothing of the body was read then.
+            ApiError: if they do not; nothing of the body was read then.
         """
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 16 else 0

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the queue, how long each stage takes, and what became of every video."""
+"""Metrics for Prometheus: the queue, the time of each stage, and the outcome of every video."""
 
 import platform
 import threading
@@ -18,14 +18,14 @@ from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.store.database import in_a_line
 
 _NOBODYS = {("", "queued"): 0, ("", "in_progress"): 0}
-"""Values that a sum over keys finds when no key has any: autoscaling takes a missing metric for a fault."""
+"""Zero values that are reported without keys: autoscaling takes a missing metric for a fault."""
 _ASKED_AT_ONCE = 8
 """Connections to the metrics; further ones are closed."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
 class Metrics:
-    """One registry of its own, so that two gateways in one process do not meet."""
+    """Metrics in a separate registry, so that two gateways in one process do not conflict."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -67,7 +67,7 @@ class Metrics:
         self.streams = Gauge("megadit_open_streams", "progress streams being read", registry=self.registry)
 
     def watch(self, counts: Callable[[], dict[tuple[str, str], int]], health: Callable[[], dict[str, bool]]) -> None:
-        """Reads the queue and the servers' health whenever Prometheus asks."""
+        """Reads the queue and the servers' health at each scrape."""
         self.registry.register(_Queue(counts, health))
 
 
@@ -80,7 +80,7 @@ class _Queue(Collector):
         try:
             for labels, count in (_NOBODYS | self._counts()).items():
                 jobs.add_metric(labels, count)
-        except SQLAlchemyError as error:  # all else is still told
+        except SQLAlchemyError as error:  # other metrics are still reported
             log("store failed", reason=in_a_line(error))
         up = GaugeMetricFamily("megadit_server_up", "whether a Triton server takes work", labels=["server"])
         for url, is_healthy in self._health().items():
@@ -88,11 +88,11 @@ class _Queue(Collector):
         return [jobs, up]
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        return []  # nothing is asked of the store when it is registered
+        return []  # avoids a query of the store when it is registered
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, of which there are few."""
+    """A server with a thread for each connection, and few connections."""
 
     daemon_threads = True
 
@@ -118,11 +118,11 @@ class _Handler(WSGIRequestHandler):
     """Seconds of silence."""
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: Prometheus asks every few seconds."""
+        """Logs nothing: Prometheus scrapes every few seconds."""
 
 
 def serve_metrics(metrics: Metrics, host: str, port: int) -> None:
-    """Answers Prometheus from a thread of its own until the process ends."""
+    """Serves metrics in a thread until the process ends."""
     try:
         server = make_server(host, port, make_wsgi_app(metrics.registry), _Server, _Handler)
     except OSError as error:

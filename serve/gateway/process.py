@@ -1,4 +1,4 @@
-"""The gateway as a process of its own, for a supervisor to keep running."""
+"""The gateway as a supervised process."""
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def gateway_process(
     stop_seconds: float,
     hang_seconds: float,
 ) -> OwnedProcess:
-    """One `megadit serve gateway`; `arguments` are its own, without address and port."""
+    """One `megadit serve gateway`; `arguments` are its options, without address and port."""
     url = f"http://{reachable(host)}:{port}"
     hangs = Ailment(reason="it answers nothing", patience=hang_seconds)
     command = [sys.executable, "-m", "megadit.models.shared.cli.verbs", "serve", "gateway", *arguments]

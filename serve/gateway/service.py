@@ -1,4 +1,4 @@
-"""The gateway put together: store, keys, servers, runner, results; and the house-keeping that never ends."""
+"""The gateway's parts (store, keys, servers, runner, results) and its periodic cleanup."""
 
 import asyncio
 import itertools
@@ -39,9 +39,9 @@ _SECONDS_BETWEEN_BEATS = 1.0
 _BEATS_BETWEEN_PURGES = 60
 _SECONDS_FOR_READINESS = 1.0
 _READERS = 2
-"""Processes that look at files which were sent."""
+"""Processes that check uploaded files."""
 _MOST_BODIES = 64
-"""Most bodies of a key that are read at once or wait for it."""
+"""Most bodies of a key that are read or wait to be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,21 +78,19 @@ class GatewaySettings:
         repeated=True,
     )
     name: str = setting("", "unique name of this gateway at its store (default: HOST:PORT)")
-    slots: int = setting(8, "jobs given to each server at once (default: {default})", low=1, metavar="N")
+    slots: int = setting(8, "jobs on each server at once (default: {default})", low=1, metavar="N")
     max_body_bytes: int = setting(1 << 20, "bytes of a request (default: 1 MiB)", low=1, metavar="N")
     max_upload_bytes: int = setting(48 << 20, "bytes of a request with files (default: 48 MiB)", low=1, metavar="N")
-    max_uploads: int = setting(
-        4, "requests with files that a key sends at once (default: {default})", low=1, metavar="N"
-    )
+    max_uploads: int = setting(4, "requests with files of a key at once (default: {default})", low=1, metavar="N")
     max_streams: int = setting(
-        32, "progress streams of a key, and videos that it waits for (default: {default})", low=1, metavar="N"
+        32, "progress streams and waiting requests of a key at once (default: {default})", low=1, metavar="N"
     )
     min_free_bytes: int = setting(1 << 28, "bytes to leave free on disks (default: 256 MiB)", metavar="N")
-    """Disks of the store and the results; with less room, no job is taken."""
+    """Disks of the store and the results; with less free space, no job is accepted."""
     history_seconds: float = setting(
-        30 * 86_400.0, "seconds after its end until a job is forgotten (default: 30 days)", metavar="S"
+        30 * 86_400.0, "seconds after its end until a job is deleted (default: 30 days)", metavar="S"
     )
-    private_webhooks: bool = setting(False, "allow names of webhooks that lead to this machine or its network")
+    private_webhooks: bool = setting(False, "allow webhooks to this machine or its network")
     runner: RunnerSettings = group(RunnerSettings)
     signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in pictures of videos (Triton signs the videos)")
 
@@ -117,7 +115,7 @@ class Gateway:
         """Opens the store and the results; nothing runs before `start`.
 
         Raises:
-            UserError: for a store or a place of results that cannot be used, and what can neither sign nor trace.
+            UserError: for a store or results that cannot be used, and for invalid options of signing or tracing.
         """
         self.settings = settings
         self.tracing = Tracing.of_environment("megadit-gateway")
@@ -161,7 +159,7 @@ class Gateway:
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeper", daemon=True)
 
     def start(self) -> None:
-        """Raises UserError if a gateway with this one's name lives."""
+        """Starts the gateway; raises UserError if a gateway of the same name is running."""
         self._heart.claim()
         self.results.sweep(self.store.has_result)
         self.runner.start()
@@ -183,10 +181,10 @@ class Gateway:
         self.tracing.close()
 
     async def is_ready(self) -> bool:
-        """Whether the store answers, a server is healthy and this gateway is not about to end; soon in any case."""
+        """Whether the store responds, a server is healthy and this gateway is not ending; returns within a timeout."""
         if self.runner.is_draining or not self.servers.num_healthy:
             return False
-        if self._asked is None or self._asked.done():  # a store that has not answered yet is asked nothing else
+        if self._asked is None or self._asked.done():  # at most one query waits for a store that does not respond
             self._asked = self._asker.submit(self._ask_store)
         done, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=_SECONDS_FOR_READINESS)
         return any(answer.exception() is None for answer in done)
@@ -196,7 +194,7 @@ class Gateway:
         self.database.check_writable()
 
     def check_media(self, request: VideoRequest, limits: MediaLimits) -> None:
-        """Raises UserError for files that cannot be read, or are too much; TimeoutError if there is no time for it."""
+        """Raises UserError for files that cannot be read or exceed the limits, TimeoutError if no process is free."""
         reader = self._readers.setdefault(limits, MediaReader(limits, num_processes=_READERS, is_checking=True))
         read = within_total(reader.num_pixels, limits)
         for name, value in request.media().items():
@@ -204,14 +202,14 @@ class Gateway:
                 read(file[1])
 
     def has_space(self) -> bool:
-        """Whether the disks of the store and of the results have room for more."""
+        """Whether the disks of the store and of the results have enough free space."""
         url = store_url(self.settings.store)
         folder = Path(url.removeprefix("sqlite:///")).parent if url.startswith("sqlite") else None
         free = [self.results.free_bytes(), *([shutil.disk_usage(folder).free] if folder else [])]
         return min(free) >= self.settings.min_free_bytes
 
     def tidy(self) -> None:
-        """Removes videos that have outlived their time, and files of requests whose jobs have ended."""
+        """Removes expired videos, and files of requests whose jobs have ended."""
         for job in self.store.expired():
             self.results.remove(job.result_name)
             self.store.forget_result(job)
@@ -237,5 +235,5 @@ class Gateway:
                     self.adapters.sweep(self._is_revoked)
             except SQLAlchemyError as error:
                 log("store failed", reason=in_a_line(error))
-            except Exception as error:  # a place of results that does not answer; the next round tries again
+            except Exception as error:  # a storage that does not respond; the next round tries again
                 log("housekeeping failed", error=error)

@@ -1,4 +1,4 @@
-"""So much work at once, and so much of it of each key, so that no key holds the others up."""
+"""Fair scheduling of work among keys, with limits in total and for each key."""
 
 import time
 from collections import Counter
@@ -13,30 +13,29 @@ _ANY_NUMBER = 1 << 30
 
 
 class Turns:
-    """Keys take turns: the next piece of a key waits behind the pieces of every other key. Waiting holds no thread."""
+    """Keys take turns: the next task of a key waits behind those of every other key. Waiting holds no thread."""
 
     def __init__(
         self, at_once: int = _ANY_NUMBER, *, of_a_key: int = 1, waiting: int = _ANY_NUMBER, rest: float = 0.0
     ) -> None:
-        """`of_a_key`: pieces of a key at once; `waiting`: pieces of a key that wait or run.
+        """`of_a_key`: tasks of a key at once; `waiting`: tasks of a key that wait or run.
 
-        The next piece of a key begins `rest` times as long after the last as that took: for work that holds the
-        interpreter's lock.
+        After a task, a key pauses for `rest` times the task's duration: for work that holds the interpreter's lock.
         """
         self._all = anyio.Semaphore(at_once)
         self._of_a_key, self._waiting, self._rest = of_a_key, waiting, rest
         self._own: dict[str, anyio.Semaphore] = {}
         self._count: Counter[str] = Counter()
-        """Pieces of a key that wait or run."""
+        """Key -> its tasks that wait or run."""
         self._earliest: dict[str, float] = {}
-        """When the next piece of a key may begin."""
+        """Key -> time when its next task may begin."""
 
     @asynccontextmanager
     async def of(self, key: str) -> AsyncIterator[None]:
         """Context in which it is the turn of this key.
 
         Raises:
-            ApiError: if too many of its pieces wait already.
+            ApiError: if too many of its tasks wait already.
         """
         if self._count[key] >= self._waiting:
             message = f"{self._waiting} requests of this key wait to be read"

@@ -1,4 +1,4 @@
-"""`megadit serve webhooks`: which ends of videos were not told to their key's address, and telling them now."""
+"""`megadit serve webhooks`: lists webhooks that were not delivered, and sends them again."""
 
 import sys
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from megadit.serve.gateway.store.store import JobStore
 class WebhookOptions:
     action: Literal["list", "resend"] = setting(positional=True)
     video: str | None = setting(
-        None, "id for `resend`; without it, all that were given up", positional=True, metavar="VIDEO"
+        None, "id for `resend`; without it, all that failed for good", positional=True, metavar="VIDEO"
     )
     gateway: GatewaySettings = group(GatewaySettings, only=("store", "private_webhooks"))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Lists or sends webhooks; returns the exit code, 1 if an address does not take one."""
+    """Lists or sends webhooks; returns the exit code, 1 if a delivery fails."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
-    about = "Ends of videos that the address of their key has not taken."
+    about = "Webhooks of finished and failed videos that were not delivered."
     options = read_options(WebhookOptions, argv, prog="megadit serve webhooks", description=about)
     place = options.gateway.store
     if not is_there(place):
@@ -54,14 +54,14 @@ def _list(options: WebhookOptions, store: JobStore, keys: KeyRing) -> int:
 
 
 def _resend(options: WebhookOptions, store: JobStore, keys: KeyRing) -> int:
-    """Whether the gateway runs or not; one that is about to send the same is no harm: receivers know it by its id."""
+    """Sends webhooks, even while a gateway runs; a duplicate is harmless: receivers recognize it by its id."""
     jobs = [
         job
         for job, state in store.with_webhook()
         if options.video == job.id or not options.video and state == "given_up"
     ]
     if options.video and not jobs:
-        raise UserError(f"{options.video} is no ended video of a key with a webhook; `megadit serve webhooks list`")
+        raise UserError(f"{options.video} is not an ended video of a key with a webhook; `megadit serve webhooks list`")
     results, private = [], options.gateway.private_webhooks
     for job in jobs:
         key = keys.find(job.key_id)

@@ -1,4 +1,4 @@
-"""Conditioning inputs of the page: images, a clip and a painted mask, as far as the network was trained for them."""
+"""Conditioning inputs of the page: images, a clip and a painted mask, if the network was trained with them."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from megadit.serve.page.studio import Studio
 
 _CONTINUE, _CHANGE, _PAINT = "Continue it", "Change it as the prompt says", "Make the painted part anew"
 _VARIANTS = {_CONTINUE: "prefix", _CHANGE: "edit", _PAINT: "inpaint"}
-"""Label of what may be done with a video -> the conditioning that a network must have been trained with."""
+"""Label of an operation on a video -> the conditioning that a network must have been trained with."""
 
 
 class ConditioningInputs:
-    """Places to drop files at; those that the service's network takes are shown."""
+    """Inputs for files; only those that the service's network supports are shown."""
 
     def __init__(self, studio: Studio) -> None:
         self._studio, conditionings = studio, studio.info.conditionings
@@ -68,7 +68,7 @@ class ConditioningInputs:
     def of(
         self, prompt: str, image: str | None, last: str | None, video: str | None, variant: str | None, mask: Any
     ) -> dict:
-        """The fields of a request, its prompt among them."""
+        """The fields of a request, including its prompt."""
         fields: dict[str, Any] = {"prompt": prompt}
         files = {"image": image, "last_image": last}
         if video and variant == _CONTINUE:
@@ -80,7 +80,7 @@ class ConditioningInputs:
         return fields | {name: Path(path).read_bytes() for name, path in files.items() if path}
 
     def _show_mask(self, video: str | None, variant: str | None) -> Any:
-        """The editor, with the first frame of the video to paint on."""
+        """The mask editor, with the first frame of the video."""
         if not video or variant != _PAINT:
             return gr.ImageEditor(visible=False)
         try:
@@ -88,7 +88,7 @@ class ConditioningInputs:
         except (UserError, TimeoutError) as error:
             gr.Warning(str(error))
             return gr.ImageEditor(visible=False)
-        factor = max(1, 256 // max(frame.shape[:2]))  # room for a brush
+        factor = max(1, 256 // max(frame.shape[:2]))  # large enough for a brush
         return gr.ImageEditor(value=frame.repeat(factor, axis=0).repeat(factor, axis=1), visible=True)
 
 
@@ -96,10 +96,10 @@ _QUIET = {"show_progress": "hidden"}
 
 
 def _painted(mask: dict[str, Any] | None) -> bytes:
-    """A png, white where something was painted.
+    """Mask as a png, white where it was painted.
 
     Raises:
-        UserError: if nothing was.
+        UserError: if nothing was painted.
     """
     layers = [layer for layer in (mask or {}).get("layers", ()) if layer is not None]
     if not any((layer[..., 3] >= DARKEST_WHITE).any() for layer in layers):

@@ -1,6 +1,6 @@
-"""`megadit serve demo`: a page in the browser to try prompts on; a thin client of the service.
+"""`megadit serve demo`: a web page to try prompts, as a client of the service.
 
-Where no service runs, one is started on the bundle of `make demo`, and stopped with the page.
+If no service runs, one is started on the bundle of `make demo`, and stopped with the page.
 """
 
 import os
@@ -25,7 +25,7 @@ from megadit.serve.page.studio import Client, Studio
 from megadit.serve.repository.build import build_repository
 
 DEMO_BUNDLE = "runs/demo/bundle"
-"""Bundle that `make demo` leaves behind."""
+"""Bundle of `make demo`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,21 +34,21 @@ class PageOptions:
         None, "address of the service: grpc://HOST:PORT, http://HOST:PORT or HOST (default: localhost)"
     )
     bundle: str | None = setting(
-        None, f"start a service on this bundle (default, where none runs: {DEMO_BUNDLE})", metavar="PATH"
+        None, f"start a service on this bundle (default, if none runs: {DEMO_BUNDLE})", metavar="PATH"
     )
     student: tuple[str, ...] = setting(
-        (), "a student of --bundle, offered beside it; repeat for several", repeated=True, metavar="PATH"
+        (), "a student of --bundle, as another variant; repeat for several", repeated=True, metavar="PATH"
     )
     key_file: Path | None = setting(
-        None, f"file with the key of a gateway (--url, default: {GATEWAY}), which the page then uses"
+        None, f"file with the key of a gateway (--url, default: {GATEWAY}) for the page to use"
     )
-    """Not the key itself, which would stand in the process list."""
+    """Not the key itself, which would be visible in the process list."""
     host: str = setting("127.0.0.1", "address of the page (default: {default}; 0.0.0.0: all)")
     port: int = setting(7860, "port of the page (default: {default})", metavar="PORT")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Shows the page until it is told to stop (Ctrl-C, SIGTERM); returns the exit code."""
+    """Serves the page until a signal (Ctrl-C, SIGTERM); returns the exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -59,7 +59,7 @@ def _run(argv: list[str]) -> int:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
         client = stack.enter_context(_client(options))
-        from megadit.serve.page.layout import show  # gradio takes seconds to import: a mistake is told before
+        from megadit.serve.page.layout import show  # gradio takes seconds to import: errors are reported first
 
         try:
             show(Studio(client), host=options.host, port=options.port)
@@ -71,10 +71,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _client(options: PageOptions) -> AbstractContextManager[Client]:
-    """A client of a gateway where there is a key, else of a service."""
+    """A client of a gateway if there is a key, else of a service."""
     key_file = options.key_file
     if options.student and options.bundle is None:
-        raise UserError("--student is served beside its teacher: give that as --bundle")
+        raise UserError("--student needs its teacher: give that as --bundle")
     if key_file is None:
         return service(options.url, options.bundle, options.student)
     if options.bundle is not None:
@@ -87,7 +87,7 @@ def _client(options: PageOptions) -> AbstractContextManager[Client]:
 
 @contextmanager
 def service(url: str | None, bundle: str | None, students: Sequence[str] = ()) -> Iterator[VideoClient]:
-    """A client of the service at `url`; where that is None and none runs here, of one of our own, `students` beside it.
+    """A client of the service at `url`; if that is None and none runs here, of a new one with `students`.
 
     Raises:
         UserError: if there is neither a service nor a bundle to start one on.

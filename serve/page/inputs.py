@@ -1,4 +1,4 @@
-"""Settings of the page, piece by piece: way, size, sampling, adapters, seed."""
+"""Inputs of the page: variant, size, sampling, adapters, seed."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megadit.serve.page.studio import Studio
 
 
 class Sizes:
-    """The choice among presets, with the time that each is going to take."""
+    """The choice among presets, with an estimated time for each."""
 
     def __init__(self, studio: Studio, *, elem_id: str) -> None:
         self._studio = studio
@@ -19,12 +19,12 @@ class Sizes:
         self.radio = gr.Radio(labels, value=0, label="Size", elem_id=elem_id, min_width=100)
 
     def labels(self, variant: str, steps: float, guidance: float) -> list[tuple[str, int]]:
-        """(label, place) of each preset made this way, at this number of steps and scale of guidance."""
+        """(label, index) of each preset, for this variant, number of steps and guidance scale."""
         seconds = [self._seconds(each, variant, int(steps), float(guidance)) for each in self.presets]
         return [(each.label(seconds[place]), place) for place, each in enumerate(self.presets)]
 
     def follow(self, variant: gr.Radio, *sliders: gr.Slider) -> None:
-        """Update the times whenever one of (steps, guidance) was moved."""
+        """Update the times whenever steps or guidance change."""
         events = [slider.release for slider in sliders]
         gr.on(events, self.labelled, [variant, *sliders], self.radio, show_progress="hidden")
 
@@ -42,13 +42,12 @@ class Sizes:
 
 
 class Sampling:
-    """A way by its name, which sets the others: steps, guidance, sampler, and a slider for each setting between two
-    bounds."""
+    """The variant, and the inputs that follow it: steps, guidance, sampler, and a slider for each bounded setting."""
 
     def __init__(
         self, studio: Studio, sizes: Sizes, *, elem_id: str, variant: str | None = None, has_guidance: bool = True
     ) -> None:
-        """Without guidance it begins at the lowest scale."""
+        """Without `guidance` the slider begins at the lowest scale."""
         self._studio, self._sizes = studio, sizes
         variant = variant or studio.first_variant
         defaults = studio.variants[variant].defaults
@@ -77,7 +76,7 @@ class Sampling:
         return [self.variant, self.steps, self.guidance, self.sampler, *self.sliders]
 
     def of(self, variant: str, steps: float, guidance: float, sampler: str, *moved: float) -> dict[str, Any]:
-        """The settings to ask for. Sliders at their defaults are left out: another sampler may need other defaults."""
+        """Settings of the request. Sliders at their defaults are left out: another sampler may have other defaults."""
         usual = self._slid(variant)
         settings = dict(zip(usual, map(float, moved), strict=True))
         settings = {name: value for name, value in settings.items() if value != usual[name]}
@@ -90,7 +89,7 @@ class Sampling:
         }
 
     def _chosen(self, variant: str) -> list[Any]:
-        """Updates of all components but the first when a visitor chooses a way."""
+        """Updates of all components except the first after a change of the variant."""
         chosen = self._studio.variants[variant]
         steps, guidance, sampler = (chosen.defaults[name] for name in ("num_steps", "guidance", "sampler"))
         low, high = chosen.scales
@@ -98,7 +97,7 @@ class Sampling:
         return [steps, scale, sampler, *self._slid(variant).values(), self._sizes.labelled(variant, steps, guidance)]
 
     def _slid(self, variant: str) -> dict[str, float]:
-        """Values of a way's sliders."""
+        """Values of a variant's sliders."""
         defaults = self._studio.variants[variant].defaults
         return {name: float(defaults.get(name, about.default)) for name, about in view.SLIDERS.items()}
 
@@ -129,7 +128,7 @@ class Adapters:
 
 
 class Seed:
-    """A seed, new every time or kept."""
+    """A seed, random for each video or fixed."""
 
     def __init__(self, *, elem_id: str) -> None:
         self.number = gr.Number(value=0, precision=0, label="Seed", elem_id=elem_id, min_width=100)

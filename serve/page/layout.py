@@ -1,4 +1,4 @@
-"""The demo page itself, in Gradio: what is where, and what a click does. `Studio` (demo.py) does the work."""
+"""Layout and events of the demo page, in Gradio. `Studio` (studio.py) has its logic."""
 
 import os
 import sys
@@ -30,9 +30,9 @@ def show(studio: Studio, *, host: str, port: int) -> None:
 
 
 def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> str:
-    """Starts serving in threads of its own; returns the page's address."""
+    """Starts serving in threads; returns the page's address."""
     quota = Middleware(UploadQuota, folder=studio.uploads, largest=studio.info.limits.max_media_bytes)
-    font = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]  # nothing to fetch from elsewhere
+    font = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]  # nothing from other hosts
     _, url, _ = page.launch(
         server_name=host,
         server_port=port,
@@ -51,7 +51,7 @@ def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> s
 def build_page(studio: Studio) -> gr.Blocks:
     """The page: one video, and two side by side."""
     made = "an image" if view.makes_images(studio.info) else "a video"
-    os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)  # each part of a page asks for it when it is made
+    os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)  # components read it when they are created
     kept = (SECONDS_BETWEEN_SWEEPS, LIFETIME_SECONDS)
     with gr.Blocks(title="megadit", analytics_enabled=False, delete_cache=kept) as page:
         gr.Markdown(f"# megadit\nA few words in, {made} out.", elem_id="headline")
@@ -68,7 +68,7 @@ def build_page(studio: Studio) -> gr.Blocks:
 
 
 class _VideoTab:
-    """One prompt, one video, and all those made before."""
+    """One prompt, one video, and a gallery of earlier ones."""
 
     def __init__(self, studio: Studio) -> None:
         self.studio = studio
@@ -210,7 +210,7 @@ class _VideoTab:
 
 
 class _CompareTab:
-    """One prompt and seed under two settings; the second is a student's, where there is one."""
+    """One prompt and seed with two settings; the second is a student's, if there is one."""
 
     def __init__(self, studio: Studio) -> None:
         self.studio = studio
@@ -287,7 +287,7 @@ def _finished_stage(take: Take) -> str:
 
 
 def _failed_stage(request: VideoRequest, error: ServiceError | UserError) -> str:
-    """Tell a visitor how to go on; addresses and other details go to the log of whoever runs the page."""
+    """A message for the visitor; addresses and other details go to the log."""
     if isinstance(error, CancelledError):
         return view.message_stage(_size(request), "Cancelled", "Nothing more is computed for it.")
     if isinstance(error, InvalidRequestError):
@@ -298,6 +298,6 @@ def _failed_stage(request: VideoRequest, error: ServiceError | UserError) -> str
 
 
 def _pictures(gallery: list[Take]) -> gr.Gallery:
-    """Click one to see it again, with its settings."""
+    """Gallery of videos; a click shows one again, with its settings."""
     items = [(str(take.picture), take.request.text) for take in gallery]
     return gr.Gallery(value=items, visible=True, selected_index=None)

@@ -1,4 +1,4 @@
-"""The page's work without its look: requests to the service, videos kept for the gallery, and their order."""
+"""Logic of the page, without its layout: requests to the service, and the videos of the gallery."""
 
 import queue
 import random
@@ -28,21 +28,21 @@ _SECONDS_BETWEEN_UPDATES = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Take:
-    """A finished video, and all it takes to make it again."""
+    """A finished video, with everything to generate it again."""
 
     request: VideoRequest
     media_type: str
     seconds: float
-    """Time that it took."""
+    """Seconds that it took."""
     path: Path
     scores: dict[str, float] | None
-    """Scores by a judge, if the service has one."""
+    """Scores by a scorer, if the service has one."""
     picture: Path
-    """A small animation of it, for the gallery."""
+    """A small animation for the gallery."""
     variant: str = BEST
-    """Name of the `Way` it was made."""
+    """Name of its `Variant`."""
     conditioning: Path | None = None
-    """The files of the request, which `request` is without: a page keeps paths."""
+    """Paths of the request's files, which `request` does not hold."""
 
     def again(self) -> VideoRequest:
         """The request with its files."""
@@ -50,7 +50,7 @@ class Take:
 
 
 class Studio:
-    """Work of the page, without the page: runs and cancels requests, keeps files, estimates times."""
+    """Logic of the page: runs and cancels requests, stores files, estimates times."""
 
     def __init__(self, client: Client, *, max_cached: int = 500) -> None:
         self.client = client
@@ -70,15 +70,15 @@ class Studio:
 
     @property
     def uploads(self) -> Path:
-        """Folder of visitors' files and the copies of videos that are shown: gone with the page."""
+        """Folder of visitors' files and copies of shown videos; removed when the page ends."""
         return self.folder / "gradio"
 
     def described(self, variant: str) -> str:
-        """Return the name of a way for labels; "" where there is no choice."""
+        """Return the name of a variant for labels; "" if there is only one."""
         return variant if self.has_variants else ""
 
     def adapters(self) -> list[str]:
-        """Names of those that a request may give now; of two networks for both, or for one."""
+        """Names of adapters that a request may use now; with two experts, also the names for one of them."""
         about = self.info.adapters
         return [f"{form}{name}" for name in self.client.adapters() for form in about.forms] if about else []
 
@@ -88,12 +88,12 @@ class Studio:
 
     @property
     def has_variants(self) -> bool:
-        """Whether the page shows ways: several, or a student's calls."""
+        """Whether the page shows variants: several, or a student's calls."""
         return [*self.variants] != [BEST]
 
     def request(self, *, seed: int | None, variant: str | None = None, **settings) -> VideoRequest:
-        """A request that leaves nothing out; `seed` None is a new one, `way` None the first. A negative prompt that is
-        the service's default is that of the way: a guidance-distilled student takes none."""
+        """A request with nothing left out; `seed` None: a new one, `variant` None: the first. A negative prompt that is
+        the service's default becomes that of the variant: a guidance-distilled student has none."""
         if settings.get("negative_prompt") == self.info.defaults["negative_prompt"]:
             settings = settings | {"negative_prompt": None}
         seed = random.randrange(2**31) if seed is None else seed
@@ -101,11 +101,11 @@ class Studio:
         return self.variants[variant or self.first_variant].request(asked)
 
     def estimate(self, request: VideoRequest, variant: str | None = None) -> float:
-        """Seconds that a request is going to take, from those before it; `way` as in `request`."""
+        """Estimated seconds of a request, from earlier ones; `variant` as in `request`."""
         return self._seconds_per_work * self.variants[variant or self.first_variant].work(request)
 
     def run(self, session: str, request: VideoRequest, variant: str | None = None) -> Iterator[Event]:
-        """Events of a request, until it ends or `cancel` is called for its session; `way` as in `request`."""
+        """Events of a request, until it ends or `cancel` is called for its session; `variant` as in `request`."""
         steps, chosen = request.num_steps or 1, self.variants[variant or self.first_variant]
         generation = chosen.client.stream(replace(request, preview_every=max(1, steps // 20)))
         with self._lock:
@@ -123,7 +123,7 @@ class Studio:
     def run_side_by_side(
         self, session: str, requests: list[VideoRequest], variants: Sequence[str | None] = (None, None)
     ) -> Iterator[tuple[int, Event | ServiceError | UserError]]:
-        """(which, event) of several requests at once; one that fails gives its error."""
+        """(index, event) of several requests at once; a failed request yields its error."""
         events: queue.Queue = queue.Queue()
 
         def forward(index: int, request: VideoRequest) -> None:
@@ -147,15 +147,15 @@ class Studio:
                 yield item
 
     def cancel(self, session: str) -> None:
-        """Ends what a session waits for."""
+        """Cancels the requests of a session."""
         with self._lock:
             for generation in self._running.get(session, []):
                 generation.cancel()
 
     def keep(self, request: VideoRequest, result: VideoResult, variant: str | None = None) -> Take:
-        """Writes a video where the page can serve it; the oldest go when there are too many.
+        """Writes a video where the page can serve it; the oldest are removed beyond `max_cached`.
 
-        Who knows a path may read it: no visitor can guess another's.
+        Paths are random, because everyone who knows a path may read it.
         """
         folder = self.folder / secrets.token_urlsafe(16)
         folder.mkdir()
@@ -182,14 +182,14 @@ class Studio:
         return take
 
     def _measure(self) -> float:
-        """Seconds for each pixel and step, from one short request."""
+        """Seconds per pixel and step, measured with one short request."""
         request = self.request(prompt="a video", seed=0, num_steps=2)
         (result,) = self.client.generate(request)
         return result.seconds / self.variants[self.first_variant].work(request)
 
 
 def _paced(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, with progress no more often than eyes can follow, each with the latest preview."""
+    """The events, with progress at a limited rate, each with the latest preview."""
     preview, last_reported = b"", 0.0
     for event in events:
         if isinstance(event, StepDone):

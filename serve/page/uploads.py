@@ -1,6 +1,6 @@
-"""Limits of uploads to the page: so many bytes of each visitor, and of all, and nothing stays for ever.
+"""Limits of uploads to the page: bytes of each visitor and in total, and a time limit.
 
-Gradio writes each file of a request down before anything of the page is asked, and visitors need no session for that.
+Gradio stores the files of a request before the page is called, and visitors need no session for that.
 """
 
 import time
@@ -14,17 +14,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megadit.serve.forms import IN_A_LINE, MULTIPART, kind_of_form
 
 LIFETIME_SECONDS = 3600
-"""Time that an uploaded file stays."""
+"""Seconds that an uploaded file stays."""
 SECONDS_BETWEEN_SWEEPS = 300
 _OF_A_VISITOR, _OF_ALL = 8, 32
-"""The largest files that a page keeps at once."""
+"""Most files of the largest size that a page stores at once."""
 _OTHER_BYTES = 1 << 20
-"""Most bytes of a request that brings no file: takes of a session go back and forth as paths."""
+"""Most bytes of a request without files: files of a session are sent as paths."""
 _READ_ONLY = ("GET", "HEAD", "OPTIONS")
 _UNUSED = "/process_recording"
-"""A way of gradio's to leave files elsewhere, which this page has no use for."""
+"""Gradio's route for uploads to other places, which this page does not use."""
 _ALL = ""
-"""Every visitor."""
+"""Key of the total over all visitors."""
 
 
 class _TooMuchError(Exception):
@@ -32,10 +32,10 @@ class _TooMuchError(Exception):
 
 
 class UploadQuota:
-    """Middleware that counts what visitors send, by their addresses."""
+    """Middleware that counts uploaded bytes of visitors, by their addresses."""
 
     def __init__(self, app: ASGIApp, *, folder: Path, largest: int) -> None:
-        """`folder`: where gradio keeps files; `largest`: bytes that one may have."""
+        """`folder`: where gradio stores files; `largest`: most bytes of a file."""
         self._app, self._folder, self._largest = app, folder, largest
         self._sent: deque[tuple[float, str, int]] = deque()
         """(when, visitor, bytes), the oldest first."""
@@ -77,11 +77,11 @@ class UploadQuota:
             await self._app(scope, receiving, sending)
         except _TooMuchError:
             if not has_begun:
-                text = "this page keeps no more files now: send smaller ones, or try again in an hour"
+                text = "this page stores no more files now: send smaller ones, or try again in an hour"
                 await PlainTextResponse(text, 413)(scope, receive, send)
 
     def _count(self, visitor: str, size: int) -> bool:
-        """Whether there is room for so many bytes more of a visitor, which then count."""
+        """Count `size` more bytes of a visitor; False if that exceeds a limit."""
         if size:
             self._sent.append((time.monotonic(), visitor, size))
             self._num_bytes.update({visitor: size, _ALL: size})
@@ -89,7 +89,7 @@ class UploadQuota:
         return all(self._num_bytes[name] <= count * self._largest for name, count in most.items())
 
     def _sweep(self) -> None:
-        """Forgets what gradio has removed by now, and removes what it does not know of: files that were cut off."""
+        """Drops counts of files that gradio has removed, and removes incomplete files that it does not know."""
         oldest = LIFETIME_SECONDS + SECONDS_BETWEEN_SWEEPS
         while self._sent and time.monotonic() - self._sent[0][0] > oldest:
             _, visitor, size = self._sent.popleft()

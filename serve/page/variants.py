@@ -1,4 +1,4 @@
-"""The ways to make a video that a visitor chooses by name: the service's own, and each of its students."""
+"""Variants of the model that a visitor can choose: the service's own, its students and student adapters."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from megadit.serve.events import ServiceError
 from megadit.serve.gateway.client import GatewayClient
 
 BEST = "best"
-"""Name of the way that makes a video in as many calls as it likes."""
+"""Name of the variant without a fixed number of calls."""
 MOST_GUIDANCE = 10.0
-"""Highest guidance that a visitor may choose, of any network that is not guidance-distilled."""
+"""Highest guidance scale on the page, unless the network is guidance-distilled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A model of the service, or an adapter of it, with the settings that it is made for."""
+    """A model of the service, or an adapter of it, with the settings that it was trained for."""
 
     name: str
     client: VideoClient | GatewayClient = field(repr=False)
@@ -29,7 +29,7 @@ class Variant:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """The lowest and the highest scale of guidance that a visitor may choose."""
+        """The lowest and the highest guidance scale on the page."""
         return self.info.guidance_embedding_range or (1.0, max(MOST_GUIDANCE, 2 * self.defaults["guidance"]))
 
     def work(self, request: VideoRequest) -> int:
@@ -38,17 +38,17 @@ class Variant:
         return request.num_frames * request.height * request.width * calls
 
     def request(self, request: VideoRequest) -> VideoRequest:
-        """The request with its adapter, which it may name itself, and with nothing left out."""
+        """The request with the variant's adapter added, and nothing left out."""
         if self.adapter is not None and self.adapter not in request.adapter_scales():
             request = replace(request, adapters=(*(request.adapters or ()), self.adapter))
         return self.info.filled(request)
 
 
 def variants_of(client: VideoClient | GatewayClient) -> dict[str, Variant]:
-    """The ways of a service by their names, its own first; without those students that a gateway does not pass on.
+    """Name -> variant of a service, its own first; without students that a gateway does not serve.
 
     Raises:
-        ServiceError: if the service does not answer.
+        ServiceError: if the service does not respond.
     """
     info = client.info()
     found = [_variant(client, info)]
@@ -74,7 +74,7 @@ def _variant(
 
 
 def _distinguished(variant: Variant, several: set[str]) -> Variant:
-    """The name of an adapter's way says which, where its calls do not."""
+    """Adds the adapter to the name of a variant whose calls are not unique."""
     return (
         replace(variant, name=f"{variant.name}, {variant.adapter}")
         if variant.adapter and variant.name in several

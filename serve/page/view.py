@@ -1,4 +1,4 @@
-"""Look of the demo page: its style, and the HTML of the stage on which a video appears."""
+"""Style of the demo page, and the HTML of the area in which a video appears."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from megadit.serve.contract import ServiceInfo, VideoRequest
 from megadit.serve.events import StepDone
 
 SLIDERS = {name: about for name, about in SERVED.items() if about.low is not None and about.high is not None}
-"""Settings between two bounds, beside those that the page shows in a way of their own."""
+"""Settings between two bounds, except those with their own inputs."""
 
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
@@ -57,12 +57,12 @@ CSS = """
 
 
 _KEYS = "if (event.key === 'f') this.requestFullscreen()"
-"""Beside those of browsers: space plays and pauses, arrows seek."""
+"""Keys in addition to those of browsers (space plays and pauses, arrows seek)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """A size that the service can make."""
+    """A size of videos on the page."""
 
     name: str
     num_frames: int
@@ -79,18 +79,18 @@ class Preset:
 
 
 def size_text(size: Preset | VideoRequest) -> str:
-    """`832×480, 81 frames`; of an image `832×480`."""
+    """`832×480, 81 frames`; for an image `832×480`."""
     frames = "" if size.num_frames == 1 else f", {size.num_frames} frames"
     return f"{size.width}\N{MULTIPLICATION SIGN}{size.height}{frames}"
 
 
 def makes_images(info: ServiceInfo) -> bool:
-    """Whether the service makes images unless it is asked for more frames."""
+    """Whether the service's default is an image."""
     return info.defaults["num_frames"] == 1
 
 
 def presets(info: ServiceInfo) -> list[Preset]:
-    """Sizes around the service's default that it takes, the default first."""
+    """Sizes around the service's default within its limits, the default first."""
     frames, height, width = (int(info.defaults[name]) for name in ("num_frames", "height", "width"))
 
     def scaled(size: int, factor: float) -> int:
@@ -141,7 +141,7 @@ def message_stage(preset: Preset, title: str, text: str = "", *, is_error: bool 
 
 
 def progress_stage(preset: Preset, progress: StepDone) -> str:
-    """The latest preview, less blurred with every step, under a bar."""
+    """The latest preview, less blurred with every step, with a progress bar."""
     share = progress.step / progress.num_steps
     image = ""
     if progress.preview:
@@ -157,7 +157,7 @@ def progress_stage(preset: Preset, progress: StepDone) -> str:
 
 
 def finished_stage(preset: Preset, url: str, media_type: str) -> str:
-    """The video, playing in a loop, with the browser's own controls, which a keyboard reaches; or the image."""
+    """The video in a loop, with the browser's controls, which work by keyboard; or the image."""
     if media_type.startswith("video/"):
         attributes = 'autoplay loop muted playsinline controls tabindex="0" aria-label="the video"'
         return _stage(preset, f'<video src="{escape(url)}" {attributes} onkeydown="{_KEYS}"></video>')
@@ -171,7 +171,7 @@ def facts(
     scores: Mapping[str, float] | None = None,
     variant: str = "",
 ) -> str:
-    """A prompt, its way and settings, and a judge's scores, as small labels."""
+    """Labels for a video: prompt, variant, settings, and scores."""
     shown: Sequence[str] = [
         *([variant] if variant else []),
         f"seed {request.seed}",

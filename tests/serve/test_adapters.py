@@ -326,7 +326,7 @@ def test_a_service_without_a_folder_takes_none(engine, bundle_dir, tmp_path):
     engine.info = replace(engine.info, adapters=None)
     run(engine, each := asker("one"))
     assert "supports no adapters" in str(each.endings[0])
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         build_repository(bundle_dir, tmp_path / "models", adapters=tmp_path / "nowhere")
 
 

@@ -304,6 +304,4 @@ def test_a_key_of_a_new_store_says_where_it_is(tmp_path, monkeypatch, capsys):
     for is_new in (True, False):
         assert verbs.main(["serve", "keys", "add", "me"]) == 0
         error = capsys.readouterr().err
-        assert (
-            f"is written down in {tmp_path}/gateway/jobs.sqlite" in error and ("this store is new" in error) == is_new
-        )
+        assert f"is stored in {tmp_path}/gateway/jobs.sqlite" in error and ("this store is new" in error) == is_new

@@ -1,4 +1,4 @@
-"""The routes of adapters: a key's own, beside those that the service has for everybody."""
+"""The routes of adapters: a key's own, and the service's for every key."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal
@@ -18,9 +18,9 @@ from megadit.serve.gateway.store.keys import Key
 
 
 class Adapter(BaseModel):
-    """A trained change of the model, which a video may be made with."""
+    """A LoRA adapter of the model."""
 
-    id: str = Field(description="The name by which requests give it")
+    id: str = Field(description="Name of the adapter in requests")
     object: Literal["adapter"] = "adapter"
     owned_by: Literal["key", "service"]
     bytes: int
@@ -61,11 +61,11 @@ _BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"
 def adapter_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["adapters"], responses=ERRORS)
     Authenticated = Annotated[Key, Depends(authenticate)]
-    one_at_a_time = CapacityLimiter(1)  # each has a torch of its own; who waits holds no thread that others need
+    one_at_a_time = CapacityLimiter(1)  # each check imports torch in a process; waiting requests hold no threads
 
     @router.post("/adapters", response_model=Adapter, openapi_extra=_BODY)
     async def upload_adapter(request: Request, key: Authenticated) -> Adapter:
-        """Takes a safetensors file, if it is an adapter of this service's network; its name is the key's own."""
+        """Uploads an adapter as a safetensors file, which is checked against this service's network."""
         with gateway.uploads.admitted(request, key):
             if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
                 raise ApiError(415, "unsupported_media_type", "send multipart/form-data: a name and a file")
@@ -87,7 +87,7 @@ def adapter_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRou
 
     @router.delete("/adapters/{name}", response_model=AdapterDeleted)
     def delete_adapter(key: Authenticated, name: str) -> AdapterDeleted:
-        """Removes an adapter of this key's; videos that wait for it fail with the code `adapter_not_found`."""
+        """Deletes an adapter of this key; videos that wait for it fail with the code `adapter_not_found`."""
         gateway.adapters.remove(key, name)
         return AdapterDeleted(id=name)
 
@@ -99,5 +99,5 @@ def _info(gateway: Gateway) -> AdapterInfo:
     if info is None:
         raise unavailable("not_ready", "no server has been seen yet")
     if info.adapters is None:
-        raise ApiError(400, "unsupported", "this service takes no adapters")
+        raise ApiError(400, "unsupported", "this service supports no adapters")
     return info.adapters

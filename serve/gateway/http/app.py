@@ -1,4 +1,4 @@
-"""The HTTP side: `create_app` gives the FastAPI application of a gateway. Nothing but health answers without a key."""
+"""The FastAPI application of a gateway: `create_app`. Only health routes work without a key."""
 
 import base64
 import binascii
@@ -19,15 +19,15 @@ from megadit.serve.gateway.http.schemas import BODIES, Health
 from megadit.serve.gateway.service import Gateway
 from megadit.serve.gateway.store.keys import Key
 
-_DESCRIPTION = """Videos from text. `POST /v1/videos` takes a request, `GET /v1/videos/{id}` tells how far it is (or
-`/events`, as a stream), and `GET /v1/videos/{id}/content` gives the video. `GET /v1/models`
+_DESCRIPTION = """Videos from text. `POST /v1/videos` creates a video, `GET /v1/videos/{id}` returns its progress (or
+`/events`, as a stream), and `GET /v1/videos/{id}/content` returns the video. `GET /v1/models`
 has the models with their defaults and limits."""
 _CORS = {
     "allow_methods": ["GET", "HEAD", "POST", "DELETE"],
     "allow_headers": ["authorization", "content-type", "idempotency-key", "if-none-match", "if-range", "range"],
     "expose_headers": ["content-disposition", "content-range", "etag", "retry-after", "x-request-id", "x-video-id"],
 }
-"""Pages bring their key as a header, never as a cookie."""
+"""Pages send their key as a header, never as a cookie."""
 _bearer = HTTPBearer(auto_error=False, description="A key made by `megadit serve keys add`")
 
 
@@ -39,7 +39,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        redirect_slashes=False,  # which would send clients to whatever host they name
+        redirect_slashes=False,  # redirects would use the host that the client names
         generate_unique_id_function=lambda route: route.name,  # a generated client's `create_video`
     )
     errors.install(app)
@@ -64,7 +64,7 @@ def _authentication(gateway: Gateway) -> Callable[..., Key]:
     def authenticate(
         request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
     ) -> Key:
-        """The key that a request carries, if it may ask now."""
+        """The key of a request, if its rate limit allows the request."""
         key = gateway.keys.check(credentials.credentials if credentials else "")
         if key is None:
             raise errors.ApiError(401, "invalid_api_key", "give a valid key: `Authorization: Bearer KEY`")
@@ -82,12 +82,12 @@ def _authentication(gateway: Gateway) -> Callable[..., Key]:
 def _add_health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health/live", tags=["health"], response_model=Health)
     async def live() -> Health:
-        """Whether this process answers."""
+        """Whether this process responds."""
         return Health(status="ok")
 
     @app.get("/health/ready", tags=["health"], response_model=Health, responses={503: {"model": Health}})
     async def ready(response: Response) -> Health:
-        """Whether videos can be made: the store answers, a server is healthy, and this gateway is not about to end."""
+        """Whether videos can be generated: the store responds, a server is healthy, this gateway is not ending."""
         if await gateway.is_ready():
             return Health(status="ok")
         response.status_code = 503
@@ -95,7 +95,7 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/health/idle", tags=["health"], response_model=Health, responses={503: {"model": Health}})
     async def idle(response: Response) -> Health:
-        """Whether this gateway was told to begin no job (SIGUSR1; SIGUSR2 ends it), and none is at a server."""
+        """Whether this gateway is paused (SIGUSR1; SIGUSR2 resumes), and no job runs on a server."""
         if gateway.runner.is_idle:
             return Health(status="ok")
         response.status_code = 503
@@ -119,7 +119,7 @@ def _add_front(app: FastAPI) -> None:
 
 
 def _add_documentation(app: FastAPI, gateway: Gateway) -> None:
-    """The OpenAPI page, for browsers too: they ask for a name and a password, and the password is the key."""
+    """The OpenAPI page, also for browsers by basic authentication: the password is the key."""
     described = app.openapi
 
     def with_bodies() -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Limits of a gateway's connections in number and time: who asks for nothing makes room for who does.
+"""Limits of a gateway's connections in number and time: idle connections are closed for active ones.
 
-Every connection is a descriptor of the process. gRPC, over which Triton is asked, ends a process that has none left.
+Every connection is a file descriptor. gRPC, which is used for Triton, aborts a process without free descriptors.
 """
 
 import asyncio
@@ -13,25 +13,25 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.supervise import raise_descriptor_limit
 
 _SECONDS_TO_ASK = 10.0
-"""Time from the beginning of a connection, or the end of an answer, until the head of the next request is complete."""
+"""Seconds from the start of a connection, or the end of a response, to the complete head of the next request."""
 _OF_OURS = 512
-"""Descriptors of the store, the log, the metrics and what waits to be accepted."""
+"""Descriptors of the store, the log, the metrics and connections that wait to be accepted."""
 _OF_A_SLOT = 8
 """Descriptors of a job at Triton."""
 _FEWEST = 16
 _MOST_CHUNKS = 16
-"""Pieces of a body that may be as small as they like."""
+"""Number of chunks of a body that may have any size."""
 _SMALLEST_CHUNK = 256
-"""Average bytes of all further pieces: each costs as much to read as a small request."""
+"""Least average bytes of all further chunks: each costs as much as a small request."""
 BACKLOG = 128
-"""Connections that the kernel holds, and that are accepted in one go, before any has to make room."""
+"""Backlog of connections, which are accepted in one go before idle ones are closed."""
 
 
 def most_connections(most: int, *, slots: int) -> int:
-    """How many connections fit beside what `slots` jobs need; the process is let have as many files as it may.
+    """Number of connections, at most `most`, that the limit of open files allows in addition to `slots` jobs.
 
     Raises:
-        UserError: if hardly any do.
+        UserError: if there are too few.
     """
     limit = raise_descriptor_limit()
     per_kind = (limit - _OF_OURS - slots * _OF_A_SLOT) // 2  # one that fetches a video holds its file open, too
@@ -43,18 +43,18 @@ def most_connections(most: int, *, slots: int) -> int:
 
 
 class Door:
-    """The connections of one process; all of it happens in the thread of its event loop."""
+    """The connections of one process; used only in the thread of its event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._all: set[Connection] = set()
         self._strangers: dict[Connection, None] = {}
-        """Connections that have never asked for anything, the oldest first."""
+        """Connections without a request so far, the oldest first."""
         self._idle: dict[Connection, None] = {}
-        """Connections whose requests are answered, the longest silent first."""
+        """Connections that are idle after a response, the longest idle first."""
 
     def enter(self, connection: "Connection") -> bool:
-        """Whether it may stay; where all places are taken, one that asks for nothing goes instead."""
+        """Whether it may stay; at the limit, an idle connection is closed instead."""
         if len(self._all) >= self._most:
             waiting = next(iter(self._strangers or self._idle), None)
             if waiting is None:
@@ -66,12 +66,12 @@ class Door:
         return True
 
     def begin(self, connection: "Connection") -> None:
-        """Note that the connection asks for something."""
+        """Record that the connection has a request."""
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
 
     def rest(self, connection: "Connection") -> None:
-        """Note that the connection's request is answered."""
+        """Record that the connection's request is finished."""
         if connection in self._all:
             self._idle[connection] = None
 
@@ -81,8 +81,8 @@ class Door:
 
 
 class _Sparing(h11.Connection):
-    """Reads no body that comes in very many pieces: chunks of a byte cost a thousand times their share. Nor one of two
-    lengths, of which a proxy before it may take the other, and hand it a stranger's request in the rest."""
+    """Refuses bodies in very many small chunks, which are expensive, and bodies with both a length and chunks, which
+    allow request smuggling through a proxy."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -105,14 +105,14 @@ class _Sparing(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which has to ask within a time that single bytes do not prolong."""
+    """uvicorn's connection with a timeout for the head of a request, which single bytes do not extend."""
 
     def __init__(self, *arguments: Any, door: Door, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.conn = _Sparing(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
         self._door = door
         self._end: asyncio.TimerHandle | None = None
-        """Timer that closes it when it stays silent; None while it is being answered."""
+        """Timer that closes it when it stays idle; None while a request is processed."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

@@ -1,4 +1,4 @@
-"""A finished video, or a picture of it, as an answer: all, a range of its bytes, or that none is new (RFC 9110)."""
+"""Response with a finished video or a picture of it: whole, a byte range, or not modified (RFC 9110)."""
 
 import hashlib
 import io
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Content:
-    """Content of an answer, and its name as a file."""
+    """Content of a response, and its file name."""
 
     file: IO[bytes]
     name: str
@@ -42,16 +42,16 @@ class Asked:
     if_none_match: Annotated[str | None, Header()] = None
 
     def is_unchanged(self, etag: str) -> bool:
-        """Whether the client has these very bytes (RFC 9110, 13.1.2: weak comparison)."""
+        """Whether the client has the same bytes (RFC 9110, 13.1.2: weak comparison)."""
         known = [each.strip().removeprefix("W/") for each in (self.if_none_match or "").split(",")]
         return etag in known or known == ["*"]
 
 
 def content_of(results: Results, job: Job, asked: Asked = Asked()) -> Response:
-    """The answer to whoever wants the video.
+    """The response with the video.
 
     Raises:
-        ApiError: for a video that is not there.
+        ApiError: if there is no video.
     """
     content = _Content(
         file=open_video(results, job),
@@ -64,15 +64,15 @@ def content_of(results: Results, job: Job, asked: Asked = Asked()) -> Response:
 
 
 def picture_content_of(results: Results, job: Job, variant: str, asked: Asked, *, mark: Marker | None) -> Response:
-    """The same for one of the `VARIANTS` of a video, which `mark` signs.
+    """The response with one of the `VARIANTS` of a video, which `mark` signs.
 
     Raises:
-        ApiError: for a video that is not there, or holds no picture.
+        ApiError: if there is no video, or it cannot be decoded.
     """
     data, about = read_video(results, job), VARIANTS[variant]
     try:
         picture = picture_of(data, job.media_type, about)
-    except Exception as error:  # decoders raise whatever they like
+    except Exception as error:  # decoders raise any exception
         log("no picture of a result", error=error, job=job.id)
         raise ApiError(404, "unreadable", "the video holds no picture that can be read", param="variant") from None
     picture = picture if mark is None else mark(picture, about.suffix)
@@ -112,10 +112,10 @@ def _answer(content: _Content, asked: Asked) -> Response:
 
 
 def asked_range(asked: str | None, size: int) -> range | None:
-    """The bytes that a `Range` header asks for, of as many as there are; empty if none of them is there.
+    """The range of a `Range` header in a content of `size` bytes; empty if it is outside.
 
-    None stands for the whole: for a header that is malformed, counts something else than bytes, or wants several ranges
-    at once. Any of these may be ignored.
+    None means the whole content: for a header that is malformed, has another unit than bytes, or several ranges. The
+    RFC allows ignoring these.
     """
     match = _RANGE.fullmatch(asked or "")
     if match is None:
@@ -129,10 +129,10 @@ def asked_range(asked: str | None, size: int) -> range | None:
 
 
 def open_video(results: Results, job: Job) -> IO[bytes]:
-    """The video, so that what happens to the file from now on does not break the answer.
+    """Open the video, so that its removal does not break the response.
 
     Raises:
-        ApiError: for a video that is not there.
+        ApiError: if there is no video.
     """
     if job.status != COMPLETED:
         raise ApiError(404, "not_completed", f"the video is {job.status.replace('_', ' ')}")
@@ -146,7 +146,7 @@ def open_video(results: Results, job: Job) -> IO[bytes]:
 
 
 def read_video(results: Results, job: Job) -> bytes:
-    """All of the video.
+    """The whole video.
 
     Raises:
         ApiError: as `open_video`.
@@ -159,7 +159,7 @@ def read_video(results: Results, job: Job) -> bytes:
 def _storage_errors(job: Job) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # fsspec's file systems raise what their libraries do
+    except Exception as error:  # fsspec's file systems raise any exception
         log("result not read", error=error, job=job.id)
         raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
 

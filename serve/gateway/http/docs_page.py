@@ -1,4 +1,4 @@
-"""The description of the API as one page: no script, nothing from elsewhere, so that it opens where no internet is."""
+"""Documentation of the API as one page, without scripts or external resources, so that it works offline."""
 
 from collections.abc import Iterator, Mapping
 from html import escape

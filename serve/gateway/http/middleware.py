@@ -1,4 +1,4 @@
-"""Around every request: an id, a line in the log, a count, and limits of the body's size and time."""
+"""Middleware for every request: an id, a log line, metrics, and limits of the body's size and time."""
 
 import asyncio
 import logging
@@ -20,20 +20,19 @@ from megadit.serve.gateway.turns import Turns
 from megadit.serve.tracing import HERE, TRACEPARENT, Span, Tracing
 
 _PLAIN = re.compile(rb"[0-9A-Za-z._-]{1,64}")
-"""A request id of a client's that may be repeated in a header and in the log."""
+"""Client's request ids that are safe to repeat in a header and in the log."""
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-"""Methods that are counted under their names; clients can make up any number of others."""
+"""Methods that have their own label in metrics; clients may send arbitrary others."""
 _CLIENT_LEFT = 499
-"""Status of a request whose client hangs up before the answer, as nginx counts it: no fault of the service's."""
+"""Status of a request whose client disconnects before the response, as in nginx; not an error of the service."""
 _SECONDS_OF_A_BODY = 30.0
-"""Seconds for a whole body, beside the time that its bytes take at `_SLOWEST_UPLOAD`."""
+"""Seconds for a whole body, in addition to the time of its bytes at `_SLOWEST_UPLOAD`."""
 _SLOWEST_UPLOAD = 1 << 18
 """Lowest speed of a large body, in bytes a second."""
 _LOOKS_AT_ONCE = 2
-"""Requests of one caller without a body whose answers are prepared at once: a thousand of his do not stand before
-everybody else's."""
+"""Most requests without a body of one caller at once, so that a thousand of them do not delay other callers."""
 _CONTENT = "/content"
-"""End of a path whose pictures are made one at a time for all, beside which a caller's other requests go on."""
+"""Path suffix of pictures, which are made one at a time; they do not count against a caller's other requests."""
 
 
 class _BodyTooLargeError(Exception):
@@ -46,11 +45,11 @@ class _BodyTooSlowError(Exception):
 
 
 class _HeadIsAllError(OSError):
-    """Nothing more of the answer is wanted; an OSError ends a stream as a client that is gone does."""
+    """The response to HEAD is complete; an OSError ends a stream like a disconnected client."""
 
 
 class Surroundings:
-    """Plain ASGI, so that streams pass through as they come. HEAD is what GET answers, without its body."""
+    """Plain ASGI middleware, so that streams are not buffered. HEAD is GET without the body of the response."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, tracing: Tracing, max_body_bytes: int) -> None:
         self._tracing = tracing
@@ -71,7 +70,7 @@ class Surroundings:
         state = scope.setdefault("state", {})
         caller = headers.get(b"authorization", b"").decode("latin-1")
         turn = AsyncExitStack()
-        """Until the answer begins."""
+        """Span until the response begins."""
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -89,7 +88,7 @@ class Surroundings:
                 await turn.enter_async_context(self._looks.of(caller))
             with patient():
                 await self._app(scope, self._limited(receive, state), sending)
-        except (ClientDisconnect, _HeadIsAllError):  # in the midst of its own request, or with all that it wanted
+        except (ClientDisconnect, _HeadIsAllError):  # during its request, or after the head of the response
             status = status or _CLIENT_LEFT
         except Exception as error:
             if not isinstance(error, (_BodyTooLargeError, _BodyTooSlowError)):
@@ -104,7 +103,7 @@ class Surroundings:
             HERE.reset(place)
 
     def _span(self, method: str, headers: Mapping[bytes, bytes], request_id: str) -> Span:
-        """Span of a request that its caller traces, or that is no poll: clients ask how far a video is all day."""
+        """Span of a request that its caller traces, or that is not a poll, of which there are many."""
         parent = headers.get(TRACEPARENT.encode(), b"").decode("latin-1")
         is_read = method not in ("POST", "DELETE")
         attributes = {"http.request.method": method if method in _METHODS else "_OTHER"}
@@ -114,7 +113,7 @@ class Surroundings:
         )
 
     def _limited(self, receive: Receive, state: dict[str, Any]) -> Receive:
-        """Wrap `receive` in the limits; `state` may hold a larger limit of the body, for a request with a key."""
+        """Wrap `receive` with the limits; `state` may hold a larger limit of the body, for a request with a key."""
         received, deadline = 0, asyncio.get_running_loop().time() + _SECONDS_OF_A_BODY
 
         async def receiving() -> Message:
@@ -125,7 +124,7 @@ class Surroundings:
             except TimeoutError:
                 raise _BodyTooSlowError from None
             if not message.get("more_body", False):
-                deadline = None  # what follows, however late, is that the client is gone
+                deadline = None  # later messages only report a disconnection
             received += len(message.get("body", b""))
             most = state.get("max_body_bytes", self._max_body_bytes)
             if received > most:
@@ -141,7 +140,7 @@ class Surroundings:
             return ApiError(413, "too_large", str(error))
         if isinstance(error, _BodyTooSlowError):
             return ApiError(408, "too_slow", f"the body did not come within {_SECONDS_OF_A_BODY:g} s")
-        return ApiError(500, "internal_error", "the gateway failed; its log says how")
+        return ApiError(500, "internal_error", "the gateway failed; see its log")
 
     def _note(self, scope: Scope, status: int, seconds: float, span: Span) -> None:
         route = getattr(scope.get("route"), "path", "unknown")
@@ -153,7 +152,7 @@ class Surroundings:
         span.note(attributes, name=f"{method} {route}")
         span.end(str(status) if status >= 500 or not status else None)
         if status == 200 and route.startswith("/health/"):
-            return  # asked for every few seconds; one that fails is told
+            return  # polled every few seconds; only failures are logged
         level = logging.ERROR if status >= 500 or not status else logging.INFO
         log("request", level=level, method=method, route=route, status=status, key=key, seconds=round(seconds, 4))
 

@@ -53,9 +53,9 @@ _ID = re.compile(r"video_[0-9a-f]{32}")
 _MOST_FIELDS = 64
 """Most fields of a form."""
 _MOST_MARKS = 1 << 19
-"""Quotes, commas and brackets of a JSON body: reading them holds everybody up, as base64, which has none, does not."""
+"""Most quotes, commas and brackets of a JSON body: parsing many values blocks other requests; base64 has none."""
 _SMALL = 1 << 16
-"""Bytes of a body that is read at once; larger ones take turns."""
+"""Bytes of a body that is parsed at once; larger ones take turns."""
 
 
 def _content(*kinds: str, statuses: tuple[int, ...] = (200,)) -> dict[int | str, dict[str, Any]]:
@@ -66,7 +66,7 @@ def _content(*kinds: str, statuses: tuple[int, ...] = (200,)) -> dict[int | str,
 _CREATE = body_of(json="CreateVideo", form="CreateVideoForm")
 _MAKE = {"response_class": Response, "responses": _content(*SUFFIXES), "openapi_extra": _CREATE}
 _STATUSES = {"invalid_request": 400, "adapter_not_found": 400, "guardrail": 400, "timed_out": 504}
-"""HTTP status of failures that are not the service's fault or take too long; any other is a 500."""
+"""Error code of a job -> HTTP status of failures that are not the service's fault or timeouts; others are 500."""
 _IdempotencyKey = Annotated[str | None, Header(pattern=r"^[\x21-\x7e]{1,255}$")]
 
 
@@ -74,7 +74,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
     router = APIRouter(prefix="/v1", tags=["videos"], responses=ERRORS)
     Authenticated = Annotated[Key, Depends(authenticate)]
     streams = Streams(gateway)
-    one_at_a_time = CapacityLimiter(1)  # pictures, each of which takes a core; who waits holds no thread of others
+    one_at_a_time = CapacityLimiter(1)  # pictures, each of which takes a core; waiting requests hold no threads
 
     @router.post("/videos", response_model=Video, openapi_extra=_CREATE)
     async def create_video(
@@ -82,18 +82,18 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         key: Authenticated,
         idempotency_key: _IdempotencyKey = None,
     ) -> Video:
-        """Takes a request and returns at once. Sent again with the same `Idempotency-Key`, it makes no second video.
+        """Creates a video and returns at once. A repetition with the same `Idempotency-Key` creates no second one.
 
-        Files (`input_reference`, `image`, `video`, ...) come in a form, or in JSON as base64; no address is fetched.
+        Files (`input_reference`, `image`, `video`, ...) are sent in a form, or in JSON as base64; URLs are not fetched.
         """
         return await _accepted(gateway, key, request, idempotency_key)
 
     @router.post("/videos/generations", operation_id="generate_video", **_MAKE)
     @router.post("/videos/sync", **_MAKE)
     async def make_video(request: Request, key: Authenticated, idempotency_key: _IdempotencyKey = None) -> Response:
-        """Takes a request, waits, and answers with the video itself; `x-video-id` names it.
+        """Creates a video, waits, and responds with the video itself; `x-video-id` is its id.
 
-        A client that hangs up cancels its video, unless it has an `Idempotency-Key`, with which it may ask again.
+        Disconnecting cancels the video, unless the request has an `Idempotency-Key`, with which it can be repeated.
         """
         video = await _accepted(gateway, key, request, idempotency_key)
         try:
@@ -112,7 +112,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
     async def remix_video(
         request: Request, key: Authenticated, video_id: str, idempotency_key: _IdempotencyKey = None
     ) -> Video:
-        """A new video: a finished one, changed as the prompt says. For models with edit conditioning."""
+        """Creates a video by editing a finished one by the prompt. For models with edit conditioning."""
         with gateway.uploads.admitted(request, key):
             body = await _read(gateway, key, request, RemixVideo)
             new = await run_in_threadpool(_new_remix, gateway, key, video_id, body, idempotency_key)
@@ -142,7 +142,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
 
     @router.get("/videos/{video_id}/events", response_class=StreamingResponse, responses=_content("text/event-stream"))
     async def follow_video(key: Authenticated, video_id: str) -> StreamingResponse:
-        """The video again and again as it proceeds, and previews if it was asked for any, until it has ended.
+        """Progress of a video until it has ended, and previews if requested.
 
         Server-sent events: `video.queued`, `video.in_progress`, `video.preview`; in the end `video.completed`,
         `video.failed` or `video.deleted`.
@@ -172,7 +172,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
 
     @router.delete("/videos/{video_id}", response_model=VideoDeleted)
     def delete_video(key: Authenticated, video_id: str) -> VideoDeleted:
-        """Removes a video. One that is being made is cancelled: no step is computed after the one that is under way."""
+        """Deletes a video. A running one is cancelled after its current step."""
         return _delete(gateway, key, video_id)
 
     @router.get("/models", response_model=ModelList)
@@ -198,17 +198,17 @@ def _delete(gateway: Gateway, key: Key, video_id: str) -> VideoDeleted:
     if job is None:
         raise not_found(video_id)
     gateway.runner.cancel(video_id)
-    if job.status == QUEUED:  # the end of one that runs is counted by who runs it
+    if job.status == QUEUED:  # a running job is counted by its runner
         gateway.metrics.videos.labels(key.id, job.model, "cancelled").inc()
     try:
         gateway.results.remove(job.result_name)
-    except Exception as error:  # whatever a file system raises; the next start sweeps the video away
+    except Exception as error:  # file systems raise any exception; the next start removes the video
         log("result not removed", error=error, job=video_id)
     return VideoDeleted(id=video_id)
 
 
 def _failure(job: Job | None, video_id: str) -> ApiError:
-    """Why a video that a client waited for did not come."""
+    """The error of a video that a client waited for."""
     if job is None:
         return ApiError(404, "deleted", f"{video_id} was deleted")
     code = job.error_code or "server_failed"
@@ -217,14 +217,14 @@ def _failure(job: Job | None, video_id: str) -> ApiError:
 
 async def _accepted(gateway: Gateway, key: Key, request: Request, idempotency_key: str | None) -> Video:
     with gateway.uploads.admitted(request, key):
-        if "max_body_bytes" in request.scope["state"]:  # a key without room need not send so much
+        if "max_body_bytes" in request.scope["state"]:  # a key over its quota need not send the body
             await run_in_threadpool(_within_quota, gateway, key, gateway.store.check_quotas)
         body = await _read(gateway, key, request, CreateVideo)
         return await _taken(gateway, key, await run_in_threadpool(_new_video, gateway, key, body, idempotency_key))
 
 
 async def _read(gateway: Gateway, key: Key, request: Request, model: type[_Body]) -> _Body:
-    """Read the body: JSON, or a form, which in parts may bring files."""
+    """Read the body: JSON, or a form, which may have files if it is multipart."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         if read := _WHOLE.get(kind):
@@ -237,20 +237,20 @@ async def _read(gateway: Gateway, key: Key, request: Request, model: type[_Body]
                 return await run_in_threadpool(model.model_validate, values)
     except ValidationError as error:
         raise of_validation(error, model.model_fields) from None
-    except ValueError as error:  # of what is no JSON, or is nested too deep
+    except ValueError as error:  # invalid JSON, or nested too deeply
         raise ApiError(400, "invalid_request", f"the body cannot be read: {error}"[:500]) from None
     raise ApiError(415, "unsupported_media_type", "send application/json or multipart/form-data")
 
 
 def _of_json(text: bytes) -> Any:
-    """The values of a body, which however large it is may hold no more than files in base64 beside a usual one."""
+    """Parse a JSON body; its number of values is limited, since only base64 files may make it large."""
     if sum(map(text.count, (b'"', b",", b"[", b"{"))) > _MOST_MARKS:
         raise ApiError(400, "invalid_request", "the body holds too many values")
     return few_values(text)
 
 
 def _of_line(text: bytes) -> dict[str, str]:
-    """The values of a form of one line; fields are counted first, of which a megabyte would hold a million."""
+    """Parse a urlencoded form; fields are counted first, since a megabyte can hold a million."""
     return dict(parse_qsl(text.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
 
 
@@ -258,18 +258,18 @@ _WHOLE: dict[str, Callable[[bytes], Any]] = {
     "application/json": _of_json,
     "application/x-www-form-urlencoded": _of_line,
 }
-"""Parsers of bodies that are read as a whole, by content type."""
+"""Content type -> parser of a body that is read as a whole."""
 
 
 _Asked = tuple[NewJob, ServiceInfo]
-"""A job, and what its model takes."""
+"""A job, and the description of its model."""
 
 
 def _new_video(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str | None) -> _Asked:
     model = _model_of(gateway, body.model or gateway.servers.models[0])
     info = _info(gateway, model)
     try:
-        # as Triton calls them: what a key calls as a student of the service is called may be none
+        # by Triton's names: a key's own adapter may have the name of a student of the service
         request = info.filled(gateway.adapters.resolved(key, body.request(info), info.adapters))
     except AdapterNotFoundError as error:
         raise ApiError(400, error.code, str(error)[:500], param="adapters") from None
@@ -311,7 +311,7 @@ def _info(gateway: Gateway, model: str) -> ServiceInfo:
 
 
 async def _taken(gateway: Gateway, key: Key, asked: _Asked) -> Video:
-    """Checks a job, its files included, and writes it down."""
+    """Checks a job, including its files, and stores it."""
     new, info = asked
     try:
         check(new.request, info)
@@ -327,23 +327,23 @@ async def _taken(gateway: Gateway, key: Key, asked: _Asked) -> Video:
 
 def _take(gateway: Gateway, key: Key, new: NewJob) -> Video:
     if gateway.runner.is_draining:
-        raise unavailable("draining", "this gateway is about to end; ask again")
+        raise unavailable("draining", "this gateway is shutting down; try again")
     if not gateway.has_space():
-        raise unavailable("storage_full", "there is no room for more videos at the moment")
+        raise unavailable("storage_full", "there is no free space for more videos at the moment")
     job = _stored(gateway, key, replace(new, traceparent=HERE.get()))
     gateway.runner.notify()
     return Video.of(job)
 
 
 def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
-    """The job, and beside it, until it has ended, the files of its request."""
+    """Store the job, and the files of its request until it has ended."""
     media = new.request.media()
     if not media:
         return _within_quota(gateway, key, lambda key: gateway.store.create(key, new)[0])
     new = replace(new, id=new_id())
     try:
         conditioning = gateway.results.put_conditioning(new.id, pack(media))
-    except Exception as error:  # fsspec's file systems raise what their libraries do
+    except Exception as error:  # fsspec's file systems raise any exception
         log("files of a job not stored", error=error, job=new.id)
         raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
     job = None
@@ -353,12 +353,12 @@ def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
         )
         return job
     finally:
-        if job is None or job.id != new.id:  # refused, or made by an earlier request
+        if job is None or job.id != new.id:  # refused, or created by an earlier request
             gateway.results.remove(conditioning.name)
 
 
 def _within_quota(gateway: Gateway, key: Key, ask: Callable[[Key], _Answer]) -> _Answer:
-    """Return the store's answer; refusals are counted, and become errors of the API."""
+    """Return the store's result; refusals are counted, and become errors of the API."""
     try:
         return ask(key)
     except IdempotencyMismatchError as error:

@@ -18,16 +18,16 @@ _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _SCHEMAS = "#/components/schemas/"
 
 _MOST = {str: 100_000, int: _INT32, float: 1e6}
-"""The largest number, or characters, of a setting that has no upper bound of its own."""
+"""Largest number, or length of a text, for a setting without an upper bound."""
 _LONGEST_NAME = 200
 _MOST_ADAPTERS = 64
-"""Most adapters that are read of a body; the model takes fewer."""
+"""Most adapters in a body; the model's limit is lower."""
 _MOST_VALUES = 1000
-"""Most values of a body, those within its lists and objects counted."""
+"""Most values of a body, including those within its lists and objects."""
 
 
 def _field(about: Setting) -> tuple[Any, Any]:
-    """(annotation, field) of pydantic's for a setting that may be left out."""
+    """(annotation, field) of pydantic for an optional setting."""
     others = ", ".join(f"`{name}`" for name in other_names({about.name: about}))
     described = f"{about.help} (or {others})" if others else about.help
     if about.type is str:
@@ -47,17 +47,16 @@ class ScaledAdapter(BaseModel):
 
     name: str = Field(
         max_length=155,
-        description="One of `GET /v1/adapters`; of two networks for one alone: high=NAME, for high noise, or low=NAME",
+        description="One of `GET /v1/adapters`; high=NAME or low=NAME for the high-noise or low-noise expert alone",
     )
-    scale: float = Field(1.0, ge=-1e6, le=1e6, description="1 as it was trained, 0 nothing")
+    scale: float = Field(1.0, ge=-1e6, le=1e6, description="1: as trained; 0: no effect")
 
 
 def few_values(text: str | bytes) -> Any:
-    """The value of a JSON text that holds no more values than a body has: to complain of each of a hundred thousand
-    would hold everybody up.
+    """Parse a JSON text of a limited number of values: validating a hundred thousand would block other requests.
 
     Raises:
-        ValueError: for more, and for what is no JSON.
+        ValueError: for too many values, and for invalid JSON.
     """
     value = from_json(text, allow_inf_nan=False)
     waiting, count = [value], 0
@@ -72,35 +71,37 @@ def few_values(text: str | bytes) -> Any:
 
 
 def _of_form(value: Any) -> Any:
-    """A list, which a form gives as the text of its JSON."""
+    """A list, which is JSON text in a form."""
     return few_values(value) if isinstance(value, str) else value
 
 
 class _VideoBody(BaseModel):
-    """A video to make. What is left out is the model's default."""
+    """A video to generate. Fields left out take the model's defaults."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, ser_json_bytes="base64", title="CreateVideo")
 
     prompt: str | None = Field(
         None,
         max_length=_MOST[str],
-        description="What the video shows; only an `instruction` may stand for it",
+        description="What the video shows; required unless there is an `instruction`",
         examples=["a red seven moving left"],
     )
-    model: str | None = Field(None, max_length=200, description="One of `GET /v1/models`; else the first of them")
-    seconds: float | None = Field(None, gt=0, le=3600, description="Length; `num_frames` is the exact way to say it")
+    model: str | None = Field(None, max_length=200, description="One of `GET /v1/models` (default: first)")
+    seconds: float | None = Field(None, gt=0, le=3600, description="Length; `num_frames` is exact")
     size: str | None = Field(None, pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", description="WIDTHxHEIGHT in pixels")
-    seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64, description="The same request gives the same video")
-    preview_every: int = Field(
-        0, ge=0, le=_INT32, description="A preview with the first step and every so many after it, among the events"
+    seed: int | None = Field(
+        None, ge=-_INT64 - 1, le=_INT64, description="The same request and seed give the same video"
     )
-    evaluate: bool = Field(False, description="A judge's `scores` of the video, of a model that has one")
-    priority: int = Field(2, ge=1, le=3, description="Among the videos of the same key: 1 is made first")
+    preview_every: int = Field(
+        0, ge=0, le=_INT32, description="Previews in the events: at the first step and then every `preview_every` steps"
+    )
+    evaluate: bool = Field(False, description="Also return `scores` by a scorer, if the model has one")
+    priority: int = Field(2, ge=1, le=3, description="Order among the videos of the same key: 1 is first")
     adapters: Annotated[tuple[ScaledAdapter, ...], BeforeValidator(_of_form)] = Field(
-        (), max_length=_MOST_ADAPTERS, description="To make it with; a form gives the same JSON as text"
+        (), max_length=_MOST_ADAPTERS, description="Adapters and their scales; JSON text in a form"
     )
     input_reference: File | None = Field(
-        None, description="An image: the first frame. A video: what to edit or continue, as the other fields say"
+        None, description="An image: the first frame. A video: to edit or continue, by the other fields"
     )
 
     @model_validator(mode="before")
@@ -114,7 +115,7 @@ class _VideoBody(BaseModel):
         return under_own_names(body, SERVED)
 
     def request(self, info: ServiceInfo) -> VideoRequest:
-        """The request that this amounts to; what is left out is None.
+        """The request of this body; fields left out are None.
 
         Raises:
             InvalidRequestError: if the settings contradict each other.
@@ -142,7 +143,7 @@ _SETTINGS = {name: _field(about) for name, about in SERVED.items() if name not i
 
 
 def _conditioning_field(name: str) -> tuple[Any, Any]:
-    """(annotation, field) of pydantic's for a conditioning option."""
+    """(annotation, field) of pydantic for a conditioning option."""
     if name not in MEDIA:
         return _field(CONDITIONING[name])
     if CONDITIONING[name].count is None:
@@ -153,7 +154,7 @@ def _conditioning_field(name: str) -> tuple[Any, Any]:
 
 _CONDITIONING = {name: _conditioning_field(name) for name in CONDITIONING}
 CreateVideo = create_model("CreateVideo", __base__=_VideoBody, __doc__=_VideoBody.__doc__, **_SETTINGS, **_CONDITIONING)
-"""The body of `POST /v1/videos`: every served setting, with `size` in place of width and height, and every file."""
+"""The body of `POST /v1/videos`: every setting, with `size` instead of width and height, and every file."""
 
 
 class RemixVideo(BaseModel):
@@ -171,11 +172,11 @@ def _bodies() -> dict[str, Any]:
 
 
 BODIES = _bodies()
-"""The schemas of bodies that routes read by themselves, by name: FastAPI describes all others."""
+"""Name -> schema of the bodies that routes parse themselves; FastAPI describes all others."""
 
 
 def body_of(**kinds: str) -> dict[str, Any]:
-    """OpenAPI description of a route that reads one of these bodies: `json` and `form` name its schema."""
+    """OpenAPI description of a route with one of these bodies: `json` and `form` name its schema."""
     types = {"json": "application/json", "form": "multipart/form-data"}
     content = {types[kind]: {"schema": {"$ref": f"{_SCHEMAS}{name}"}} for kind, name in kinds.items()}
     return {"requestBody": {"required": True, "content": content}}
@@ -204,9 +205,9 @@ class Video(BaseModel):
     remixed_from_video_id: str | None = None
     media_type: str | None = None
     sha256: str | None = None
-    scores: dict[str, float] | None = Field(None, description="A judge's, where asked for; empty where it failed")
+    scores: dict[str, float] | None = Field(None, description="Scores by a scorer, if requested; empty if it failed")
     step: int
-    settings: dict[str, Any] = Field(description="Everything that decides the video")
+    settings: dict[str, Any] = Field(description="All settings of the video")
 
     @classmethod
     def of(cls, job: Job) -> "Video":
@@ -284,7 +285,7 @@ class ErrorBody(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
-"""Not `default`, which generated clients read as the answer where no other is JSON: a video itself."""
+"""Not `default`, which generated clients take for the success response of routes that return a video."""
 
 
 class Health(BaseModel):

@@ -1,4 +1,4 @@
-"""Waiting for a video: its progress as server-sent events, or its end."""
+"""Progress of a video as server-sent events, and waiting for its end."""
 
 import asyncio
 import base64
@@ -27,7 +27,7 @@ _SECONDS_BETWEEN_SIGNS_OF_LIFE = 15.0
 
 
 class _Stream(StreamingResponse):
-    """An answer that says when it has ended, however that came about."""
+    """A streaming response that always calls `on_end`."""
 
     def __init__(self, *arguments: Any, on_end: Callable[[], None], **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -41,7 +41,7 @@ class _Stream(StreamingResponse):
 
 
 class Streams:
-    """Clients that wait, of which each key may have a few at once."""
+    """Streams and waiting requests, limited for each key."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -49,10 +49,10 @@ class Streams:
         self._lock = threading.Lock()
 
     def open(self, key: Key, video_id: str, headers: dict[str, str]) -> _Stream:
-        """The stream, which counts from now until its answer has ended.
+        """Open a stream, which counts until its response has ended.
 
         Raises:
-            ApiError: if this key reads as many as it may.
+            ApiError: if this key has too many streams.
         """
         self._begin(key)
         return _Stream(
@@ -63,11 +63,11 @@ class Streams:
         )
 
     async def end_of(self, key: Key, video_id: str, request: Request) -> Job | None:
-        """The job once it has ended, None once it is deleted; whoever waits for it counts as a stream.
+        """Wait for a job's end; None if it was deleted. The request counts as a stream.
 
         Raises:
-            ApiError: if this key reads as many as it may, or the gateway ends before the video is begun.
-            ClientDisconnect: if the client hangs up.
+            ApiError: if this key has too many streams, or the gateway ends before the video is started.
+            ClientDisconnect: if the client disconnects.
         """
         self._begin(key)
         try:
@@ -117,7 +117,7 @@ class Streams:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _poll(self, key: Key, video_id: str, shown: int) -> tuple[Job | None, VideoPreview | None]:
-        """How far a video is, and its preview if that is of another step than the one shown last."""
+        """A video's job, and its preview if it is newer than step `shown`."""
         job = self._gateway.store.get(key.id, video_id)
         found = self._gateway.store.preview(job, but=shown) if job is not None and job.request.preview_every else None
         if found is None:

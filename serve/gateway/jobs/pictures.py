@@ -1,7 +1,7 @@
-"""Pictures of a finished video, for lists and players: its first frame, and frames from its beginning to its end.
+"""Pictures of a finished video, for lists and players: a thumbnail and a sprite sheet.
 
-They are made whenever they are asked for: the video is a service's own, whole and of known size. What decodes and draws
-them is loaded with the first: a sixth of a gateway's memory, which those that show none do without.
+They are made on request: the video is trusted, complete and of known size. Decoders are imported with the first
+picture: they take a sixth of a gateway's memory.
 """
 
 import io
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """Layout of a picture: frames in rows, spread evenly over the video, each made to fit into a square."""
+    """Layout of a picture: frames in rows, evenly spaced over the video, each fitted into a square."""
 
     most_frames: int
     num_columns: int
@@ -33,14 +33,14 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "spritesheet": Variant(most_frames=16, num_columns=4, most_side=256, suffix=".jpg", media_type="image/jpeg"),
     }
 )
-"""Variants by their names in `?variant=`."""
+"""Name in `?variant=` -> variant."""
 
 
 def picture_of(data: bytes, media_type: str, variant: Variant) -> bytes:
     """The picture of an mp4, or of an image, as a file.
 
     Raises:
-        Exception: whatever decoders raise, for what is neither.
+        Exception: any exception of decoders, for other files.
     """
     from PIL import Image
 
@@ -71,7 +71,7 @@ def _frame(data: bytes) -> "Iterator[Image]":
 
 
 def _frames(data: bytes, most: int) -> "Iterator[Image]":
-    """Yield up to so many frames, with the first, and of several the last; one at a time is in memory as it was."""
+    """Yield up to `most` frames, including the first and the last; one at a time is in memory at full size."""
     from megadit.infer.media.video_io import open_container
 
     with open_container(io.BytesIO(data), containers="mov,mp4") as container:

@@ -1,8 +1,8 @@
-"""Takes jobs from the store to Triton and their videos to the results, whatever fails on the way.
+"""Runs jobs of the store on Triton and stores their videos, and handles failures.
 
-Each server has a thread that watches its health and one that hands it jobs while it has free slots: work goes where
-servers are healthy and idle. A job whose server fails is put back into the queue once, where it then has a server for
-itself, and then ends: one that brings servers down takes others along once and not twice.
+Each server has a thread that watches its health, and one that gives it jobs while it has free slots. A job whose server
+fails is put back into the queue once, and then runs alone on a server; if that fails too, the job fails: a job that
+crashes servers harms other jobs at most once.
 """
 
 import threading
@@ -28,9 +28,9 @@ from megadit.serve.gateway.store.store import JobStore
 from megadit.serve.tracing import NOTHING, Span, Tracing
 
 _SECONDS_BETWEEN_LOOKS = 0.2
-"""Pause between looks at the queue; a job that this gateway was given is seen at once."""
+"""Seconds between polls of the queue; jobs of this gateway's clients are seen at once."""
 _SECONDS_BETWEEN_NOTES = 0.2
-"""Pause between notes of a job's progress."""
+"""Seconds between records of a job's progress."""
 _SECONDS_BETWEEN_PROBES = 1.0
 _SECONDS_FOR_A_CANCEL = 5.0
 _CANCELLED, _LOST, _DRAINED = "cancelled", "lost", "drained"
@@ -38,19 +38,19 @@ _CANCELLED, _LOST, _DRAINED = "cancelled", "lost", "drained"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerSettings:
-    """How long things may take, in seconds."""
+    """Time limits, in seconds."""
 
     job_seconds: float = setting(
-        3600.0, "seconds for one job at Triton, its queue included (default: 3600)", metavar="S"
+        3600.0, "seconds for one job at Triton, including its queue (default: 3600)", metavar="S"
     )
     hang_seconds: float = setting(10.0, "seconds after which a silent server loses its jobs (default: 10)", metavar="S")
-    """A server is silent if it answers no probe."""
+    """A server is silent if it does not respond to probes."""
     result_seconds: float = setting(86_400.0, "seconds for which a video is kept (default: a day)", metavar="S")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Run:
-    """A job at a server."""
+    """A job that runs on a server."""
 
     job: Job
     server: Server
@@ -70,7 +70,7 @@ class _Run:
 
 
 class Runner:
-    """Runs the jobs of a store, as many at once as the servers have slots."""
+    """Runs the jobs of a store, up to the servers' slots at once."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Runner:
         self._paused = threading.Event()
         self._runs: dict[str, _Run] = {}
         self._handing_out: set[str] = set()
-        """Servers that are about to get a job, if there is one."""
+        """Servers whose thread is about to claim a job."""
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(sum(server.slots for server in servers.all), thread_name_prefix="job")
         self._threads = [
@@ -98,7 +98,7 @@ class Runner:
         ]
 
     def start(self) -> None:
-        for job in self._store.interrupt_all(self._store.owner):  # what an earlier life of this gateway ran
+        for job in self._store.interrupt_all(self._store.owner):  # jobs of an earlier process of this gateway
             log("job interrupted", job=job.id, reason="the gateway ended")
         for thread in self._threads:
             thread.start()
@@ -108,7 +108,7 @@ class Runner:
         return self._draining.is_set()
 
     def pause(self) -> None:
-        """Begins no job until `resume`; those that run go on, and new ones wait in the queue."""
+        """Starts no job until `resume`; running jobs continue, new ones wait in the queue."""
         self._paused.set()
 
     def resume(self) -> None:
@@ -117,16 +117,16 @@ class Runner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is paused and no job is at a server."""
+        """Whether it is paused and no job runs on a server."""
         with self._lock:
             return self._paused.is_set() and not self._runs and not self._handing_out
 
     def notify(self) -> None:
-        """Note that there is a new job in the queue."""
+        """Wakes the threads for a new job in the queue."""
         self._news.set()
 
     def cancel(self, job_id: str) -> None:
-        """Ends a job that this gateway runs; returns once Triton has been told."""
+        """Cancels a job that this gateway runs; returns after the cancellation was sent to Triton."""
         with self._lock:
             run = self._runs.get(job_id)
         if run is not None:
@@ -134,7 +134,7 @@ class Runner:
             run.has_ended.wait(_SECONDS_FOR_A_CANCEL)
 
     def drain(self, seconds: float) -> None:
-        """Begins no job any more, lets those that run finish, and puts back what is not done in time."""
+        """Starts no more jobs, lets running ones finish, and puts those back that are not done in time."""
         self._draining.set()
         self._news.set()
         for thread in self._threads:
@@ -188,7 +188,7 @@ class Runner:
                 self._news.clear()
 
     def _begin_next(self, server: Server) -> bool:
-        """Whether there was a job, and this server answered just before it was taken."""
+        """Starts the next job; returns whether there was one, and this server responded just before."""
         if not self._store.has_queued() or not server.is_responding():
             return False
         job = self._store.claim(frozenset(server.models))
@@ -213,7 +213,7 @@ class Runner:
         return True
 
     def _spans(self, job: Job, server: Server) -> tuple[Span, Span]:
-        """Begin the spans of a job's attempt and of Triton's part in it, and record that of its time in the queue."""
+        """Begin the spans of a job's attempt and of Triton's work in it, and record the span of its queue time."""
         about = {"megadit.job": job.id, "megadit.key": job.key_id, "megadit.attempt": job.attempts}
         queue = self._tracing.begin("queue", job.traceparent, about, at=job.queued_at or job.created_at)
         queue.end(at=job.started_at)
@@ -222,20 +222,20 @@ class Runner:
         return attempt, attempt.child("triton", about, kind="client")
 
     def _request(self, job: Job) -> VideoRequest | None:
-        """The request with its files; a job whose files are gone has failed."""
+        """The request with its files; a job whose files are missing fails."""
         if job.conditioning_name is None:
             return job.request
         try:
             return replace(job.request, **unpack(self._results.conditioning(job)))
-        except Exception as error:  # fsspec's file systems raise what their libraries do
+        except Exception as error:  # fsspec's file systems raise any exception
             log("files of a job not read", error=error, job=job.id)
         self._persist(lambda: self._store.fail(job, "storage_failed", "the files of its request cannot be read"))
         return None
 
     def _empty(self, server: Server) -> bool:
-        """Waits until a server, of which one slot is held, has no other job; whether all slots are held then.
+        """Waits until a server has no other job, and takes all of its slots; one is held already.
 
-        False if this gateway is about to end, or the server answers no more.
+        Returns False if this gateway is ending, or the server does not respond.
         """
         held = 0
         while held < server.slots - 1 and not self._draining.is_set():
@@ -261,7 +261,7 @@ class Runner:
             self._news.set()
 
     def _settle(self, run: _Run) -> None:
-        """Makes the video and writes down what became of the job."""
+        """Generates the video and records the outcome of the job."""
         try:
             with run.call:
                 video = self._generate(run)
@@ -277,7 +277,7 @@ class Runner:
                 self._fail(run, "timed_out", f"not done within {self._settings.job_seconds:g} s")
         except ServiceError as error:
             self._interrupt(run, str(error))
-        except Exception as error:  # an answer that cannot be read, or a fault of ours: the job has an end anyway
+        except Exception as error:  # an invalid response, or a bug: the job must end anyway
             log("run failed", error=error, job=run.job.id)
             self._interrupt(run, "the gateway could not follow it")
         else:
@@ -296,8 +296,8 @@ class Runner:
                     is_ours = self._store.note_step(run.job, event.step, preview)
                     preview = b""
                 except SQLAlchemyError:
-                    continue  # a full disk: progress is told later, or not at all
-                if not is_ours:  # deleted at another gateway
+                    continue  # a full disk: progress is recorded later, or not at all
+                if not is_ours:  # deleted through another gateway
                     run.stop(_CANCELLED)
         if video is None:
             raise ServiceError("the stream ended without a video")
@@ -308,7 +308,7 @@ class Runner:
         try:
             with run.attempt.child("store", {"megadit.bytes": len(video.data)}):
                 result = self._results.put(run.job.id, video.data, video.media_type)
-        except Exception as error:  # fsspec's file systems raise what their libraries do
+        except Exception as error:  # fsspec's file systems raise any exception
             log("result not stored", error=error, job=run.job.id)
             self._fail(run, "storage_failed", f"the video could not be stored: {error}")
             return
@@ -318,7 +318,7 @@ class Runner:
         if self._persist(lambda: self._store.complete(run.job, result, **results)):
             self._end(run, "completed")
         else:
-            self._results.remove(result.name)  # deleted in the meantime, or another gateway's by now
+            self._results.remove(result.name)  # deleted meanwhile, or taken over by another gateway
 
     def _settle_stopped(self, run: _Run, error: CancelledError) -> None:
         if run.stopped_for == _CANCELLED:
@@ -352,7 +352,7 @@ class Runner:
         log(f"job {outcome}", job=run.job.id, key=run.job.key_id, code=code, seconds=time.monotonic() - run.began)
 
     def _persist(self, write: Callable[[], bool]) -> bool:
-        """Writes to the store, again and again while it cannot take it (a full disk), until this gateway ends."""
+        """Writes to the store; retries while that fails (a full disk), until this gateway ends."""
         while True:
             try:
                 return write()

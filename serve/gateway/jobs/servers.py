@@ -1,4 +1,4 @@
-"""The Triton servers behind the gateway: which are healthy, what they offer, and how to ask them."""
+"""The Triton servers behind the gateway: their health, models and clients."""
 
 import threading
 import time
@@ -22,15 +22,15 @@ class Server:
     """Address for `VideoClient`."""
     models: tuple[str, ...]
     slots: int
-    """Jobs that it is given at once; Triton's batcher makes those of equal settings together."""
+    """Most jobs at once; Triton's batcher groups those of equal settings."""
     infos: dict[str, ServiceInfo] = field(default_factory=dict)
     """Latest description of each of its models."""
     silent_since: float | None = field(default_factory=time.monotonic)
-    """When it stopped answering (monotonic seconds); None while it answers."""
+    """When it stopped responding (monotonic seconds); None while it responds."""
     is_proven: bool = False
-    """Whether its model has answered a request since it last failed: a Triton whose stub died says that it is ready."""
+    """Whether its model has responded since its last failure: a Triton whose stub died still reports ready."""
     complaint: str | None = None
-    """Why the last probe failed, as far as that was told."""
+    """Why the last probe failed, if known."""
     free: threading.Semaphore = field(init=False)
     _clients: dict[str, VideoClient] = field(default_factory=dict)
 
@@ -42,11 +42,11 @@ class Server:
         return self.silent_since is None and self.is_proven
 
     def probe(self) -> bool:
-        """Asks whether all models are loaded and what they offer; notes whether it is healthy, and says so."""
+        """Checks that all models are loaded and reads their descriptions; returns whether it is healthy."""
         return self._note(self._probe)
 
     def is_responding(self) -> bool:
-        """Whether all models are loaded, which is all that this asks (unlike `probe`): each job waits for it."""
+        """Whether all models are loaded; faster than `probe`, since each job waits for it."""
         return self._note(lambda model: self.client(model).is_ready())
 
     def _note(self, is_loaded: Callable[[str], bool]) -> bool:
@@ -54,7 +54,7 @@ class Server:
         try:
             is_ready = all(is_loaded(model) for model in self.models)
             self.is_proven = is_ready and (self.is_proven or all(self._prove(model) for model in self.models))
-        except Exception as error:  # whatever answers there need not be a Triton
+        except Exception as error:  # the server may be something else than Triton
             self.complaint = str(error).partition("\n")[0][:300]
         if is_ready:
             self.silent_since = None
@@ -63,7 +63,7 @@ class Server:
         return self.is_healthy
 
     def suspect(self) -> None:
-        """Gives it no work until its model has answered a request."""
+        """Gives it no work until its model has responded to a request."""
         self.is_proven = False
 
     def seconds_silent(self) -> float:
@@ -71,7 +71,7 @@ class Server:
 
     def client(self, model: str) -> VideoClient:
         """Raises:
-        UnavailableError: if nothing answers.
+        UnavailableError: if there is no response.
         """
         if model not in self._clients:
             self._clients[model] = VideoClient(self.url, model=model)
@@ -85,7 +85,7 @@ class Server:
         return True
 
     def _prove(self, model: str) -> bool:
-        """Whether the model refuses what it must refuse, which takes a living stub and no work."""
+        """Whether the model refuses an invalid request, which needs a living stub and no work."""
         try:
             self.client(model).generate(VideoRequest(prompt="", num_steps=-1), timeout=_PROOF_SECONDS)
         except InvalidRequestError:
@@ -105,11 +105,11 @@ class Servers:
     @classmethod
     def of(cls, urls: tuple[str, ...], models: tuple[str, ...], *, slots: int) -> "Servers":
         """Raises:
-        UserError: for what is no address, and for one of HTTP, over which what hangs cannot be cancelled.
+        UserError: for an invalid address, and for HTTP, over which a hanging request cannot be cancelled.
         """
         for url in urls:
             if check_address(url).scheme not in ("", "grpc", "unix"):
-                raise UserError(f"{url!r} is asked over HTTP; a gateway asks its servers over gRPC: grpc://HOST:PORT")
+                raise UserError(f"{url!r} is an HTTP address; a gateway needs gRPC: grpc://HOST:PORT")
         return cls(all=tuple(Server(url=url, models=models, slots=slots) for url in urls), models=models)
 
     @property
@@ -117,6 +117,6 @@ class Servers:
         return sum(server.is_healthy for server in self.all)
 
     def info(self, model: str) -> ServiceInfo | None:
-        """Return the description of a model by a healthy server, else the latest by any; None if there is none."""
+        """Return a healthy server's description of a model, else the latest of any server; None if there is none."""
         ordered = sorted(self.all, key=lambda server: not server.is_healthy)
         return next((server.infos[model] for server in ordered if model in server.infos), None)

@@ -1,7 +1,7 @@
-"""Tells the addresses that keys named when a video is completed or has failed; signed as standardwebhooks.com says.
+"""Webhooks: notify a key's address when a video is completed or has failed, signed by standardwebhooks.com's rules.
 
-The address belongs to the key and is set by who runs the gateway: no request makes the gateway call anybody. A name in
-it is its owner's, who may lead it anywhere at any time: where a connection ends is checked before a byte is sent.
+The operator sets the address of a key: no request makes the gateway call an address. The owner of its host name may
+resolve it to any machine, so the address of each connection is checked before a byte is sent.
 """
 
 import asyncio
@@ -30,26 +30,26 @@ from megadit.serve.gateway.store.store import JobStore
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_ANSWER = 10.0
-"""Time for the whole exchange, however slowly an address answers."""
+"""Time limit of the whole exchange."""
 _SECONDS_OF_A_TURN = 10.0
-"""Time after which a key with more to tell waits for its next turn."""
+"""Time after which a key with more webhooks waits for its next turn."""
 _PAUSES = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
-"""Pauses after each try that fails, as standardwebhooks.com advises: three days in all."""
+"""Pauses after failed attempts, as standardwebhooks.com recommends: three days in total."""
 _AT_ONCE = 8
 
 
 class Webhooks:
-    """Sends what is due of the jobs that this gateway ended, again with doubled pauses until it is taken.
+    """Sends the webhooks of jobs that this gateway ended, with retries.
 
-    The calls of one key go one after the other: an address that never answers holds no other key's up.
+    The calls of one key run in sequence: an address that does not respond delays no other key.
     """
 
     def __init__(self, store: JobStore, keys: KeyRing, metrics: Metrics, *, may_be_private: bool = False) -> None:
-        """`may_be_private`: names may lead to this machine and its network."""
+        """`may_be_private`: host names may resolve to this machine and its network."""
         self._store, self._keys, self._metrics = store, keys, metrics
         self._may_be_private = may_be_private
         self._tries: dict[str, dict[str, tuple[int, float]]] = {}
-        """Key -> job -> tries that failed, and when the next is due (monotonic)."""
+        """Key -> job -> (failed attempts, time of the next one (monotonic))."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._send_what_is_due, name="webhooks", daemon=True)
 
@@ -57,7 +57,7 @@ class Webhooks:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop; what is not delivered is sent when this gateway starts again."""
+        """Stop; undelivered webhooks are sent when this gateway starts again."""
         self._stopping.set()
         self._thread.join()
 
@@ -73,7 +73,7 @@ class Webhooks:
                     log("store failed", reason=in_a_line(error))
 
     def _deliver(self, key_id: str) -> None:
-        """Tells one key what is due, until a call fails or its turn is over."""
+        """Sends one key's webhooks, until a call fails or its turn is over."""
         end = time.monotonic() + _SECONDS_OF_A_TURN
         try:
             key, jobs, known = self._keys.find(key_id), self._store.untold(key_id), self._tries.pop(key_id, {})
@@ -106,7 +106,7 @@ class Webhooks:
 
 
 def send(key: Key, job: Job, *, may_be_private: bool) -> str:
-    """The status with which the address answers, or why it does not."""
+    """Send a webhook; returns the HTTP status of the response, or the error."""
     event = {
         "id": f"evt_{job.id}",
         "object": "event",
@@ -132,12 +132,12 @@ class _PrivateAddressError(Exception):
 
 
 async def _post(url: str, body: bytes, headers: dict[str, str], *, may_be_private: bool) -> str:
-    """The status of its answer; httpx's own times begin anew with every byte."""
+    """The status of the response, within a total timeout; httpx's timeouts restart with every byte."""
     host = httpx.URL(url).host
     may_be_private |= is_address(host) or host == "localhost"
 
     async def check(event: str, info: Mapping[str, Any]) -> None:
-        """Closes a connection to where none may lead: httpx tells of each once it stands."""
+        """Closes a connection to a forbidden address; httpx calls this after connecting."""
         if event == "connection.connect_tcp.complete":
             stream = info["return_value"]
             address = stream.get_extra_info("server_addr")[0]
@@ -145,14 +145,14 @@ async def _post(url: str, body: bytes, headers: dict[str, str], *, may_be_privat
                 await stream.aclose()
                 raise _PrivateAddressError
 
-    extensions = {} if urllib.request.getproxies() else {"trace": check}  # a proxy decides by itself
+    extensions = {} if urllib.request.getproxies() else {"trace": check}  # a proxy applies its own rules
     async with httpx.AsyncClient(timeout=None) as client:
         async with client.stream("POST", url, content=body, headers=headers, extensions=extensions) as answer:
             return str(answer.status_code)  # the body is not read
 
 
 def signature(secret: str, event_id: str, body: bytes) -> dict[str, str]:
-    """The headers by which a receiver that has the secret knows who sent this, and when."""
+    """Headers with which a receiver that has the secret verifies the sender and the time."""
     timestamp = str(int(time.time()))
     signed = hmac.new(
         base64.b64decode(secret.removeprefix("whsec_")), f"{event_id}.{timestamp}.".encode() + body, hashlib.sha256

@@ -1,6 +1,6 @@
-"""The store's clock, and which gateways live: both count what monotonic clocks measured, never the wall clock.
+"""The store's clock, and liveness of gateways: both use monotonic clocks.
 
-A wall clock that jumps would let results expire, quotas fill or living gateways look dead.
+A jump of the wall clock would expire results, change quotas or make running gateways look dead.
 """
 
 import time
@@ -11,19 +11,19 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.store.database import CLOCK, GATEWAYS, Database
 
 SECONDS_TO_CLAIM = 3.0
-"""A few beats of whoever has a name already."""
+"""Seconds of a few heartbeats."""
 _SECONDS = select(CLOCK.c.seconds)
 
 
 def store_seconds(connection: Connection) -> float:
-    """Seconds during which any gateway of this store ran."""
+    """Total seconds during which any gateway of this store was running."""
     return connection.execute(_SECONDS).scalar_one()
 
 
 class Heart:
-    """One gateway's share in the store's clock, and its view of the other gateways.
+    """One gateway's heartbeat: it advances the store's clock, and detects dead gateways.
 
-    `beat` is called every second or so. A gateway whose count of beats stood still for `patience` seconds of this
+    `beat` is called about every second. A gateway whose count of beats did not change for `patience` seconds of this
     process's monotonic clock is dead.
     """
 
@@ -35,22 +35,22 @@ class Heart:
         """Name -> its count of beats, and when that count was first seen."""
 
     def claim(self) -> None:
-        """Takes the name, and begins to beat; where it is known, after as long as its beats would take to come.
+        """Takes the name, and starts the heartbeat; if the name is known, waits for beats of another gateway first.
 
         Raises:
-            UserError: if they come: another gateway has the name.
+            UserError: if another gateway with this name is running.
         """
         before, until = self._beats(), time.monotonic() + SECONDS_TO_CLAIM
         while before is not None and time.monotonic() < until:
             time.sleep(SECONDS_TO_CLAIM / 20)
             if self._beats() not in (before, None):
                 raise UserError(
-                    f"a gateway with the name {self._name} lives, whose jobs this one would take: give another --name"
+                    f"a gateway with the name {self._name} is running and would lose its jobs: give another --name"
                 )
         self.beat()
 
     def leave(self) -> None:
-        """Gives the name back, so that whoever has it next need not wait."""
+        """Releases the name, so that the next gateway with it need not wait."""
         with self._database.writing() as connection:
             connection.execute(delete(GATEWAYS).where(GATEWAYS.c.name == self._name))
 
@@ -61,7 +61,7 @@ class Heart:
             ).scalar_one_or_none()
 
     def beat(self) -> list[str]:
-        """Counts a beat, moves the clock on, and returns the gateways that died since the last call."""
+        """Counts a beat, advances the clock, and returns the gateways that died since the last call."""
         now = time.monotonic()
         with self._database.writing() as connection:
             self._advance(connection, now)
@@ -74,7 +74,7 @@ class Heart:
             return [name for name in self._dead(beats, now) if _bury(connection, name, beats[name])]
 
     def _advance(self, connection: Connection, now: float) -> None:
-        """Adds the time since this gateway's last beat, unless another gateway has moved the clock since."""
+        """Adds the time since this gateway's last beat, unless another gateway has advanced the clock since."""
         seconds = store_seconds(connection)
         if self._clock is not None and self._clock[0] == seconds:
             elapsed = now - self._clock[1]

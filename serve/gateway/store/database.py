@@ -1,7 +1,7 @@
-"""The tables of the job store, and how a store is opened and brought up to date: SQLite in WAL mode, or PostgreSQL.
+"""Tables and connections of the job store, and its migration: SQLite in WAL mode, or PostgreSQL.
 
-Durations are measured on the store's own clock (`clock.seconds`, see `clock.py`), which no change of the wall clock
-touches. Times named `*_at` are wall-clock seconds since 1970, for people to read; nothing is decided by them.
+Durations are measured on the store's own clock (`clock.seconds`, see `clock.py`), which is independent of the wall
+clock. Times named `*_at` are wall-clock seconds since 1970, for display only.
 """
 
 import math
@@ -43,15 +43,15 @@ from megadit.serve.gateway.store import patience
 SCHEMA_VERSION = 9
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 _SECONDS_TO_STAND_STILL = 10.0
-"""Longest standstill of a gateway within a transaction before the others go on without it."""
+"""Longest idle time of a gateway within a transaction, before the database ends the transaction."""
 _SECONDS_TO_CONNECT = 5
 _SECONDS_OF_A_STATEMENT = 15.0
 _SECONDS_TO_ANSWER = 20.0
-"""Time for a database that would have ended the statement by itself, were it there: its network is silent."""
+"""Timeout of a database that should have ended the statement itself: its network is down."""
 _SECONDS_FOR_A_PLACE = patience.SECONDS
-"""Time until one of so many connections is free."""
+"""Timeout for a free connection of the pool."""
 MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
-"""Work that one gateway does while the others wait, as numbers of PostgreSQL's advisory locks."""
+"""Exclusive work of one gateway, as numbers of PostgreSQL's advisory locks."""
 
 _metadata = MetaData()
 VERSION = Table(
@@ -131,7 +131,7 @@ PREVIEWS = Table(
     Column("step", Integer, nullable=False),
     Column("data", LargeBinary, nullable=False),
 )
-"""Latest preview of each running job that has any."""
+"""Latest preview of each running job."""
 
 
 class Database:
@@ -141,7 +141,7 @@ class Database:
         """Opens or creates the store.
 
         Raises:
-            UserError: for a URL that is none, a database that does not answer, and a store of a newer megadit.
+            UserError: for an invalid URL, a database that does not respond, and a store of a newer megadit.
         """
         self._engine = _engine(url)
         self._reader = self._engine.execution_options(read_only=True)
@@ -151,7 +151,7 @@ class Database:
             raise UserError(f"the job store {shown(url)} cannot be opened: {in_a_line(error)}") from error
         with one_line_errors(url), self.reading() as connection:
             self.store_id: str = connection.execute(select(VERSION.c.store_id)).scalar_one()
-            """Id of this store and no other, however often it moves."""
+            """Unique id of this store, which it keeps when it is moved."""
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -160,19 +160,19 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """Takes SQLite's write lock at once, so that what was read in the transaction still holds when it writes."""
+        """Takes SQLite's write lock at once, so that data read in the transaction stays valid until it writes."""
         with patience.spending(), self._engine.begin() as connection:
             yield connection
 
     def check_writable(self) -> None:
-        """Raises SQLAlchemyError where nobody could write now, as while a backup holds SQLite's lock."""
+        """Raises SQLAlchemyError if the store cannot be written now, such as while a backup holds SQLite's lock."""
         with self.writing():
             pass
 
     def alone(self, connection: Connection, work: int) -> None:
-        """Waits until nobody else does this work, which nobody else then begins until the transaction ends.
+        """Takes an exclusive lock for this work until the transaction ends.
 
-        SQLite's writing transactions are alone from their beginning.
+        SQLite's writing transactions are exclusive from their beginning.
         """
         if self._engine.dialect.name == "postgresql":
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({work})")
@@ -187,22 +187,22 @@ def store_url(store: str) -> str:
 
 
 def is_there(store: str) -> bool:
-    """Whether the file of a store exists; a database elsewhere is taken to be there."""
+    """Whether the file of a store exists; a remote database is assumed to exist."""
     return "://" in store or Path(store).exists()
 
 
 def holds_password(url: str) -> bool:
-    """Whether a store's URL holds one, which would stand in the process list."""
+    """Whether a store's URL holds a password, which would be visible in the process list."""
     try:
         parsed = make_url(store_url(url))
     except (ArgumentError, ValueError):
-        return False  # it is complained of where it is opened
+        return False  # reported when it is opened
     return parsed.password is not None or "password" in parsed.query
 
 
 @contextmanager
 def one_line_errors(url: str) -> Iterator[None]:
-    """Raises UserError for what a damaged store, or one that does not answer, raises in the block."""
+    """Turns errors of a damaged or unreachable store in the block into UserError."""
     try:
         yield
     except SQLAlchemyError as error:
@@ -210,12 +210,12 @@ def one_line_errors(url: str) -> Iterator[None]:
 
 
 def in_a_line(error: SQLAlchemyError) -> str:
-    """Return the database's complaint in one line, without the values of the statement."""
+    """Return the database's error in one line, without the values of the statement."""
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
 _POOL: dict[str, Any] = {"pool_size": 48, "pool_timeout": _SECONDS_FOR_A_PLACE, "hide_parameters": True}
-"""Pool of connections to a store; the parameters of statements hold prompts."""
+"""Options of the engine; parameters of statements are hidden, since they hold prompts."""
 
 
 def _engine(url: str) -> Engine:
@@ -225,7 +225,7 @@ def _engine(url: str) -> Engine:
             if parsed.database in (None, "", ":memory:"):
                 raise ArgumentError("it has no file")
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-            Path(parsed.database).touch(mode=0o600)  # it holds what webhooks are signed with
+            Path(parsed.database).touch(mode=0o600)  # it holds the secrets of webhooks
             waiting = {"timeout": _SECONDS_TO_WAIT_FOR_A_LOCK}
             engine = create_engine(parsed, **_POOL, connect_args=waiting)
             event.listen(engine, "connect", _prepare_sqlite)
@@ -237,9 +237,9 @@ def _engine(url: str) -> Engine:
             event.listen(engine, "connect", _prepare_postgresql)
             event.listen(engine, "begin", _begin_postgresql)
         return engine
-    except (ArgumentError, ValueError):  # whose own words hold the URL
+    except (ArgumentError, ValueError):  # their messages hold the URL
         raise UserError(
-            f"{shown(url)!r} is no job store; give a file, or a URL such as postgresql+psycopg://..."
+            f"{shown(url)!r} is not a job store; give a file, or a URL such as postgresql+psycopg://..."
         ) from None
     except ModuleNotFoundError as error:
         raise UserError(f"the job store {shown(url)} needs {error.name}, which is not installed") from error
@@ -261,7 +261,7 @@ def _connect_postgresql(_dialect, _record, arguments: list, settings: dict[str, 
 
 @cache
 def _impatient_connection() -> Any:
-    """psycopg's connection, which gives up waiting for an answer; by itself it waits for ever where none comes."""
+    """psycopg's connection with a timeout of responses; by default it waits for ever."""
     import psycopg
 
     class Impatient(psycopg.Connection):
@@ -272,14 +272,14 @@ def _impatient_connection() -> Any:
                 )
             except psycopg.OperationalError:
                 if self.info.transaction_status == psycopg.pq.TransactionStatus.ACTIVE:
-                    self.close()  # the answer may come after all, and would be taken for that to another question
+                    self.close()  # a late response would be taken for that of the next query
                 raise
 
     return Impatient
 
 
 def _prepare_postgresql(connection, _record) -> None:
-    """Limit statements and standstills: a gateway that stands still in a transaction loses it, with all locks."""
+    """Limit the time of statements and idle transactions: an idle gateway loses its transaction, with all locks."""
     limits = {
         "idle_in_transaction_session_timeout": _SECONDS_TO_STAND_STILL,
         "statement_timeout": _SECONDS_OF_A_STATEMENT,
@@ -292,7 +292,7 @@ def _prepare_postgresql(connection, _record) -> None:
 
 
 def _turn_to_wal(connection: sqlite3.Connection) -> None:
-    """Switch to WAL, for which alone SQLite does not wait by itself while another process has the file."""
+    """Switch to WAL, with retries, since SQLite does not wait here while another process uses the file."""
     began, seconds = time.monotonic(), patience.seconds_left(_SECONDS_TO_WAIT_FOR_A_LOCK)
     connection.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}").close()
     while True:
@@ -330,5 +330,5 @@ def _create_or_check(database: Database) -> None:
         if version != SCHEMA_VERSION:
             raise UserError(
                 f"the job store has schema {version}, and this megadit knows {SCHEMA_VERSION}: use the version that "
-                "wrote it, or start a store of its own"
+                "wrote it, or start a new store"
             )

@@ -1,6 +1,6 @@
-"""Jobs of the gateway, from the request to the end of their history.
+"""Jobs of the gateway.
 
-queued -> in_progress -> completed | failed        (and from any of them: deleted)
+States: queued -> in_progress -> completed | failed        (and from any of them: deleted)
 """
 
 import json
@@ -32,39 +32,39 @@ class Job:
     attempts: int
     owner: str | None
     error_code: str | None
-    """Code of its failure; of a job that has not ended, of what it may have done to its server."""
+    """Code of its failure; for a job that has not ended, of a server failure that it may have caused."""
     error_message: str | None
     created_at: float
     started_at: float | None
     completed_at: float | None
     expires_at: float | None
-    """When the result is removed, by the clock that told its end; the store itself counts ticks."""
+    """When the result expires, in wall-clock time, for display; the store's own clock decides."""
     media_type: str | None
     num_bytes: int | None
     sha256: str | None
     scores: dict[str, float] | None
-    """Scores by a judge, where they were asked for."""
+    """Scores by a scorer, if they were requested."""
     result_name: str | None
     """File name of its video."""
     conditioning_name: str | None
     """File name of its conditioning media, until the job has ended."""
     remixed_from: str | None
-    """The id of the video that it changes."""
+    """The id of the video that it edits."""
     traceparent: str | None
-    """Trace context of the request that made it, where traces are recorded (`serve/tracing.py`)."""
+    """Trace context of the request that created it, if traces are recorded (`serve/tracing.py`)."""
     queued_at: float | None
-    """When it came into the queue last; None for a job of an older release."""
+    """When it last entered the queue; None for a job of an older release."""
 
     @property
     def progress(self) -> int:
-        """Percent of the steps; 100 only once the video is there."""
+        """Percent of the steps; 100 only when the video is stored."""
         if self.status == COMPLETED:
             return 100
         return min(99, 100 * self.step // max(1, self.request.num_steps or 1))
 
     @property
     def is_suspected(self) -> bool:
-        """Whether a server has failed under it, and it has not ended."""
+        """Whether a server has failed while running it, and it has not ended."""
         return self.error_code is not None and not self.has_ended
 
     @property
@@ -74,20 +74,20 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewJob:
-    """Job that a client asks for."""
+    """Job that a client requests."""
 
     model: str
     request: VideoRequest
-    """Its files are kept by themselves, as `given`."""
+    """The request, without its files, which are stored as `conditioning`."""
     id: str | None = None
-    """Id of a job for which something is stored already."""
+    """Id of a job for which files are stored already."""
     conditioning: "Result | None" = None
     remixed_from: str | None = None
     priority: int = 2
-    """Among the jobs of its key: 1 is made first, then 2 and 3."""
+    """Order among the jobs of its key: 1 is first, then 2 and 3."""
     idempotency_key: str | None = None
     fingerprint: str = ""
-    """Hash of the request's body; the same idempotency key with another body is a mistake."""
+    """Hash of the request's body; the same idempotency key with another body is an error."""
     traceparent: str | None = None
 
 
@@ -96,7 +96,7 @@ class Result:
     """Video, or conditioning media of one, in the store."""
 
     name: str
-    """File name: no two writes share one."""
+    """Unique file name of this write."""
     media_type: str
     num_bytes: int
     sha256: str

@@ -1,7 +1,7 @@
-"""API keys: made, kept as hashes, and checked in a time that tells nothing about them.
+"""API keys: created, stored as hashes, and checked in constant time.
 
-A key is `mdk_ID_SECRET`. The id finds its row and is no secret; the secret has 256 random bits, so that one SHA-256 of
-it is as good as a slow hash of a password.
+A key is `mdk_ID_SECRET`. The id finds its row and is public; the secret has 256 random bits, so that one SHA-256 of it
+is as safe as a slow password hash.
 """
 
 import base64
@@ -26,13 +26,13 @@ from megadit.serve.gateway.store.jobs import IN_PROGRESS, QUEUED, failure
 _FORM = re.compile(r"mdk_([0-9a-f]{12})_([0-9A-Za-z_-]{43})")
 _WEB = re.compile(r"https?://[^\s/]+\S*")
 _NOBODY = "0" * 64
-"""Hash that unknown keys are compared with: no text has it as far as anyone knows."""
+"""Hash that unknown keys are compared with; no text is known to have it."""
 _WITH_ID = select(KEYS).where(KEYS.c.id == bindparam("key_id"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyLimits:
-    """Limits of one key; more is answered 429."""
+    """Limits of one key; requests beyond them get 429."""
 
     requests_per_minute: int = setting(600, "requests in a minute (default: {default})", low=1, metavar="N")
     max_active: int = setting(64, "videos waiting or running (default: {default})", low=1, metavar="N")
@@ -42,7 +42,7 @@ class KeyLimits:
     max_upload_bytes: int = setting(48 << 20, "bytes of a request with files (default: 48 MiB)", low=1, metavar="N")
 
     max_adapters: int = setting(16, "adapters that the key uploaded (default: {default})", low=0, metavar="N")
-    max_adapter_bytes: int = setting(1 << 30, "bytes of these adapters together (default: 1 GiB)", low=1, metavar="N")
+    max_adapter_bytes: int = setting(1 << 30, "total bytes of these adapters (default: 1 GiB)", low=1, metavar="N")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -50,14 +50,14 @@ class KeyLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """A key, without the key."""
+    """A key's record, without the secret of the key."""
 
     id: str
     name: str
     limits: KeyLimits
     webhook_url: str | None = None
     webhook_secret: str | None = None
-    """Signs what is sent to `webhook_url`, and therefore cannot be kept as a hash."""
+    """Signs webhooks to `webhook_url`, and therefore cannot be stored as a hash."""
     is_revoked: bool = False
 
 
@@ -68,13 +68,13 @@ class KeyRing:
         self._database = database
 
     def add(self, name: str, *, limits: KeyLimits | None = None, webhook_url: str | None = None) -> tuple[str, Key]:
-        """A new key's text, which is written nowhere, and what is kept of it.
+        """Create a key; returns its text, which is not stored, and its record.
 
         Raises:
-            UserError: for a webhook that is no http or https address.
+            UserError: for a webhook that is not an http or https address.
         """
         if webhook_url is not None and not _is_webhook(webhook_url):
-            raise UserError(f"{webhook_url!r} is no address for a webhook; give https://HOST/PATH")
+            raise UserError(f"{webhook_url!r} is not an address for a webhook; give https://HOST/PATH")
         key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
         key = Key(
             id=key_id,
@@ -100,7 +100,7 @@ class KeyRing:
         return f"mdk_{key_id}_{secret}", key
 
     def revoke(self, key_id: str) -> None:
-        """Ends a key and all that it waits for: its jobs fail, whoever runs them, and with them their streams end.
+        """Revokes a key: its jobs fail, on any gateway, and their streams end.
 
         Raises:
             UserError: if there is no such key.
@@ -124,7 +124,7 @@ class KeyRing:
         return None if row is None else _key(row)
 
     def check(self, text: str) -> Key | None:
-        """The key that `text` is, or None; malformed, unknown and wrong keys all take one hash and one comparison."""
+        """The key of `text`, or None; malformed, unknown and wrong keys all take one hash and one comparison."""
         parts = _FORM.fullmatch(text)
         key_id, secret = parts.groups() if parts else ("", text)
         with self._database.reading() as connection:
@@ -147,7 +147,7 @@ def _key(row: Row) -> Key:
 
 
 def _is_webhook(url: str) -> bool:
-    """Whether it is of http and leads to a host; what a cloud tells this machine alone is none."""
+    """Whether it is an http URL with a host; cloud metadata addresses are not allowed."""
     try:
         host = urlsplit(url).hostname or ""
         return bool(_WEB.fullmatch(url) and host) and not (is_address(host) and is_link_local(host))

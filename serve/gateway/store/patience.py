@@ -1,6 +1,6 @@
-"""How long a request waits for the store: so long in all, however many questions it asks.
+"""Deadline of a request for all of its store transactions together.
 
-A backup, or an operator's own client, may hold the store's lock for minutes; who asks is told to ask again.
+A backup, or an operator's client, may hold the store's lock for minutes; requests then get an error and can retry.
 """
 
 import time
@@ -16,23 +16,23 @@ SECONDS = 5.0
 
 @dataclass(slots=True)
 class _Patience:
-    """Shared by the threads that one request runs in."""
+    """Remaining time of a request, shared by its threads."""
 
     seconds: float
     since: float | None = None
-    """When the transaction began that takes some of them now."""
+    """When the current transaction began; None between transactions."""
 
     def left(self) -> float:
         return self.seconds - (0.0 if self.since is None else time.monotonic() - self.since)
 
 
 _PATIENCE: ContextVar[_Patience | None] = ContextVar("patience", default=None)
-"""None outside of requests: who runs jobs waits for as long as the store says."""
+"""None outside of requests: job runners use the store's own timeouts."""
 
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Within the block, and in what it starts, transactions take `SECONDS` together."""
+    """Limits transactions in the block, and in tasks that it starts, to `SECONDS` together."""
     token = _PATIENCE.set(_Patience(SECONDS))
     try:
         yield
@@ -41,35 +41,35 @@ def patient() -> Iterator[None]:
 
 
 def seconds_left(most: float) -> float:
-    """How long the next transaction may wait, at most.
+    """Seconds that the next transaction may wait, at most `most`.
 
     Raises:
-        TimeoutError: if nothing is left.
+        TimeoutError: if no time is left.
     """
     patience = _PATIENCE.get()
     if patience is None:
         return most
     if patience.left() <= 0:
-        raise TimeoutError("it has not answered for as long as a request waits")
+        raise TimeoutError("it did not respond within the time limit of a request")
     return min(most, patience.left())
 
 
 def seconds_to_answer(most: float) -> float:
-    """How long a driver waits for an answer: a second more than what is left, within which the database gives up."""
+    """Timeout of a driver: one second more than the time left, within which the database itself gives up."""
     patience = _PATIENCE.get()
     return most if patience is None else min(most, max(0.0, patience.left()) + 1)
 
 
 @contextmanager
 def spending() -> Iterator[None]:
-    """Charge the time of the block, waits included, to the deadline of the request that it is part of.
+    """Charge the time of the block, including waits, to the deadline of its request.
 
     Raises:
-        TimeoutError: if nothing is left.
+        TimeoutError: if no time is left.
     """
     seconds_left(0)
     patience = _PATIENCE.get()
-    if patience is None or patience.since is not None:  # another of its threads counts already
+    if patience is None or patience.since is not None:  # another thread of the request counts already
         yield
         return
     patience.since = time.monotonic()

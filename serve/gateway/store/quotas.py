@@ -1,6 +1,6 @@
-"""Limits of what a key may have at once, in a day, and keep.
+"""Quotas of a key: active videos, videos per day, stored bytes.
 
-A day's jobs stay in the store that long at least: they are what is counted.
+Jobs stay in the store for at least a day, for counting.
 """
 
 from sqlalchemy import Connection, func, select
@@ -14,15 +14,15 @@ DAY = 86_400.0
 
 
 class TooManyActiveError(Exception):
-    """The key has as many jobs as it may have at once."""
+    """The key has too many active jobs."""
 
 
 class QuotaExceededError(Exception):
-    """The key has asked for as many videos as it may in a day, or keeps as many bytes of them as it may."""
+    """The key has reached its videos per day, or its stored bytes."""
 
 
 def check_quotas(connection: Connection, key: Key, now: float, num_bytes: int) -> None:
-    """Raises TooManyActiveError or QuotaExceededError for a video too many, of which `num_bytes` are given."""
+    """Raises TooManyActiveError or QuotaExceededError for one more video with `num_bytes` of files."""
     active = select(func.count()).where(JOBS.c.key_id == key.id, JOBS.c.status.in_((QUEUED, IN_PROGRESS)))
     if connection.execute(active).scalar_one() >= key.limits.max_active:
         raise TooManyActiveError(f"this key may have {key.limits.max_active} videos waiting or running at once")

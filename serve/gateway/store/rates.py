@@ -1,7 +1,7 @@
-"""How often a key may ask, at whichever gateways of a store: a bucket of tokens for each key, kept in the store.
+"""Rate limits of keys over all gateways of a store: a token bucket for each key, in the store.
 
-A gateway takes as many tokens at once as the key gets in a second, so that a fast key does not cost a write for each
-request. All come from the one bucket: together the gateways let a key ask no more than its limit.
+A gateway takes the tokens of one second at once, so that a fast key does not need a write for each request. All
+gateways share the bucket, so that the limit holds for them together.
 """
 
 import threading
@@ -16,19 +16,19 @@ from megadit.serve.gateway.store.database import KEYS, Database, in_a_line
 
 
 class Rates:
-    """Part of one gateway in the counting."""
+    """One gateway's tokens from the shared buckets."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._held: Counter[str] = Counter()
-        """Key -> tokens that were taken from its bucket and not yet used."""
+        """Key -> unused tokens that were taken from its bucket."""
         self._lock = threading.Lock()
 
     def take(self, key_id: str, per_minute: int) -> float:
-        """Return 0 if the key may ask now, which is then counted; else the seconds until it may.
+        """Count a request and return 0 if the key may make it now; else the seconds until it may.
 
-        A key that was silent for a minute may ask `per_minute` times at once. While the store cannot be written (a full
-        disk), nothing is counted: what is finished is still served, and nothing new is taken anyway.
+        After an idle minute a key may make `per_minute` requests at once. While the store cannot be written (a full
+        disk), nothing is counted: finished videos are still served, and new ones are not accepted anyway.
         """
         if self._take_token(key_id):
             return 0.0
@@ -49,7 +49,7 @@ class Rates:
         return is_held
 
     def _fetch(self, key_id: str, per_minute: int) -> tuple[int, float]:
-        """Tokens taken from the bucket, and the seconds until there is one if there was none."""
+        """Tokens taken from the bucket, and the seconds until the next one if there was none."""
         with self._database.writing() as connection:
             bucket = select(KEYS.c.tokens, KEYS.c.tokens_tick).where(KEYS.c.id == key_id).with_for_update()
             tokens, since = connection.execute(bucket).one()

@@ -1,7 +1,7 @@
-"""Store of videos until they expire: a folder, or any URL that fsspec knows (s3://, gs://, abfs://, ...).
+"""Storage of videos until they expire: a folder, or any URL of fsspec (s3://, gs://, abfs://, ...).
 
-A file has the name of its job and of the write, both ours alone to choose: nothing that a client sends becomes part of
-a path, and a gateway that comes back to a job that another has finished meets none of its files.
+A file is named by its job and its write, both generated here: nothing that a client sends becomes part of a path, and a
+gateway that returns to a job that another has finished does not touch its files.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ SUFFIXES = {"video/mp4": ".mp4", "image/png": ".png"}
 _CONDITIONING = ".given"
 _SECONDS_OF_YOUTH = 600.0
 _OWNER = ".megadit_store"
-"""The file that says whose jobs the videos are of."""
+"""File with the id of the store that the videos belong to."""
 
 
 class Results:
@@ -32,7 +32,7 @@ class Results:
 
     def __init__(self, url: str) -> None:
         """Raises:
-        UserError: for a place that cannot be used.
+        UserError: for a storage that cannot be used.
         """
         check_no_secret(url, "results")
         try:
@@ -44,13 +44,12 @@ class Results:
             raise UserError(f"results cannot be kept at {shown(url)!r}: {shown(str(error))}") from None
 
     def claim(self, store_id: str, knows: Callable[[str], bool]) -> None:
-        """Makes this the place of one store, whose jobs alone say what `sweep` removes.
+        """Binds this storage to one store, whose jobs decide what `sweep` removes.
 
-        `knows` says whether a job is one of that store: a place that has been used already may become the store's if
-        it knows any of what lies there.
+        `knows` returns whether a job is in that store: a used storage is bound only if the store knows some of them.
 
         Raises:
-            UserError: if it is the place of another store.
+            UserError: if it belongs to another store.
         """
         path = f"{self._root}/{_OWNER}"
         try:
@@ -63,20 +62,20 @@ class Results:
             raise UserError(f"results cannot be kept at {shown(self._root)!r}: {shown(str(error))}") from None
         if owner != store_id:
             raise UserError(
-                f"{shown(self._root)} holds the videos of another job store; give --results a place of its own, or "
+                f"{shown(self._root)} holds the videos of another job store; give another --results, or "
                 f"that store's --store"
             )
 
     def put(self, job_id: str, data: bytes, media_type: str) -> Result:
-        """Stores a video, whole or not at all, under a name that no other write has.
+        """Stores a video atomically, under a unique name.
 
         Raises:
-            OSError: if there is no room, or the place does not answer.
+            OSError: if there is no free space, or the storage does not respond.
         """
         return self._put(job_id, data, media_type, SUFFIXES[media_type])
 
     def put_conditioning(self, job_id: str, data: bytes) -> Result:
-        """Store the conditioning media of a video that is not yet made, as `put` does."""
+        """Store the conditioning media of a waiting video, as `put` does."""
         return self._put(job_id, data, "application/zip", _CONDITIONING)
 
     def _put(self, job_id: str, data: bytes, media_type: str, suffix: str) -> Result:
@@ -89,11 +88,11 @@ class Results:
                     file.flush()
                     os.fsync(file.fileno())
         else:
-            self._files.pipe_file(path, data)  # an object store shows no object before it is whole
+            self._files.pipe_file(path, data)  # an object store shows only complete objects
         return Result(name=name, media_type=media_type, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
     def open(self, job: Job) -> IO[bytes] | None:
-        """The video of a completed job, to be read; None if it is not there, or not of the size that was written."""
+        """Open the video of a completed job; None if it is missing, or has another size than was written."""
         path = f"{self._root}/{job.result_name}"
         try:
             return self._files.open(path, "rb") if self._files.size(path) == job.num_bytes else None
@@ -101,11 +100,11 @@ class Results:
             return None
 
     def conditioning(self, job: Job) -> bytes:
-        """Read the conditioning media of a job's video; fsspec's file systems raise what their libraries do."""
+        """Read the conditioning media of a job; fsspec's file systems raise any exception."""
         return self._files.cat_file(f"{self._root}/{job.conditioning_name}")
 
     def remove(self, name: str | None) -> None:
-        """Removes a stored video; None is that of a job that has none."""
+        """Removes a stored video; None, for a job without one, does nothing."""
         if name is None:
             return
         try:
@@ -114,9 +113,9 @@ class Results:
             pass
 
     def sweep(self, is_needed: Callable[[str, str], bool]) -> int:
-        """Removes what crashes left, half written files too; returns how many.
+        """Removes leftovers of crashes, including incomplete files; returns their number.
 
-        `is_wanted` is asked for each with the id of its job and its name.
+        `is_needed` is called for each with the id of its job and its name.
         """
         removed = 0
         for name in self._names():
@@ -126,7 +125,7 @@ class Results:
         return removed
 
     def _is_young(self, name: str) -> bool:
-        """Whether a file may be of a job that another gateway is just about to write down."""
+        """Whether a file may belong to a job that another gateway is about to store."""
         try:
             age = datetime.now(UTC) - self._files.modified(f"{self._root}/{name}")
         except (FileNotFoundError, NotImplementedError):
@@ -134,17 +133,17 @@ class Results:
         return age.total_seconds() < _SECONDS_OF_YOUTH
 
     def _names(self) -> list[str]:
-        """File names of all videos, half written ones too."""
+        """File names of all videos, including incomplete ones."""
         try:
             paths = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
-            paths = []  # an object store has no folder before there is something in it
-        self._files.invalidate_cache()  # others write there, too
+            paths = []  # an object store has no empty folders
+        self._files.invalidate_cache()  # other gateways write there, too
         names = (path.rpartition("/")[2] for path in paths)
         return [name for name in names if _job_id(name).startswith("video_")]
 
     def free_bytes(self) -> float:
-        """Room that is left; infinite where nobody can tell."""
+        """Free space in bytes; infinite if unknown."""
         return shutil.disk_usage(self._root).free if self.is_local else float("inf")
 
 

@@ -1,6 +1,6 @@
-"""Jobs in a store that survives whatever happens to the gateway.
+"""Jobs in a persistent store, which survives crashes of gateways.
 
-A change of a running job names its owner and attempt: a gateway that was thought dead and comes back changes nothing.
+A change of a running job checks its owner and attempt: a gateway that was declared dead and returns changes nothing.
 """
 
 import json
@@ -29,10 +29,10 @@ from megadit.serve.gateway.store.keys import Key
 from megadit.serve.gateway.store.quotas import DAY, check_quotas
 
 _REQUESTED = "wanted"
-"""State of a webhook: the end of its job is to be told, and has not been yet."""
+"""State of a webhook that is still to be delivered."""
 _AT_ONCE = 500
 
-# Statements of every look and every job, written once: to put one together takes longer than to run it.
+# Frequent statements, built once: building one takes longer than running it.
 _WITH_ID = select(JOBS).where(
     JOBS.c.key_id == bindparam("of_key"), JOBS.c.status != DELETED, JOBS.c.id == bindparam("with_id")
 )
@@ -50,7 +50,7 @@ _TURNS = (
     .outerjoin(_RUNNING, _RUNNING.c.key_id == KEYS.c.id)
     .order_by(func.coalesce(_RUNNING.c.jobs, 0), KEYS.c.turn, KEYS.c.id)
 )
-"""Keys with a waiting job, in the order of their turns."""
+"""Selects keys with a waiting job, in the order of their turns."""
 _NEXT_OF_KEY = (
     select(JOBS.c.number)
     .where(_IS_WAITING, JOBS.c.key_id == bindparam("of_key"))
@@ -61,7 +61,7 @@ _LATEST_TURN = select(func.max(KEYS.c.turn))
 
 
 class KeyRevokedError(Exception):
-    """The key was revoked while it asked."""
+    """The key was revoked during the request."""
 
 
 class IdempotencyMismatchError(Exception):
@@ -72,14 +72,14 @@ class JobStore:
     """The jobs of all keys."""
 
     def __init__(self, database: Database, *, owner: str) -> None:
-        """`owner`: the name of this gateway, under which it runs jobs; no other gateway of the store has it."""
+        """`owner`: the unique name of this gateway at the store, under which it runs jobs."""
         self._database = database
         self.owner = owner
 
     # ------------------------------------------------------------------------------------------- what clients do
 
     def create(self, key: Key, new: NewJob) -> tuple[Job, bool]:
-        """The job, and whether it is new; an idempotency key that was seen gives the job that it made.
+        """Create a job; returns it, and whether it is new: a known idempotency key returns its existing job.
 
         Raises:
             IdempotencyMismatchError, KeyRevokedError, TooManyActiveError, QuotaExceededError
@@ -134,7 +134,7 @@ class JobStore:
             return None if row is None else job_of(row)
 
     def preview(self, job: Job, *, but: int) -> tuple[int, bytes] | None:
-        """(step, JPEG) of a running job, if there is any but that of one step."""
+        """(step, JPEG) of a running job's preview; None if there is none, or it is of step `but`."""
         with self._database.reading() as connection:
             other = select(PREVIEWS.c.step, PREVIEWS.c.data).where(
                 PREVIEWS.c.number == job.number, PREVIEWS.c.step != but
@@ -143,7 +143,7 @@ class JobStore:
             return None if row is None else (row.step, row.data)
 
     def page(self, key_id: str, *, after: str | None, limit: int, newest_first: bool) -> tuple[list[Job], bool] | None:
-        """Jobs of a key, and whether there are more; None if `after` is none of them."""
+        """Jobs of a key, and whether there are more; None if `after` is not one of them."""
         conditions = list(_of_key(key_id))
         with self._database.reading() as connection:
             if after is not None:
@@ -156,7 +156,7 @@ class JobStore:
         return [job_of(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, key_id: str, job_id: str) -> Job | None:
-        """The job as it was before; None where there was none."""
+        """Delete a job; returns it as it was before, None if there was none."""
         with self._database.writing() as connection:
             now = store_seconds(connection)
             job = _one(connection, *_of_key(key_id), JOBS.c.id == job_id)
@@ -173,10 +173,10 @@ class JobStore:
             return connection.execute(_ANY_QUEUED).first() is not None
 
     def claim(self, models: frozenset[str]) -> Job | None:
-        """Takes the job that is next, for this gateway to run.
+        """Takes the next job for this gateway to run.
 
-        Keys take turns: the key with the fewest running jobs, and among equals the one whose last turn is the longest
-        ago. A key's own jobs go by priority, then by age.
+        Keys take turns: the key with the fewest running jobs is next, and among equals the one with the oldest last
+        turn. A key's own jobs are ordered by priority, then by age.
         """
         parameters = {"models": list(models)}
         with self._database.writing() as connection:
@@ -199,13 +199,13 @@ class JobStore:
         return taken.rowcount == 1
 
     def note_step(self, job: Job, step: int, preview: bytes = b"") -> bool:
-        """Note a step; False if the job is not ours to run any more. A preview stays until the next, or the end."""
+        """Record a step; False if this gateway no longer owns the job. A preview stays until the next, or the end."""
         return self._change(job, lambda now: {"step": step}, preview)
 
     def complete(
         self, job: Job, result: Result, *, seconds_to_live: float, scores: Mapping[str, float] | None = None
     ) -> bool:
-        """Complete a job; False if it is not ours to run any more, and its result therefore nobody's."""
+        """Complete a job; False if this gateway no longer owns it, so that its result must be removed."""
 
         def values(now: float) -> dict[str, Any]:
             return {
@@ -225,7 +225,7 @@ class JobStore:
         return self._change(job, values) or self._has(job, result)
 
     def _has(self, job: Job, result: Result) -> bool:
-        """Whether the job was completed with this very result by a transaction whose answer was lost."""
+        """Whether the job was completed with this result by a transaction whose response was lost."""
         with self._database.reading() as connection:
             same = select(JOBS.c.number).where(JOBS.c.number == job.number, JOBS.c.result_name == result.name)
             return connection.execute(same.where(JOBS.c.status == COMPLETED)).first() is not None
@@ -234,30 +234,30 @@ class JobStore:
         return self._change(job, lambda now: failure(now, code, message))
 
     def give_back(self, job: Job) -> bool:
-        """Puts it back into the queue as if it had never been begun."""
+        """Puts it back into the queue as if it had not been started."""
         return self._change(job, lambda now: _waiting() | {"attempts": job.attempts - 1})
 
     def interrupt(self, job: Job, reason: str, *, suspicion: str | None = None) -> bool:
-        """Puts it back into the queue, or ends it where a server has suffered under it before.
+        """Puts it back into the queue, or fails it if a server has failed while running it before.
 
-        `suspicion` is the code of what it may have done to its server, and is kept with it.
+        `suspicion` is the code of a server failure that it may have caused, and is stored with it.
         """
         if job.is_suspected:
             return self.fail(job, "server_failed", f"interrupted twice by a server, last because {reason}")
         return self._change(job, lambda now: _waiting() | {"error_code": suspicion})
 
     def interrupt_all(self, owner: str) -> list[Job]:
-        """Puts back into the queue what a gateway ran that is no more, however often: its end is no fault of theirs."""
+        """Puts the running jobs of a dead gateway back into the queue, any number of times: they are not at fault."""
         with self._database.reading() as connection:
             rows = connection.execute(select(JOBS).where(JOBS.c.status == IN_PROGRESS, JOBS.c.owner == owner)).all()
         jobs = [job for row in rows if self._change(job := job_of(row), lambda now: _waiting())]
-        with self._database.writing() as connection:  # what it had to tell is ours to tell
+        with self._database.writing() as connection:  # its webhooks become those of this gateway
             untold = and_(JOBS.c.webhook == _REQUESTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
             connection.execute(update(JOBS).where(untold).values(owner=self.owner))
         return jobs
 
     def _change(self, job: Job, values: Callable[[float], dict[str, Any]], preview: bytes = b"") -> bool:
-        """Changes a running job if it is still that attempt of its owner."""
+        """Changes a running job if its owner and attempt are unchanged."""
         still_ours = and_(
             JOBS.c.number == job.number,
             JOBS.c.status == IN_PROGRESS,
@@ -274,12 +274,12 @@ class JobStore:
             return is_ours
 
     def keys_to_call(self) -> list[str]:
-        """Keys of jobs that this gateway ended and has not yet told their webhook of."""
+        """Keys with undelivered webhooks of jobs that this gateway ended."""
         with self._database.reading() as connection:
             return list(connection.execute(select(JOBS.c.key_id).where(self._is_untold()).distinct()).scalars())
 
     def untold(self, key_id: str) -> list[Job]:
-        """The oldest of these jobs of one key."""
+        """The oldest jobs of a key with undelivered webhooks."""
         with self._database.reading() as connection:
             untold = select(JOBS).where(self._is_untold(), JOBS.c.key_id == key_id).order_by(JOBS.c.number)
             return [job_of(row) for row in connection.execute(untold.limit(_AT_ONCE))]
@@ -288,7 +288,7 @@ class JobStore:
         return and_(JOBS.c.webhook == _REQUESTED, JOBS.c.status.in_((COMPLETED, FAILED)), JOBS.c.owner == self.owner)
 
     def with_webhook(self) -> list[tuple[Job, str]]:
-        """Jobs that have ended and whose key has an address, the oldest first; and whether it was told."""
+        """Ended jobs of keys with a webhook, the oldest first, and the state of the webhook."""
         ended = select(JOBS).where(JOBS.c.webhook.is_not(None), JOBS.c.status.in_((COMPLETED, FAILED)))
         with self._database.reading() as connection:
             return [(job_of(row), row.webhook) for row in connection.execute(ended.order_by(JOBS.c.number))]
@@ -300,7 +300,7 @@ class JobStore:
     # ------------------------------------------------------------------------------------------- keeping house
 
     def expired(self) -> list[Job]:
-        """Jobs whose result has outlived its time and is not yet removed (see `forget_result`)."""
+        """Jobs with an expired result that is not yet removed (see `forget_result`)."""
         with self._database.reading() as connection:
             now = store_seconds(connection)
             gone = select(JOBS).where(JOBS.c.num_bytes.is_not(None), JOBS.c.expires_tick < now).limit(_AT_ONCE)
@@ -322,12 +322,12 @@ class JobStore:
             connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(**forgotten))
 
     def check_quotas(self, key: Key) -> None:
-        """Raises TooManyActiveError or QuotaExceededError where a key could not ask for another video now."""
+        """Raises TooManyActiveError or QuotaExceededError if a key may not create another video now."""
         with self._database.reading() as connection:
             check_quotas(connection, key, store_seconds(connection), 0)
 
     def purge(self, seconds: float) -> int:
-        """Removes rows of jobs that ended, and whose result went, so long ago; not today's: they count for keys."""
+        """Removes jobs that ended, and whose result was removed, `seconds` ago; not the last day's, for quotas."""
         with self._database.writing() as connection:
             now = store_seconds(connection)
             old = and_(
@@ -338,19 +338,19 @@ class JobStore:
             return connection.execute(delete(JOBS).where(old)).rowcount
 
     def has_result(self, job_id: str, name: str) -> bool:
-        """Whether a stored file is the result of its job, or may yet become it."""
+        """Whether a stored file is the result of its job, or may become it."""
         is_result = and_(JOBS.c.status == COMPLETED, JOBS.c.num_bytes.is_not(None), JOBS.c.result_name == name)
         with self._database.reading() as connection:
             is_counted = JOBS.c.status.in_((QUEUED, IN_PROGRESS)) | is_result
             return connection.execute(select(JOBS.c.number).where(JOBS.c.id == job_id, is_counted)).first() is not None
 
     def knows(self, job_id: str) -> bool:
-        """Whether there is, or was, such a job."""
+        """Whether there is, or was, a job of this id."""
         with self._database.reading() as connection:
             return connection.execute(select(JOBS.c.number).where(JOBS.c.id == job_id)).first() is not None
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """(key, status) -> jobs, of those that wait or run."""
+        """(key, status) -> number of waiting or running jobs."""
         active = (
             select(JOBS.c.key_id, JOBS.c.status, func.count())
             .where(JOBS.c.status.in_((QUEUED, IN_PROGRESS)))

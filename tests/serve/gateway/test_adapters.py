@@ -235,7 +235,7 @@ def test_a_gateway_without_a_folder_passes_names_on(gateway, visit, files, folde
     assert info.adapters.names == ("house",), "what a key brought is not told to others"
     gateway.servers.all[0].infos["text_to_video"] = replace(INFO, adapters=info.adapters)
     assert client.post("/v1/videos", json=VIDEO | {"adapters": [{"name": "house"}]}).status_code == 200
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         Adapters(str(tmp_path / "nowhere"))
 
 

@@ -243,8 +243,8 @@ print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "op
 @pytest.mark.parametrize(
     "variables, message",
     [
-        ({ENDPOINT: "collector:4318"}, r"ENDPOINT is no address of a collector; use http://HOST:4318"),
-        ({ENDPOINT: "http://u:hidden@[x"}, r"ENDPOINT is no address"),
+        ({ENDPOINT: "collector:4318"}, r"ENDPOINT is not the address of a collector; use http://HOST:4318"),
+        ({ENDPOINT: "http://u:hidden@[x"}, r"ENDPOINT is not the address"),
         ({ENDPOINT: "http://a:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, r"PROTOCOL=grpc: .* port 4318"),
     ],
 )

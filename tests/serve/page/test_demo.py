@@ -162,7 +162,7 @@ def test_without_service_and_bundle_it_says_what_to_do(tmp_path, capsys, monkeyp
     with pytest.raises(UserError, match="make demo"), service(None, "no/such/bundle"):
         pass
     assert verbs.main(["serve", "demo", "--student", "somewhere"]) == 2
-    assert "--student is served beside its teacher" in capsys.readouterr().err
+    assert "--student needs its teacher" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------- the page
@@ -272,7 +272,7 @@ def test_a_failure_offers_no_other_video_and_names_no_address(visit, studio, mon
     page.wait_for_selector("#download:not([disabled])")
 
     def fails(*_):
-        raise UnavailableError("no gateway answers at http://10.0.0.7:8080: [Errno 111] refused")
+        raise UnavailableError("no gateway responds at http://10.0.0.7:8080: [Errno 111] refused")
         yield
 
     monkeypatch.setattr(studio, "run", fails)

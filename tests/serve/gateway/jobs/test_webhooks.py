@@ -116,7 +116,7 @@ def test_what_was_given_up_is_listed_and_sent_again(gateway, receiver, ended, ca
     assert run("list") == (0, "") and run("resend") == (0, "")
     assert run("resend", "video_0") == (
         2,
-        "error: video_0 is no ended video of a key with a webhook; `megadit serve webhooks list`\n",
+        "error: video_0 is not an ended video of a key with a webhook; `megadit serve webhooks list`\n",
     )
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", receiver.server_port))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
