@@ -83,7 +83,7 @@ def test_one_side_made_static_inside(check):
         graph.initializer.append(numpy_helper.from_array(np.array([12, 2, 2, 3, 16]), "static"))
         node.input[1] = "static"
 
-    with pytest.raises(ValueError, match="does not run with .* the layer denoiser.dit.blocks.0.self_attention takes"):
+    with pytest.raises(ValueError, match="does not run with .* the layer denoiser.dit.blocks.0.self_attention does"):
         check(fix)
 
 

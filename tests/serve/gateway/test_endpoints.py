@@ -492,7 +492,7 @@ def test_a_job_that_kills_its_server_does_so_to_others_once(gateway, new_key, ev
         self.silent_since, self.is_proven = None, True
         return True
 
-    for name in ("probe", "answers"):
+    for name in ("probe", "is_responding"):
         monkeypatch.setattr(type(server), name, probe)
     _, key = new_key()
     prompts = ["poison", "a", "b", "c"]

@@ -50,7 +50,7 @@ class EngineAsServer:
     def probe(self) -> bool:
         return True
 
-    responds = probe
+    is_responding = probe
 
     def suspect(self) -> None:
         pass
