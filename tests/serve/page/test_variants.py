@@ -94,7 +94,7 @@ def test_sliders_of_guidance_end_where_a_way_does():
     size = Preset(name="Image", num_frames=1, height=8, width=8)
     with gradio.Blocks():
         sizes = SimpleNamespace(presets=[size], follow=lambda *_: None, radio=gradio.Radio([]))
-        sizes.told = lambda *chosen: chosen
+        sizes.labelled = lambda *chosen: chosen
         studio = SimpleNamespace(info=info, variants=variants, first_variant="best", has_variants=True)
         first = Sampling(studio, sizes, elem_id="a")
         lowest = Sampling(studio, sizes, elem_id="b", variant="2 calls", has_guidance=False)
