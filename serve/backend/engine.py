@@ -128,7 +128,7 @@ class Engine:
         Args:
             batch_size: most videos in a batch (None: as many as the pipeline chooses).
             decode: returns the frames (uint8 THWC) of an uploaded file (None: in this process).
-            adapters: folder of the adapters that requests may name (`models/lora/named_adapters.py`).
+            adapters: folder of the adapters that requests may name (`models/lora/named.py`).
             guardrail: content filter; here it ends only the requests that it refuses, not their batch.
             scorer: scores the videos of requests with `evaluate`.
             mark: signs results.

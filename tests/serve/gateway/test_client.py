@@ -115,7 +115,7 @@ def test_a_second_gateway_of_a_living_ones_name_is_refused(tmp_path):
     with owned(tmp_path, "--name=one", port=Ports.free().http):
         with pytest.raises(UserError, match="gateway ended with code 2"):
             owned(tmp_path, "--name=one", port=Ports.free().http).__enter__()
-        assert "a gateway with the name one lives" in (tmp_path / "log").read_text()
+        assert "a gateway with the name one is running" in (tmp_path / "log").read_text()
 
 
 def test_a_gateway_that_cannot_start_is_told(tmp_path):
