@@ -1,10 +1,10 @@
-"""`megadit benchmark growth`: how time and memory of a training step grow, with the exponent of each.
+"""`megadit benchmark growth`: growth of a training step's time and memory, with exponents.
 
     megadit benchmark growth FOLDER [--along tokens segments parameters ranks] [--steps 3]
 
-Every point is a run of `megadit benchmark train` in processes of its own, whose figures stay in FOLDER beside a table
-and a picture. An exponent is the slope of a line through the points in a double logarithmic plot. Beside that of the
-time stands that of the operations, counted; beside that of the memory, that of the planner's estimate.
+Every point is a run of `megadit benchmark train` in separate processes, whose results are saved in FOLDER, with a table
+and a plot. An exponent is the slope of a line through the points in a log-log plot. Time is compared with counted
+operations, and memory with the planner's estimate.
 """
 
 import subprocess
@@ -120,7 +120,7 @@ def _slope(places: Sequence[float], values: Sequence[float]) -> float:
 
 
 def measure_point(axis: Axis, value: int, file: Path, steps: int) -> Point:
-    """Runs the benchmark of this value; `file` keeps its figures.
+    """Run the benchmark of this value; `file` stores its results.
 
     Raises:
         UserError: if the run failed, with its last words.
@@ -161,7 +161,7 @@ def exponents(points: Sequence[Point]) -> dict[str, Exponents]:
 
 
 def draw(curves: dict[str, list[Point]], path: Path) -> None:
-    """A picture: time above, memory below, what is demanded dashed (brought to the height of the last point)."""
+    """Plot time above and memory below; predictions are dashed (scaled to the last point)."""
     import matplotlib
 
     matplotlib.use("Agg")

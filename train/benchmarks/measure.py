@@ -1,4 +1,4 @@
-"""Optimizer steps timed: how long, how much, how full, and what the time goes to."""
+"""Measurement of optimizer steps: time, throughput, memory, padding, and a breakdown of the time."""
 
 import itertools
 import statistics
@@ -34,7 +34,7 @@ class Timing(NamedTuple):
 
 @dataclass
 class _Watched:
-    """The batches, with the operations that the published formula would count for those that went by."""
+    """Iterator of batches that counts their operations by the published formula."""
 
     batches: Iterator[PackedBatch]
     config: RunConfig

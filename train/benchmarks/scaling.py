@@ -1,13 +1,13 @@
-"""`megadit benchmark scaling`: how many samples a second more ranks train, beside the ideal, as a table and a picture.
+"""`megadit benchmark scaling`: samples per second on more ranks, compared with linear scaling, as table and plot.
 
     megadit benchmark scaling FOLDER --recipe digits --ranks 1,2,4,8 [section.key=value ...]
     torchrun --nnodes 2 --nproc-per-node 8 -m megadit.train.benchmarks.train --recipe NAME \\
         --json FOLDER/ranks-16.json data.global_batch_size=16         # a row that this machine cannot measure
 
-Every data-parallel rank has as much to do in each row (`--packs` a step). Each row is a run of `megadit benchmark
-train`, whose figures stay in FOLDER: a second call measures what is missing. Rows of more ranks than there are devices
-here are said to be not measured, unless their figures are brought from where there are. A row measured with another
-configuration, or over other `--steps`, is refused.
+Every data-parallel rank has the same work in each row (`--packs` a step: weak scaling). Each row is a run of `megadit
+benchmark train`, whose results are saved in FOLDER, so that a second call measures only missing rows. Rows of more
+ranks than devices here count as not measured, unless their results are copied from another machine. A row measured with
+another configuration or other `--steps` is refused.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Clips that a demo makes, keeps and shows.
+"""Generated clips of a demo: generation, storage and display.
 
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """
@@ -32,7 +32,7 @@ def make_clips(
     adapters: Scales = NO_ADAPTERS,
     **settings: Any,
 ) -> None:
-    """A clip of each prompt, and of what is given for it, from the seeds 0, 1, ...; kept as uint8 BCTHW."""
+    """Generate a clip for each prompt and conditioning, with seeds 0, 1, ..., and save them as uint8 BCTHW."""
     pipeline, clips = TextToVideo.from_pretrained(bundle, device="cpu"), []
     chosen = resolve_settings(pipeline.defaults, **settings)
     seeds = list(range(len(prompts)))

@@ -1,4 +1,4 @@
-"""The picture the demo leaves: a contact sheet of clips."""
+"""Contact sheets of clips."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class SheetRow:
 
 
 def contact_sheet(path: Path, rows: Sequence[SheetRow], *, title: str, columns: int = 2) -> None:
-    """Draws each clip as a strip of its frames, left to right in time, under its caption and the verdict on it."""
+    """Draw each clip as a strip of its frames, under its caption and the classifier's verdicts."""
     from matplotlib.figure import Figure
 
     per_column = -(-len(rows) // columns)

@@ -60,14 +60,14 @@ class TrainingDemo:
 
 @dataclass(frozen=True, kw_only=True)
 class FollowingDemo(TrainingDemo):
-    """A demo that goes on from the model of another."""
+    """A demo that continues from the model of another."""
 
     base: Path
     """Bundle of the base model, in the folder of its demo."""
     steps: int | None = None
     """Training steps; None: those of the recipe."""
     stride: int = 1
-    """The score takes every so-manyth of the demo's 432 combinations."""
+    """Score every `stride`-th of the demo's 432 combinations."""
     seed: int = 1234
 
 
@@ -105,7 +105,7 @@ def following_demo(kind: type[Following], argv: list[str], *, name: str, descrip
 @dataclass(frozen=True, slots=True)
 class Stage(Generic[Demo]):
     name: str
-    """Under which its seconds are kept."""
+    """Name, under which its duration is recorded."""
     purpose: str
     run: Callable[[Demo], None]
     results: Callable[[Demo], Sequence[Path]]
@@ -198,7 +198,7 @@ class TimePlan:
 
 @contextmanager
 def _unwinding_at_sigterm() -> Iterator[None]:
-    """Exit by an exception at SIGTERM, so that the training process is stopped, too."""
+    """Within the block SIGTERM raises an exception, so that the training process is stopped too."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -207,7 +207,7 @@ def _unwinding_at_sigterm() -> Iterator[None]:
 
 
 def write_blend(path: Path, parts: Sequence[Path], validation: Path) -> None:
-    """A blend that takes a sample of each data set in turn, and validates on one."""
+    """Write a blend that draws from each data set in turn, and validates on one."""
     even = [{"weight": 1, "path": str(part.resolve())} for part in parts]
     splits = {"train": {"blend": even}, "val": {"path": str(validation.resolve())}}
     blend = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}

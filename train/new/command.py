@@ -1,4 +1,4 @@
-"""`megadit new FOLDER`: a run for one's own videos or images: one commented YAML and four commands, which --go runs."""
+"""`megadit new FOLDER`: proposes a run for a folder of videos or images, as a commented YAML and four commands."""
 
 import shlex
 import sys
@@ -37,7 +37,7 @@ class NewOptions:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Proposes a run; the exit code is 0, or 2 after a mistake, told in one line."""
+    """Run the command; return 0, or 2 after printing an error."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -119,7 +119,7 @@ def _seen_in_words(source: str, seen: FolderSummary) -> str:
 
 
 def _yaml(seen: FolderSummary, machine: Machine, proposal: Proposal, commands: list[tuple[str, ...]]) -> str:
-    """The run as a file to edit: every value that was chosen, and why."""
+    """The run as a YAML file to edit: every chosen value, with its reason."""
     lines = [
         f"# Proposed by `megadit new` for {seen.count:,} {seen.kind}s on {machine.ranks} x {machine.gpu.name}.",
         "# Change what you like; `megadit train --config-file THIS --print-config` shows all that is not named here.",

@@ -1,6 +1,6 @@
-"""A run proposed for a folder of videos or images and a machine: sizes, network, batch and steps, each with its reason.
+"""Proposal of a run for a folder of videos or images and a machine: sizes, network, batch and steps, with reasons.
 
-Rules of thumb, written down once: whoever knows better edits the YAML that `megadit new` writes.
+These are rules of thumb; the YAML that `megadit new` writes can be edited.
 """
 
 import json
@@ -23,30 +23,30 @@ from megadit.train.plan.recompute import needed_memory, with_recompute
 from megadit.train.plan.throughput import step_seconds
 
 SPATIAL, TEMPORAL = 8, 4
-"""Pixels and frames that the built-in tokenizer turns into one."""
+"""Spatial and temporal compression of the built-in tokenizer."""
 LENGTHS = (49, 33, 25, 17, 13, 9, 5)
-"""Frames of a clip: 1 and a multiple of `TEMPORAL`."""
+"""Candidate lengths of clips in frames: 1 plus a multiple of `TEMPORAL`."""
 SHAPES = (1.0, 3 / 4, 9 / 16, 4 / 3, 16 / 9)
-"""Height by width of buckets."""
+"""Candidate aspect ratios (height / width) of buckets."""
 COMMON = 0.15
-"""Share of the sources from which a shape has a bucket of its own."""
+"""Minimum fraction of sources for a shape to get its own bucket."""
 FILLING = 0.9
-"""Share of the sources of a shape that fill its bucket without being enlarged."""
+"""Fraction of the sources of a shape that must fill its bucket without upscaling."""
 USUAL_RATES = (30.0, 60.0)
-"""Tried, slowest first, where videos are too short at a scale's rate: at 120 frames a second hardly anything moves."""
+"""Higher frame rates to try, slowest first, if videos are too short at the scale's rate."""
 LONG_ENOUGH = 0.75
-"""Share of the videos that have as many frames as a clip."""
+"""Fraction of the videos that must be as long as a clip."""
 FEW = 20
-"""Sources of which none can be spared for validation."""
+"""Number of sources below which none are held out for validation."""
 MEMORY_SHARE = 0.8
 LEAST_STEPS = 100
 MOST_PASSES = 4000
-"""Over the sources; by then a network knows them by heart."""
+"""Maximum number of epochs; beyond, the network has memorized the sources."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """A size, and from how many sources on it is worth its time."""
+    """Size of a network, and the number of sources from which it is used."""
 
     sources: int
     num_layers: int
@@ -73,18 +73,18 @@ class Scale:
 
     recipe: str
     side: int
-    """Pixels: no frame has more than a square of this side."""
+    """Side in pixels of a square with the maximum area of a frame."""
     num_frames: int
     fps: float
     patch: int
     """Latent pixels along a side of a token."""
     pack: int
-    """Tokens of a pack, about."""
+    """Approximate number of tokens of a pack."""
     samples: int
-    """Least number of samples of a step."""
+    """Minimum number of samples per step."""
     minutes: float
     networks: tuple[Network, ...]
-    """Candidates, the smallest first."""
+    """Candidate networks, smallest first."""
     settings: tuple[tuple[str, Any, str], ...]
     """Other keys, values and reasons."""
 
@@ -136,7 +136,7 @@ GPU = Scale(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Hardware that the run is proposed for."""
+    """Hardware for which the run is proposed."""
 
     gpu: Gpu
     ranks: int
@@ -144,7 +144,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """A run, and the preparation it needs."""
+    """A proposed run and the preparation of its data."""
 
     kind: str
     sizes: tuple[tuple[int, int], ...]
@@ -165,10 +165,10 @@ class Proposal:
 
 
 def propose(seen: FolderSummary, machine: Machine, *, data: str, out: str, minutes: float | None = None) -> Proposal:
-    """A run on the data set `data`, yet to be prepared, in the folder `out`.
+    """Propose a run in the folder `out` on the data set `data`, which is yet to be prepared.
 
     Args:
-        minutes: that training may take; None: those of the scale.
+        minutes: maximum time of training; None: the default of the scale.
 
     Raises:
         UserError: for videos too short to train on, or a machine too small for the smallest run.

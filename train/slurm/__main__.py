@@ -1,4 +1,4 @@
-"""`megadit slurm`: writes the scripts of a chain of jobs and submits them, or runs them here.
+"""`megadit slurm`: writes the scripts of a chain of jobs and submits them, or runs them on this machine.
 
     megadit slurm --config-file chain.yaml --dry-run                  # writes scripts and a picture, submits nothing
     megadit slurm --config-file chain.yaml stages.train.nodes=16      # writes and submits
@@ -53,7 +53,7 @@ class SlurmOptions:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes, and submits; the exit code is 0, or 2 after a mistake, told in one line."""
+    """Run the command; return 0, or 2 after printing an error."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 

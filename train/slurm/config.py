@@ -1,4 +1,4 @@
-"""Configuration of a chain of jobs: the cluster, and stages with names of the user's own, each after those it needs."""
+"""Configuration of a chain of jobs: the cluster, and named stages with their dependencies."""
 
 import re
 import subprocess
@@ -50,11 +50,11 @@ class ClusterConfig:
     numa_binding: NumaBinding = "node"
     """Keeps each rank's threads on the cores beside its GPU (numactl must be installed)."""
     interconnect: Interconnect = "none"
-    """NCCL's variables for a kind of cluster, from interconnects/NAME.yaml, which says what each is for."""
+    """Preset of NCCL variables for a kind of cluster: interconnects/NAME.yaml, where each is explained."""
     environment: tuple[str, ...] = ()
     """NAME=value, for every stage; the value is shell text, so $HOME is known."""
     setup: tuple[str, ...] = ()
-    """Shell lines that come first, such as `module load cuda` or `source venv/bin/activate`."""
+    """Shell lines to run first, such as `module load cuda` or `source venv/bin/activate`."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
 
     def __post_init__(self) -> None:
@@ -77,19 +77,19 @@ class StageConfig:
     torchrun: str = ""
     """Arguments of torchrun that every rank runs, without its own options: `-m megadit.train --recipe NAME a.b=c`."""
     after: tuple[str, ...] | None = None
-    """Stages that must have ended well; None: the one above, []: none."""
+    """Stages that must have succeeded before; None: the one above, []: none."""
     array: str = ""
-    """0-99: a hundred tasks, 0-99%8: no more than 8 at once. Each has its number in $TASK and their count in $TASKS,
-    as `megadit prepare ... --shard $TASK/$TASKS` takes them."""
+    """0-99: a hundred tasks; 0-99%8: at most 8 at once. $TASK is the number of a task and $TASKS their count, for
+    `megadit prepare ... --shard $TASK/$TASKS`."""
     nodes: int = 1
     ranks_per_node: int | None = None
     """Ranks on each node; None: one for each GPU."""
     time: str = "4:00:00"
-    """Limit, as Slurm writes it: H:MM:SS or D-HH:MM:SS."""
+    """Time limit in Slurm's format: H:MM:SS or D-HH:MM:SS."""
     notice: int = 300
-    """Seconds before the limit that ranks are told to write a checkpoint; the job then goes back to the queue."""
+    """Seconds before the time limit at which ranks get a signal to write a checkpoint; the job is then requeued."""
     max_restarts: int = 3
-    """Times that torchrun starts all ranks again when one fails."""
+    """Maximum number of restarts of all ranks by torchrun after one fails."""
 
     def check(self, name: str, cluster: ClusterConfig) -> None:
         """Raises UserError for values that no job can have."""
@@ -125,7 +125,7 @@ class StageConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainConfig:
-    """Stages, each of which starts when those it is `after` have ended well."""
+    """A chain of stages, each of which starts when those in its `after` have succeeded."""
 
     name: str = "megadit"
     """Prefix of the jobs' names."""

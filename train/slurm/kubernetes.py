@@ -1,8 +1,8 @@
-"""A chain as Jobs of Kubernetes: one for each stage, suspended until those that it waits for are complete.
+"""A chain as Kubernetes Jobs: one for each stage, suspended until those that it waits for are complete.
 
-Kubernetes knows no order of Jobs: `run.sh` beside the manifests applies all of them and lets each go in its turn. An
-array is an indexed Job, and so are the nodes of a training, which find each other by the names of their pods. A pod
-that is evicted, or whose node dies, is made again and continues from its checkpoint.
+Kubernetes has no order of Jobs: `run.sh` next to the manifests applies all of them and resumes each in turn. An array
+is an indexed Job, as are the nodes of a training, which find each other by the names of their pods. A pod that is
+evicted, or whose node dies, is recreated and continues from its checkpoint.
 """
 
 import re
@@ -22,7 +22,7 @@ CHAIN_LABEL, STAGE_LABEL = "megadit/chain", "megadit/stage"
 
 
 class _Readable(yaml.SafeDumper):
-    """Scripts are written line by line, and what stands in two places twice."""
+    """Dumper that writes scripts as literal blocks, and repeated values without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -177,6 +177,6 @@ def _program(chain: ChainConfig, stage: StageConfig, job: str) -> str:
 
 
 def excluded(folder: Path) -> tuple[str, ...]:
-    """The nodes that `megadit slurm validate` found wanting."""
+    """Nodes that `megadit slurm validate` found faulty."""
     path = folder / "exclude"
     return tuple(path.read_text(encoding="utf-8").split()) if path.is_file() else ()

@@ -1,4 +1,4 @@
-"""A chain on this machine, without Slurm: the same stages as processes, some at once, in the same order."""
+"""Runs a chain on this machine, without Slurm: the stages as processes in the same order, some concurrently."""
 
 import os
 import signal
@@ -24,13 +24,13 @@ PATIENCE_SECONDS = 60
 
 
 def run_here(chain: ChainConfig, words: list[str], *, at_once: int) -> int:
-    """Runs the stages (`encode`), or tasks of one (`encode:3,17`), that `words` names, `at_once` processes at a time.
+    """Run the stages (`encode`), or tasks of one (`encode:3,17`), in `words`, `at_once` processes at a time.
 
-    A stage starts when those of them that it waits for have ended well; where one fails, what needs it is left out,
-    the rest goes on. Output goes to the folder's logs/.
+    A stage starts when those that it waits for have succeeded; if one fails, stages that need it are left out, and the
+    others go on. Output goes to the folder's logs/.
 
     Returns:
-        The code of the first process that failed, or 0.
+        The exit code of the first process that failed, or 0.
     """
     left = {stage: _tasks(chain, stage, numbers) for stage, _, numbers in (word.partition(":") for word in words)}
     chosen, failed, codes = set(left), set[str](), []
@@ -89,7 +89,7 @@ def _start(chain: ChainConfig, stage: str, number: int | None, task: str) -> sub
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # with all that it starts, it can be told to stop
+            start_new_session=True,  # a process group, so that it can be stopped with all its children
         )
     _note(chain, task, f"running here {socket.gethostname()} {process.pid}")
     return process
@@ -106,10 +106,10 @@ def _note(chain: ChainConfig, task: str, text: str) -> None:
 
 @contextmanager
 def _stops_on_signal() -> Iterator[None]:
-    """A signal to end ends the work, and then this process with 128 + signal."""
+    """Within the block a termination signal stops the tasks, and then ends this process with 128 + signal."""
 
     def stop(number: int, frame: object) -> None:
-        print("told to stop; --local --failed goes on with what has not ended well", file=sys.stderr, flush=True)
+        print("stopped by a signal; --local --failed runs what has not succeeded", file=sys.stderr, flush=True)
         raise StoppedError(number)
 
     before = {number: signal.signal(number, stop) for number in ending_signals()}

@@ -1,4 +1,4 @@
-"""Progress of a chain: what its tasks recorded, and what the queue says of those that are silent."""
+"""Progress of a chain: recorded states of its tasks, and the queue's state of those without a record."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def read_tasks(chain: ChainConfig) -> list[Task]:
 
 
 def unfinished(tasks: list[Task]) -> list[str]:
-    """Arguments for submit.sh to run again what did not end well (`train`, `encode:3,17`), less what is under way."""
+    """Arguments for submit.sh to rerun failed tasks (`train`, `encode:3,17`), except running ones."""
     words = []
     for stage in dict.fromkeys(task.stage for task in tasks):
         of_stage = [task for task in tasks if task.stage == stage]
@@ -106,7 +106,7 @@ def _task(stage: str, number: int | None, path: Path, job: str, waiting: set[str
 
 
 def _submitted(folder: Path) -> dict[str, str]:
-    """Stage -> the job as which it was submitted last."""
+    """Stage -> id of its last job."""
     path = folder / "jobs"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return dict(line.split()[:2] for line in lines if len(line.split()) >= 2)

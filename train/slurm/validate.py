@@ -1,8 +1,8 @@
-"""`megadit slurm validate`: are the nodes sound? What is not is named, and left out of the jobs that come after.
+"""`megadit slurm validate`: checks nodes; faulty ones are reported, and excluded from later jobs.
 
 Each node alone runs NVIDIA's diagnosis (`dcgmi diag`, where it is installed) and `megadit doctor --distributed`, which
-tries its devices and the bandwidth of all-reduces between every two of them; then all nodes do so together. The last
-line of the batch script (`validate.sh`) judges what they left, by this module.
+checks its devices and the bandwidth of all-reduces between every two of them; then all nodes do so together. The last
+line of the batch script (`validate.sh`) evaluates the results with this module.
 """
 
 import re
@@ -15,7 +15,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
 BLAMED = re.compile(r"^(broken|slow): (?:rank \d+ on (\S+) \(.*?\)|node \d+ \((\S+?)\))(?! with (?:rank|node) )(.*)$")
-"""A line of the doctor's that names one end; of a bad link between two, neither is known to be at fault."""
+"""A line of the doctor that blames one node (for a bad link between two, the faulty one is unknown)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +27,10 @@ class Fault:
 
 
 def faults_of(results: Path) -> list[Fault]:
-    """The faults of the nodes in a folder of results; several of a node, where it has several.
+    """Faults of the nodes in a folder of results; a node may have several.
 
     Raises:
-        UserError: if it is no such folder.
+        UserError: if it is not such a folder.
     """
     listed = results / "nodes"
     if not listed.is_file():
@@ -84,7 +84,7 @@ def _last_failure(path: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Judges a folder of results, and notes the nodes to leave out; the exit code is 1 where there are some."""
+    """Evaluate a folder of results, and record the nodes to exclude; return 1 if there are any."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 

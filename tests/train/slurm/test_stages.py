@@ -176,7 +176,7 @@ def test_tasks_are_told_to_stop_with_the_chain(tmp_path, capsys):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 143 and "--local --failed goes on" in told
+    assert process.returncode == 143 and "--local --failed runs what has not succeeded" in told
     assert (tmp_path / "saved").exists()
     main(["status", *words])
     assert "a: ended without a word" in capsys.readouterr().out

@@ -183,7 +183,7 @@ EXAMPLES = {
 
 
 def prepare_command(kind: str, argv: list[str]) -> int:
-    """Runs one of the sources above; a second run goes on where the first was stopped."""
+    """Run one of the sources above; after an interruption the same command continues."""
     of, description = KINDS[kind]
     about = {"groups": GROUPS[of], "examples": EXAMPLES[kind], "description": description}
     prepare(kind, read_options(of, argv, prog=f"megadit prepare {kind}", **about))
@@ -191,7 +191,7 @@ def prepare_command(kind: str, argv: list[str]) -> int:
 
 
 def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
-    """Prepares a part of a source, or all of it; a task of Ray leaves the lock of the folder to its command."""
+    """Prepare a source, or one shard of the work; a Ray task leaves the lock of the folder to its command."""
     common, notes = options.common, Notes(root=options.out)
     is_on_ray = choose_engine(common.engine) == "ray"
     with join_workers(Shard.parse(common.part)) as workers, ExitStack() as held:
@@ -233,7 +233,7 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
             if not is_task:
                 held.enter_context(_lock(options.out, workers.part))
             if common.overwrite and _is_ours(notes):
-                _remove(options)  # only now that nothing is wrong with what is to take its place
+                _remove(options)  # only after all checks of its replacement
             request = {
                 "source": f"{kind} {options.source}",
                 "encodings": [_plain(encoding) for encoding in preparation.encodings],
@@ -266,7 +266,7 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
 
 
 def _lock(out: Path, part: Shard) -> FolderLock:
-    """Lock of one part, beside the folder, which `--overwrite` removes."""
+    """Lock of one shard of the work, next to the folder (which `--overwrite` removes)."""
     of = "" if part.count == 1 else f".{part.number}-{part.count}"
     return FolderLock(out, "prepares", path=out.with_name(f".{out.name}{of}.lock"))
 
@@ -298,10 +298,10 @@ def _prepare_shard(kind: str, options: Options, stage: str, part: str) -> None:
 
 
 def _remove(options: Options) -> None:
-    """Removes the data set to begin anew.
+    """Remove the data set to start anew.
 
     Raises:
-        UserError: where nothing could take its place: the source is missing, or is the data set itself.
+        UserError: if the source is missing, or lies in the data set's folder.
     """
     if not isinstance(options, TableOptions | ButterflyOptions) and not is_url(options.source):
         source, out = Path(options.source).resolve(), options.out.resolve()
@@ -313,7 +313,7 @@ def _remove(options: Options) -> None:
 
 
 def _is_ours(notes: Notes) -> bool:
-    """Whether a data set lies there, or a part of one; other folders of ours have a megadit.json too."""
+    """Whether the folder holds a data set, complete or not (other megadit folders have a megadit.json too)."""
     return notes.settings.is_file() or is_prepared(notes.root)
 
 
@@ -323,14 +323,14 @@ def commands() -> dict[str, Callable[[list[str]], int]]:
 
 
 def _settings(options: Options, notes: Notes) -> Settings:
-    """Settings with the sizes that are named, else with the usual size."""
+    """Settings with the given sizes, or else the default size."""
     common, sizes = options.common, _named_sizes(options.common, notes) or ((USUAL_SIDE, USUAL_SIDE),)
     lengths = {_whole("num_frames", part) for part in common.num_frames.split(",")}
     return replace(common.settings, sizes=sizes, num_frames=tuple(sorted(lengths)))
 
 
 def _named_sizes(common: PrepareOptions, notes: Notes) -> tuple[tuple[int, int], ...]:
-    """Sizes of the options, else those that the data set was begun with; () where neither names any."""
+    """Sizes of the options, or else those recorded in the data set; () if there are none."""
     if common.sizes:
         return _sizes(common.sizes)
     if common.height or common.width:
@@ -341,7 +341,7 @@ def _named_sizes(common: PrepareOptions, notes: Notes) -> tuple[tuple[int, int],
 
 
 def _fitted(settings: Settings, kind: str, options: Options, notes: Notes) -> tuple[Settings, str]:
-    """The settings with the size that most of a folder fills, where none is named, and a line that says so."""
+    """Settings with the size that most sources fill, if none is given, and a line that says so."""
     if not isinstance(options, FolderOptions) or _named_sizes(options.common, notes):
         return settings, ""
     side = side_filled(summarize_sources(_listing(kind, options)().sources)[0])

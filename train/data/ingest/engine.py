@@ -1,7 +1,7 @@
-"""A preparation as tasks of Ray, for those who have a cluster of it; ours are ranks of torchrun and arrays of Slurm.
+"""Preparation by Ray tasks, as an alternative to ranks of torchrun and Slurm arrays.
 
-Each stage that shards divide becomes N tasks, the same command with `--shard 0/N` to `--shard N-1/N`; the others run
-where the command was given. Bytes are those of any other way, and a task that dies is started again by Ray and goes on.
+Each divisible stage becomes N tasks, the same command with `--shard 0/N` to `--shard N-1/N`; other stages run in the
+command itself. The resulting bytes are the same, and Ray restarts a task that dies, which then continues.
 All machines must see the source and the output under the same paths.
 """
 
@@ -22,7 +22,7 @@ def choose_engine(name: str) -> str:
 
 
 def start_ray() -> Any:
-    """The module, connected to the cluster of RAY_ADDRESS, or to one on this machine.
+    """Return the module `ray`, connected to the cluster of RAY_ADDRESS, or to one on this machine.
 
     Raises:
         UserError: without Ray.
@@ -44,15 +44,15 @@ def run_on_ray(
     num_workers: int,
     num_tasks: int | None,
 ) -> None:
-    """Runs each of the `stages` (name, whether parts divide it), those that parts divide as tasks.
+    """Run the `stages` (name, whether it is divisible), divisible ones as tasks.
 
     Args:
-        prepare: does a part, such as "0/2", of a stage.
-        num_workers: decoding processes of a task, each of which has a core where a node has so many.
-        num_tasks: of a stage; None: as many as the cluster has room for.
+        prepare: function that does one shard, such as "0/2", of a stage.
+        num_workers: decoding processes per task, each on a core if a node has so many.
+        num_tasks: tasks per stage; None: as many as fit on the cluster.
 
     Raises:
-        UserError: where a task found a mistake; where no node has a core.
+        UserError: if a task raised one, or no node has a core.
     """
     cores, gpus, tasks_that_fit = share([node["Resources"] for node in ray.nodes() if node["Alive"]], num_workers)
     count = num_tasks or tasks_that_fit
@@ -70,11 +70,11 @@ def run_on_ray(
 
 
 def share(nodes: Sequence[dict[str, float]], num_workers: int) -> tuple[int, int, int]:
-    """(cores and GPUs of a task, how many tasks have room): a task that asked for more than any node has would wait
-    for ever.
+    """(cores and GPUs per task, number of tasks that fit): a task that requests more than any node has would wait
+    forever.
 
     Raises:
-        UserError: where no node has a core.
+        UserError: if no node has a core.
     """
     gpus = int(any(node.get("GPU", 0) >= 1 for node in nodes))
     able = [node for node in nodes if node.get("GPU", 0) >= gpus and node.get("CPU", 0) >= 1]
@@ -86,6 +86,6 @@ def share(nodes: Sequence[dict[str, float]], num_workers: int) -> tuple[int, int
 
 
 def _run_shard(prepare: Callable[[str, str], None], stage: str, part: str, folder: Path) -> None:
-    """A task, in the folder of the command."""
+    """Body of a task, run in the working directory of the command."""
     os.chdir(folder)
     prepare(stage, part)

@@ -1,4 +1,4 @@
-"""Notes as lines of JSON: files of them, and lists of millions, which lie in a temporary file instead of memory."""
+"""JSON lines: files of records, and lists of millions of them in a temporary file instead of memory."""
 
 import json
 from array import array
@@ -11,12 +11,12 @@ from megadit.models.shared.files import atomic_path
 
 Value = TypeVar("Value")
 BYTES_IN_MEMORY = 1 << 22
-"""Longest list kept in memory; a longer one goes to the folder of temporary files (TMPDIR)."""
+"""Maximum bytes of a list in memory; a longer one is moved to a temporary file (TMPDIR)."""
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def to_json(value: Any) -> Any:
-    """Values as `dataclasses.asdict` gives them, without its copies, which take twice the time."""
+    """Convert like `dataclasses.asdict`, but without copies, in half the time."""
     if isinstance(value, tuple):
         return tuple(map(to_json, value))
     names = getattr(type(value), "__dataclass_fields__", ())
@@ -24,7 +24,7 @@ def to_json(value: Any) -> Any:
 
 
 def write_lines(path: Path, values: Iterable[Any]) -> None:
-    """Dataclasses as JSON lines, whole or not at all."""
+    """Write dataclasses as JSON lines, atomically."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.writelines(map(as_line, values))
 
@@ -52,7 +52,7 @@ def line_starts(path: Path, every: int) -> tuple[array, int]:
 
 
 class Lines(Sequence[Value]):
-    """A file of JSON lines, each read when it is asked for; in memory it takes eight bytes."""
+    """Sequence over a file of JSON lines that are read on access; a line takes eight bytes of memory."""
 
     def __init__(self, file: BinaryIO, places: array, from_json: Callable[[Any], Value]) -> None:
         """`places`: where the lines begin."""
@@ -79,7 +79,7 @@ class Lines(Sequence[Value]):
 
 
 class LongList(Lines[Value]):
-    """Values as JSON lines in a temporary file; a key to sort by takes its own memory and eight bytes."""
+    """List of values as JSON lines in a temporary file; sort keys are in memory."""
 
     def __init__(self, from_json: Callable[[Any], Value], key: Callable[[Value], Any] | None = None) -> None:
         """The list can be sorted by `key`, if there is one."""
@@ -96,7 +96,7 @@ class LongList(Lines[Value]):
             self.append(value)
 
     def __setitem__(self, number: int, value: Value) -> None:
-        """`value` has the key of the one whose place it takes."""
+        """Replace a value by one with the same key."""
         self._places[number] = self._written(value)
 
     def sort(self) -> None:
@@ -105,7 +105,7 @@ class LongList(Lines[Value]):
         self._keys = [self._keys[number] for number in order]
 
     def write(self, path: Path) -> None:
-        """Writes the file that `read_lines` reads, whole or not at all."""
+        """Write a file for `read_lines`, atomically."""
         with atomic_path(path) as temporary, open(temporary, "wb") as file:
             file.writelines(map(self._line, self._places))
 

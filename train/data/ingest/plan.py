@@ -1,8 +1,8 @@
-"""Settings, clips, findings and note files of a preparation.
+"""Settings, clips, findings and state files of a preparation.
 
-Everything lies in the data set's own folder. Notes are whole files under `prepare/`, each the result of one unit of
-work and a function of the settings and the sources alone; a preparation that was killed goes on with the first unit
-that has no file yet, and leaves the same bytes as one that was not.
+State is kept in files under `prepare/` in the data set's folder. Each is the result of one unit of work, a function of
+settings and sources alone, and written atomically. After an interruption a preparation continues with the first missing
+unit, and writes the same bytes.
 """
 
 import hashlib
@@ -25,36 +25,36 @@ from megadit.train.dataset.description import MOST_FRAMES
 
 NOTES = "prepare"
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")
-"""Names that `atomic_path` and `atomic_directory` write under."""
+"""Temporary names of `atomic_path` and `atomic_directory`."""
 Kind = Literal["video", "image"]
 REST = "rest of a scene"
-"""Reason for the frames past the last whole clip."""
+"""Reason for leaving out the frames after the last whole clip of a scene."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Everything that decides what the data set holds."""
+    """All settings that determine the contents of the data set."""
 
     sizes: tuple[tuple[int, int], ...] = ((256, 256),)
-    """(height, width) of the buckets; a clip takes the one nearest its shape of those it fills."""
+    """(height, width) of the buckets; a clip gets the one nearest in aspect ratio among those it fills."""
     num_frames: tuple[int, ...] = (33,)
-    """Lengths of clips in frames; a stretch of video is cut into the longest that fit."""
+    """Lengths of clips in frames; a scene is cut into the longest that fit."""
     fps: float = setting(24.0, "frames per second of clips (default: 24)", above=0)
     """Frame rate at which clips are sampled; slower videos keep their own."""
     overlap: bool = setting(False, "end the last clip of a scene at its last frame, overlapping the clip before")
     cut: Literal["length", "scene"] = setting(
         "scene", "cut clips at changes of scene, too, or by length alone (default: {default})"
     )
-    """Clips may cross a change of scene (`length`), or not."""
+    """`scene`: clips end at changes of scene; `length`: they may cross them."""
     scene_threshold: float = setting(20.0, "change of brightness (0..255) that ends a scene (default: {default})")
     """Measured as the mean difference between neighbouring frames."""
     min_brightness: float = setting(12.0, "brightness below which clips are dropped as black (default: {default})")
     """Measured as the brightest twentieth of the brightest frame (0..255)."""
     min_motion: float = setting(0.4, "motion below which clips are dropped as static (default: {default})")
-    """Measured between neighbouring frames: their mean difference (0..255), or ten times that of the part that moves
-    most."""
+    """Measured between neighbouring frames: their mean difference (0..255), or a tenth of that of the pixels that
+    change most, whichever is larger (`clips/motion.py`)."""
     min_flow: float = setting(0.0, "optical flow below which clips are dropped as slow (default: {default})", low=0)
-    """Measured as mean speed of all pixels, in sides of the frame per second: what fades or flickers is slow."""
+    """Measured as mean speed of all pixels, in frame sides per second; fading and flicker do not count."""
     min_contrast: float = setting(2.0, "contrast below which images are dropped as blank (default: {default})")
     """Standard deviation of brightness (0..255)."""
     max_duplicate_bits: int = setting(
@@ -83,7 +83,7 @@ class Settings:
     )
     caption_frames: int = setting(4, "frames of a clip sent to --caption_model (default: {default})", low=1, high=64)
     scorer_dir: str | None = setting(
-        None, "folder of your scorer.py, whose judge(video, caption) returns scores of a clip", metavar="DIR"
+        None, "folder of your scorer.py, whose score(video, caption) returns scores of a clip", metavar="DIR"
     )
     min_score: tuple[str, ...] = setting(
         (), "drop clips whose score by --scorer_dir is lower or missing", metavar="NAME=SCORE", repeated=True
@@ -96,12 +96,12 @@ class Settings:
     max_minutes: float = setting(240.0, "minutes above which videos are dropped (default: {default})", above=0)
     """Applied before reading."""
     shard_size: int = setting(1000, "most samples per shard (default: {default})", above=0)
-    """All shards of a split are equally large, give or take one."""
+    """Shards of a split differ by at most one sample."""
     val_share: float = setting(
         0.02, "share of the sources held out for validation (default: {default})", low=0, below=1
     )
     mirror: bool = setting(False, "add a copy of each training clip with left and right exchanged")
-    """Both have the clip's caption: for captions that do not say left or right."""
+    """Both have the same caption, so captions must not say left or right."""
     seed: int = setting(0, "seed of the order and the splits (default: {default})")
     keyframes: int = setting(
         0,
@@ -109,13 +109,13 @@ class Settings:
         low=0,
         high=MOST_FRAMES,
     )
-    """Conditioning frames besides a clip's own latents (`train/data/packs/conditioning.py`)."""
+    """Frames for conditioning, encoded separately from the clip (`train/data/packs/conditioning.py`)."""
     store: Literal["latents", "raw"] = setting("latents", "encode now (latents), or while training (raw)")
-    """Encoded samples, or pixels that training encodes as it reads them."""
+    """Latents, or pixels that training encodes (`data.encode=on_the_fly`)."""
     source_media: bool = setting(
         False, "also store the source files, and the clips cut out of longer videos, unencoded"
     )
-    """Training does not read them; `megadit prepare webdataset` of the data set does (`clips/source_media.py`)."""
+    """Not read by training, but by `megadit prepare webdataset` on the data set (`clips/source_media.py`)."""
 
     def __post_init__(self) -> None:
         if not self.sizes or any(side < 1 for size in self.sizes for side in size):
@@ -131,25 +131,25 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A video or an image: a file, or a stretch of bytes inside one."""
+    """A video or an image: a file, or a byte range of one."""
 
     name: str
-    """Unique and stable: keys of samples are made from it."""
+    """Unique and stable name, from which keys of samples are derived."""
     kind: Kind
     path: str
     offset: int = 0
     size: int | None = None
-    """Bytes; None: to the end of the file."""
+    """Number of bytes; None: to the end of the file."""
     caption: str = ""
     aesthetic_score: float | None = None
     more_captions: tuple[str, ...] = ()
-    """Beside the first one; training draws one of all, anew in each pass."""
+    """Captions after the first one; training draws one of all in each epoch."""
     stamp: str = ""
-    """Size and time of its file, by which a change is seen; empty: not known."""
+    """Size and modification time of its file, to detect changes; empty if unknown."""
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """Equal where a scan finds the same: the file, as it was then, and the score that may leave it out."""
+        """Values on which the result of a scan depends: file, stamp, and aesthetic score."""
         return self.name, self.kind, self.path, self.offset, self.size, self.stamp, self.aesthetic_score
 
     @property
@@ -179,16 +179,16 @@ class Clip:
     """Hexadecimal perceptual hash."""
 
     is_transparent: bool = False
-    """Whether the background shows through it somewhere."""
+    """Whether it has transparent pixels."""
     conversions: tuple[str, ...] = ()
     """Conversions of format and colour (`infer/decoding`), as short names."""
     is_regular: bool = True
-    """Whether its timestamps are those of the file; else it is read from the beginning."""
+    """Whether its timestamps are those of the file; if not, it must be decoded from the beginning."""
     is_mirrored: bool = False
     """Whether left and right are exchanged."""
 
     is_whole: bool = False
-    """Whether its source is a picture, or a video that is no more than twice as long and gave no other clip."""
+    """Whether its source is an image, or a video at most twice as long without another clip."""
 
     @property
     def num_frames(self) -> int:
@@ -210,7 +210,7 @@ class Clip:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skip:
-    """A source, or a stretch of one, that is left out."""
+    """A source, or an interval of one, that is left out."""
 
     source: str
     reason: str
@@ -228,7 +228,7 @@ class Finding:
     clips: tuple[Clip, ...] = ()
     skips: tuple[Skip, ...] = ()
     seconds: float = 0.0
-    """Length of the video that could be read."""
+    """Seconds of video that could be read."""
 
     def of(self, source: Source) -> "Finding":
         """The finding for a source with other captions."""
@@ -274,37 +274,37 @@ class Notes:
 
     @property
     def fetched(self) -> Path:
-        """Pictures that came from tables or the network."""
+        """Images and videos from tables or downloads."""
         return self.folder / "fetched"
 
     @property
     def skipped(self) -> Path:
-        """Sources dropped while listing, before any was read."""
+        """Sources dropped by the listing, before they were read."""
         return self.folder / "skipped_sources.jsonl"
 
     @property
     def not_used(self) -> Path:
-        """Files among the sources, or named by a table, that are no sources."""
+        """Files in the folder, or named by a table, that are not sources."""
         return self.folder / "not_used.jsonl"
 
     @property
     def previous(self) -> Path:
-        """Findings of sources that have not changed since before an update."""
+        """Findings of sources that are unchanged by an update."""
         return self.folder / "previous.jsonl"
 
     @property
     def remarks(self) -> Path:
-        """Changes made to sources that are used: captions that were cut."""
+        """Changes made to used sources, such as cut captions."""
         return self.folder / "remarks.jsonl"
 
     @property
     def captions(self) -> Path:
-        """Captions by a server."""
+        """Captions of the caption server."""
         return self.folder / "captions.jsonl"
 
     @property
     def scores(self) -> Path:
-        """Scores by the judge."""
+        """Scores of the scorer."""
         return self.folder / "scores.jsonl"
 
     @property
@@ -314,7 +314,7 @@ class Notes:
 
     @property
     def left_out(self) -> Path:
-        """Pictures of a few sources of each reason for which some are left out."""
+        """Pictures of a few left out sources for each reason."""
         return self.folder / "left_out"
 
     @property
@@ -335,21 +335,21 @@ class Notes:
 
     @property
     def selection(self) -> Path:
-        """Counts of the selection; its presence says that the plans are complete."""
+        """Counts of the selection; its existence marks complete plans."""
         return self.folder / "selection.json"
 
     def begin(self, settings: Settings, request: dict[str, Any], *, is_alone: bool = True) -> None:
-        """Record the request, or check that it equals the recorded one. Remains of a killed process are removed, where
-        nobody else is at work.
+        """Record the request, or check that it equals the recorded one; remove leftovers of a killed process if
+        `is_alone`.
 
         Raises:
-            UserError: if the folder was begun with other settings, or holds something else.
+            UserError: if the folder was started with other settings, or holds something else.
         """
         values = json.loads(json.dumps({"settings": asdict(settings), **request}))
         path = self.settings
         if is_alone:
             self._clear_temporaries()
-        # looked for before the request is: parts that begin at once write that first of all
+        # checked before the request: concurrent shards write the request first
         holds_files = self.root.exists() and (not self.root.is_dir() or any(map(_is_whole_file, self.root.rglob("*"))))
         if not path.is_file():
             if holds_files:
@@ -365,18 +365,18 @@ class Notes:
             )
 
     def withdraw(self) -> None:
-        """Removes a request for which nothing was made, with its folders: the next one may be another."""
+        """Remove a request without results, and its folders, so that the next one may differ."""
         if all(path.is_dir() or path == self.settings for path in self.root.rglob("*")):
             shutil.rmtree(self.folder)
             with suppress(OSError):
                 self.root.rmdir()
 
     def forget_made(self) -> None:
-        """Remove all that was made from the sources; the request, fetched files and answers stay."""
+        """Remove all results; the request, fetched files and annotation caches remain."""
         self._keep_only()
 
     def forget_selected(self) -> None:
-        """Removes the selection and all that was made from it."""
+        """Remove the selection and all results of it."""
         self._keep_only(self.sources, self.skipped, self.not_used, self.remarks, self.scans)
 
     def _keep_only(self, *paths: Path) -> None:

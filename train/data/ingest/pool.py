@@ -1,4 +1,4 @@
-"""Work on many sources in several processes, in order, that survives files which crash a decoder or hang it."""
+"""Pool of processes that maps over sources in order, and survives files that crash or hang a decoder."""
 
 import ctypes
 import multiprocessing
@@ -17,30 +17,30 @@ from megadit.models.shared.cores import available_cores
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 AHEAD = 4
-"""Results that may wait for each process."""
+"""Maximum number of waiting results per process."""
 SECONDS_BETWEEN_SIGNS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How long a process may work without a sign of life (`still_alive`) before it counts as hanging."""
+    """Time limits without a sign of life (`still_alive`), after which a process counts as hanging."""
 
     processor_seconds: float = 120.0
-    """Limit of the process's own processor time, which a busy machine does not use up."""
+    """Limit of the process's CPU time, which does not depend on other load."""
     seconds: float = 3600.0
-    """Limit of elapsed time, with waits for storage that does not answer."""
+    """Limit of elapsed time, including waits for storage."""
 
 
 _patience: Patience | None = None
-"""Limits of this process; None where nobody would notice its end."""
+"""Limits of this process; None outside of a pool."""
 _read: Synchronized | None = None
 """Seconds of video that all processes of a pool have read."""
 
 
 def still_alive() -> None:
-    """Report a sign of life, as long work does for every piece that it has done.
+    """Give a sign of life, regularly during long work.
 
-    The kernel ends a process that gives none: no Python runs while a decoder does not return.
+    The kernel kills a process that gives none, because no Python code runs while a decoder hangs.
     """
     if _patience is not None:
         signal.setitimer(signal.ITIMER_PROF, _patience.processor_seconds)
@@ -48,7 +48,7 @@ def still_alive() -> None:
 
 
 def have_read(seconds: float) -> None:
-    """Tells who waits for this process how much more of a video it has read."""
+    """Report that `seconds` more of a video have been read."""
     if _read is not None:
         with _read.get_lock():
             _read.value += seconds
@@ -60,11 +60,11 @@ def _done() -> None:
 
 
 def _start(patience: Patience, read: Synchronized) -> None:
-    """A killed preparation must not leave its workers behind (Linux: PR_SET_PDEATHSIG)."""
+    """Initialize a worker, which ends with its parent (Linux: PR_SET_PDEATHSIG)."""
     global _patience, _read
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
     for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)  # which ends the process, without a word
+        signal.signal(number, signal.SIG_DFL)  # ends the process silently
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _patience, _read = patience, read
 
@@ -82,7 +82,7 @@ def default_workers() -> int:
 
 
 class Pool:
-    """Processes for `map`; none with `num_workers=0`, where the caller does all work, and crashes and hangs with it."""
+    """Processes for `map`; with `num_workers=0` the caller does all work, without protection."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Pool:
         patience: Patience = Patience(),  # noqa: B008  (it is frozen)
         while_waiting: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """`while_waiting` is called every few seconds with how much video its processes have read."""
+        """`while_waiting` is called every few seconds with the seconds of video that the processes have read."""
         self.num_workers = num_workers
         self.patience = patience
         self._while_waiting = while_waiting
@@ -107,7 +107,7 @@ class Pool:
     def map(
         self, function: Callable[[Item], Result], items: Iterable[Item], lost: Callable[[Item], Result]
     ) -> Iterator[Result]:
-        """function(item) of each item, in order; `lost(item)` for one that crashes its process, or hangs it."""
+        """Yield function(item) for each item, in order; `lost(item)` if it crashes or hangs its process."""
         if self.num_workers == 0:
             yield from map(function, items)
             return
@@ -133,7 +133,7 @@ class Pool:
             return future.result()
         except BrokenProcessPool:
             pass
-        # Everything under way was lost with the pool: do this one alone, and give the others to a new pool.
+        # All pending work was lost with the pool: do this item alone, and give the others to a new pool.
         self._close()
         try:
             with self._new_executor(1) as alone:

@@ -1,4 +1,4 @@
-"""Pictures of what was left out, a few of each reason, for `megadit info DATA --html PAGE`."""
+"""Pictures of left out sources, a few for each reason, for `megadit info DATA --html PAGE`."""
 
 from array import array
 from collections import defaultdict
@@ -25,11 +25,11 @@ HEIGHT = 128
 class Example:
     skip: Skip
     source: Source | None
-    """Source; None if it was never fetched, or listed."""
+    """The source; None if it was never fetched or listed."""
 
 
 def picture_left_out(notes: Notes, settings: Settings, num_workers: int) -> None:
-    """Writes `left_out.jsonl`, the skips that are shown, and `0.jpg`, `1.jpg`, ... of those that show something."""
+    """Write `left_out.jsonl`, the skips to show, and `0.jpg`, `1.jpg`, ... of those that can be decoded."""
     chosen = choose(Lines.open(notes.skips, skip_from_json))
     names = {skip.source for skip in chosen}
     sources = {
@@ -45,7 +45,7 @@ def picture_left_out(notes: Notes, settings: Settings, num_workers: int) -> None
 
 
 def choose(skips: Sequence[Skip]) -> list[Skip]:
-    """Up to a dozen of each reason, evenly over all of it."""
+    """Choose up to a dozen skips of each reason, evenly spaced."""
     groups: dict[str, array] = defaultdict(lambda: array("q"))
     for number, skip in enumerate(skips):
         groups[skip.reason].append(number)

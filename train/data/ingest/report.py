@@ -20,7 +20,7 @@ from megadit.train.data.ingest.plan import REST, Notes, Skip, skip_from_json
 REPORT = "report.json"
 PICTURE = "report.png"
 TEMPORAL = 4
-"""Frames that tokenizers make one of: a length is one frame and a multiple."""
+"""Temporal compression of tokenizers: lengths are one frame plus a multiple of it."""
 FLAGS = {
     "near-duplicate": " (--max_duplicate_bits: how alike, -1 keeps all; --duplicates: of one caption or of any)",
     "in another data set": " (--not_in)",
@@ -33,7 +33,7 @@ FLAGS = {
     "small": " (--sizes)",
     "short": " (--num_frames)",
 }
-"""Reason -> the option that decides it."""
+"""Reason -> hint at the option that controls it."""
 CONVERSIONS = {
     "HDR": "HDR (HLG or PQ), tone-mapped to the colours of an ordinary screen",
     "wide gamut": "wide-gamut video (BT.2020 or P3), converted to sRGB",
@@ -48,29 +48,29 @@ class Report:
     """The contents of `report.json`."""
 
     sources: int
-    """Everything that lies there or that a table names, but for captions that were read: the sum of the next three."""
+    """Number of all files and table rows, except captions: the sum of the next three."""
     used: int
-    """Videos and images that samples were made of."""
+    """Videos and images from which samples were made."""
     left_out: int
-    """Sources that gave no sample, for reasons in `skips`."""
+    """Sources without a sample, for reasons in `skips`."""
     not_used: int
-    """Files that are no videos or images to be read, for reasons in `not_used_reasons`."""
+    """Files that are not videos or images, for reasons in `not_used_reasons`."""
     hours_read: float
     hours_used: float
     samples: dict[str, int]
     """Samples of each split."""
     without_caption: int
     transparent: int
-    """Samples through which the background shows."""
+    """Samples with transparent pixels."""
     conversions: dict[str, int]
     """Conversion -> number of samples."""
     skips: dict[str, int]
-    """Reason -> sources, or stretches of one, that were left out for it."""
+    """Reason -> number of left out sources or intervals."""
     skipped_hours: dict[str, float]
     rest_frames: int
-    """Frames past the last whole clip of their scene."""
+    """Number of frames after the last whole clip of their scene."""
     rest_length: int
-    """Median length of such a rest, in frames."""
+    """Median length of such remainders, in frames."""
     not_used_reasons: dict[str, int]
     remarks: dict[str, int]
     """Change made to sources that are used -> number of sources."""
@@ -81,7 +81,7 @@ class Report:
 
 
 def write_report(notes: Notes) -> Report:
-    """Writes report.json and report.png, and returns what they say."""
+    """Write report.json and report.png, and return the report."""
     plans, selection = {split: notes.clips(split) for split in SPLITS}, read_json(notes.selection)
     fps, seconds, words, names = array("d"), array("d"), array("q"), array("q")
     conversions, sizes, lengths, transparent = Counter(), Counter(), Counter(), 0
@@ -169,13 +169,13 @@ def summary(report: Report, notes: Notes) -> str:
 
 
 def _frames_of(skip: Skip) -> int:
-    """Length in frames of a stretch whose detail begins "frames 17 to 24"."""
+    """Length in frames of an interval whose detail begins "frames 17 to 24"."""
     start, stop = (int(word) for word in skip.detail.split()[1:4:2])
     return stop - start
 
 
 def _rest(report: Report) -> str:
-    """Describe the number of frames past the last whole clips, and the lengths that would use them."""
+    """Describe the number of frames after the last whole clips, and the lengths that would use them."""
     used = sum(int(length) * count for length, count in report.lengths.items())
     lengths = sorted(map(int, report.lengths), reverse=True)
     shorter = 1 + (report.rest_length - 1) // TEMPORAL * TEMPORAL
@@ -193,7 +193,7 @@ def more_channels_in_words(psnr_by_channels: Mapping[int, float], *, than: int) 
 
 
 def draw(path: Path, report: Report, fps: Sequence[float], seconds: Sequence[float], words: Sequence[int]) -> None:
-    """Draw histograms of what was kept and bars of what was not."""
+    """Draw histograms of the samples and bars of left out sources."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import, and for people only
     from matplotlib.figure import Figure
 

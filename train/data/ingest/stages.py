@@ -1,10 +1,10 @@
-"""The stages of a preparation, each of which does what is not done yet.
+"""Stages of a preparation, each of which does its missing work.
 
-| stage | does | leaves under OUT |
+| stage | does | results in OUT |
 |---|---|---|
-| fetch | takes pictures and videos out of tables, downloads; lists sources | prepare/fetched/, prepare/sources.jsonl |
-| scan | decodes every source, small; cuts, filters, fingerprints | prepare/scan/ |
-| select | drops near-duplicates; captions, judges; deals clips to shards | prepare/train.jsonl, val.jsonl, ... |
+| fetch | extracts media from tables, downloads; lists sources | prepare/fetched/, prepare/sources.jsonl |
+| scan | decodes every source at low resolution; cuts, filters, fingerprints | prepare/scan/ |
+| select | drops near-duplicates; captions, scores; assigns clips to shards | prepare/train.jsonl, val.jsonl, ... |
 | encode | decodes the clips, encodes, writes shards | train-000000.tar, ... |
 | index | metadata, report | .nv-meta/, megadit.json, report.json, report.png, prepare/left_out/ |
 """
@@ -73,19 +73,19 @@ from megadit.train.dataset.dataset_info import INFO_FILE
 
 STAGES = ("fetch", "scan", "select", "encode", "index")
 SHARED_STAGES = ("fetch", "scan", "encode")
-"""Stages that ranks and parts divide among them; the others take one process seconds."""
+"""Stages that are divided among ranks and `--shard` jobs; the others take one process seconds."""
 SOURCES_OF_A_UNIT = 64
 LEARNED_WORDS = 32_768
-"""Tokens that are learned of captions, at most."""
+"""Maximum vocabulary learned from captions."""
 FITTING_CLIPS = 256
-"""Clips that a `haar` tokenizer is fitted to."""
+"""Number of clips to which a `haar` tokenizer is fitted."""
 RETRIED = (NOT_CAPTIONED, NO_SCORE)
-"""Prefixes of reasons that another selection may change."""
+"""Prefixes of reasons that `--redo failed` retries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """Everything that the stages share."""
+    """Inputs common to the stages."""
 
     notes: Notes
     settings: Settings
@@ -93,17 +93,17 @@ class Preparation:
     channels: int
     """Latent channels of a `haar` tokenizer."""
     list_sources: Callable[[], Listing | None]
-    """List the sources; None while not all of them are fetched."""
+    """Function that lists the sources, or returns None while not all of them are fetched."""
     num_workers: int
     workers: Workers
     tables: Tables | None = None
-    """Tables whose rows are fetched first."""
+    """Tables whose rows must be fetched first."""
     is_update: bool = False
-    """Whether sources that have changed since are prepared again."""
+    """Whether changed sources are prepared again (`--update`)."""
     redo: range | None = None
-    """Shards to make again, of those of all splits, numbered in a row."""
+    """Numbers of shards to encode again; shards of all splits are numbered consecutively."""
     redo_failed: bool = False
-    """Whether rows that could not be fetched, and clips that got no caption or score, are tried again."""
+    """Whether failed downloads, captions and scores are retried."""
     caption_server: CaptionServer = CaptionServer()  # noqa: RUF009  (it is frozen)
 
     @property
@@ -112,7 +112,7 @@ class Preparation:
 
 
 def run(preparation: Preparation, stages: Sequence[str]) -> None:
-    """Runs the stages in their order, each on all ranks, the short ones on the first."""
+    """Run the stages in order; short ones on the first rank alone."""
     workers = preparation.workers
     for stage in (name for name in STAGES if name in stages):
         if stage in SHARED_STAGES:
@@ -123,7 +123,7 @@ def run(preparation: Preparation, stages: Sequence[str]) -> None:
 
 
 def fetch(preparation: Preparation) -> None:
-    """Whoever finds all rows fetched lists the sources; what was made of fewer of them goes."""
+    """Fetch rows of tables; when all are there, list the sources, and remove results of earlier, shorter listings."""
     notes, workers = preparation.notes, preparation.workers
     if notes.sources.is_file() and not preparation.redo_failed:
         if workers.is_first and preparation.tables is None:
@@ -139,10 +139,10 @@ def fetch(preparation: Preparation) -> None:
 
 
 def go_on(preparation: Preparation) -> None:
-    """Begins an update where the sources are no more what they were.
+    """Start an update if the sources have changed.
 
     Raises:
-        UserError: where none is asked for.
+        UserError: if they have, without `--update`.
     """
     notes = preparation.notes
     listing = preparation.list_sources()
@@ -158,12 +158,12 @@ def go_on(preparation: Preparation) -> None:
     print(f"updating: {found}", flush=True)
     keep_findings(notes)
     notes.forget_made()
-    notes.scores.unlink(missing_ok=True)  # which may be of a caption that is another now
+    notes.scores.unlink(missing_ok=True)  # captions may have changed
     write_listing(preparation, listing)
 
 
 def write_listing(preparation: Preparation, listing: Listing) -> None:
-    """Record the sources; what was made of others is removed."""
+    """Record the sources; results of other sources are removed."""
     notes = preparation.notes
     shorten_captions(listing, preparation.settings.max_caption_words)
     if notes.sources.is_file():
@@ -229,7 +229,7 @@ def select_clips(preparation: Preparation) -> None:
 
 
 def _filters(preparation: Preparation) -> list[Filter]:
-    """Filters, in this order: those that read captions come after those that make them."""
+    """Filters in order: those that read captions come after those that create them."""
     notes, means = preparation.notes, {"settings": preparation.settings, "num_workers": preparation.num_workers}
     return [
         partial(drop_annotated, settings=preparation.settings),
@@ -277,7 +277,7 @@ def _fit(preparation: Preparation) -> HaarTokenizer:
 
 
 def all_shards(preparation: Preparation) -> list[tuple[Path, Lines[Clip], slice]]:
-    """(file, plan, clips of it) of the shards of all splits."""
+    """(file, plan, slice of its clips) of the shards of all splits."""
     found = []
     for split in SPLITS:
         plan = preparation.notes.clips(split)
@@ -347,8 +347,8 @@ def load_encoders(preparation: Preparation) -> list[Encoder]:
 
 
 def check_encoders(preparation: Preparation) -> None:
-    """Refuses filters and encoders that are not there, and sizes and lengths that the latter cannot encode, before
-    anything is decoded."""
+    """Raises UserError for missing filters or encoders, and for sizes and lengths that encoders do not support; called
+    before anything is decoded."""
     check_not_in(preparation.settings, preparation.root)
     check_captions(preparation.settings, preparation.caption_server)
     open_scorer(preparation.settings)
@@ -361,10 +361,10 @@ def check_encoders(preparation: Preparation) -> None:
 
 
 def check_sizes(settings: Settings, encodings: Sequence[Encoding]) -> None:
-    """Refuses sizes and lengths that an encoder of videos cannot encode.
+    """Check sizes and lengths against the video encoders.
 
     Raises:
-        UserError: naming the nearest that it can.
+        UserError: for unsupported ones, naming the nearest supported.
     """
     for name in (encoding.encoder for encoding in encodings if encoding.modality == "video"):
         tokenizer = BUILT_IN[name]() if name in BUILT_IN else load_tokenizer(name)

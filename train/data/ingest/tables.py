@@ -1,7 +1,7 @@
-"""Tables with pictures and videos inside, or their addresses, as in a Hugging Face data set: Parquet files.
+"""Parquet tables with images and videos, or their URLs, as in Hugging Face data sets.
 
-Rows are fetched in units of a thousand, each a tar file that `sources.list_shards` reads. A unit is a function of
-its rows alone, whoever fetches it; the pieces of one that was interrupted stay beside it until it is whole.
+Rows are fetched in units of a thousand, each a tar file that `sources.list_shards` reads. A unit depends on its rows
+alone. Files of an interrupted unit are kept next to it until it is complete.
 """
 
 import json
@@ -33,15 +33,15 @@ ROWS_OF_A_UNIT = 1000
 MEDIA_COLUMNS = ("image", "video", "jpg", "png", "mp4", "img")
 URL_COLUMNS = ("image_url", "video_url", "url", "URL", "contentUrl")
 NOT_FETCHED = "not fetched: "
-"""Begins the reasons of rows that another run may fetch."""
+"""Prefix of reasons that a retry may resolve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """The rows of the Parquet files in a folder, or of the data set with this id, which is then downloaded.
+    """Rows of the Parquet files in a folder, or of the Hugging Face data set with this id, which is then downloaded.
 
     Raises:
-        UserError: by any method, if there is no such data set, or its tables hold no pictures.
+        UserError: by any method, if there is no such data set, or its tables hold no media.
     """
 
     root: str
@@ -50,11 +50,11 @@ class Tables:
     split: str = "train"
     reading: Reading = Reading()
     names_are_captions: bool = False
-    """Whether the column `name` is one of captions."""
+    """Whether the column `name` holds captions."""
     downloads: Downloads = field(default_factory=Downloads)
 
     def fetch(self, workers: Workers, *, again: bool = False) -> bool:
-        """Fetches this rank's units that are not there; with `again`, also those of which rows could not be had.
+        """Fetch this rank's missing units; with `again`, also those with failed rows.
 
         Returns:
             Whether a unit was written.
@@ -124,7 +124,7 @@ class Tables:
         return again and any(line["reason"].startswith(NOT_FETCHED) for line in read_lines(self._skips(unit)))
 
     def _fetch(self, unit: int, bar: Progress) -> None:
-        """Writes the unit's tar file; rows without a picture are noted beside it, first."""
+        """Write the unit's tar file, after the list of its rows without media."""
         tar, unpacked = self._tar(unit), self._tar(unit).with_suffix("")
         unpacked.mkdir(parents=True, exist_ok=True)
         if tar.is_file():
@@ -162,7 +162,7 @@ class Tables:
         shutil.rmtree(unpacked)
 
     def _description(self, row: dict[str, Any]) -> bytes:
-        """The `.json` beside a picture.
+        """The `.json` member of a row.
 
         Raises:
             ValueError: if its caption is no text.
@@ -173,7 +173,7 @@ class Tables:
 
 
 def _media(row: dict[str, Any]) -> bytes | str | None:
-    """The content of a row's picture or video, or its address; None where the row has neither."""
+    """Content or URL of a row's image or video; None if it has neither."""
     for name in MEDIA_COLUMNS:
         value = row.get(name)
         content = value.get("bytes") if isinstance(value, dict) else value
@@ -200,7 +200,7 @@ def _pack(tar: Path, descriptions: dict[Path, bytes]) -> None:
 
 
 def _unpack(tar: Path, unpacked: Path) -> None:
-    """The pieces of a unit that we packed, so that only what is missing is fetched."""
+    """Extract the files of a unit, so that only missing ones are fetched."""
     with tarfile.open(tar) as archive:
         for member in archive:
             name, _, suffix = member.name.partition(".")

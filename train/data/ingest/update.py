@@ -1,4 +1,4 @@
-"""A source that has changed since it was prepared: what differs, and what was found in the rest of it."""
+"""Update of a data set whose source has changed: differences, and reuse of findings."""
 
 import heapq
 import json
@@ -40,7 +40,7 @@ def _is_other_file(old: Source, new: Source) -> bool:
 
 
 def keep_findings(notes: Notes) -> None:
-    """Keeps what the scan found in files whose stamp says when they change."""
+    """Save the findings of sources with a stamp, for reuse."""
     sources = read_lines(notes.sources)
     with atomic_path(notes.previous) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for finding in notes.findings():  # in the order of the sources, with gaps where a scan was stopped
@@ -50,7 +50,7 @@ def keep_findings(notes: Notes) -> None:
 
 
 class EarlierFindings:
-    """The findings that `keep_findings` wrote, for sources that are asked about in their order."""
+    """Reader of the findings that `keep_findings` saved, for sources in order."""
 
     def __init__(self, notes: Notes) -> None:
         self._lines: Iterator[list] = read_lines(notes.previous) if notes.previous.is_file() else iter(())

@@ -1,4 +1,4 @@
-"""The processes that prepare one data set together: ranks of `torchrun`, tasks of a job array, both, or one."""
+"""Workers that prepare one data set together: ranks of `torchrun`, tasks of a job array, both, or one process."""
 
 import os
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from megadit.models.megatron.interfaces import join_ranks
 from megadit.models.shared.errors import UserError, report_once
 
 LONGEST_WAIT = timedelta(days=7)
-"""Maximum time to wait for the slowest rank's share of a stage."""
+"""Maximum time to wait for the slowest rank in a stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Share of a stage's units for one of several jobs, which do not wait for each other."""
+    """Shard of the work of a stage, for one of several independent jobs."""
 
     number: int = 0
     count: int = 1
@@ -38,7 +38,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
-    """The ranks of one part, which wait for one another after each stage."""
+    """Ranks of one job, which wait for each other after each stage."""
 
     rank: int = 0
     size: int = 1
@@ -50,11 +50,11 @@ class Workers:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nobody else works on the data set."""
+        """Whether there are no other workers on the data set."""
         return self.part.count == 1
 
     def mine(self, num_units: int) -> range:
-        """The units of a stage that this rank of this part does."""
+        """Units of a stage for this rank of this job."""
         return range(self.part.number * self.size + self.rank, num_units, self.part.count * self.size)
 
     @property
@@ -64,7 +64,7 @@ class Workers:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
     def wait(self) -> None:
-        """Raises UserError where a rank has ended instead."""
+        """Wait for all ranks; raises UserError if one has ended."""
         if self.size == 1:
             return
         try:
@@ -76,7 +76,7 @@ class Workers:
 
 @contextmanager
 def join_workers(part: Shard) -> Iterator[Workers]:
-    """The team that the environment of torchrun describes."""
+    """Join the workers that torchrun's environment describes."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield Workers(part=part)

@@ -1,1 +1,1 @@
-"""Demo on handwritten digits: its classifier of clips, scores and figures."""
+"""Demo on handwritten digits: data, classifier of clips, scores and evaluation."""

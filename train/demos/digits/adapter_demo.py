@@ -1,9 +1,9 @@
-"""`megadit demo-adapter`: the demo's model is taught a subject, a shape that is no digit, by an adapter.
+"""`megadit demo-adapter`: fine-tunes the demo's model on a subject, a shape that is not a digit, with an adapter.
 
     megadit demo-adapter                # from the bundle of `megadit demo`, into runs/demo-adapter
 
-Ten clips and one word. The adapter is trained twice, with the prior (clips of digits that the model made itself) and
-without, and the picture shows what that is for: the subject is learnt either way, the digits are kept by one alone.
+The subject has ten clips and one word. The adapter is trained twice: with prior preservation (clips of digits that the
+model generated) and without. Both learn the subject, but only the first preserves the digits.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Judges clips of moving digits: which digit and colour each frame shows, which way the clip moves.
+"""Classifier of clips of moving digits: digit and colour of each frame, and direction of the clip.
 
 A small convolutional network, trained on real clips of the training glyphs, reads digits. Colour and direction are
 measured: mean colour of the strokes, and motion of their centre of mass.
@@ -43,7 +43,7 @@ SHORTEST_TRAVEL = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Contents of clips as judged: indices into DIGITS, COLOURS and DIRECTIONS, or NONE."""
+    """Contents of clips as classified: indices into DIGITS, COLOURS and DIRECTIONS, or NONE."""
 
     digit_BT: Tensor
     colour_BT: Tensor
@@ -163,7 +163,7 @@ def load_reader(path: Path) -> DigitReader:
 
 
 def classify(reader: DigitReader, video_BCTHW: Tensor) -> Verdicts:
-    """Judge what each clip (BCTHW in [-1, 1]) shows."""
+    """Classify each clip (BCTHW in [-1, 1])."""
     stroke_BTHW = strokes(video_BCTHW)
     return Verdicts(
         digit_BT=_read_digits(reader, stroke_BTHW),

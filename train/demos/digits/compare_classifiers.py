@@ -26,7 +26,7 @@ from megadit.train.demos.digits.samples import DIGITS as DRAWN
 
 ATTRIBUTES = "digit", "colour", "direction"
 NUM_TIMED = 48
-"""Clips judged at once where the time of one is taken."""
+"""Batch size for the measurement of time per clip."""
 NUM_REPEATS = 9
 
 Right = Callable[[Tensor, Sequence[Attributes]], dict[str, Tensor]]
@@ -96,7 +96,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> None:
     options = read_options(
-        CompareOptions, argv, prog="compare_classifiers", description="The demo's classifier beside a ViT of clips."
+        CompareOptions,
+        argv,
+        prog="compare_classifiers",
+        description="Compares two classifiers of clips.",
     )
     classifiers = {"vit": by_classifier(Classifier(open_any_bundle(options.bundle)))}
     round_trip = classifier.round_trip(DRAWN.fit_tokenizer(0))

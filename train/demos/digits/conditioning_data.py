@@ -21,7 +21,7 @@ from megadit.train.demos.digits.data import Attributes
 NUM_CLIPS, NUM_EDITS, NUM_VAL = 8000, 2000, 256
 CHUNK = 500
 FRAMES = keyframe_places(digits.NUM_FRAMES, 2)
-"""Frames of a clip that are encoded as images besides, for `last_frame` and `keyframes`."""
+"""Frames of a clip that are also encoded as images, for `last_frame` and `keyframes`."""
 NEUTRAL_WORDINGS = (
     "a digit moving {pace} {direction}",
     "something moving {direction} {pace}",
@@ -90,7 +90,7 @@ def write_conditioning(
     num_val: int = NUM_VAL,
     seed: int = 0,
 ) -> None:
-    """A data set for the recipe `digits_conditioned`, by the encoders of the model that goes on learning."""
+    """Write a data set for the recipe `digits_conditioned`, with the encoders of the model to fine-tune."""
     generator = torch.Generator().manual_seed(seed + 2)
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     with (
@@ -108,7 +108,7 @@ def write_conditioning(
 
 
 def _write_clips(writer: DatasetWriter, split: str, numbers: range, generator: torch.Generator) -> None:
-    """Clips with some of their frames besides, and a neutral caption for when a part of them is given."""
+    """Write clips with some frames encoded as images, and a neutral caption for use with conditioning."""
     glyphs = "train" if split == "train" else "heldout"
     attributes = digits.random_attributes(len(numbers), images=False, generator=generator)
     clips = digits.draw_clips(attributes, glyphs, generator)

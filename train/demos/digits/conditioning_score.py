@@ -1,4 +1,4 @@
-"""Scores of conditional generation of digits: how often it keeps what is given, continues it, obeys instructions.
+"""Scores of conditional generation of digits: fidelity to conditioning frames, continuation, and edits.
 
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """
@@ -22,7 +22,7 @@ from megadit.train.demos.digits.score import frames_and_clips_right, heldout_cap
 
 BATCH = 108
 GUIDANCE = 2.0
-"""Guidance scale with conditioning: less than for text alone, which has everything to say."""
+"""Guidance scale with conditioning, lower than for text alone."""
 LONG, BACK = 65, {"left": "right", "right": "left", "up": "down", "down": "up"}
 """Frames of a continuation, and where a digit goes in the next window, so that it stays in view."""
 MIDDLE = digits.FRAME_SIZE // 2
@@ -99,7 +99,8 @@ def neutral_captions(attributes: Sequence[Attributes], seed: int = 0) -> list[st
 
 
 def last_frame(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes]) -> dict:
-    """`off`: pixels between the centres of the last frame made and the one asked for; `floor`: the tokenizer's."""
+    """`off`: pixels between the centres of the generated and the requested last frame; `floor`: the same for the
+    tokenizer's reconstruction."""
     clips = real_clips(attributes)
     conditioning = [(ConditioningItem(frames=frames[-1:], kind="last_frame"),) for frames in pixels(clips)]
     captions = neutral_captions(attributes)
@@ -264,7 +265,7 @@ def make_edits(pipeline: TextToVideo, instructions: Sequence[str], sources: Tens
 def text_to_video(
     pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], guidance: float
 ) -> dict:
-    """Held-out captions, nothing given."""
+    """Score clips of held-out captions without conditioning."""
     captions = heldout_captions(attributes)
     made = generate(pipeline, captions, [()] * len(captions), guidance=guidance)
     return score(reader, made, attributes)

@@ -1,10 +1,10 @@
-"""`megadit demo-distill`: students of the demo's model that make a clip in four calls, two, or one.
+"""`megadit demo-distill`: students of the demo's model that sample in four, two, or one step.
 
 megadit demo-distill              # from the bundle of `megadit demo`, into runs/demo-distill
 megadit demo-distill --bundle runs/demo-conditioning/bundle --out runs/distill-image    # a student of first frames
 
-A model that takes given frames has a student of four calls alone: those of fewer learn from pairs of noise and clip, in
-which nothing is given.
+A model with conditioning frames gets only the student of four steps: the others learn from pairs of noise and clip,
+which have no conditioning.
 """
 
 import sys
@@ -46,10 +46,10 @@ TWICE = 3
 SHOWN = 6
 """Number of prompts in the picture."""
 FOUR_SIGMAS = ("12", "4", "1.5", "0.5")
-"""Noise levels of the student with guidance in one call: when called from 80, where its output is a mean, clips of a
-prompt get more alike."""
+"""Noise levels of the guidance-distilled student: starting from 80, where its output is a mean, would reduce the
+diversity of a prompt's clips."""
 NOISE_SCALE = 0.8
-"""Noise scale of students of the teacher's ODE: at full scale, clips of a prompt differ by more than the teacher's."""
+"""Initial noise scale of students of the teacher's ODE: at 1, clips of a prompt are more diverse than the teacher's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ def _score(demo: DistillDemo) -> None:
 
 
 def _first_frame_scores(demo: DistillDemo, name: str, reader: classifier_file.DigitReader) -> dict[str, Any]:
-    """Score a model on given first frames, where the teacher takes these."""
+    """Score a model with first-frame conditioning, if the teacher supports it."""
     if not demo.has_first_frame:
         return {}
     pipeline, settings = TextToVideo.from_pretrained(demo.models[name], device="cpu"), demo.settings(name).to_dict()
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    description = "Trains students of the demo's model that make a clip in four calls, two, or one."
+    description = "Trains students of the demo's model that sample in four, two, or one step."
     demo = following_demo(DistillDemo, argv, name="demo-distill", description=description)
     seconds = run_stages(demo, [*(STUDENTS[calls] for calls in demo.calls), *SCORED])
     print(summary_table(read_json(demo.out / "score.json")))

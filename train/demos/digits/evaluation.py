@@ -1,4 +1,4 @@
-"""The demo's figures: distances between generated and real clips as the classifier's network sees them, with intervals.
+"""Evaluation of the demo: distances between generated and real clips in the classifier's features, with intervals.
 
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """

@@ -1,4 +1,4 @@
-"""Sampling quality of a digits bundle: solvers by denoiser calls, negative prompts, and guidance at equal cost.
+"""Sampling quality of a digits bundle: solvers by function evaluations, negative prompts, and guidance at equal cost.
 
     python -m megadit.train.demos.digits.sampling runs/demo OUT [--clips 96] [--weaker BUNDLE]
 
@@ -28,7 +28,7 @@ from megadit.train.demos.digits.data import COLOURS, Attributes
 from megadit.train.monitoring.curves import BACKGROUND, FAINT, GRID, TEXT
 
 CALLS = (4, 6, 8, 12, 20, 35)
-"""Denoiser calls at which solvers are compared; those of two calls a step come as close from below as they can."""
+"""Function evaluations at which solvers are compared; second-order solvers use at most as many."""
 SCALES = (2.0, 4.0)
 NEGATIVE_SCALES = (1.5, 2.0, 4.0)
 TWO_CALLS = ("heun", "dpm2")
@@ -39,7 +39,7 @@ SOLVERS: dict[str, dict[str, Any]] = {name: {"sampler": name, "eta": 0.0} for na
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Pipeline, judge and prompts of a measurement."""
+    """Pipeline, classifier and prompts of a measurement."""
 
     pipeline: TextToVideo
     reader: classifier.DigitReader
@@ -58,7 +58,7 @@ class Bench:
 
 
 def solvers(bench: Bench, bar: Progress) -> dict[str, list[dict[str, float]]]:
-    """The score of each solver at each number of denoiser calls."""
+    """Score of each solver at each number of function evaluations."""
     result: dict[str, list[dict[str, float]]] = {}
     for name, settings in SOLVERS.items():
         for calls in CALLS:
@@ -87,9 +87,9 @@ def negative_prompt(bench: Bench, count: int) -> dict[str, Any]:
 
 
 def guidance(bench: Bench, weaker: str | None, bar: Progress) -> list[dict[str, Any]]:
-    """Kinds of guidance at equal cost: network evaluations of one video, of which guidance takes two a step.
+    """Kinds of guidance at equal cost: function evaluations of one video, of which guidance takes two a step.
 
-    Guidance in an interval spares the second one outside it, and spends it on more steps.
+    Guidance in an interval needs one outside of it, and can use more steps.
     """
     kinds: dict[str, dict[str, Any]] = {
         "plain": {"num_steps": 10},
@@ -109,7 +109,7 @@ def guidance(bench: Bench, weaker: str | None, bar: Progress) -> list[dict[str, 
 
 
 def _function_evaluations(bench: Bench, settings: dict[str, Any]) -> int:
-    """Network evaluations of one video with guidance, by counting the rows that the network is asked for."""
+    """Function evaluations of one video with guidance, counted as rows of the network's batches."""
     count, denoiser = 0, bench.pipeline.denoiser
 
     def counting(x, sigma_B, conditioning):
@@ -122,7 +122,7 @@ def _function_evaluations(bench: Bench, settings: dict[str, Any]) -> int:
         bench.pipeline(bench.captions[:1], sampler="euler", guidance=2.0, **settings)
     finally:
         bench.pipeline.denoiser = denoiser
-    # the weaker network's half is of the same size
+    # the weaker network's pass has the same size
     return count + (settings["num_steps"] if "autoguidance" in settings else 0)
 
 

@@ -1,1 +1,1 @@
-"""`megadit demo-shapes`: scenes of drawn things that move, turn, grow and change colour; their judge and score."""
+"""`megadit demo-shapes`: scenes of drawn things that move, turn, grow and change colour; classifier and score."""

@@ -1,7 +1,7 @@
-"""Judges scenes: how many things a clip shows, what each is, of which colour, where, and what it does.
+"""Classifier of scenes: number of things in a clip, and shape, colour, place and action of each.
 
-Nothing is trained: things are told from the background by their brightness and from each other by gaps, and named by
-the drawing that they are most like, at every angle. Its own errors are those on real clips (`score.json`, `real`).
+Nothing is trained: things are separated from the background by brightness and from each other by gaps, and classified
+by the most similar drawing, at every angle. Its own errors are measured on real clips (`score.json`, `real`).
 
 Shapes: B clips, K things, C colour channels, T/H/W frames, height, width, N shapes, A angles, P pixels of a crop.
 """
@@ -44,7 +44,7 @@ FULL_SCALE = {"travel": 10.0, "degrees": 90.0, "growth": float(np.log(1.8))}
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One thing through a clip, as judged."""
+    """One thing through a clip, as classified."""
 
     shape: str | None
     """Name of the shape; None: like no drawing in most frames."""
@@ -72,7 +72,7 @@ class Verdict:
 
     @property
     def other(self) -> Seen | None:
-        """The one that stands still beside it."""
+        """The other one, which stands still."""
         still = [thing for thing in self.things if thing is not self.mover]
         return still[0] if self.mover is not None and len(still) == 1 else None
 
@@ -84,7 +84,7 @@ def relation(mover: Seen, other: Seen) -> str:
 
 
 def classify(video_BCTHW: Tensor) -> list[Verdict]:
-    """Judge what each clip (BCTHW in [-1, 1]) shows."""
+    """Classify each clip (BCTHW in [-1, 1])."""
     return [Verdict(_things(video_CTHW)) for video_CTHW in (video_BCTHW + 1) / 2]
 
 

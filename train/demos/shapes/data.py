@@ -195,7 +195,7 @@ def captions(scene: Scene) -> list[str]:
 
 
 def neutral_caption(scene: Scene, generator: torch.Generator) -> str:
-    """Caption without names and colours, for clips with a given first frame."""
+    """Caption without names and colours, for clips with a first frame as conditioning."""
     verbs = ACTIONS[scene.action].verbs
     verb = verbs[int(torch.rand(1, generator=generator) * len(verbs))].format(becomes=scene.becomes)
     return f"{RELATIONS[scene.relation].one if scene.relation else 'it'} {verb}"

@@ -3,8 +3,8 @@
     megadit demo-shapes                     # everything under runs/demo-shapes
     megadit demo-shapes --quick --out DIR   # the same stages with next to no training
 
-One model makes scenes from captions, goes on from a first frame, changes what a clip shows, and learns a thing that it
-never saw from ten clips.
+One model generates scenes from captions, continues first frames, edits clips (video-to-video), and learns a new subject
+from ten clips with an adapter.
 """
 
 import sys
@@ -130,7 +130,7 @@ def _continue(demo: ShapesDemo) -> None:
 
 
 def _edit(demo: ShapesDemo) -> None:
-    """Real clips, each told anew."""
+    """Edit real clips by other captions (video-to-video)."""
     before, after = zip(*_all(demo.edited), strict=True)
     conditioning = [ConditioningItem(frames=clip, strength=edits.STRENGTH) for clip in _pixels(real_clips(before))]
     levels = {"sigmas": edits.SIGMAS, "num_steps": len(edits.SIGMAS)}
@@ -139,7 +139,7 @@ def _edit(demo: ShapesDemo) -> None:
 
 
 def _teach(demo: ShapesDemo) -> None:
-    """Beside the ten clips the adapter sees those of the data set, so that what they show is kept."""
+    """Train the adapter on the ten clips and the data set, so that its contents are preserved."""
     subject.write_subject(demo.subject, Bundle.open(demo.bundle))
     blend, run = demo.out / "with-subject.yaml", demo.out / "adapter-run"
     write_blend(blend, [demo.subject, demo.dataset], demo.subject)

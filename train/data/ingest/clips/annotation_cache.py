@@ -1,4 +1,4 @@
-"""Cache of answers about clips."""
+"""Cache of captions and scores of clips."""
 
 import json
 import os
@@ -10,9 +10,8 @@ from megadit.train.data.ingest.plan import Clip
 
 
 class AnnotationCache:
-    """Answers of a server or a program about clips, one line each, written at once so that nothing is asked twice.
-
-    They are looked up in a temporary database, most of which is not in memory.
+    """Responses of a caption server or scorer about clips: JSON lines, appended immediately, so that none is requested
+    twice. Look-ups use a temporary database, which is mostly on disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,13 +25,13 @@ class AnnotationCache:
                 if line.endswith(b"\n"):
                     whole += len(line)
                     self._know(*json.loads(line))
-        os.truncate(path, whole)  # a process that was killed left half a line
+        os.truncate(path, whole)  # a killed process may leave an incomplete line
 
     def __len__(self) -> int:
         return self._count
 
     def of(self, clip: Clip) -> Any:
-        """The answer about a clip, or None."""
+        """The cached response about a clip, or None."""
         found = self._database.execute("SELECT answer FROM answers WHERE name = ?", [self._name(clip)]).fetchone()
         return found and json.loads(found[0])
 
@@ -47,5 +46,5 @@ class AnnotationCache:
 
     @staticmethod
     def _name(clip: Clip) -> str:
-        """Key of this clip, which no clip of a later source of the same name shares."""
+        """Key of a clip, which differs if its source is replaced by another of the same name."""
         return f"{clip.key} {clip.fingerprint}"

@@ -1,7 +1,7 @@
-"""Captions of clips that have none, by a server that speaks OpenAI's protocol: `--caption_server`, `--caption_model`.
+"""Captions of clips without one, by an OpenAI-compatible server: `--caption_server`, `--caption_model`.
 
-Each clip is a question to /v1/chat/completions with some of its frames as JPEGs. Answers are kept in
-`prepare/captions.jsonl` as they come, so that a preparation that was killed asks for none twice.
+Each clip is a request to /v1/chat/completions with some of its frames as JPEGs. Responses are cached in
+`prepare/captions.jsonl` as they come, so that none is requested twice.
 """
 
 import base64
@@ -32,20 +32,20 @@ from megadit.train.data.ingest.sources.http_retries import FailedError, ask, chu
 
 NOT_CAPTIONED = "not captioned: "
 KEY = "MEGADIT_CAPTION_KEY"
-"""Environment variable of the API key: one of ours, so that no other service's key is sent to a mistyped address."""
+"""Environment variable of the API key; it is specific to megadit, so that no other service's key is sent by mistake."""
 MAX_BYTES = 1 << 20
 MOST_LETTERS = 4000
 LONGEST_SIDE = 512
-"""Pixels of a frame, as sent."""
+"""Longest side of a frame as sent, in pixels."""
 HOPELESS = 32
-"""Failures without one caption, or in a row for a reason that is the server's, after which no more are asked for."""
+"""Failures without any caption, or consecutive ones caused by the server, after which captioning stops."""
 OF_THE_SERVER = ("http 401", "http 403", "http 404", "no connection", "not http")
-"""Reasons that the next clip will meet too; others may be a clip's own."""
+"""Failures caused by the server; others may concern a single clip."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptionServer:
-    """Captioning server and how requests are sent; the requests' contents are part of `Settings`."""
+    """Caption server and sending of requests; contents of requests are in `Settings`."""
 
     caption_server: str | None = setting(
         None, "caption clips that have none with this OpenAI-compatible server", metavar="URL"
@@ -55,7 +55,7 @@ class CaptionServer:
 
 
 def check_captions(settings: Settings, server: CaptionServer) -> None:
-    """Raises UserError where the server or the model is missing, or the address is none."""
+    """Raises UserError if server or model is missing, or the address is invalid."""
     if (server.caption_server is None) != (settings.caption_model is None):
         raise UserError("--caption_server URL and --caption_model NAME belong together; give both")
     if server.caption_server is not None and settings.default_caption:
@@ -70,7 +70,7 @@ def check_captions(settings: Settings, server: CaptionServer) -> None:
 def caption_clips(
     clips: Sequence[Clip], settings: Settings, num_workers: int, server: CaptionServer, notes: Notes
 ) -> tuple[Sequence[Clip], Sequence[Skip]]:
-    """The clips, all with captions, in their order; those that the server did not describe are left out.
+    """Caption clips, in order; those that the server did not describe are left out.
 
     Raises:
         UserError: if it describes none; for a source that has changed since it was scanned.
@@ -93,7 +93,7 @@ def caption_clips(
 def _ask(
     clips: Sequence[Clip], captions: AnnotationCache, settings: Settings, num_workers: int, server: CaptionServer
 ) -> dict[str, str]:
-    """Adds to the captions; why not, by the keys of those clips that got none."""
+    """Add to the captions; return reasons by the keys of clips that got none."""
     if not clips:
         return {}
     address, reasons, in_a_row = _address(server.caption_server), {}, 0
@@ -124,7 +124,7 @@ def _ask(
                     "captions are stored, repeat the command to continue"
                 )
 
-        # an answer that is being written is silent: only the deadline ends it
+        # a response is silent while it is generated: only the deadline ends it
         at_once, seconds = min(server.caption_requests, len(clips)), server.caption_seconds
         exchange_all(questions(), exchange, note, at_once=at_once, seconds=seconds, timeout=None, headers=_headers())
     return reasons
@@ -135,7 +135,7 @@ def _counted(reasons: Mapping[str, str]) -> str:
 
 
 def question(frames_THWC: np.ndarray, settings: Settings) -> dict[str, Any]:
-    """The request about a clip, uint8: what to say, and `settings.caption_frames` of its frames evenly over all."""
+    """The request about a clip (uint8): the instruction, and `settings.caption_frames` evenly spaced frames."""
     count = min(settings.caption_frames, len(frames_THWC))
     places = np.linspace(0, len(frames_THWC) - 1, count).round().astype(int) if count > 1 else [len(frames_THWC) // 2]
     content: list[dict[str, Any]] = [{"type": "text", "text": settings.caption_prompt}]
@@ -145,7 +145,7 @@ def question(frames_THWC: np.ndarray, settings: Settings) -> dict[str, Any]:
 
 
 def caption_of(body: bytes) -> str:
-    """The caption in an answer, on one line.
+    """The caption in a response, as one line.
 
     Raises:
         FailedError: if there is none, or it is cut off or too long.

@@ -1,4 +1,4 @@
-"""Frames of the sources of a data set, as `megadit.infer.decoding` reads every file, and what clips are cut by.
+"""Decoding of sources by `megadit.infer.decoding`: frames, and timelines by which clips are cut.
 
 Frames are uint8, RGB, 0..255. Shapes: T/H/W frames, height, width.
 """
@@ -27,14 +27,14 @@ from megadit.train.data.ingest.sources.files import file_size, open_file
 from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, unknown_picture
 
 THUMBNAIL = 32
-"""Side of the grey pictures that clips are judged by."""
+"""Side of the grey thumbnails for filters and fingerprints, in pixels."""
 SECONDS_REPORTED = 10.0
-"""Length of video after which its reading is reported."""
+"""Seconds of video after which progress is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A whole video, small: enough to decide what to cut from it."""
+    """A whole video as thumbnails and measurements, by which it is cut."""
 
     height: int
     width: int
@@ -45,8 +45,7 @@ class Timeline:
     luma_THW: np.ndarray
     """Brightness, 0..255, THUMBNAIL x THUMBNAIL."""
     motion_T: np.ndarray
-    """Change of its colours since the frame before (`motion_between`); things as bright as their background count,
-    too."""
+    """Change of colours since the previous frame (`motion_between`)."""
     is_damaged_T: np.ndarray
     """Whether a frame was decoded with losses."""
     is_transparent: bool
@@ -57,7 +56,7 @@ class Timeline:
 
 
 class _Slice(io.RawIOBase):
-    """A stretch of a file as a file."""
+    """A byte range of a file as a file."""
 
     def __init__(self, path: str, offset: int, size: int | None) -> None:
         self._file = open_file(path)  # closed with this object
@@ -106,13 +105,13 @@ def rules_of(settings: Settings) -> Rules:
 
 
 def read_image(source: Source, settings: Settings) -> Image.Image:
-    """The picture, upright, in RGB.
+    """Decode an image, upright, in RGB.
 
     Raises:
-        UnusableSourceError: if it cannot be decoded, or is too large to try.
+        UnusableSourceError: if it cannot be decoded, or is too large.
     """
     with open_source(source) as file:
-        # a TGA has no beginning of its own
+        # TGA has no magic number
         formats = ("TGA",) if source.name.lower().endswith(".tga") else None
         try:
             return read_picture(file, rules_of(settings), formats)
@@ -138,13 +137,13 @@ def image_thumbnail(image: Image.Image) -> np.ndarray:
 
 
 def read_timeline(source: Source, settings: Settings, most: Callable[[float], int] | None = None) -> Timeline:
-    """Every frame of the video once (or the first `most` of its rate), small, at `settings.fps` or the video's own rate
-    where that is slower.
+    """Thumbnails of all frames of a video (or of the first `most`, given its rate), at `settings.fps` or the video's
+    own rate if that is lower.
 
-    Frame k is the one shown at time k / fps, so that videos of variable rate come out even. What is damaged says so.
+    Frame k is the one shown at time k / fps, which makes variable frame rates constant. Damaged frames are marked.
 
     Raises:
-        UnusableSourceError: if nothing can be decoded, or the video is too large to try.
+        UnusableSourceError: if nothing can be decoded, or the video is too large.
     """
     pts, thumbnails, motion, is_damaged, before, colours = [], [], [], [], None, None
     is_transparent, conversions = False, set()
@@ -192,7 +191,7 @@ def read_frames(
     """The frames with these timestamps, scaled until they cover height x width, the middle cut out: uint8 THWC.
 
     Raises:
-        UnusableSourceError: if they are not all there.
+        UnusableSourceError: if frames are missing.
     """
     pts_left = set(pts)
     for start in (pts[0], pts[0] - 1, None) if is_regular else (None,):

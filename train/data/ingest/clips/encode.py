@@ -1,4 +1,4 @@
-"""Encoding of clips into shards: a shard depends on its plan and the encoders alone, so that any can be made again.
+"""Encoding of clips into shards; a shard depends on its plan and the encoders alone, so that any can be redone.
 
 Shapes: B clips of one size, C channels, T/H/W frames, height, width, L text tokens, E text feature width.
 """
@@ -31,7 +31,7 @@ CAPTIONS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A clip with its frames, or why there are none."""
+    """A clip with its frames, or the reason why there are none."""
 
     clip: Clip
     frames_THWC: np.ndarray | None
@@ -39,7 +39,7 @@ class Decoded:
 
 
 def decode(clip: Clip, settings: Settings) -> Decoded:
-    """The frames of a clip at the size of its bucket."""
+    """Decode the frames of a clip at the size of its bucket."""
     try:
         if clip.source.kind == "image":
             frames_THWC = fit_image(read_image(clip.source, settings), clip.height, clip.width)[None]
@@ -57,10 +57,10 @@ def lost(clip: Clip) -> Decoded:
 
 
 def decoded_clips(clips: Sequence[Clip], settings: Settings, pool: Pool) -> Iterator[Decoded]:
-    """Clips with their frames, in order.
+    """Decode clips, in order.
 
     Raises:
-        UserError: for a source that has changed since it was scanned; nothing is dropped in silence.
+        UserError: for a source that has changed since it was scanned.
     """
     for decoded in pool.map(partial(decode, settings=settings), clips, lost):
         if decoded.frames_THWC is None:
@@ -74,7 +74,7 @@ def decoded_clips(clips: Sequence[Clip], settings: Settings, pool: Pool) -> Iter
 def encode_shard(
     path: Path, clips: Sequence[Clip], settings: Settings, encoders: Sequence[Encoder], pool: Pool
 ) -> None:
-    """Writes one shard, whole or not at all, its samples in the order of `clips`."""
+    """Write one shard atomically, with samples in the order of `clips`."""
     tensors: list[dict[str, Tensor]] = [{} for _ in clips]
     times: dict[int, list[float]] = {}
     for encoder in encoders:
@@ -111,7 +111,7 @@ def encode_shard(
 
 
 def store_shard(path: Path, clips: Sequence[Clip], settings: Settings, pool: Pool) -> None:
-    """Writes one shard of pixels, for training that encodes as it reads: mp4s of clips, png of images."""
+    """Write one shard of pixels (`--store raw`): mp4s of clips, pngs of images."""
 
     def members() -> Iterator[tuple[str, bytes]]:
         for decoded in decoded_clips(clips, settings, pool):
@@ -133,7 +133,7 @@ def png_bytes(picture_HWC: np.ndarray) -> bytes:
 
 
 def batch_size(settings: Settings) -> int:
-    """Clips encoded together: about 16 million pixels of the largest size."""
+    """Number of clips encoded together: about 16 million pixels of the largest size."""
     largest = max(height * width for height, width in settings.sizes) * max(settings.num_frames)
     return max(1, min(64, (1 << 24) // largest))
 

@@ -1,15 +1,15 @@
-"""Encodings that a data set holds, and the encoders that make them.
+"""Encodings of a data set and their encoders.
 
-A file lists them:
+A YAML file lists them:
 
     - {name: latent, modality: video, encoder: weights/tokenizer, precision: float16}
     - {name: text, modality: text, encoder: weights/t5, precision: float16}
     - {name: text_short, modality: text, encoder: hashed_words, precision: float32, padding: 16}
 
-`encoder` is a folder with a config.json, or a name of one that needs none: `haar`, fitted to the clips, or `pixels`, as
-they are; `hashed_words`; `labels`, where captions are the names of classes; or `tokens`, byte pairs of the captions.
-`latent` and `text` are what training reads; others are kept beside them. `padding` is the length that texts are padded
-with zeros, and cut, to; without it each keeps its own.
+`encoder` is a folder with a config.json, or a built-in one: `haar` (fitted to the clips) or `pixels` (no encoding) for
+videos; `hashed_words`, `labels` (captions are class names) or `tokens` (byte pair encoding of captions) for texts.
+Training reads `latent` and `text`; others are stored in addition. `padding` is the length to which texts are padded
+with zeros, or cut; without it texts keep their lengths.
 
 Shapes: B clips, C channels, T/H/W frames, height, width, L text tokens, E text feature width.
 """
@@ -33,15 +33,15 @@ from megadit.models.tokenizers import HaarTokenizer, VideoTokenizer, load_tokeni
 PRECISIONS = {"float16": torch.float16, "float32": torch.float32}
 MODALITIES = ("video", "text")
 HAAR, LABELS, TOKENS = "haar", "labels", "tokens"
-"""Encoders that are made of the clips, or of their captions; in the notes of a preparation each has its folder."""
+"""Encoders that are fitted to the clips or captions, and saved in the folder of the preparation."""
 USUAL_CHANNELS = (32, 48, 64, 96)
-"""Numbers of channels of a fitted tokenizer whose PSNR is reported beside that of the chosen number."""
+"""Numbers of channels of a fitted tokenizer for which the PSNR is reported for comparison."""
 BUILT_IN: dict[str, Callable[[], VideoTokenizer | TextEncoder]] = {
     HAAR: HaarTokenizer,
     "pixels": partial(HaarTokenizer, temporal_compression=1, spatial_compression=1),
     "hashed_words": HashedWordEncoder,
 }
-"""Name -> an encoder that needs no folder; of `haar` one that is not fitted yet."""
+"""Name -> built-in encoder (`haar`: not yet fitted)."""
 LATENT, TEXT = "latent", "text"
 """Names of the two encodings that training reads."""
 
@@ -73,10 +73,10 @@ def default_encodings(tokenizer: str, text_encoder: str) -> tuple[Encoding, ...]
 
 
 def read_encodings(path: Path) -> tuple[Encoding, ...]:
-    """The encodings that a YAML file lists.
+    """Read encodings from a YAML file.
 
     Raises:
-        UserError: for a file that is missing or malformed, a name used twice, or none of what training reads.
+        UserError: for a missing or malformed file, a duplicate name, or if `latent` or `text` is missing.
     """
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ class Encoder:
 
 
 def load_encoder(encoding: Encoding, made: Path, device: torch.device) -> Encoder:
-    """The encoder of an encoding; of those that are made of the data, the one that was saved in the folder `made`.
+    """Load the encoder of an encoding; fitted ones are read from the folder `made`.
 
     Raises:
         UserError: if there is none.
@@ -160,7 +160,7 @@ def load_encoder(encoding: Encoding, made: Path, device: torch.device) -> Encode
 
 
 def gather_labels(captions: Iterable[str]) -> ClassLabels:
-    """The classes that captions name, in the order of the alphabet.
+    """Classes named by captions, in alphabetical order.
 
     Raises:
         UserError: if a caption is empty.
@@ -172,8 +172,8 @@ def gather_labels(captions: Iterable[str]) -> ClassLabels:
 
 
 def fit_haar(videos: Iterable[Tensor], channels: int) -> tuple[HaarTokenizer, dict[int, float]]:
-    """A tokenizer of `channels` channels for these videos (batches BCTHW), always by the same arithmetic; and the dB
-    that each of `USUAL_CHANNELS` would give."""
+    """Fit a tokenizer of `channels` channels to videos (batches BCTHW), reproducibly; also return the PSNR in dB for
+    each of `USUAL_CHANNELS`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in another order would give other bytes
     try:

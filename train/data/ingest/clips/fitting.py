@@ -1,4 +1,4 @@
-"""Clips that their captions do not fit, by a network that matches images and texts: `--min_clip_score BUNDLE:SCORE`."""
+"""Filter by CLIP similarity of clip and caption: `--min_clip_score BUNDLE:SCORE`."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -17,7 +17,7 @@ from megadit.train.data.ingest.pool import Pool
 
 REASON = "low CLIP score"
 AT_ONCE = 32
-"""Clips that the network sees together."""
+"""Batch size of the network."""
 
 
 def parse_least(text: str) -> tuple[str, float]:

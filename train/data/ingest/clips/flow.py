@@ -1,4 +1,4 @@
-"""Speed of all that is seen, by optical flow. Shapes: T/H/W frames, height, width."""
+"""Mean speed of pixels, by optical flow. Shapes: T/H/W frames, height, width."""
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ def mean_speed(luma_THW: np.ndarray, fps: float) -> float:
 
 
 def _evenly_lit(luma_THW: np.ndarray) -> np.ndarray:
-    """Normalise each place by the mean and contrast around it: optical flow would take changes of light for motion."""
+    """Normalise local brightness and contrast, because optical flow would take changes of light for motion."""
     blurred = _around(luma_THW, BLUR)
     difference = blurred - _around(blurred, LIGHT)
     return 0.5 + SCALE * difference / np.sqrt(_around(difference**2, LIGHT) + NOISE**2)

@@ -1,4 +1,4 @@
-"""A first look at a folder: videos or images, how large, how long, with which captions. Nothing is written."""
+"""Summary of a folder of videos or images: sizes, lengths, captions. Nothing is written."""
 
 import math
 from collections import Counter
@@ -13,13 +13,13 @@ from megadit.train.data.ingest.sources.files import open_folder
 from megadit.train.data.ingest.sources.sources import SUFFIXES, kinds_in, list_folder
 
 LOOKED_AT = 48
-"""Number of sources to open, evenly over all."""
+"""Number of sources to open, evenly spaced."""
 MOST_FRAMES, MOST_SECONDS = 240, 4.0
 """Limits of decoded frames and seconds per source, whichever is more, so that a clip at the target rate fits."""
 USUAL_SIDE, SIDE_STEP = 256, 16
 """Default size of samples in pixels: the largest side, and the number that sides are a multiple of."""
 OWN_RATE = Settings(fps=240.0)
-"""Frames as they are in the file."""
+"""Settings that keep the frame rate of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class FolderSummary:
 
 
 def summarize(root: str, table: str | None = None) -> FolderSummary:
-    """Looks at a folder as `megadit prepare videos` would, or `images` where it holds no video.
+    """Summarize a folder as `megadit prepare videos` would read it, or `images` if it holds no video.
 
     Raises:
         UserError: if it is no folder of either, or nothing in it can be read.

@@ -1,4 +1,4 @@
-"""Clips of a source: cut by length or change of scene, fitted to a bucket, filtered.
+"""Cutting of a source into clips: by length or change of scene, assigned to a bucket, filtered.
 
 Shapes: T/H/W frames, height, width.
 """
@@ -13,13 +13,13 @@ from megadit.train.data.ingest.clips.decode import THUMBNAIL, image_thumbnail, r
 from megadit.train.data.ingest.plan import REST, Clip, Finding, Settings, Skip, Source, with_key
 
 SHARE_OF_SUBJECT = 95
-"""Percentile of a picture's brightness: what a subject on black shows even where it fills a twentieth of it."""
+"""Percentile of a picture's brightness, so that a bright subject on black counts if it fills a twentieth of it."""
 CLEARLY_BRIGHTER = 4.0
-"""Threshold of brightness differences, 0..255: compression changes a field's brightness by less."""
+"""Threshold of brightness differences of fields, 0..255, above changes by compression."""
 
 
 def scan(source: Source, settings: Settings) -> Finding:
-    """The clips of a source and the reasons for what is left out; never raises for what a file holds."""
+    """Find the clips of a source, and reasons for what is left out; never raises for the contents of a file."""
     try:
         _check_score(source, settings)
         return _scan_image(source, settings) if source.kind == "image" else _scan_video(source, settings)
@@ -97,10 +97,10 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
 
 
 def bucket(height: int, width: int, settings: Settings) -> tuple[int, int]:
-    """The size nearest in shape of those that the picture fills without being enlarged; the largest of several.
+    """The bucket nearest in aspect ratio among those that the picture fills without upscaling; the largest of several.
 
     Raises:
-        UnusableSourceError: if it is smaller than all of them.
+        UnusableSourceError: if the picture is smaller than all of them.
     """
     filled = [size for size in settings.sizes if size[0] <= height and size[1] <= width]
     if not filled:
@@ -110,8 +110,8 @@ def bucket(height: int, width: int, settings: Settings) -> tuple[int, int]:
 
 
 def find_scenes(luma_THW: np.ndarray, threshold: float) -> list[tuple[int, int]]:
-    """(start, stop) of each scene. A change of scene is a difference above the threshold that stands out from its
-    neighbours; fast motion differs in every frame."""
+    """(start, stop) of each scene. A change of scene is a difference above the threshold that exceeds its neighbours;
+    fast motion has large differences in every frame."""
     change_T = _changes(luma_THW)
     padded = np.pad(change_T, 1)
     neighbours_T = np.maximum(padded[:-2], padded[2:])
@@ -121,21 +121,20 @@ def find_scenes(luma_THW: np.ndarray, threshold: float) -> list[tuple[int, int]]
 
 
 def runs(flags_T: np.ndarray) -> list[tuple[int, int]]:
-    """(start, stop) of each stretch that is flagged."""
+    """(start, stop) of each run of True."""
     bounds = np.flatnonzero(np.diff(np.concatenate([[False], flags_T, [False]]).astype(int)))
     return [(int(start), int(stop)) for start, stop in bounds.reshape(-1, 2)]
 
 
 def undamaged(scenes: list[tuple[int, int]], is_damaged_T: np.ndarray) -> list[tuple[int, int]]:
-    """Return the undamaged stretches of each scene."""
+    """Return the undamaged intervals of each scene."""
     if not is_damaged_T.any():
         return scenes
     return [(begin + start, begin + stop) for begin, end in scenes for start, stop in runs(~is_damaged_T[begin:end])]
 
 
 def windows(start: int, stop: int, lengths: tuple[int, ...], *, overlap: bool = False) -> list[tuple[int, int]]:
-    """Stretches one after another, each the longest that still fits; with `overlap` one more that ends where all end,
-    as long as the last."""
+    """Consecutive intervals, each the longest that fits; with `overlap` one more at the end, as long as the last."""
     found = []
     for length in sorted(lengths, reverse=True):
         while stop - start >= length:
@@ -148,8 +147,8 @@ def windows(start: int, stop: int, lengths: tuple[int, ...], *, overlap: bool = 
 
 
 def dull(luma_THW: np.ndarray, motion_T: np.ndarray, fps: float, settings: Settings) -> tuple[str, str] | None:
-    """Return the reason why nothing can be learned from these frames, with the measured value, or None; `motion_T` is
-    the change between them, one fewer."""
+    """Return the reason to drop frames (dark, static, slow), with the measured value, or None; `motion_T` has the
+    changes between frames, one fewer."""
     if (brightness := np.percentile(luma_THW, SHARE_OF_SUBJECT, axis=(1, 2)).max()) < settings.min_brightness:
         return "black", f"brightness {brightness:.1f}"
     if len(motion_T) and (change := motion_T.max()) < settings.min_motion:

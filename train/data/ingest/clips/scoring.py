@@ -1,7 +1,7 @@
-"""Clips to which a user's program gives bad scores: `--scorer_dir DIR --min_score beauty=5 --max_score text=0.1`.
+"""Filter by scores of a user's scorer: `--scorer_dir DIR --min_score beauty=5 --max_score text=0.1`.
 
-The folder holds `scorer.py`, as `hooks/scorer.py` describes it: `score(video, caption)` gives scores by their names,
-of whatever models lie beside it (beauty, watermarks, share of text). Scores are kept in `prepare/scores.jsonl`.
+The folder holds `scorer.py` (see `infer/hooks/scorer.py`): `score(video, caption)` returns scores by name, of any
+models (aesthetics, watermarks, amount of text). Scores are cached in `prepare/scores.jsonl`.
 """
 
 import math
@@ -21,12 +21,12 @@ from megadit.train.data.ingest.pool import Pool
 
 NO_SCORE = "no score: "
 LOOKED_AT = 32
-"""Clips, one of which at least must have a score of each name that is asked for."""
+"""Number of first clips of which at least one must have a score of each requested name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bounds of a score."""
+    """Limits of a score."""
 
     name: str
     least: float
@@ -63,16 +63,16 @@ def _named(flag: str, text: str) -> tuple[str, float]:
 
 
 def open_scorer(settings: Settings) -> Scorer | None:
-    """Load the judge, if there is one in the settings.
+    """Load the scorer, if the settings have one.
 
     Raises:
-        UserError: if there is none in its folder, or only limits are given, which nothing would be held to.
+        UserError: if its folder has none, or limits are given without a scorer.
     """
     limits = read_limits(settings)
     if settings.scorer_dir is not None:
         return Scorer.load(settings.scorer_dir)
     if limits:
-        raise UserError("--min_score and --max_score need the scores of a judge; give --scorer_dir DIR, too")
+        raise UserError("--min_score and --max_score need a scorer; give --scorer_dir DIR, too")
     return None
 
 
@@ -92,12 +92,12 @@ def score_clips(
     asked.extend(clip for clip in clips if scores.of(clip) is None)
     with Pool(num_workers) as pool, Progress(len(asked), "judging", enabled=bool(asked)) as bar:
         for number, decoded in enumerate(decoded_clips(asked, settings, pool), 1):
-            # a failure, which gives no scores, is not kept: it may be mended
+            # failures, which have no scores, are not cached: they may be repaired
             if values := scorer.scores(decoded.frames_THWC, decoded.clip.source.caption):
                 scores.add(decoded.clip, values)
             bar.advance()
             if number == min(LOOKED_AT, len(asked)):
-                # of earlier runs too: where only clips are asked about at which it failed before, it fails again
+                # cached scores count too, because a retry may consist of failing clips alone
                 known = (found for clip in clips if (found := scores.of(clip)))
                 _check_names(limits, chain(known, ({} for clip in asked[:number] if not scores.of(clip))))
     broken = ([found for limit in limits if (found := limit.broken_by(scores.of(clip) or {}))] for clip in clips)
@@ -111,4 +111,4 @@ def _check_names(limits: Sequence[Limit], values: Iterable[Mapping[str, float]])
     for limit in limits:
         if limit.name not in known:
             names = ", ".join(sorted(known)) or "none; it fails, see above"
-            raise UserError(f"the judge returned no score {limit.name!r} for {count} clips; its scores: {names}")
+            raise UserError(f"the scorer returned no score {limit.name!r} for {count} clips; its scores: {names}")

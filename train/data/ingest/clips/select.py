@@ -1,4 +1,4 @@
-"""Selection of the clips that become samples, with their split and shard: decided once, from all findings together."""
+"""Selection of the clips that become samples, with their split and shard, from all findings together."""
 
 import hashlib
 import heapq
@@ -21,21 +21,20 @@ BAND_BITS = 24
 FINGERPRINT_BITS = 192
 SPLITS = ("train", "val")
 Filter = Callable[[Sequence[Clip]], tuple[Sequence[Clip], Sequence[Skip]]]
-"""Function from clips to those that are kept, and the reasons for the others."""
+"""Function from clips to those that are kept, and skips of the others."""
 _NUM_SET_BITS = np.array([number.bit_count() for number in range(1 << 16)], np.uint8)
 
 
 class Fingerprints:
-    """Finds, among the clips remembered so far, one whose fingerprint differs in a few bits.
+    """Index of fingerprints that finds earlier clips which differ in a few bits.
 
-    Two that differ in fewer bits than there are bands agree in a whole band: only those are compared. A band of zeros
-    is a flat part of the pictures (the bars above and below a film) and says nothing. Of each clip 140 bytes are in
-    memory, with eight bands.
+    Fingerprints that differ in fewer bits than there are bands agree in at least one band: only those are compared.
+    Bands of zeros (flat areas such as letterbox bars) are ignored. With eight bands a clip takes 140 bytes of memory.
     """
 
     def __init__(self, clips: Iterable[tuple[str, str]], max_bits: int) -> None:
-        """`clips`: fingerprint and caption of all that will be asked about; two whose captions differ are no
-        duplicates, and an empty caption differs from none."""
+        """`clips`: fingerprint and caption of all clips. Clips with different captions are not duplicates; an empty
+        caption equals any other."""
         width = min(BAND_BITS, FINGERPRINT_BITS // (max_bits + 1))
         places, rest = range(0, FINGERPRINT_BITS - width + 1, width), FINGERPRINT_BITS // width * width
         prints, captions, bands = bytearray(), array("q"), [array("i") for _ in [*places, rest]]
@@ -52,7 +51,7 @@ class Fingerprints:
         self._bands = [_lists(np.frombuffer(bits_N, np.int32)) for bits_N in bands]
 
     def duplicates(self) -> Iterator[int | None]:
-        """Yields, for each clip, the number of an earlier one like it, or None; then it is remembered."""
+        """Yield for each clip the number of an earlier duplicate, or None, and add it to the index."""
         for number in range(len(self._captions_N)):
             original = self.find(number)
             if original is None:
@@ -60,7 +59,7 @@ class Fingerprints:
             yield original
 
     def find(self, number: int) -> int | None:
-        """The first one like it, in the first band in which there is one."""
+        """The first duplicate, in the first band that has one."""
         print_H, caption = self._prints_NH[number], self._captions_N[number]
         for start_N, number_N, count_N in self._bands:
             start = start_N[number]
@@ -82,15 +81,15 @@ class Fingerprints:
 
 
 def _lists(bits_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lists of clips with equal bits, all in one array with room for all clips: where the list of each clip begins (-1
-    where no bit is set), the array, and how many are in the list that begins at each place (0 at -1)."""
+    """Lists of clips with equal bits in one array: start of each clip's list (-1 if no bit is set), the array, and the
+    number of entries of the list that starts at each place (0 at -1)."""
     _, list_N, size_L = np.unique(bits_N, return_inverse=True, return_counts=True)
     start_N = np.where(bits_N == 0, -1, (np.cumsum(size_L) - size_L)[list_N]).astype(np.int32)
     return start_N, np.empty_like(start_N), np.zeros(len(start_N) + 1, np.int32)
 
 
 def select(notes: Notes, settings: Settings, filters: Sequence[Filter]) -> None:
-    """Writes the plan of each split and the selection's counts; each filter sees what those before it kept."""
+    """Apply the filters in order, and write the plan of each split and the counts."""
     clips, of_sources, seconds = LongList(clip_from_json), LongList(skip_from_json), array("d")
     for finding in notes.findings():
         seconds.append(finding.seconds)
@@ -124,7 +123,7 @@ def select(notes: Notes, settings: Settings, filters: Sequence[Filter]) -> None:
 
 
 def divide(clips: Iterable[Clip], why_not: Iterable[tuple[str, str] | None]) -> tuple[LongList[Clip], LongList[Skip]]:
-    """Clips that are kept, and those that are left out; `why_not` gives a reason and its detail for each, or None."""
+    """Divide clips into kept and left out ones; `why_not` yields a reason with detail for each, or None."""
     kept, skips = LongList(clip_from_json), LongList(skip_from_json)
     for clip, why in zip(clips, why_not, strict=True):
         if why is None:
@@ -135,7 +134,7 @@ def divide(clips: Iterable[Clip], why_not: Iterable[tuple[str, str] | None]) -> 
 
 
 def drop_duplicates(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Clip], Sequence[Skip]]:
-    """The first of each group of clips that look alike, in the order of the sources."""
+    """Keep the first of each group of near-duplicates, in the order of the sources."""
     if settings.max_duplicate_bits < 0:
         return clips, []
     any_caption = settings.duplicates == "any_caption"
@@ -191,7 +190,7 @@ def _clips_of(dataset: str) -> Iterator[Clip]:
 
 
 def add_caption(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Clip], Sequence[Skip]]:
-    """All of them; those without a caption get `settings.default_caption`."""
+    """Give clips without a caption `settings.default_caption`."""
     if not settings.default_caption:
         return clips, []
     captioned, default = LongList(clip_from_json), settings.default_caption
@@ -202,7 +201,7 @@ def add_caption(clips: Sequence[Clip], settings: Settings) -> tuple[Sequence[Cli
 
 
 def validation_sources(clips: Iterable[Clip], settings: Settings) -> set[str]:
-    """Keys of a share of the sources, rounded up, but never all: clips of one video lie in one split."""
+    """Keys of the sources of the validation split (a fraction, rounded up, but never all)."""
     numbers = array("Q", (int(key, 16) for key, _ in groupby(clip.source.key for clip in clips)))
     count = min(math.ceil(settings.val_share * len(numbers)), len(numbers) - 1)
     keys = (f"{number:016x}" for number in numbers)
@@ -210,12 +209,12 @@ def validation_sources(clips: Iterable[Clip], settings: Settings) -> set[str]:
 
 
 def shards(num_clips: int, shard_size: int) -> list[slice]:
-    """Divide clips into the fewest shards of at most `shard_size`, equally large give or take one."""
+    """Divide clips into the fewest shards of at most `shard_size`, of equal size up to one."""
     count = math.ceil(num_clips / shard_size)
     bounds = [num_clips * number // count for number in range(count + 1)] if count else [0]
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
 def _draw(seed: int, key: str) -> bytes:
-    """A random number that belongs to the key."""
+    """Pseudo-random bytes determined by seed and key."""
     return hashlib.blake2b(f"{seed} {key}".encode(), digest_size=16).digest()

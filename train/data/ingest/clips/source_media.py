@@ -1,8 +1,8 @@
-"""Source media of the samples (`--source_media`), kept so that other tokenizers and scorers can run without a download.
+"""Source media of the samples (`--source_media`), stored so that the data can be encoded anew later.
 
-`source_media/train-000000.tar` holds, for every sample of `train-000000.tar` that is no mirror image of another, its
-description and its source: the bytes of its picture or short video as they were found, or an mp4, in the size of its
-bucket, of a clip cut out of a longer video. Training lists the data set's own folder, and never opens these.
+`source_media/train-000000.tar` holds, for every sample of `train-000000.tar` except mirror images, its description and
+its source: the unchanged file of an image or short video, or an mp4, in the size of its bucket, of a clip cut out of a
+longer video. Training does not read them.
 """
 
 import io
@@ -27,7 +27,7 @@ from megadit.train.data.writer import write_members
 MOST_BYTES = 1 << 26
 """Maximum size of a file that is stored unchanged: each is in memory once. Larger ones are stored decoded."""
 LOOKED_AT = 1000
-"""Files whose sizes tell how much all will take."""
+"""Number of files from whose sizes the total is estimated."""
 _ANIMATIONS = ((b"\x89PNG", "apng"), (b"RIFF", "webp"), (b"GIF8", "gif"))
 
 
@@ -37,12 +37,12 @@ def source_media_of(shard: Path) -> Path:
 
 
 def source_media_bytes(root: Path) -> int:
-    """Size of the source media in a data set's folder; 0: it keeps none."""
+    """Size of the source media in a data set's folder; 0 if there are none."""
     return sum(path.stat().st_size for path in (root / SOURCE_MEDIA).glob("[!.]*.tar"))
 
 
 def write_source_media(shard: Path, clips: Sequence[Clip], settings: Settings, pool: Pool) -> None:
-    """Writes the source media of one shard, whole or not at all, in the order of `clips`.
+    """Write the source media of one shard atomically, in the order of `clips`.
 
     Raises:
         UserError: for a source that has changed since it was scanned.
