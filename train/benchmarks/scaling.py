@@ -69,7 +69,7 @@ def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
     """A row, from its file where that is there.
 
     Raises:
-        UserError: if its run failed, with its last words; if the file has figures of another run.
+        UserError: if its run failed, with its last line; if the file has results of another run.
     """
     file = options.folder / f"ranks-{ranks}.json"
     if not file.is_file():
@@ -82,13 +82,13 @@ def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
             raise UserError(f"{ranks} ranks: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
     record = read_json(file)
     if (record["recipe"], record["machine"]["ranks"]) != (options.recipe, ranks):
-        raise UserError(f"{file} has figures of {record['recipe']} on {record['machine']['ranks']} ranks; delete it")
+        raise UserError(f"{file} has results of {record['recipe']} on {record['machine']['ranks']} ranks; delete it")
     config = to_plain_values(run_of(options.recipe, None, overrides_of(options, ranks)))
     asked = json.loads(json.dumps(config | {"steps": options.steps}))
     if not {"config", "steps"} <= record.keys():
         raise UserError(f"{file} does not say with which settings it was measured; delete it")
     for name, there, here in differences(record["config"] | {"steps": record["steps"]}, asked):
-        raise UserError(f"{file} has figures of a run with {name}={there}, not {here}; delete it, or ask for the same")
+        raise UserError(f"{file} has results of a run with {name}={there}, not {here}; delete it, or use the same")
     measurements = record["measurements"]
     return Row(ranks=ranks, samples_per_second=measurements["samples_per_step"] / measurements["seconds"])
 
@@ -168,7 +168,7 @@ def _run(argv: list[str]) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     counts = rows_asked_for(options.ranks)
     for ranks in counts:
-        overrides_of(options, ranks)  # what cannot be is told before anything is measured
+        overrides_of(options, ranks)  # checked before anything is measured
     devices, rows = devices_here(), []
     for ranks in counts:
         rows.append(measure(options, ranks, devices))

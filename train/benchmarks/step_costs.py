@@ -29,7 +29,7 @@ class StepCosts:
     tflops: float
     """Operations counted as `models/flops.py` does."""
     upstream_tflops: float
-    """Counted by the formula of the published figures: 6 x all parameters x tokens + self-attention."""
+    """Counted by the formula of published throughputs: 6 x all parameters x tokens + self-attention."""
     matmul_tflops: float
     """Rate of a large matrix product, measured on this device in this precision."""
     datasheet_tflops: float | None

@@ -63,7 +63,7 @@ def test_figures_of_a_cluster_are_rows(tmp_path, two_devices, capsys):
 def test_figures_of_another_run_are_refused(tmp_path, two_devices, capsys):
     write_figures(tmp_path, 1, 1.0, recipe="digits")
     assert scaling.main([str(tmp_path), "--recipe", "digits_tiny", "--ranks", "1"]) == 2
-    assert "has figures of digits on 1 ranks; delete it" in capsys.readouterr().err
+    assert "has results of digits on 1 ranks; delete it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_rows_measured_with_other_settings_are_refused(tmp_path, two_devices, ca
     write_figures(tmp_path, 1, 1.0, **of_record)
     assert scaling.main([str(tmp_path), "--recipe", "digits_tiny", "--ranks", "1", *asked]) == 2
     said = capsys.readouterr().err
-    assert "ranks-1.json has figures of a run with" in said and told in said and said.count("\n") == 1
+    assert "ranks-1.json has results of a run with" in said and told in said and said.count("\n") == 1
 
 
 def test_rows_that_do_not_say_what_was_measured_are_refused(tmp_path, two_devices, capsys):

@@ -27,7 +27,7 @@ def best_fit(lengths: Sequence[tuple[int, int]], capacity: tuple[int, int]) -> l
     """
     for tokens, text in lengths:
         if tokens > capacity[0] or text > capacity[1]:
-            raise ValueError(f"a sample of {tokens} video tokens and {text} text slots exceeds a pack of {capacity}")
+            raise ValueError(f"a sample of {tokens} video tokens and {text} text tokens exceeds a pack of {capacity}")
     threshold = LARGE * capacity[0]
     rank = [-tokens if tokens > threshold else 0 for tokens, _ in lengths]
     packs = _place(lengths, sorted(range(len(lengths)), key=rank.__getitem__), capacity)

@@ -1,5 +1,6 @@
-"""Files at http(s) addresses, which are strangers': many at once, each with a deadline, a limit and a reason for what
-cannot be had. Bytes go from the network to the disk; a file bears its name only when it is whole.
+"""Concurrent downloads from untrusted http(s) addresses, with deadlines, size limits, and reasons of failures.
+
+Bytes are streamed to the disk; a file gets its name only when it is complete.
 """
 
 import urllib.request
@@ -37,10 +38,10 @@ class Downloads:
 def download_all(
     addresses: Mapping[Path, str], downloads: Downloads, done: Callable[[], object] = lambda: None
 ) -> dict[Path, str]:
-    """Fetches each address into its file, `downloads.requests` at once, and calls `done` after each.
+    """Download each address to its file, `downloads.requests` at once, and call `done` after each.
 
     Returns:
-        Why, for each file that is not there: "timed out", "http 404", "private address", ...
+        Reason for each failed file: "timed out", "http 404", "private address", ...
     """
     reasons: dict[Path, str] = {}
     extensions = {} if downloads.private_addresses or urllib.request.getproxies() else {"trace": _stay_public}
@@ -71,8 +72,8 @@ def download_all(
 
 
 async def _stay_public(event: str, info: Mapping[str, Any]) -> None:
-    """Closes a connection into a private network before a byte is sent over it (an extension of httpx that hears of
-    every connection, after redirects and look-ups of names)."""
+    """Trace hook of httpx that closes connections to private networks before a byte is sent, after redirects and name
+    resolution."""
     if event == "connection.connect_tcp.complete":
         stream = info["return_value"]
         if not is_public(stream.get_extra_info("server_addr")[0]):

@@ -51,7 +51,7 @@ class Folder:
         return place if place < len(self._names) and self._names[place] == name else None
 
     def known(self, name: str) -> str | None:
-        """The name as it stands in `names`, where of millions each is held once; None if it is none of them."""
+        """The equal string in `names` (so that each name is in memory once); None if there is none."""
         place = self.place(name)
         return None if place is None else self._names[place]
 
@@ -59,7 +59,7 @@ class Folder:
         return self.place(name) is not None
 
     def holds(self, name: str) -> bool:
-        """False for a name that leads out of the place, whether something is there or not."""
+        """Whether a name is inside of the folder, existing or not."""
         return is_inner_name(name)
 
     def path(self, name: str) -> str | None:

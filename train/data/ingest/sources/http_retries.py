@@ -1,6 +1,4 @@
-"""Exchanges with servers, which are strangers: many at once, each with a deadline, second attempts where these may
-help, and a reason for what failed.
-"""
+"""Concurrent HTTP requests to untrusted servers, with deadlines, retries, and reasons of failures."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -12,10 +10,10 @@ import httpx
 
 ATTEMPTS = 3
 FIRST_PAUSE = 1.0
-"""Seconds of the first pause; each is twice the one before, or what the server asks for."""
+"""Seconds of the first pause; each is twice the previous one, or as the server requests."""
 LONGEST_PAUSE = 30.0
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-"""Answers that another attempt may change."""
+"""Status codes after which a retry may succeed."""
 
 Item = TypeVar("Item")
 
@@ -40,11 +38,11 @@ def exchange_all(
     seconds: float,
     **client: Any,
 ) -> None:
-    """Makes an exchange of each item, `at_once` of them at a time, within `seconds` with all attempts, and calls `done`
-    after each: with "", or why it failed ("timed out", "http 404", ...).
+    """Call `exchange` for each item, `at_once` at a time, within `seconds` for all attempts, and then `done`: with "",
+    or the reason of failure ("timed out", "http 404", ...).
 
-    Items are taken as there is room for them, in a thread of their own: to make one may take a while. What `done` and
-    `items` raise ends all. `client` is said to httpx.
+    Items are drawn in a separate thread, as capacity allows. Exceptions of `done` and `items` end everything. `client`:
+    options of httpx.
     """
     asyncio.run(_exchange_all(iter(items), exchange, done, at_once, seconds, client))
 
@@ -90,10 +88,10 @@ async def _attempts(http: httpx.AsyncClient, exchange, item) -> None:
 
 @asynccontextmanager
 async def ask(http: httpx.AsyncClient, method: str, url: str, **request: Any) -> AsyncIterator[httpx.Response]:
-    """The answer, which is 200 and whose body is still to come.
+    """A response with status 200, whose body is yet to be read.
 
     Raises:
-        FailedError: for any other answer, or none; within the block too.
+        FailedError: for any other response, or none; within the block too.
     """
     has_begun = False
     try:
@@ -116,10 +114,10 @@ async def ask(http: httpx.AsyncClient, method: str, url: str, **request: Any) ->
 
 
 async def chunks(answer: httpx.Response, most_bytes: int) -> AsyncIterator[bytes]:
-    """The body as it comes.
+    """Yield the body in chunks.
 
     Raises:
-        FailedError: "too large", before a piece beyond `most_bytes` is given.
+        FailedError: "too large", before a chunk beyond `most_bytes` is yielded.
     """
     announced = answer.headers.get("Content-Length", "")
     if announced.isdecimal() and int(announced) > most_bytes:

@@ -1,8 +1,8 @@
 """`megadit prepare nemo SRC OUT`: the samples that NeMo's and DFM's scripts wrote, without executing their pickles.
 
 A sample is `<key>.pth` (latent, [C, T, H, W] or [1, C, T, H, W]), `<key>.pickle` (text features, [L, E], [1, L, E] or a
-list of one) and `<key>.json`. Pickles are programs; the readers here know the few names that tensors and arrays are
-made of, and refuse every other.
+list of one) and `<key>.json`. Pickles are programs; the readers here accept only the few names that tensors and arrays
+need.
 
 Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
 """
@@ -155,7 +155,7 @@ def _without_padding(text_LE: Tensor) -> Tensor:
 
 
 def iter_samples(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """(shard and key, members) of all samples; `refuse` is told of members that are none."""
+    """(shard and key, members) of all samples; `refuse` is called with other members."""
     shards = [path for path in files_under(root) if path.suffix == ".tar"]
     if not shards:
         raise UserError(f"{root} holds no tar files")

@@ -1,10 +1,10 @@
-"""Layouts of captions in a folder: beside the files, in tables, and as in other projects.
+"""Layouts of captions in a folder: next to the files, in tables, and as in other projects.
 
 | layout | of |
 |---|---|
 | `clip.mp4.json`, `clip.json`, `clip.txt`, `clip.caption`, `clip.mp4.txt`, `clip.TXT` | megadit, kohya, musubi |
-| `labels/clip.txt` beside `videos/clip.mp4` (or captions, texts, prompts) | CogVideo |
-| `prompt.txt` beside `videos.txt`, line by line | finetrainers, CogVideo |
+| `labels/clip.txt` for `videos/clip.mp4` (or captions, texts, prompts) | CogVideo |
+| `prompt.txt` for `videos.txt`, line by line | finetrainers, CogVideo |
 | `metadata.csv`, `.tsv`, `.jsonl`, `.json`, `.parquet` in any folder | Hugging Face, DiffSynth, kohya |
 | any other table whose rows name files that are there | LTX, musubi, Open-Sora, LLaVA, COCO, MSR-VTT |
 | `*.toml` with `caption_extension` | kohya, musubi |
@@ -30,7 +30,7 @@ TEXT_FOLDERS = ("labels", "captions", "caption", "texts", "text", "prompts", "tx
 FILE_LISTS = ("videos.txt", "images.txt", "video.txt", "image.txt", "files.txt")
 TEXT_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt", "texts.txt")
 LOOKED_AT = 20
-"""Rows of a table that are looked at, to see whether it names files of the folder."""
+"""Number of rows by which it is decided whether a table names files of the folder."""
 MOST_DOCUMENTS = 64
 """JSON documents of one folder that are opened to see whether they are tables."""
 SPLITS = {
@@ -69,7 +69,7 @@ class Table:
 
 
 def split_of(name: str, is_file: bool = False) -> str | None:
-    """The split that the name of a folder, or the words of a table's name, speak of."""
+    """The split that the name of a folder, or a word of a table's name, denotes."""
     words = set(PurePosixPath(name).stem.lower().replace("-", "_").split("_")) if is_file else {name.lower()}
     return next((split for split, names in SPLITS.items() if words & set(names)), None)
 
@@ -83,7 +83,7 @@ def find_tables(folder: Folder, split: str, encoding: str | None = None) -> list
     for name in (name for name in folder.names() if name.lower().endswith(TABLES)):
         path = PurePosixPath(name)
         if path.suffix.lower() == ".json" and (name[:-5] in folder or _is_of_media(folder, name[:-5])):
-            continue  # it is of one file, beside which it lies
+            continue  # it is the caption of a single file
         if path.stem.lower() == METADATA:
             metadata.append(_table(folder, name))
             continue
@@ -182,7 +182,7 @@ def _only(names: Iterable[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-# --- captions beside files ----------------------------------------------------------------------------------------
+# --- captions next to files ---------------------------------------------------------------------------------------
 
 
 def caption_files(folder: Folder, name: str, extensions: Sequence[str] = ()) -> list[str]:

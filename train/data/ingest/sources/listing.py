@@ -39,7 +39,7 @@ class Reading:
 
 @dataclass(slots=True)
 class Listing:
-    """Every file is one of the first three. Of millions none is in memory."""
+    """Listing of a location: every file is in one of the first three lists, which are on disk."""
 
     sources: LongList[Source] = field(default_factory=lambda: LongList(source_from_json, lambda source: source.name))
     skips: LongList[Skip] = field(default_factory=lambda: LongList(skip_from_json))
@@ -80,7 +80,7 @@ class Listing:
 
 
 def shorten_captions(listing: Listing, most_words: int) -> None:
-    """Cuts what is a book or a log, and notes it."""
+    """Cut captions longer than `most_words`, and record it."""
     for number, source in enumerate(listing.sources):
         if all(len(text) <= most_words for text in source.captions):
             continue  # so many letters are no more words

@@ -45,13 +45,13 @@ from megadit.train.data.ingest.sources.sniff import HEAD_BYTES, SUFFIXES, kinds_
 from megadit.train.dataset.places import is_url
 
 LABELS = ("labels.txt", "words.txt", "LOC_synset_mapping.txt")
-"""Lines of a folder's name and the words that stand for it, as beside ImageNet."""
+"""Files with lines of a folder's name and its label, as ImageNet has them."""
 MAX_LABEL_CHARACTERS = 1 << 24
 BY_FOLDER = "folders"
 """Value in place of a table of captions: the name of a picture's folder is its label."""
 MOVES = "picture that moves, its first frame is used (megadit prepare videos uses every frame)"
 NEW, LEFT_OUT, READ = -1, -2, -3
-"""Uses of a file beside that as a source: none so far; a source that is left out; captions, which need no account."""
+"""States of a file that is not a source: not read yet; a source that is left out; a file of captions."""
 QUIET_ROWS = 50_000
 """Rows of a table that are read before progress is shown."""
 
@@ -65,9 +65,10 @@ def list_folder(
     split: str = "train",
     without: str | Path | None = None,
 ) -> Listing:
-    """Files under `root`, but for those under `without`, captioned by a table (the one given, or those that lie there),
-    by a file beside each (`layouts`), or (with `folders` for a table) by the folder that each lies in, for whose name
-    one of `LABELS` may give other words. Folders that are other splits of the data set than `split` are not used.
+    """List files under `root`, except those under `without`, with their captions.
+
+    Captions come from a table (`table`, or those found), from a file next to each (`layouts`), or (with `folders` as
+    table) from the name of the folder, which one of `LABELS` may translate. Folders of other splits are not used.
 
     Raises:
         UserError: if there is no such folder, nothing in it to use, or a table has no column of files or captions.
@@ -248,7 +249,7 @@ class _Lister:
         parents = (f"{each}/" if str(each) != "." else "" for each in PurePosixPath(name).parents)
         return next((self._scopes[parent] for parent in parents if parent in self._scopes), None)
 
-    # --- beside files
+    # --- captions next to files
 
     def _add_with_side_caption(self, name: str, suffixes: tuple[str, ...]) -> None:
         captions, score, trouble = (), None, ""
@@ -296,7 +297,7 @@ class _Lister:
     # --- what is left
 
     def _account(self, others: dict[str, str]) -> None:
-        """Everything that is neither a source nor has captions of one."""
+        """Record all files that are neither sources nor captions."""
         for name, reason in self.folder.not_used.items():
             self.listing.pass_over(name, reason)
         for name in self.folder.names():
@@ -336,7 +337,7 @@ def _lacks(table: Table, what: str, names: Iterable[str], row: Iterable[str]) ->
 
 
 def caption_of(name: str, content: bytes, reading: Reading) -> tuple[tuple[str, ...], float | None]:
-    """Captions and score in a file beside a picture.
+    """Captions and score in a file next to an image or video.
 
     Raises:
         ValueError: if it is broken, or of another encoding.

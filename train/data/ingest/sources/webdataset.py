@@ -1,8 +1,8 @@
-"""Videos and images inside tar files, where they lie, and which caption belongs to which.
+"""Videos and images inside tar files, read in place, with their captions.
 
-A sample is what has one key: a name up to its last dot, and without the name of a field before that (`a.jpg` and
-`a.txt`, `a.jpg.txt`, `a.input.jpg` and `a.output.txt`; `clip_v1.0.jpg` is of another than `clip_v1.1.txt`). A name that
-a tar file repeats begins another sample.
+Members of a sample have the same key: the name up to its last dot, without a field name before that (`a.jpg` and
+`a.txt`, `a.jpg.txt`, `a.input.jpg` and `a.output.txt`; but `clip_v1.0.jpg` and `clip_v1.1.txt` differ). A repeated name
+begins another sample.
 """
 
 import tarfile
@@ -25,7 +25,7 @@ from megadit.train.dataset.dataset_info import INFO_FILE
 from megadit.train.dataset.places import is_url
 
 SOURCE_MEDIA = "source_media"
-"""The folder of a data set where `megadit prepare --source_media` keeps them."""
+"""Folder of a data set in which `megadit prepare --source_media` stores source media."""
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 GZIP = b"\x1f\x8b"
 FIELDS = frozenset(
