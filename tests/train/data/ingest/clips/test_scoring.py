@@ -30,7 +30,7 @@ def score(video, caption):
 
 
 @pytest.fixture
-def score(tmp_path):
+def scorer(tmp_path):
     """A folder with a program and what it needs."""
     folder = tmp_path / "judge"
     folder.mkdir()
@@ -40,7 +40,7 @@ def score(tmp_path):
 
 
 @pytest.fixture
-def run(judge, tmp_path):
+def run(scorer, tmp_path):
     """Of pictures the reddest is the last, the bluest the first: run(*options) is the code of a preparation."""
     source = tmp_path / "pictures"
     source.mkdir()
@@ -54,7 +54,7 @@ def run(judge, tmp_path):
     def run(*options: str) -> int:
         command = ["images", str(source), str(tmp_path / "out"), "--sizes", "32x32", "--tokenizer", "pixels"]
         command += ["--num_workers", "0", "--val_share", "0", "--max_duplicate_bits", "-1", "--num_frames", "1"]
-        return prepare.main([*command, "--scorer_dir", str(judge), *options])
+        return prepare.main([*command, "--scorer_dir", str(scorer), *options])
 
     return run
 
@@ -77,19 +77,19 @@ def test_clips_beyond_a_limit_are_left_out_with_their_score(run, tmp_path, capsy
     assert "left out: 2 x low score: red" in capsys.readouterr().out
 
 
-def test_a_killed_run_judges_nothing_twice(run, judge, tmp_path):
+def test_a_killed_run_judges_nothing_twice(run, scorer, tmp_path):
     notes, limit = tmp_path / "out" / "prepare", ("--min_score", "red=0.2", "--stages", "fetch,scan,select")
     assert run(*limit) == 0
     plan, scores = (notes / "train.jsonl").read_bytes(), (notes / "scores.jsonl").read_bytes().splitlines(keepends=True)
     (notes / "selection.json").unlink()
     (notes / "scores.jsonl").write_bytes(b"".join(scores[:5]) + scores[5][:9])
-    (judge / "asked.txt").unlink()
+    (scorer / "asked.txt").unlink()
     assert run(*limit) == 0 and (notes / "train.jsonl").read_bytes() == plan
-    assert len((judge / "asked.txt").read_text().splitlines()) == COUNT - 5
+    assert len((scorer / "asked.txt").read_text().splitlines()) == COUNT - 5
 
 
-def test_what_a_judge_failed_at_is_left_out_until_it_is_tried_again(run, judge, tmp_path, capsys):
-    scale = judge / "scale.json"
+def test_what_a_judge_failed_at_is_left_out_until_it_is_tried_again(run, scorer, tmp_path, capsys):
+    scale = scorer / "scale.json"
     scale.write_text(json.dumps({"full": 255, "fails": ["number 5"]}))
     assert run("--min_score", "red=0.2") == 0
     assert skips(tmp_path / "out")["number 5"] == ("no score: red", "") and "no model" in capsys.readouterr().err
@@ -98,7 +98,7 @@ def test_what_a_judge_failed_at_is_left_out_until_it_is_tried_again(run, judge, 
     scale.write_text(json.dumps({"full": 255, "fails": []}))
     assert run("--min_score", "red=0.2", "--redo", "failed") == 0
     assert set(skips(tmp_path / "out")) == {"number 0", "number 1"}
-    assert (judge / "asked.txt").read_text().splitlines().count("number 4") == 1
+    assert (scorer / "asked.txt").read_text().splitlines().count("number 4") == 1
 
 
 @pytest.mark.parametrize(
