@@ -120,7 +120,7 @@ def test_a_student_follows_it():
     """A student of one number, whose critic and teacher agree: the head moves it, as much as its weight says."""
     asked = []
 
-    def judge(batch, y_S1P, sigma_G):
+    def discriminator(batch, y_S1P, sigma_G):
         asked.append(y_S1P)
         return 0.2 * y_S1P.sum(dim=(1, 2))  # larger is real
 
@@ -131,7 +131,9 @@ def test_a_student_follows_it():
             return shift + DEVIATION * x_S1P / sigma_of(batch, sigma_G)
 
         settings = {"sigmas": (80.0,), "adversarial_weight": weight}
-        of = teaching("distribution_matching", TEACHER, of_normal(0.7, DEVIATION), judge=judge, **settings)
+        of = teaching(
+            "distribution_matching", TEACHER, of_normal(0.7, DEVIATION), discriminator=discriminator, **settings
+        )
         sums = OBJECTIVES["distribution_matching"](student, of, pack(), Turn(calls=1, step=1))
         sums.objective.backward()
         return shift.grad.item()

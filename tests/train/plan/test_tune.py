@@ -56,7 +56,7 @@ def programs(monkeypatch):
 
 
 def took(seconds):
-    return f"open('FIGURES', 'w').write('{{\"figures\": {{\"seconds\": {seconds}, \"peak_memory_gb\": 1.0}}}}')"
+    return f"open('FIGURES', 'w').write('{{\"measurements\": {{\"seconds\": {seconds}, \"peak_memory_gb\": 1.0}}}}')"
 
 
 def rows(run):

@@ -60,7 +60,7 @@ class PrepareOptions:
     )
     encodings: Path | None = setting(None, "YAML list of encodings, in place of --tokenizer and --text_encoder")
     num_workers: int | None = setting(None, "decoding processes of each rank")
-    part: str = setting(
+    shard: str = setting(
         "0/1", f"share of {', '.join(stages.SHARED_STAGES)} that this job does: 3/100 is the fourth of 100"
     )
     engine: str = setting(
@@ -143,7 +143,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "encoding": ("tokenizer", "channels", "text_encoder", "encodings", "store"),
     "the data set": ("val_share", "seed", "shard_size", "source_media", "update", "follow_links"),
-    "large jobs": ("part", "engine", "engine_tasks", "stages", "redo"),
+    "large jobs": ("shard", "engine", "engine_tasks", "stages", "redo"),
 }
 _OF_FOLDERS = _GROUPS | {"captions": ("captions", "split", *_CAPTIONS)}
 _OF_TABLES = _GROUPS | {
@@ -194,7 +194,7 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
     """Prepare a source, or one shard of the work; a Ray task leaves the lock of the folder to its command."""
     common, notes = options.common, Notes(root=options.out)
     is_on_ray = choose_engine(common.engine) == "ray"
-    with join_workers(Shard.parse(common.part)) as workers, ExitStack() as held:
+    with join_workers(Shard.parse(common.shard)) as workers, ExitStack() as held:
         if is_on_ray and not workers.is_whole:
             raise UserError("--engine ray divides the stages itself; leave out --shard")
         names = _stages(common)
@@ -231,7 +231,7 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
         ray = start_ray() if is_on_ray else None
         if workers.is_first:
             if not is_task:
-                held.enter_context(_lock(options.out, workers.part))
+                held.enter_context(_lock(options.out, workers.shard))
             if common.overwrite and _is_ours(notes):
                 _remove(options)  # only after all checks of its replacement
             request = {
@@ -265,9 +265,9 @@ def prepare(kind: str, options: Options, *, is_task: bool = False) -> None:
             raise
 
 
-def _lock(out: Path, part: Shard) -> FolderLock:
+def _lock(out: Path, shard: Shard) -> FolderLock:
     """Lock of one shard of the work, next to the folder (which `--overwrite` removes)."""
-    of = "" if part.count == 1 else f".{part.number}-{part.count}"
+    of = "" if shard.count == 1 else f".{shard.number}-{shard.count}"
     return FolderLock(out, "prepares", path=out.with_name(f".{out.name}{of}.lock"))
 
 
@@ -292,8 +292,8 @@ def _already_prepared(options: Options, found: str) -> str:
     )
 
 
-def _prepare_shard(kind: str, options: Options, stage: str, part: str) -> None:
-    common = replace(options.common, stages=stage, part=part, engine="none", overwrite=False)
+def _prepare_shard(kind: str, options: Options, stage: str, shard: str) -> None:
+    common = replace(options.common, stages=stage, shard=shard, engine="none", overwrite=False)
     prepare(kind, replace(options, common=common), is_task=True)
 
 

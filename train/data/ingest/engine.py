@@ -85,7 +85,7 @@ def share(nodes: Sequence[dict[str, float]], num_workers: int) -> tuple[int, int
     return cores, gpus, int(sum(tasks_that_fit))
 
 
-def _run_shard(prepare: Callable[[str, str], None], stage: str, part: str, folder: Path) -> None:
+def _run_shard(prepare: Callable[[str, str], None], stage: str, shard: str, folder: Path) -> None:
     """Body of a task, run in the working directory of the command."""
     os.chdir(folder)
-    prepare(stage, part)
+    prepare(stage, shard)

@@ -32,7 +32,7 @@ class Shard:
         """
         number, slash, count = text.partition("/")
         if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-            raise UserError(f"--shard: {text!r} is no part; write NUMBER/COUNT, from 0/100 to 99/100")
+            raise UserError(f"--shard: {text!r} is no shard; write NUMBER/COUNT, from 0/100 to 99/100")
         return cls(number=int(number), count=int(count))
 
 
@@ -42,7 +42,7 @@ class Workers:
 
     rank: int = 0
     size: int = 1
-    part: Shard = Shard()  # noqa: RUF009  (it is frozen)
+    shard: Shard = Shard()  # noqa: RUF009  (it is frozen)
 
     @property
     def is_first(self) -> bool:
@@ -51,11 +51,11 @@ class Workers:
     @property
     def is_whole(self) -> bool:
         """Whether there are no other workers on the data set."""
-        return self.part.count == 1
+        return self.shard.count == 1
 
     def mine(self, num_units: int) -> range:
         """Units of a stage for this rank of this job."""
-        return range(self.part.number * self.size + self.rank, num_units, self.part.count * self.size)
+        return range(self.shard.number * self.size + self.rank, num_units, self.shard.count * self.size)
 
     @property
     def device(self) -> torch.device:
@@ -75,14 +75,14 @@ class Workers:
 
 
 @contextmanager
-def join_workers(part: Shard) -> Iterator[Workers]:
+def join_workers(shard: Shard) -> Iterator[Workers]:
     """Join the workers that torchrun's environment describes."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield Workers(part=part)
+        yield Workers(shard=shard)
         return
     join_ranks("gloo", timeout=LONGEST_WAIT)
     try:
-        yield Workers(rank=dist.get_rank(), size=size, part=part)
+        yield Workers(rank=dist.get_rank(), size=size, shard=shard)
     finally:
         dist.destroy_process_group()

@@ -173,17 +173,6 @@ def test_what_the_refusal_names_makes_trajectories(churning, tmp_path, capsys):
     assert (asked["sampler"], asked["churn"], asked["eta"], asked["noise_scale"]) == ("euler", 0, 0, 1)
 
 
-def test_what_an_earlier_version_began_goes_on(bundle, tmp_path):
-    argv = ["prior", str(bundle), str(tmp_path / "of_a_dog"), "--prompt", "a dog", "--count", "2"]
-    assert prepare.main(argv) == 0
-    asked = tmp_path / "of_a_dog" / "prior.json"
-    request = json.loads(asked.read_text())
-    assert request["settings"].pop("noise_scale") == 1
-    asked.write_text(json.dumps(request))
-    assert prepare.main(argv) == 0
-    assert prepare.main([*argv, "--guidance", "3"]) == 2
-
-
 def test_pairs_of_such_a_model_are_an_odes(churning, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "launch", lambda module, argv, **_: prepare.main(argv))
     pairs.make_trajectories(

@@ -229,7 +229,7 @@ def test_pictures_of_other_suffixes_are_read(tmp_path, suffix):
     [
         (b"\0\0\0\x18ftypheic", "HEIC (pip install pillow-heif)"),
         (b"\xff\x0a", "JPEG XL (pip install pillow-jxl-plugin)"),
-        (b"<html>", "broken: it is not a picture"),
+        (b"<html>", "broken: it is no picture"),
         (b"\0\0\0\x18ftypisom", "broken: it is a video (MP4)"),
     ],
 )
