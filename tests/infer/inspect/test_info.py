@@ -198,7 +198,7 @@ def test_a_blend_of_datasets(tmp_path, capsys):
     for text in ("a: 1\n", "splits: [1]\n", "splits: {train: {weight: 1}}\n", "splits: {train: {blend: 3}}\n"):
         blend.write_text(text)
         assert info.main([str(blend)]) == 2
-        assert "is no blend of data sets" in capsys.readouterr().err
+        assert "is not a blend of data sets" in capsys.readouterr().err
     blend.write_text("splits: {train: {path: three}}\n")
     with pytest.raises(UserError, match="three/megadit.json does not exist"):
         info.describe(blend)
