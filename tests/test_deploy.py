@@ -266,7 +266,7 @@ def test_doctor_names_what_is_missing(monkeypatch, capsys):
     del versions["two"]
     assert doctor.main(["--extras", "deploy"]) == 1
     told = capsys.readouterr().err
-    assert "one>=2, which megadit asks for, is 1.9" in told and "two, which one asks for, is missing" in told
+    assert "one>=2, which megadit requires, is 1.9" in told and "two, which one requires, is missing" in told
     assert doctor.main(["--extras", "deplyo"]) == 2
     assert "did you mean 'deploy'" in capsys.readouterr().err
     del versions["megadit"]

@@ -38,8 +38,8 @@ Record = Callable[[Compute], tuple[Tensor, Callable[[], None]]]
 def record_cuda_graph(compute: Compute) -> tuple[Tensor, Callable[[], None]]:
     """Captures `compute` on the current GPU.
 
-    Returns (output, replay): the output tensor, and a function that recomputes it in place. `replay` runs without a
-    graph where none can be captured, because `compute` synchronizes with the device.
+    Returns (output, replay): the output tensor, of one shape, and a function that recomputes it in place. `replay` runs
+    without a graph where none can be captured, because `compute` synchronizes with the device.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -96,7 +96,7 @@ def initialize_(
 
 
 def computed_ahead(value: Callable[[str], Tensor], names: Iterable[str]) -> Iterator[Tensor]:
-    """value(name) for each name, in order, computed by threads that are at most one tensor each ahead.
+    """value(name), of any shape, for each name in order, computed by threads that are at most one tensor each ahead.
 
     A generator uses one thread, however large its tensor: the 4.5e9 normals of a 7B network take one core half a minute
     or more. As each name has its own generator, any number of threads gives the same bits.

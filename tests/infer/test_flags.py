@@ -308,7 +308,7 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
     notes = []
 
     class Pipeline:
-        def num_denoiser_calls(self, *_, given):
+        def num_denoiser_calls(self, *_, conditioning):
             return 2
 
         def stream(self, prompts, settings, **more):

@@ -53,8 +53,10 @@ class DeviceUpdate:
                 part._copy_main_params_to_model_params = lambda: None  # AdamW has written them
 
     def finalize(self, parts: list[DataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
-        """Call Megatron's `finalize_model_grads` without `num_tokens`, for which it would synchronize, and divide by it
-        here, or in AdamW if that scales the gradients."""
+        """Call Megatron's `finalize_model_grads` without `num_tokens` (a scalar), for which it would synchronize.
+
+        Divides by it here, or in AdamW if that scales the gradients.
+        """
         finalize_model_grads(parts, None, **options)
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(num_tokens, parallel_state.get_pipeline_model_parallel_last_rank(), group=pipeline)

@@ -35,7 +35,7 @@ def matching_loss(
     """CLIP's or SigLIP's loss of the pairs of a micro-batch among those of all `readers` (None: of this rank); `rows`
     is `train.contrast_rows`.
 
-    Model chunks before the last return activations, from those of the chunk before (`before`): see
+    Model chunks before the last return activations [S, 1, D], from those of the chunk before, `before` [S, 1, D]: see
     `CLIP.forward_packed`.
     """
     embedded = clip.forward_packed(batch.tokens_S1P, batch.text_L1E, batch.layout, before)

@@ -233,7 +233,7 @@ def test_windows_need_plans_before_any_is_made(asked, capsys):
     assert calibrate_cache.main(alone) == 0
     long = [*alone, "--prompt", "a", "--total_frames", "17", "--video_save_path", "long.mp4"]
     assert generate(long) == 2
-    assert "these settings and what is given of the video" in capsys.readouterr().err
+    assert "these settings and this con" in capsys.readouterr().err
     assert calibrate_cache.main(asked("first_frame", range(16))) == 0
     assert generate([*alone[:-16], "a", *long[-4:]]) == 0
 

@@ -206,9 +206,10 @@ def test_ranks_end_with_who_started_them(bundle_dir, tmp_path):
 import os, signal
 from pathlib import Path
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.runtimes.distributed import Placement
+from megadit.infer.runtimes.distributed import DevicePlacement
 if __name__ == "__main__":
-    pipeline = TextToVideo.from_pretrained({str(bundle_dir)!r}, device="cpu", ranks=Placement(devices=("cpu", "cpu")))
+    ranks = DevicePlacement(devices=("cpu", "cpu"))
+    pipeline = TextToVideo.from_pretrained({str(bundle_dir)!r}, device="cpu", ranks=ranks)
     children = Path("/proc/self/task", str(os.getpid()), "children").read_text()
     Path({str(tmp_path / "ranks")!r}).write_text(children)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -275,7 +275,7 @@ def test_names():
     assert find_sampler("RES") == "res_2ab"
     with pytest.raises(UserError, match="'DDIM' is not available: euler takes the same steps"):
         find_sampler("DDIM")
-    with pytest.raises(UserError, match="'plms' is not available: dpmpp_2m"):
+    with pytest.raises(UserError, match="'plms' is not available: use a multistep sampler"):
         find_sampler("plms")
     with pytest.raises(UserError, match="'dim' is not available; choose one of euler, heun, dpm2, dpmpp_2m"):
         find_sampler("dim")

@@ -72,7 +72,7 @@ def test_every_setting_changes_the_video(pipeline):
         ({"second_guidance": 2.0}, "give both, or neither"),
         ({"autoguidance": "weak", "negative_prompt": "blue"}, "give one of them"),
         ({"autoguidance": "weak", "guidance": 1.0}, "other than 1"),
-        ({"num_steps": 10**9}, "is more than 10000"),
+        ({"num_steps": 10**9}, "is more than the limit of 10000"),
     ],
 )
 def test_mistakes(pipeline, given, message):
