@@ -31,7 +31,7 @@ def full_shape(parameter: Tensor, axes: Axes) -> torch.Size:
 
 
 def shard(parameter: Tensor, value: Tensor, axes: Axes) -> Tensor:
-    """This rank's shard of the whole tensor `value`, of any shape; shaped like `parameter`."""
+    """This rank's shard of the whole tensor `value`, of any shape, for `parameter`, whose shape it has."""
     for dim, axis in splits(parameter):
         size = parameter.shape[dim]
         value = value.narrow(dim, axes[axis].rank() * size, size)
