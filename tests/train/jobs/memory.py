@@ -47,7 +47,7 @@ def tensor_bytes(training) -> dict[str, int]:
         "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
         "optimizer": sum(value.numel() * value.element_size() for value in states if value.ndim)
         + sum(m.numel() * m.element_size() for place, m in masters.items() if place not in weights),
-        "EMA weights": sum(
+        "ema_weights": sum(
             value.numel() * value.element_size()
             for sigma_rel in training.ema_weights.sigma_rels
             for value in training.ema_weights._ema_weights[sigma_rel]
@@ -64,7 +64,7 @@ def main(overrides: list[str]) -> None:
     train_step(training, batches, 1, must_stop=False)  # the optimizer's state appears
     settled = settle()
     train_step(training, batches, 2, must_stop=False)
-    held = Counter(dict.fromkeys(("gradients", "optimizer", "EMA weights"), 0))
+    held = Counter(dict.fromkeys(("gradients", "optimizer", "ema_weights"), 0))
     for trained in training.all_trained:
         held.update(tensor_bytes(trained))
     networks = [part.module for trained in training.all_trained for part in trained.parts]

@@ -44,7 +44,7 @@ def _measure(overrides):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_memory_of_a_small_model_is_within_10_percent_of_what_is_measured(measure, precision):
     measured, estimate = measure(f"train.precision={precision}")
-    for part in ("parameters", "gradients", "optimizer", "EMA weights"):
+    for part in ("parameters", "gradients", "optimizer", "ema_weights"):
         assert getattr(estimate, part) == pytest.approx(measured[part], rel=1e-3)
     assert estimate.total == pytest.approx(measured["peak"], rel=0.1)
 
@@ -52,7 +52,7 @@ def test_memory_of_a_small_model_is_within_10_percent_of_what_is_measured(measur
 def test_memory_of_an_adapter_is_within_5_percent_of_what_is_measured(measure):
     """But for some 40 MB that the process keeps, whatever is trained."""
     measured, estimate = measure("train.precision=fp32", "train.adapter.rank=8")
-    for part in ("parameters", "gradients", "optimizer", "EMA weights"):
+    for part in ("parameters", "gradients", "optimizer", "ema_weights"):
         assert getattr(estimate, part) == pytest.approx(measured[part], rel=1e-3)
     of_step = estimate.activations + estimate.passing
     assert of_step == pytest.approx(measured["peak"] - measured["resting"], rel=0.05)
@@ -84,7 +84,7 @@ def student(tmp_path):
 
 def test_memory_of_a_student_with_its_teacher_and_critic_is_what_is_measured(measure, student):
     measured, estimate = measure(*student)
-    for part in ("parameters", "gradients", "optimizer", "EMA weights"):
+    for part in ("parameters", "gradients", "optimizer", "ema_weights"):
         assert getattr(estimate, part) == pytest.approx(measured[part], rel=1e-3)
     assert measured["gradients"] == pytest.approx(2 / 3 * measured["parameters"], rel=3e-3), "of two of three networks"
     assert estimate.total == pytest.approx(measured["peak"], rel=0.1)
@@ -93,7 +93,7 @@ def test_memory_of_a_student_with_its_teacher_and_critic_is_what_is_measured(mea
 def test_three_networks_have_the_memory_of_one_as_planned(measure, student):
     """As adapters beside one set of weights: what two adapters and the steps of their training take, and no more."""
     measured, estimate = measure(*student, "train.adapter.rank=8")
-    for part in ("parameters", "gradients", "optimizer", "EMA weights"):
+    for part in ("parameters", "gradients", "optimizer", "ema_weights"):
         assert getattr(estimate, part) == pytest.approx(measured[part], rel=1e-3)
     of_adapters = measured["gradients"]  # float32, as these are
     one = count_parameters(resolve_config("digits_tiny", overrides=[*SMALL_MODEL, *student]).model).total

@@ -62,16 +62,16 @@ def of(tmp_path_factory, attributes):
     return evaluation.scored_by(folder, folder / "classifier.safetensors", real, METRICS)
 
 
-def contact_sheets(of, attributes, video, label="model", captions=None):
+def metric_values(of, attributes, video, label="model", captions=None):
     captions = captions or score.heldout_captions(attributes)
     made = Candidate(model=label, guidance=None, videos=evaluation.clip_set(label, video, captions))
-    of.look([made], ALONE, told=False)
-    return {each.metric: each for each in of.contact_sheets([made], told=False)}
+    of.compute_features([made], ALONE, shows_progress=False)
+    return {each.metric: each for each in of.metric_values([made], shows_progress=False)}
 
 
 @pytest.fixture(scope="module")
 def clean(of, attributes):
-    return contact_sheets(of, attributes, score.real_clips(attributes, seed=1))
+    return metric_values(of, attributes, score.real_clips(attributes, seed=1))
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def clean(of, attributes):
 def test_a_fault_is_seen_and_a_worse_one_more(of, clean, attributes, name):
     spoil, strengths, metrics = SPOILT[name]
     clips = score.real_clips(attributes, seed=1)
-    weak, strong = (contact_sheets(of, attributes, spoil(clips, strength), name) for strength in strengths)
+    weak, strong = (metric_values(of, attributes, spoil(clips, strength), name) for strength in strengths)
     for metric in metrics:
         _, high = clean[metric].estimate.interval
         assert strong[metric].estimate.interval[0] > high, metric
@@ -108,7 +108,7 @@ def mismatched(attributes, share, is_caption):
 def test_clips_that_show_something_else_are_seen_by_the_judge(of, clean, attributes, is_caption):
     low, _ = clean["all"].estimate.interval
     tenth, half = (
-        contact_sheets(of, attributes, clips, f"{share} mismatched", captions)["all"].estimate
+        metric_values(of, attributes, clips, f"{share} mismatched", captions)["all"].estimate
         for share in (0.1, 0.5)
         for clips, captions in [mismatched(attributes, share, is_caption)]
     )
@@ -118,7 +118,7 @@ def test_clips_that_show_something_else_are_seen_by_the_judge(of, clean, attribu
 
 @pytest.mark.slow
 def test_another_seed_does_not_leave_the_interval(of, clean, attributes):
-    other = contact_sheets(of, attributes, score.real_clips(attributes, seed=2), "another seed")
+    other = metric_values(of, attributes, score.real_clips(attributes, seed=2), "another seed")
     pairs = differences([*clean.values(), *other.values()])
     assert len(pairs) == len(clean) == len(METRICS) + 2
     for metric in ("fid", "kid", "fvd", "kvd", "all"):
