@@ -76,7 +76,7 @@ def measured(function_evaluations, **values):
 class EncodedConditioning(Tuner):
     """A tuner that knows the figures of each way: `found` is given its number of evaluations."""
 
-    def measured(self, variants, prompts, *, told=True):
+    def measured(self, variants, prompts, *, shows_progress=True):
         return [
             replace(variant, metric_values=measured(variant.function_evaluations, **self.folder(variant)).metric_values)
             for variant in variants
