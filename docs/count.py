@@ -109,9 +109,14 @@ def files() -> list[str]:
 
 
 @cache
+def _tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+@cache
 def source(path: str) -> Source:
     text = (ROOT / path).read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    tree = _tree(path)
     definitions: dict[str, ast.AST] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -203,10 +208,7 @@ def count(question: Question) -> tuple[int, int, dict[str, int]]:
 
 def cycles() -> list[list[str]]:
     """Groups of files that import one another when they are imported."""
-    graph = {
-        path: {file for _, (file, _, at_once) in _imports(ast.parse((ROOT / path).read_text())) if at_once}
-        for path in files()
-    }
+    graph = {path: {file for _, (file, _, at_once) in _imports(_tree(path)) if at_once} for path in files()}
     return [group for group in _groups(graph) if len(group) > 1]
 
 
@@ -254,7 +256,7 @@ def rooms() -> dict[str, Room]:
         here = path.split("/")
         for depth in range(1, len(here)):
             graphs.setdefault("/".join(here[:depth]), {}).setdefault(here[depth], set())
-        for _, (file, _, _) in _imports(ast.parse((ROOT / path).read_text())):
+        for _, (file, _, _) in _imports(_tree(path)):
             there = file.split("/")
             depth = next(i for i, (a, b) in enumerate(zip([*here, ""], [*there, ""], strict=False)) if a != b)
             if depth:

@@ -162,8 +162,8 @@ NO_MEMORY = (
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error is an out-of-memory error, on a GPU or a CPU."""
-    has_guidance_embedding = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return has_guidance_embedding or any(words in str(error) for words in NO_MEMORY)
+    has_its_type = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return has_its_type or any(words in str(error) for words in NO_MEMORY)
 
 
 def said_of_memory(error: Exception) -> str:

@@ -202,7 +202,7 @@ def run(run_ranks):
 
 
 @pytest.fixture(scope="module")
-def adapter_cache(run, tmp_path_factory, write_clip) -> Path:
+def workspace(run, tmp_path_factory, write_clip) -> Path:
     """What pages begin with: clips of one's own, and what the demos leave in runs/, after two steps each."""
     from megadit.infer.evaluate.extractors.digits import DigitReader
     from megadit.infer.evaluate.extractors.files import KIND
@@ -280,13 +280,13 @@ def to_run(page: Path) -> list[Block]:
 
 
 @pytest.fixture(scope="module")
-def left_by(adapter_cache, run, tmp_path_factory):
+def left_by(workspace, run, tmp_path_factory):
     """left_by(page): the folder in which all that it says has run."""
 
     @cache
     def folder(page: Path) -> Path:
         before, here = page_before(page), tmp_path_factory.mktemp("page") / "here"
-        shutil.copytree(adapter_cache if before is None else folder(before), here)
+        shutil.copytree(workspace if before is None else folder(before), here)
         elsewhere = run_elsewhere(page)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(here)

@@ -83,7 +83,7 @@ class Evaluation:
     """Names in `METRICS`, or `ADHERENCE`; () means all that the extractors support."""
     sent_as: str = ""
     """Format that generated videos were encoded in before their evaluation; "" means none."""
-    _floors: dict[tuple[str, str], Estimate | None] = field(default_factory=dict, init=False)
+    _baselines: dict[tuple[str, str], Estimate | None] = field(default_factory=dict, init=False)
 
     def check(self, num_made: int) -> None:
         """Raises UserError for requested metrics that cannot be computed from `num_made` videos."""
@@ -218,17 +218,17 @@ class Evaluation:
     def _baseline(self, name: str, metric: Metric, extractor: Extractor, real: Features) -> Estimate | None:
         """Real-against-real baseline, computed once for all candidates; None if half of the videos are too few."""
         key = name, extractor.name
-        if key not in self._floors:
+        if key not in self._baselines:
             order = torch.randperm(len(real.features_NFD), generator=torch.Generator().manual_seed(0))
-            passes = [
+            sides = [
                 Features(real.features_NFD[half], resamplings(range(len(half)), side))
                 for half, side in zip(order.chunk(2), ("made", "real"), strict=False)
             ]
             try:
-                self._floors[key] = metric.estimate(*passes) if len(order) >= 2 * FEWEST else None
+                self._baselines[key] = metric.estimate(*sides) if len(order) >= 2 * FEWEST else None
             except UserError:  # too few for a covariance
-                self._floors[key] = None
-        return self._floors[key]
+                self._baselines[key] = None
+        return self._baselines[key]
 
     def _protocol(self, name: str, of: Extractor | Scorer, candidate: Candidate, with_real: bool = True) -> str:
         """Protocol: everything that affects a metric except the model; only metrics of one protocol are comparable."""

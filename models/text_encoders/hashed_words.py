@@ -94,8 +94,8 @@ def _word_vectors(words: list[str], dim: int) -> Tensor:
     """One row of standard normal numbers per word: half of its hash is the generator's key, the other half the
     position."""
     digests = [hashlib.blake2b(word.encode(), digest_size=16).digest() for word in words]
-    passes = [[int.from_bytes(half, "little", signed=True) for half in (d[:8], d[8:])] for d in digests]
-    key_R, position_R = torch.tensor(passes, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
+    integers = [[int.from_bytes(bytes_8, "little", signed=True) for bytes_8 in (d[:8], d[8:])] for d in digests]
+    key_R, position_R = torch.tensor(integers, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
     return normal(key_R, position_R, dim, stream=Stream.WORD)
 
 

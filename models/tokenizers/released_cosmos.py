@@ -55,8 +55,8 @@ def read_released(path: Path, compression: str = "") -> tuple[str, dict[str, Any
     """
     files = [path] if path.suffix == ".jit" else [path / "autoencoder.jit"]
     if not files[0].is_file():
-        passes = [path / "encoder.jit", path / "decoder.jit"]
-        files = passes if all(half.is_file() for half in passes) else files
+        networks = [path / "encoder.jit", path / "decoder.jit"]
+        files = networks if all(network.is_file() for network in networks) else files
     sources = [read_archive(file) for file in files]
     shapes = {name: tensor.shape for source in sources for name, tensor in source.stored.items()}
     if "encoder.conv_in.weight" in shapes:  # for images: convolutions without separate temporal ones

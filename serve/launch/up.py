@@ -125,10 +125,10 @@ def _run(argv: list[str]) -> int:
 
 def _wait_for_orphans(ports: set[int]) -> None:
     """Waits while servers of a killed `serve up` still hold these ports; they are ending."""
-    deadline, has_guidance_embedding = time.monotonic() + _SECONDS_FOR_ORPHANS, False
+    deadline, has_reported = time.monotonic() + _SECONDS_FOR_ORPHANS, False
     while _orphans(ports) and time.monotonic() < deadline:
-        if not has_guidance_embedding:
-            has_guidance_embedding = True
+        if not has_reported:
+            has_reported = True
             print_on_stderr("servers of an earlier `serve up` are still ending; waiting for them")
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 

@@ -12,7 +12,7 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.page.studio import Studio
 
 _CONTINUE, _CHANGE, _PAINT = "Continue it", "Change it as the prompt says", "Make the painted part anew"
-_VARIANTS = {_CONTINUE: "prefix", _CHANGE: "edit", _PAINT: "inpaint"}
+_ACTIONS = {_CONTINUE: "prefix", _CHANGE: "edit", _PAINT: "inpaint"}
 """Label of an operation on a video -> the conditioning that a network must have been trained with."""
 
 
@@ -21,11 +21,11 @@ class ConditioningInputs:
 
     def __init__(self, studio: Studio) -> None:
         self._studio, conditionings = studio, studio.info.conditionings
-        variants = [variant for variant, kind in _VARIANTS.items() if kind in conditionings]
+        actions = [action for action, kind in _ACTIONS.items() if kind in conditionings]
         shows = {
             "first_frame": "first_frame" in conditionings,
             "last_frame": "last_frame" in conditionings,
-            "video": bool(variants),
+            "video": bool(actions),
         }
         with gr.Accordion(
             "Start from images or a video", open=False, visible=any(shows.values()), elem_id="conditioning"
@@ -34,12 +34,12 @@ class ConditioningInputs:
                 self.image = self._image("First frame", "image", visible=shows["first_frame"])
                 self.last_image = self._image("Last frame", "last_image", visible=shows["last_frame"])
             self.video = gr.Video(label="A video", elem_id="video", visible=shows["video"], height=180)
-            self.variant = gr.Radio(
-                variants,
-                value=variants[0] if variants else None,
+            self.action = gr.Radio(
+                actions,
+                value=actions[0] if actions else None,
                 label="What to do with it",
-                elem_id="variant",
-                visible=len(variants) > 0,
+                elem_id="action",
+                visible=len(actions) > 0,
             )
             self.mask = gr.ImageEditor(
                 label="Paint what is made anew",
@@ -52,9 +52,7 @@ class ConditioningInputs:
                 transforms=[],
                 height=320,
             )
-        gr.on(
-            [self.video.change, self.variant.change], self._show_mask, [self.video, self.variant], self.mask, **_QUIET
-        )
+        gr.on([self.video.change, self.action.change], self._show_mask, [self.video, self.action], self.mask, **_QUIET)
 
     @staticmethod
     def _image(label: str, name: str, *, visible: bool) -> gr.Image:
@@ -63,25 +61,25 @@ class ConditioningInputs:
 
     @property
     def components(self) -> list[Any]:
-        return [self.image, self.last_image, self.video, self.variant, self.mask]
+        return [self.image, self.last_image, self.video, self.action, self.mask]
 
     def of(
-        self, prompt: str, image: str | None, last: str | None, video: str | None, variant: str | None, mask: Any
+        self, prompt: str, image: str | None, last: str | None, video: str | None, action: str | None, mask: Any
     ) -> dict:
         """The fields of a request, including its prompt."""
         fields: dict[str, Any] = {"prompt": prompt}
         files = {"image": image, "last_image": last}
-        if video and variant == _CONTINUE:
+        if video and action == _CONTINUE:
             files["continue_video"] = video
         elif video:
             files["video"] = video
-            painted = _painted(mask) if variant == _PAINT else None
-            fields |= {"prompt": "", "instruction": prompt} if variant == _CHANGE else {"mask": painted}
+            painted = _painted(mask) if action == _PAINT else None
+            fields |= {"prompt": "", "instruction": prompt} if action == _CHANGE else {"mask": painted}
         return fields | {name: Path(path).read_bytes() for name, path in files.items() if path}
 
-    def _show_mask(self, video: str | None, variant: str | None) -> Any:
+    def _show_mask(self, video: str | None, action: str | None) -> Any:
         """The mask editor, with the first frame of the video."""
-        if not video or variant != _PAINT:
+        if not video or action != _PAINT:
             return gr.ImageEditor(visible=False)
         try:
             frame = self._studio.media.read(Path(video).read_bytes())[0]

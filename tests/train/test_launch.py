@@ -116,14 +116,12 @@ def test_ranks_get_the_command_line_without_nproc(argv, expected, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shared", "restarts", "nodes", "has_guidance_embedding"),
+    ("shared", "restarts", "nodes", "is_reported"),
     [("True", 3, 2, True), ("False", 3, 2, False)] + [("True", 0, 2, False), ("True", 3, 1, False)],
 )
-def test_restarts_on_several_nodes_are_told_what_they_need(
-    shared, restarts, nodes, has_guidance_embedding, monkeypatch, capsys
-):
+def test_restarts_on_several_nodes_are_told_what_they_need(shared, restarts, nodes, is_reported, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
     _warn_of_shared_store()
-    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in capsys.readouterr().err) == has_guidance_embedding
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in capsys.readouterr().err) == is_reported

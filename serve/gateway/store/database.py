@@ -50,7 +50,7 @@ _SECONDS_TO_ANSWER = 20.0
 """Timeout of a database that should have ended the statement itself: its network is down."""
 _SECONDS_FOR_A_PLACE = patience.SECONDS
 """Timeout for a free connection of the pool."""
-MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
+CREATING, CLAIMING = 0x6D656761, 0x6D656762
 """Exclusive work of one gateway, as numbers of PostgreSQL's advisory locks."""
 
 _metadata = MetaData()
@@ -320,7 +320,7 @@ def _begin_postgresql(connection: Connection) -> None:
 
 def _create_or_check(database: Database) -> None:
     with database.writing() as connection:
-        database.alone(connection, MIGRATING)
+        database.alone(connection, CREATING)
         if not inspect(connection).has_table(VERSION.name):
             _metadata.create_all(connection)
             connection.execute(VERSION.insert().values(version=SCHEMA_VERSION, store_id=secrets.token_hex(16)))

@@ -138,8 +138,8 @@ def test_two_halves_and_a_saved_copy_are_the_same_tokenizer(released, tmp_path):
     for half, names in (("encoder", ("encoder.", "quant_conv.")), ("decoder", ("decoder.", "post_quant_conv."))):
         tensors = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(names)}
         write_jit(tensors, tmp_path / f"halves/{half}.jit")
-    whole, passes = published_tokenizer(path), published_tokenizer(tmp_path / "halves")
-    assert whole.fingerprint() == passes.fingerprint()
+    whole, split = published_tokenizer(path), published_tokenizer(tmp_path / "halves")
+    assert whole.fingerprint() == split.fingerprint()
     whole.save(tmp_path / "saved")
     loaded, image = load_tokenizer(tmp_path / "saved"), torch.rand(1, 3, 1, 32, 32)
     assert loaded.fingerprint() == whole.fingerprint() and torch.equal(loaded.encode(image), whole.encode(image))

@@ -184,8 +184,8 @@ def test_channels_that_there_are_no_components_for_are_not_foreseen():
 def test_fitting_is_deterministic_up_to_the_order_of_batches():
     videos = moving_squares(32)
     whole = HaarTokenizer.fit([videos], channels=8, **SMALL)
-    passes = HaarTokenizer.fit([videos[16:], videos[:16]], channels=8, **SMALL)
-    torch.testing.assert_close(whole.pca.basis_RC, passes.pca.basis_RC, rtol=0, atol=1e-5)
+    chunked = HaarTokenizer.fit([videos[16:], videos[:16]], channels=8, **SMALL)
+    torch.testing.assert_close(whole.pca.basis_RC, chunked.pca.basis_RC, rtol=0, atol=1e-5)
     largest = whole.pca.basis_RC.gather(0, whole.pca.basis_RC.abs().argmax(dim=0, keepdim=True))
     assert (largest > 0).all()
 

@@ -72,20 +72,20 @@ class FaultyProxy:
                 return socket.create_connection(upstream)
         return socket.create_connection(last)
 
-    def _answer(self, client: socket.socket, spans: Iterator[bytes], kind: str | None) -> None:
+    def _answer(self, client: socket.socket, chunks: Iterator[bytes], kind: str | None) -> None:
         if kind in ("kill", "hang"):
-            next(spans, b"")
+            next(chunks, b"")
             if kind == "hang":
                 self._is_over.wait(60)
             _reset(client)
         elif kind == "half":
-            head, _, body = next(spans).partition(b"\r\n\r\n")
-            body = body or next(spans, b"")
+            head, _, body = next(chunks).partition(b"\r\n\r\n")
+            body = body or next(chunks, b"")
             client.sendall(head + b"\r\n\r\n" + body[: len(body) // 2])
             client.shutdown(socket.SHUT_RDWR)
         else:
-            for span in spans:
-                client.sendall(span)
+            for chunk in chunks:
+                client.sendall(chunk)
 
 
 def _read_request(client: socket.socket) -> bytes:
@@ -104,8 +104,8 @@ def _end() -> bytes:
 
 
 def _pieces(gateway: socket.socket) -> Iterator[bytes]:
-    while span := gateway.recv(1 << 16):
-        yield span
+    while chunk := gateway.recv(1 << 16):
+        yield chunk
 
 
 def _reset(client: socket.socket) -> None:

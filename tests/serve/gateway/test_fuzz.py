@@ -213,8 +213,8 @@ def test_no_path_and_no_header_is_more_than_text(gateway, new_key, visit, guarde
     make_all()
     codes: list[int] = []
 
-    def check(method: str, spans: list[str], headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        path = "/v1/videos" + "".join(f"/{span}" for span in spans).replace("KNOWN", known)
+    def check(method: str, segments: list[str], headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        path = "/v1/videos" + "".join(f"/{segment}" for segment in segments).replace("KNOWN", known)
         if (method, path) == ("DELETE", f"/v1/videos/{known}"):
             return
         with guarded():
@@ -234,7 +234,7 @@ def test_no_path_and_no_header_is_more_than_text(gateway, new_key, visit, guarde
     headers = st.lists(st.tuples(NAMES, HEADER_VALUES), max_size=4)
     paths = st.lists(PIECES, max_size=5) | st.just(["KNOWN", "content"])
     with within_memory():
-        fuzzed(given(method=methods, spans=paths, headers=headers, body=st.binary(max_size=60))(check))()
+        fuzzed(given(method=methods, segments=paths, headers=headers, body=st.binary(max_size=60))(check))()
     print(
         f"{len(codes)} requests of raw paths and headers: { {code: codes.count(code) for code in sorted(set(codes))} }"
     )

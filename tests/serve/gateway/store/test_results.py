@@ -117,7 +117,7 @@ def test_a_video_that_is_deleted_while_it_is_read_is_read_to_its_end(visit, gate
     gateway.results.remove(job.result_name)
 
     async def read() -> bytes:
-        return b"".join([span async for span in answer.body_iterator])
+        return b"".join([chunk async for chunk in answer.body_iterator])
 
     assert asyncio.run(read()) == DATA
     with pytest.raises(ApiError, match="not there any more"):

@@ -115,11 +115,11 @@ def test_each_rank_writes_its_share(bundle, make, tmp_path):
     options = json.loads((whole / prior.PRIOR.request_file).read_text())
     settings = SamplingSettings.from_dict(options["settings"])
     wanted = prior.Prior(purpose=prior.PRIOR, prompts=PROMPTS, settings=settings, count=10, seed=0)
-    pipeline, passes = TextToVideo.from_pretrained(bundle), tmp_path / "halves"
-    passes.mkdir()
+    pipeline, shared = TextToVideo.from_pretrained(bundle), tmp_path / "halves"
+    shared.mkdir()
     for rank in (1, 0):
-        prior.write_shards(passes, pipeline, wanted, Workers(rank=rank, size=2))
-    assert shards(passes) == shards(whole)
+        prior.write_shards(shared, pipeline, wanted, Workers(rank=rank, size=2))
+    assert shards(shared) == shards(whole)
 
 
 def test_the_noise_of_a_seed_is_what_a_student_begins_with(bundle, tmp_path):
