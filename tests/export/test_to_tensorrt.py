@@ -198,7 +198,7 @@ def test_plan_folder_says_all_that_a_server_needs(exported, tmp_path, monkeypatc
 
     runtime.check_engine(engines, "11.4.0.106", "H200", (9, 0))
     for version, gpu, capability, message in (
-        ("10.16.1.11", "H200", (9, 0), "are of TensorRT 11.4.0.106, not 10.16.1.11"),
+        ("10.16.1.11", "H200", (9, 0), "need TensorRT 11.4.0.106, not 10.16.1.11"),
         ("11.4.0.106", "A100", (8, 0), "built on H200, not for A100"),
     ):
         with pytest.raises(ValueError, match=f"{message}.*megadit export .* --format tensorrt"):
@@ -271,7 +271,7 @@ def test_engines_of_an_earlier_export_take_new_weights(exported, refittable, tmp
         refit_engines(other, plan, before, Libraries(fake, None))
     fake.__version__ = "12.0"
     with_its_version = {**before.settings, "engine": {**before.settings["engine"], "version_compatible": False}}
-    with pytest.raises(ValueError, match="are of TensorRT 11.4.0.106, not 12.0"):
+    with pytest.raises(ValueError, match="need TensorRT 11.4.0.106, not 12.0"):
         refit_engines(graphs, plan, ExportedNetworks(before.directory, with_its_version), Libraries(fake, None))
 
 

@@ -124,7 +124,7 @@ def test_mistakes_of_a_service_are_one_line(url, asked, new_key, key_file, bundl
     key = key_file(new_key()[0])
     assert "needs a key: give --key_file FILE; `megadit serve keys add" in said(url)
     assert "nowhere cannot be read; `megadit serve keys add NAME > nowhere`" in said(url, "--key_file", "nowhere")
-    assert "is no address of a video API" in said("grpc://127.0.0.1:1", "--key_file", key)
+    assert "is not the address of a video API" in said("grpc://127.0.0.1:1", "--key_file", key)
     assert "--key_file is for a service" in said(bundle_dir, "--key_file", key)
     assert "loss needs a bundle" in said(url, "--key_file", key, "--metrics", "loss")
     assert "refuses: height=30 is not a multiple" in said(url, "--key_file", key, "--height", 30, "--size", 16, 24)
@@ -143,7 +143,7 @@ def test_a_service_that_is_away_is_waited_for(new_key, key_file, real, tmp_path,
     monkeypatch.setattr(service, "PATIENCE_SECONDS", 0.0)
     words = ["http://127.0.0.1:9", "--key_file", key_file("mdk_any"), "--real", real, "--out", tmp_path / "out"]
     assert evaluate(*words) == 2
-    assert "does not answer" in (line := capsys.readouterr().err) and "the same command continues" in line
+    assert "does not answer" in (line := capsys.readouterr().err) and "run the same command again to continue" in line
 
 
 @pytest.mark.slow

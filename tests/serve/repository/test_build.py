@@ -94,7 +94,7 @@ def test_students_are_models_of_their_own(bundle_dir, tmp_path, capsys):
     for more, says in (
         ([guided], "its defaults have guidance"),
         ([two, two], f"--student {two} takes as many calls as {two}: serve one of them"),
-        ([str(bundle_dir)], "is no student: its defaults have guidance, or no sigmas of their own"),
+        ([str(bundle_dir)], "is not a student: its defaults have guidance, or no sigmas of their own"),
     ):
         assert verbs.main([*command, *(word for path in more for word in ("--student", path))]) == 2
         assert says in capsys.readouterr().err

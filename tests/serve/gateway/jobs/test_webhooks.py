@@ -190,7 +190,7 @@ def test_what_a_cloud_tells_a_machine_is_no_webhook(gateway, ended, monkeypatch)
         "gopher://x/",
         "file:///etc/passwd",
     ):
-        with pytest.raises(UserError, match="is no address for a webhook"):
+        with pytest.raises(UserError, match="is not an address for a webhook"):
             gateway.keys.add("alice", webhook_url=bad)
     with socket.create_server(("127.0.0.1", 0)) as server:  # as which it is seen from here
         key, job, _ = ended(f"http://metadata.example:{server.getsockname()[1]}/")
