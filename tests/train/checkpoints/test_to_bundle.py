@@ -172,7 +172,7 @@ def test_the_adapter_of_a_run(adapted, tmp_path):
 
 def test_an_adapter_needs_its_base(adapted, tmp_path):
     base, run = adapted
-    with pytest.raises(UserError, match="has trained an adapter, .* give the bundle that it began with"):
+    with pytest.raises(UserError, match="has trained an adapter, .* give the bundle that it was trained on"):
         open_bundle(run)
     pipeline = TextToVideo.from_pretrained(base, device="cpu")
     plain, changed = (pipeline(["a"], adapters=kind)[0] for kind in ({}, {str(run / "bundle"): 1.0}))
