@@ -194,13 +194,16 @@ def test_servers_of_a_service_that_was_killed_are_waited_for(words, capsys, monk
     """They still hold the ports for some seconds; those of one that lives are none of these."""
     monkeypatch.setattr(up, "_SECONDS_BETWEEN_LOOKS", 0.05)
     port, other = free_ports(2)
-    command = [sys.executable, "-c", "input()", *(word.format(port) for word in words)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as orphan:
+    command = [sys.executable, "-c", "print(flush=True); input()", *(word.format(port) for word in words)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as orphan:
+        orphan.stdout.readline()  # a process that is just being executed has no command line yet
         assert up._orphans({port}) == [orphan.pid] and up._orphans({other}) == []
         threading.Timer(0.3, orphan.kill).start()
         up._wait_for_orphans({port, other})
         assert orphan.poll() is not None and "waiting for them" in capsys.readouterr().err
     code = f"import subprocess; subprocess.run({command!r})"
-    with subprocess.Popen([sys.executable, "-c", code, "serve", "up"], stdin=subprocess.PIPE) as living:
+    with subprocess.Popen([sys.executable, "-c", code, "serve", "up"], **pipes) as living:
+        living.stdout.readline()
         assert up._orphans({port}) == []
         living.stdin.close()
