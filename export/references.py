@@ -63,7 +63,7 @@ def reference_cases(
         usual = inputs_at(spec, CONDITIONING_SIGMA, bundle)
         for kinds, media in combined_conditioning(bundle).items():
             inputs, conditioning = conditioning_inputs(media, bundle, usual)
-            cases.append(reference(network, f"given {kinds}", usual | inputs, conditioning))
+            cases.append(reference(network, f"conditioning {kinds}", usual | inputs, conditioning))
         cases += [] if slots is None else _adapter_cases(network, usual, slots)
     return cases
 

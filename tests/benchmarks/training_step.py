@@ -199,7 +199,8 @@ def _megatron_step(config: RunConfig, batches: Callable) -> Callable[[], object]
 
 
 def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
-    from megadit.train.objectives.denoise import Uncertainty, edm_loss
+    from megadit.train.objectives.denoise import edm_loss
+    from megadit.train.objectives.heads import Uncertainty
     from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 
     dit, uncertainty, settings = initialize_(DiT(config.model), config.train.seed), Uncertainty(), config.optimizer

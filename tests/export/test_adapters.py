@@ -204,7 +204,7 @@ def test_precisions_and_given_parts(tmp_path, precision, conditionings):
     slots = settings.adapter_inputs(config)
     spec = contract.specs(profiles, config, tokenizer, conditionings=bundle.conditionings, slots=slots)["denoiser"]
     report = export_network("denoiser", bundle, tokenizer, spec, tmp_path / "denoiser.onnx", settings)
-    assert {"all sides max", "adapters, two in a slot", *(f"given {kind}" for kind in conditionings)} <= report[
+    assert {"all sides max", "adapters, two in a slot", *(f"conditioning {kind}" for kind in conditionings)} <= report[
         "cases"
     ].keys()
 

@@ -120,7 +120,9 @@ def test_networks_that_read_images_beside_their_latents(tmp_path, name):
     exported = Bundle.open(tmp_path / "exported")
     report = exported.manifest["export"]["onnx"]["report"]
     cases = report["denoiser"]["cases"]
-    assert f"given {' and '.join(uses)}" in cases and len([case for case in cases if case.startswith("sigma")]) == 7
+    assert (
+        f"conditioning {' and '.join(uses)}" in cases and len([case for case in cases if case.startswith("sigma")]) == 7
+    )
     assert report["denoiser"]["worst"] <= 1e-4 and report["video"]["psnr"] >= 50
     assert taken(exported, "onnx") == tuple(uses)
     assert min(calibrate(bundle, ["a cat"]).values()) > 0, "for 8 bits it is given something, too"
@@ -151,7 +153,7 @@ def test_networks_that_are_told_by_marks(tmp_path, form):
     export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
     exported = Bundle.open(tmp_path / "exported")
     report = exported.manifest["export"]["onnx"]["report"]["denoiser"]
-    assert report["worst"] <= 1e-4 and {f"given {kind}" for kind in uses} <= report["cases"].keys()
+    assert report["worst"] <= 1e-4 and {f"conditioning {kind}" for kind in uses} <= report["cases"].keys()
     assert len([name for name in report["cases"] if name.startswith("sigma")]) == 7
     ours, theirs = (
         TextToVideo.from_pretrained(exported, device="cpu", runtime=runtime)(
@@ -180,7 +182,7 @@ def test_every_use_is_torchs(pipelines):
 @pytest.mark.slow
 def test_the_gate_compares_every_use(able):
     report = able.manifest["export"]["onnx"]["report"]["denoiser"]
-    assert report["worst"] <= 1e-4 and {f"given {kind}" for kind in KINDS} <= report["cases"].keys()
+    assert report["worst"] <= 1e-4 and {f"conditioning {kind}" for kind in KINDS} <= report["cases"].keys()
     assert taken(able, "onnx") == taken(able, "torch") == tuple(KINDS)
 
 
@@ -197,8 +199,8 @@ def test_a_graph_with_another_noise_level_of_given_tokens_is_refused(able):
 
     compare("sigma 5.0")
     for kind in KINDS:
-        with pytest.raises(ValueError, match=f"with given {kind} its F.* differs"):
-            compare(f"given {kind}")
+        with pytest.raises(ValueError, match=f"with conditioning {kind} its F.* differs"):
+            compare(f"conditioning {kind}")
 
 
 @pytest.mark.slow
@@ -212,8 +214,8 @@ def test_more_than_was_exported_for_is_refused(pipelines):
 def test_profiles_have_room_for_what_is_given(able):
     spec = open_exported(able, "onnx").network("denoiser")
     options = tensorrt_options(spec)
-    assert options["trt_profile_min_shapes"].endswith("given:1x48x1x2x2,is_given:1x2x2,times:1")
-    assert options["trt_profile_max_shapes"].endswith("given:4x48x16x16x24,is_given:16x16x24,times:16")
+    assert options["trt_profile_min_shapes"].endswith("clean:1x48x1x2x2,is_clean:1x2x2,times:1")
+    assert options["trt_profile_max_shapes"].endswith("clean:4x48x16x16x24,is_clean:16x16x24,times:16")
     assert OnnxNetwork(able.path / "onnx/denoiser.onnx", spec, device=torch.device("cpu")).spec == spec
 
 

@@ -2,7 +2,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megadit.infer.evaluate.extractors.digits import DigitReader
+from megadit.infer.evaluate.extractors.files import KIND
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
@@ -49,3 +52,12 @@ def able(able_dir) -> TextToVideo:
 @pytest.fixture(scope="session")
 def pipeline(bundle_dir) -> TextToVideo:
     return TextToVideo.from_pretrained(bundle_dir, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def reader_file(tmp_path_factory):
+    """An extractor of pictures and clips with random weights."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("reader") / "classifier.safetensors"
+    save_file(DigitReader().state_dict(), path, metadata={KIND: "digits"})
+    return path

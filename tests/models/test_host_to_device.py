@@ -20,12 +20,11 @@ from megadit.models.networks.dit import DiT
 from megadit.models.networks.unet import UNet
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
-from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packs.packed_batch import PackFormat, TrainingSample
-from megadit.train.engine.model import TrainingModel
 from megadit.train.optim.adamw import HalfMomentAdamW
 from tests.stable_diffusion import UNETS
 from tests.traffic import Traffic
+from tests.train.objectives.models import training_model
 
 META = torch.device("meta")
 
@@ -127,7 +126,7 @@ def test_a_side_stream_copies_beside_and_who_reads_waits_for_it(monkeypatch):
 def test_a_micro_batch_is_sent_by_three_copies_at_most_and_nothing_is_asked_for(family):
     model = config(family, **FAMILY_CHANGES.get(family, {}))
     with META:
-        training = TrainingModel(DiT(model), DiffusionConfig(learned_uncertainty=True), None, None)
+        training = training_model(DiT(model), learned_uncertainty=True)
     training.uncertainty(torch.empty(1, device=META))  # its constants are sent once
     pack = batch(model)
     with Traffic() as traffic:

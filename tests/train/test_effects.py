@@ -185,6 +185,7 @@ EFFECTS = {
     "train.adapter.dropout": told("0.5", *ADAPTER),
     "train.adapter.kind": seen("names", "dora", *ADAPTER),
     "train.base_precision": told("int8", *ADAPTER),
+    "train.objective": ends("the objectives are: denoise", "best"),
     "train.label_smoothing": told("0.5", *CLASSIFIER),
     "train.contrast_rows": ends("train.contrast_rows=2 is for a softmax over all pairs", "2"),
     "train.distill.teacher": ends("nowhere does not exist", "nowhere", *STUDENT),

@@ -135,6 +135,8 @@ class TrainConfig:
     base_precision: BasePrecision = setting("same")
     """Precision of the frozen base of an adapter: that of `precision`, or `int8`, one byte per weight of attention and
     MLP, dequantized for each product. The trained adapter also fits the unquantized base."""
+    objective: str | None = None
+    """Name of the loss, one of `train/objectives/registry.py`; None: that of the network's task, or of `distill`."""
     label_smoothing: float = setting(0.0, low=0, below=1)
     """Label smoothing of a classifier: the probability of a sample that is spread evenly over all classes (arXiv
     1512.00567, section 7)."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -25,10 +24,11 @@ from megadit.models.shared.memory import memory_in_words
 from megadit.models.storage.weights import network_shapes
 from megadit.train.checkpoints.init_from import InitialWeights, Weights
 from megadit.train.config.schema import RunConfig
-from megadit.train.distill.adversary import Adversary
 from megadit.train.engine.fully_sharded import FullySharded
-from megadit.train.engine.model import TrainingModel
 from megadit.train.engine.shared_base import share_base
+from megadit.train.objectives.heads import Adversary
+from megadit.train.objectives.networks import TrainingModel
+from megadit.train.objectives.registry import objective_of
 from megadit.train.optim.optimizer import precision, uses_distributed_optimizer
 from megadit.train.optim.state import DataParallel, assign
 from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
@@ -193,12 +193,11 @@ def _build_network(
     with groups.device:
         return TrainingModel(
             dit,
-            config.diffusion,
+            config,
+            objective_of(config),
             megatron,
-            ModelType.encoder_or_decoder,
-            label_smoothing=config.train.label_smoothing,
-            contrast_rows=config.train.contrast_rows,
             readers=groups.readers,
+            context=groups.context.group,
             adversary=Adversary(config.model.hidden_size, config.train.seed) if form.has_adversary else None,
         )
 

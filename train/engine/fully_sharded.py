@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megadit.models.megatron.groups import Groups
 from megadit.models.networks.blocks import BLOCKS
 from megadit.models.networks.experts import Experts
-from megadit.train.engine.model import TrainingModel
 from megadit.train.engine.shared_base import share_base
+from megadit.train.objectives.networks import TrainingModel
 from megadit.train.optim.state import assign
 
 

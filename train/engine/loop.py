@@ -127,7 +127,7 @@ class _Run:
         self.mark = mark
         self.fence = fence
         self.config = training.config
-        teacher = None if training.distillation is None else training.distillation.teacher_fingerprint
+        teacher = None if training.teacher is None else training.teacher.fingerprint
         self.store = CheckpointStore(training.config, training.groups, training.base, teacher, fence)
         self.batches = TrainBatches(training.config, training.groups)
         self.state = RunState()

@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,12 +25,12 @@ from megadit.train.checkpoints.tensors import TrainedTensors
 from megadit.train.config.load import to_yaml
 from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import EmaConfig, MatmulPrecision, RunConfig
-from megadit.train.distill.networks import Distillation, denoiser_of, discriminator_of, guided, summed
-from megadit.train.distill.objectives import Teaching
 from megadit.train.engine.building import TRAINED, Form, build_chunks, least_free_memory, network_of, starting_values
 from megadit.train.engine.cpu_memory import keep_freed_memory
 from megadit.train.engine.device_update import DeviceUpdate, device_update
-from megadit.train.engine.model import TrainingModel
+from megadit.train.objectives.adversary import critic_loss
+from megadit.train.objectives.distillation import guided
+from megadit.train.objectives.networks import Networks, TrainingModel, denoiser_of, discriminator_of
 from megadit.train.optim.ema import EmaWeights
 from megadit.train.optim.optimizer import build_optimizer, build_scheduler, loss_scaler
 from megadit.train.optim.state import DataParallel, find_ownership, named_parameters
@@ -59,8 +58,8 @@ class Training:
     """Optimizer step without host synchronization, in place of Megatron's."""
     trained_as: str | None = None
     """`model.parameterization` of the initial weights."""
-    distillation: Distillation | None = None
-    """Teacher and objective of distillation."""
+    teacher: "Teacher | None" = None
+    """A student's teacher."""
     critic: "Training | None" = None
     """Fake-score network, which learns the distribution of a student's videos."""
 
@@ -82,9 +81,9 @@ class Training:
         return (parameter for _, parameter in self.named_parameters())
 
     def begin_step(self, step: int) -> None:
-        """Draw what all samples of a step share: an adapter's dropout, a student's number of sampling steps."""
-        if self.distillation is not None:
-            self.distillation.begin(step, 0)
+        """Tell the networks the step, and draw an adapter's dropout, which all samples of a step share."""
+        for part in self.parts:
+            part.module.networks.step = step
         adapter = self.config.train.adapter
         for part in self.parts if adapter is not None else ():
             draw_dropout(part.module.dit, adapter.dropout, seed=self.config.train.seed, step=step)
@@ -93,6 +92,18 @@ class Training:
     def num_micro_batches(self) -> int:
         """Micro-batches of one step on this rank."""
         return self.config.data.global_batch_size // (self.config.data.micro_batch_size * self.groups.readers.size())
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The frozen network of which a student learns."""
+
+    network: nn.Module
+    """Its weights on this rank."""
+    fingerprint: str
+    """`adapters.fingerprint` of them."""
+    is_guided: bool
+    """Whether guidance takes two forward passes."""
 
 
 def start_processes(config: RunConfig) -> Groups:
@@ -185,34 +196,32 @@ def _with_teacher(training: Training) -> Training:
     config, groups = training.config, training.groups
     asked, teacher = config.train.distill, read_teacher(config)
     frozen = _build_frozen(config, groups, teacher, base=training.network if config.has_one_base else None)
-    critic = None
-    if asked.has_critic:
-        base = network_of(frozen) if config.train.adapter is not None else None
-        form = Form(base=base, has_adversary=asked.has_adversary)
-        critic = _build_trained(_fake_score_config(config), groups, teacher, prefix=CRITIC, form=form)
     has_guidance_embedding = teacher.config.guidance_embedding_range is not None
-    distillation = Distillation(
-        frozen=frozen,
-        seed=config.train.seed,
-        teaching=Teaching(
-            config=asked,
-            diffusion=config.diffusion,
-            model=config.model,
-            teacher=denoiser_of(frozen) if has_guidance_embedding else guided(denoiser_of(frozen), asked.guidance),
-            critic=None if critic is None else denoiser_of(critic.parts[0]),
-            discriminator=None if critic is None else discriminator_of(critic.parts[0]),
-            sum_over_context=partial(summed, group=groups.context.group),
-            uncertainty=training.network.uncertainty,
-        ),
-        teacher_fingerprint=teacher.fingerprint,
-        is_guided=asked.asks_twice(config.model, teacher.config),
-    )
-    training.network.objective = distillation.loss
-    if asked.has_adversary:
-        critic.network.objective = distillation.discriminator_objective(critic.network.discriminate)
+    student = training.network.networks
+    student.teacher = denoiser_of(frozen) if has_guidance_embedding else guided(denoiser_of(frozen), asked.guidance)
+    critic = _build_critic(config, groups, student, teacher, frozen) if asked.has_critic else None
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)
-    tensors = replace(training.tensors, others=others)
-    return replace(training, distillation=distillation, critic=critic, tensors=tensors)
+    return replace(
+        training,
+        teacher=Teacher(frozen, teacher.fingerprint, asked.asks_twice(config.model, teacher.config)),
+        critic=critic,
+        tensors=replace(training.tensors, others=others),
+    )
+
+
+def _build_critic(
+    config: RunConfig, groups: Groups, student: Networks, teacher: InitialWeights, frozen: nn.Module
+) -> Training:
+    """The critic of a student, initialized as its teacher; with a head if the student's loss is adversarial."""
+    base = network_of(frozen) if config.train.adapter is not None else None
+    form = Form(base=base, has_adversary=config.train.distill.has_adversary)
+    critic = _build_trained(_fake_score_config(config), groups, teacher, prefix=CRITIC, form=form)
+    student.critic = denoiser_of(critic.parts[0])
+    if form.has_adversary:
+        student.discriminator = discriminator_of(critic.parts[0])
+        critic.network.networks.config = config
+        critic.network.objective = critic_loss
+    return critic
 
 
 def _fake_score_config(config: RunConfig) -> RunConfig:
@@ -220,7 +229,7 @@ def _fake_score_config(config: RunConfig) -> RunConfig:
     rate = config.train.distill.critic_lr or 2 * config.optimizer.lr
     return replace(
         config,
-        train=replace(config.train, distill=None),
+        train=replace(config.train, distill=None, objective=None),
         optimizer=replace(config.optimizer, lr=rate),
         ema=EmaConfig(sigma_rels=()),
     )

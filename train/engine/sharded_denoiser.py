@@ -12,6 +12,7 @@ from megadit.models.networks.dense_packs import gather_tokens, pack_dense, pad_s
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.engine.schedule import evaluate, from_last_stage
 from megadit.train.engine.setup import Training
+from megadit.train.objectives.networks import denoiser_of
 
 
 class ShardedDenoiser:
@@ -34,7 +35,7 @@ class ShardedDenoiser:
         sigma_G = pad_segments(levels_on(sigma_B.float(), self.device), batch.layout, value=1.0)
         groups = self._training.groups
         mine = batch.shard(groups.mesh)
-        found = evaluate(self._training, lambda part, pack: part(pack, sigma_G, is_noisy=True), [mine])
+        found = evaluate(self._training, lambda part, pack: denoiser_of(part)(pack, pack.tokens_S1P, sigma_G), [mine])
         D_S1P = from_last_stage(self._training, found[0] if found else None, like=mine.tokens_S1P)
         D_S1P = gather_tokens(D_S1P, mine.layout, groups.context.group)
         return unpack_dense(D_S1P, batch.layout, x_BCTHW, self._model)

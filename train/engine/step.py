@@ -14,12 +14,12 @@ from megadit.models.flops import training_flops
 from megadit.models.host_to_device import sent_together
 from megadit.models.shared.errors import UserError
 from megadit.train.data.packs.packed_batch import REFUSALS, PackedBatch
-from megadit.train.distill.networks import denoiser_of
 from megadit.train.engine.balance import Counts, exchange_counts
 from megadit.train.engine.schedule import run_schedule
 from megadit.train.engine.setup import Training
 from megadit.train.monitoring.anomalies import Anomaly, AnomalyDetector
-from megadit.train.objectives.denoise import LossSums
+from megadit.train.objectives.distillation import generated
+from megadit.train.objectives.networks import LossSums
 from megadit.train.optim.optimizer import loss_scaler
 
 Mark = Callable[[int, str], None]
@@ -135,13 +135,12 @@ def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -
     Raises:
         UserError: if loss or gradient is not finite.
     """
-    critic, distillation = training.critic, training.distillation
+    critic, student = training.critic, training.parts[0]
     if critic is None:
         return None
     detector = AnomalyDetector(training.config.health, [])
     for update in range(1, 1 + training.config.train.distill.critic_updates):
-        distillation.begin(step, update)
-        made = distillation.made(denoiser_of(training.parts[0]), [batch.arrived() for batch in seen], update)
+        made = [student(batch.arrived(), partial(generated, step=step, update=update)) for batch in seen]
         critic.begin_step(step)
         sums = _forward_backward(critic, made)
         exchange_counts(critic)
@@ -206,8 +205,7 @@ def _reduce(
     host synchronization of a step.
     """
     groups, config = training.groups, training.config
-    distillation = training.distillation
-    forwards = 0 if distillation is None else config.train.distill.forwards(distillation.is_guided)
+    forwards = 0 if training.teacher is None else config.train.distill.forwards(training.teacher.is_guided)
     objective, weighted, error = sums.double().sum(0)
     bad_rank = (~sums.isfinite()).any().double()
     share = groups.is_last_stage / groups.context.size  # all ranks of a replica know all samples

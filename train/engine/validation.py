@@ -1,7 +1,7 @@
 """Validation of the weights and all EMA weights: losses at fixed noise levels, sampled videos, evaluation metrics."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.engine.schedule import evaluate, evaluation
 from megadit.train.engine.setup import Training
 from megadit.train.engine.sharded_denoiser import ShardedDenoiser
-from megadit.train.objectives.denoise import LossSums
-from megadit.train.optim.state import DataParallel
+from megadit.train.objectives.denoise import denoise_at
+from megadit.train.objectives.networks import LossSums, Networks
 
 NUM_PROMPTS = 4
 """Number of captions of the validation split that are sampled if `validation.prompts` is empty."""
@@ -109,11 +109,8 @@ def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dic
     sigmas = training.config.validation.sigmas
     sums = torch.zeros(len(sigmas) + 1, dtype=torch.float64, device=training.groups.device)
     for index, sigma in enumerate(sigmas if batches else ()):
-
-        def loss(part: DataParallel, batch: PackedBatch, sigma: float = sigma) -> LossSums | torch.Tensor:
-            return part(batch, torch.full_like(batch.fps_G, sigma))
-
-        found = evaluate(training, loss, batches)[:num_own]
+        loss = partial(denoise_at, sigma=sigma)
+        found = evaluate(training, lambda part, batch, loss=loss: part(batch, loss), batches)[:num_own]
         sums[index] = sum(value.weighted.double() for value in found)
     means = _means(training, sums, batches[:num_own])
     named = {f"{sigma:g}": mean for sigma, mean in zip(sigmas, means, strict=True)}
@@ -123,9 +120,14 @@ def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dic
 def _class_metrics(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
     sums = torch.zeros(3, dtype=torch.float64, device=training.groups.device)
     if batches:
-        for found in evaluate(training, lambda part, batch: part(batch, is_alone=True), batches)[:num_own]:
+        for found in evaluate(training, lambda part, batch: part(batch, _alone), batches)[:num_own]:
             sums[:-1] += torch.stack([found.weighted, found.error]).double()
     return dict(zip(("mean", "wrong"), _means(training, sums, batches[:num_own]), strict=True))
+
+
+def _alone(networks: Networks, batch: PackedBatch) -> LossSums | torch.Tensor:
+    """The objective within one micro-batch."""
+    return networks.model.objective(replace(networks, readers=None), batch)
 
 
 def _means(training: Training, sums: torch.Tensor, batches: list[PackedBatch]) -> list[float]:

@@ -10,7 +10,13 @@ from torch import Tensor
 from megadit.models.networks.embeddings import class_index
 from megadit.models.networks.vit import ViT
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.objectives.denoise import LossSums
+from megadit.train.objectives.networks import LossSums, Networks
+
+
+def classify(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
+    """`classification_loss` with `train.label_smoothing`."""
+    model = networks.model
+    return classification_loss(model.dit, batch, networks.config.train.label_smoothing, model.before)
 
 
 def classification_loss(

@@ -22,7 +22,13 @@ from megadit.models.networks.clip import CLIP
 from megadit.models.packing.segments import CPU
 from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.classify import sums_of_samples
-from megadit.train.objectives.denoise import LossSums
+from megadit.train.objectives.networks import LossSums, Networks
+
+
+def match(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
+    """`matching_loss` among the pairs of all ranks, with `train.contrast_rows`."""
+    rows = networks.config.train.contrast_rows
+    return matching_loss(networks.model.dit, batch, networks.readers, rows, networks.model.before)
 
 
 def matching_loss(

@@ -6,50 +6,28 @@ same in any pack, on any rank and after any resume.
 Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 """
 
-import math
-from typing import NamedTuple
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megadit.models.diffusion.parameterization import denoise_packed, parameterization_of
 from megadit.models.networks.dit import DiT
 from megadit.train.data.packs.packed_batch import PackedBatch
+from megadit.train.objectives.heads import Uncertainty
+from megadit.train.objectives.networks import LossSums, Networks
+from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 
 
-class LossSums(NamedTuple):
-    """Sums over the target tokens of a micro-batch, of means over P; scalars, float32."""
-
-    objective: Tensor
-    """Minimised value: the weighted loss, divided by the learned uncertainty if there is one."""
-    weighted: Tensor
-    """lambda(sigma) |D - x0|^2, about 1 for an untrained network at every noise level; classifiers: cross-entropy;
-    image-text matching: its loss."""
-    error: Tensor
-    """|D - x0|^2; classifiers: 1 if another class is likelier, else 0; image-text matching: 1 if another text is."""
+def denoise(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
+    """`edm_loss` at noise levels drawn for each sample, with the learned uncertainty if there is one."""
+    sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
+    model = networks.model
+    return edm_loss(model.dit, batch, sigma_G, token_noise(batch), model.uncertainty, model.before)
 
 
-class Uncertainty(nn.Module):
-    """u(sigma), the logarithm of the loss to expect at a noise level (EDM2, arXiv 2312.02696, section 3.1).
-
-    A linear function of Fourier features of c_noise, initially zero. It is trained with the network and then discarded.
-    """
-
-    def __init__(self, num_features: int = 128) -> None:
-        super().__init__()
-        generator = torch.Generator("cpu").manual_seed(0)
-        # not buffers: these stay float32 whatever the precision of the parameters
-        self._frequency = 2 * math.pi * torch.randn(num_features, generator=generator, device="cpu")
-        self._phase = 2 * math.pi * torch.rand(num_features, generator=generator, device="cpu")
-        self.linear = nn.Linear(num_features, 1, bias=False)
-        nn.init.zeros_(self.linear.weight)
-
-    def forward(self, c_noise_G: Tensor) -> Tensor:
-        self._frequency, self._phase = (x.to(c_noise_G.device) for x in (self._frequency, self._phase))  # copied once
-        frequency, phase = self._frequency, self._phase
-        features = math.sqrt(2) * torch.cos(c_noise_G.float()[:, None] * frequency + phase)
-        # divided by sqrt(features), because one step of Adam at a large rate could move u by more than its range
-        return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
+def denoise_at(networks: Networks, batch: PackedBatch, *, sigma: float) -> LossSums | Tensor:
+    """`edm_loss` of all samples at one noise level, without uncertainty, for validation."""
+    sigma_G = torch.full_like(batch.fps_G, sigma)
+    return edm_loss(networks.model.dit, batch, sigma_G, token_noise(batch), before=networks.model.before)
 
 
 def weighted_error(

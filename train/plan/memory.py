@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from megadit.models.lora.adapters import chosen_targets
 from megadit.models.ops.ledger import SMALL
 from megadit.train.config.schema import RunConfig
-from megadit.train.distill.adversary import head_parameters
+from megadit.train.objectives.heads import head_parameters
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.work import Parameters, count_parameters, count_trained, num_self_attentions, num_sublayers
 

@@ -1,23 +1,10 @@
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from megadit.infer.evaluate.extractors.digits import DigitReader
-from megadit.infer.evaluate.extractors.files import KIND
 from megadit.infer.media.video_io import write_video
 
 SIZE = (5, 16, 24)
 """Frames, height, width that the tiny bundle makes."""
-
-
-@pytest.fixture(scope="session")
-def reader_file(tmp_path_factory):
-    """An extractor of pictures and clips with random weights."""
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("reader") / "classifier.safetensors"
-    save_file(DigitReader().state_dict(), path, metadata={KIND: "digits"})
-    return path
 
 
 def write_folder(folder, count, seed=0, size=SIZE, captions=True):

@@ -292,9 +292,9 @@ def test_students_of_a_told_teacher_are_told(tmp_path, monkeypatch, capsys, more
 
 
 def test_every_objective_has_a_stage():
-    from megadit.train.distill.objectives import OBJECTIVES
+    from megadit.train.objectives.distillation import DISTILLATION
 
-    assert STAGES.keys() == OBJECTIVES.keys()
+    assert STAGES.keys() == DISTILLATION.keys()
 
 
 OF_SAMPLES = {

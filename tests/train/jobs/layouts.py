@@ -49,13 +49,14 @@ from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.data.loader import build_train_loader  # noqa: E402
 from megadit.train.data.packs import packed_batch
 from megadit.train.engine import balance, setup
-from megadit.train.engine.model import TrainingModel  # noqa: E402
 from megadit.train.engine.schedule import evaluation  # noqa: E402
 from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
 from megadit.train.engine.sharded_denoiser import ShardedDenoiser  # noqa: E402
 from megadit.train.engine.step import _forward_backward, train_step  # noqa: E402
 from megadit.train.objectives import contrast as matching
 from megadit.train.objectives import denoise as loss
+from megadit.train.objectives.networks import TrainingModel  # noqa: E402
+from megadit.train.objectives.registry import objective_of  # noqa: E402
 from megadit.train.optim.state import held  # noqa: E402
 from megadit.train.recipes import load_recipe  # noqa: E402
 
@@ -169,12 +170,11 @@ def break_it(what, training):
     elif what == "a noise level of its own":
         patch(loss, "denoise_packed", _at_the_level_of_the_sample)
     elif what == "sum over the ranks of a sample":
-        teaching = replace(training.distillation.teaching, sum_over_context=_identity)
-        training.distillation.teaching = teaching
+        training.network.networks.context = None
     elif what == "text left out":
         patch(packed_batch.PackedBatch, "without_text", lambda batch: batch)
     elif what == "pairs of other ranks":
-        training.network.readers = None
+        training.network.networks.readers = None
     elif what == "gradient from other ranks":
         patch(matching, "gather_from_sequence_parallel_region", _with_own_gradient)
     elif what == "keys of others":
@@ -321,8 +321,8 @@ def gradients(training):
 def frozen(training):
     """What this rank holds of the parameters that are not trained."""
     named = [pair for part in training.parts for pair in part.module.named_parameters()]
-    if training.distillation is not None:
-        named += training.distillation.frozen.named_parameters()
+    if training.teacher is not None:
+        named += training.teacher.network.named_parameters()
     return {name: held(parameter)[1].clone() for name, parameter in named if not parameter.requires_grad}
 
 
@@ -334,7 +334,7 @@ def weights_apart(training):
         named = [(name, held(value)[1]) for name, value in own]
         return [value.untyped_storage().data_ptr() for _, value in named if value.numel()]
 
-    others = [training.distillation.frozen, *([] if training.critic is None else [training.critic.network])]
+    others = [training.teacher.network, *([] if training.critic is None else [training.critic.network])]
     own = {*places(training.network)}
     return sum(place not in own for other in others for place in places(other))
 
@@ -363,8 +363,7 @@ def save(training, folder):
 def torch_reference(out, case):
     """The gradients of one global batch by plain torch layers, without Megatron."""
     config = run_config(out, case)
-    smoothing = config.train.label_smoothing
-    model = TrainingModel(build_network(config.model), config.diffusion, None, None, label_smoothing=smoothing)
+    model = TrainingModel(build_network(config.model), config, objective_of(config))
     initialize.initialize_(model.dit, 0)
     loader = iter(build_train_loader(config, rank=0, world_size=1))
     packs = [next(loader) for _ in range(config.data.global_batch_size)]
@@ -411,7 +410,7 @@ def run(out, case):
     with evaluation(training):
         is_denoiser = config.model.denoises
         numbers |= {"spread": spread(training), "sampled": sampled(training).flatten().tolist() if is_denoiser else []}
-    if config.train.adapter is not None and training.distillation is not None:
+    if config.train.adapter is not None and training.teacher is not None:
         numbers["apart"] = weights_apart(training)
     if config.parallel.data_parallel == "fsdp":
         numbers["bytes"] = bytes_held(training)

@@ -68,7 +68,7 @@ def main(overrides: list[str]) -> None:
     for trained in training.all_trained:
         held.update(tensor_bytes(trained))
     networks = [part.module for trained in training.all_trained for part in trained.parts]
-    networks += [] if training.distillation is None else [training.distillation.frozen]
+    networks += [] if training.teacher is None else [training.teacher.network]
     tensors = {id(p): p for network in networks for p in network.parameters()}  # one of several networks counts once
     held["parameters"] = sum(p.numel() * p.element_size() for p in tensors.values())
     print(json.dumps({**held, "resting": settled - before, "peak": resident("VmHWM") - before}))

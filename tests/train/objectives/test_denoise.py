@@ -13,13 +13,13 @@ from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify, unpatchify
 from megadit.models.networks.initialize import initialize_
-from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packs.packed_batch import PackFormat
 from megadit.train.data.packs.training_sample import TrainingSample
-from megadit.train.engine.model import TrainingModel
-from megadit.train.objectives.denoise import Uncertainty, edm_loss
+from megadit.train.objectives.denoise import edm_loss
+from megadit.train.objectives.heads import Uncertainty
 from megadit.train.objectives.noise_levels import token_noise
 from megadit.train.recipes import load_recipe
+from tests.train.objectives.models import training_model
 
 MODEL = replace(load_recipe("digits_tiny").model, in_channels=4, patch_spatial=2, sigma_data=0.7)
 SHAPES = ((1, 4, 4), (2, 4, 6), (2, 2, 2))
@@ -79,7 +79,7 @@ def test_a_pack_has_the_loss_of_its_samples(dit):
 
 def test_a_pack_has_the_gradients_of_its_samples(dit):
     """Loss and gradients of a pack, and of its samples in packs of their own, added up."""
-    model = TrainingModel(dit, DiffusionConfig(learned_uncertainty=True), None, None)
+    model = training_model(dit, learned_uncertainty=True)
     torch.nn.init.normal_(model.uncertainty.linear.weight, generator=torch.Generator().manual_seed(0))
     whole, *single = [samples(), *([sample] for sample in samples())]
     found = []
@@ -189,7 +189,7 @@ def test_patches_and_noise_have_one_order():
 
 
 def test_the_training_model_needs_only_a_batch(dit):
-    model = TrainingModel(dit, DiffusionConfig(learned_uncertainty=True), None, None)
+    model = training_model(dit, learned_uncertainty=True)
     sums = model(pack(samples()))
     sums.objective.backward()
     assert model.uncertainty.linear.weight.grad.norm() > 0

@@ -264,7 +264,7 @@ def summary_table(found: dict[str, Any]) -> str:
         numbers = "".join(f"{share:8.1%}" for share in shares) + compared
         if "first_frame" in values:
             numbers += f"   {values['first_frame']['digit']:18.1%}{values['first_frame']['every_frame']:8.1%}"
-        lines.append(f"{name:12}{values['evaluations']:12}{numbers}")
+        lines.append(f"{name:12}{values['function_evaluations']:12}{numbers}")
     return "\n".join(lines)
 
 

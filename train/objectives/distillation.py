@@ -1,4 +1,4 @@
-"""Objectives of distillation, each in place of `denoise.edm_loss`.
+"""Objectives of distillation.
 
 All treat networks as denoisers of packs, of any parameterization: x is x0 + sigma n (Karras et al., arXiv 2206.00364),
 so a teacher may be an EDM or a flow model. Conditioning tokens stay unchanged. Random draws depend on the samples' keys
@@ -7,25 +7,26 @@ alone: they are the same in any pack, layout and after any resume.
 Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.diffusion.noise import Stream, derived_keys, uniform
-from megadit.models.diffusion.parameterization import Parameterization, parameterization_of
+from megadit.models.diffusion.noise import Stream, derived_keys, seed_key, uniform
+from megadit.models.diffusion.parameterization import parameterization_of
 from megadit.models.host_to_device import constant
-from megadit.train.config.distill import DistillConfig, ObjectiveName
-from megadit.train.config.schema import DiffusionConfig
+from megadit.train.config.distill import ObjectiveName
+from megadit.train.config.schema import RunConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.distill.adversary import Denoise, Discriminator, towards_real
-from megadit.train.distill.tangent import derivative
-from megadit.train.objectives.denoise import LossSums, weighted_error
+from megadit.train.objectives.adversary import towards_real
+from megadit.train.objectives.denoise import weighted_error
+from megadit.train.objectives.networks import Denoise, LossSums, Networks, Objective
 from megadit.train.objectives.noise_levels import draw_sigma, initial_noise, token_noise
+from megadit.train.objectives.tangent import derivative
 
 RHO = 7
 """Exponent that spaces the levels between two of a list (arXiv 2206.00364, eq. 5)."""
@@ -33,90 +34,51 @@ FEWEST_DIFFERENCE = 1e-4
 """Lower bound of the difference between teacher and student, by which a gradient is divided."""
 LEAST_TANGENT = 0.1
 """c of arXiv 2410.11081, section 4: added to the root mean square by which a tangent is divided."""
+SAMPLING_STEPS = 1
+"""Random stream of the student's numbers of sampling steps, under the key of the run's seed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Teaching:
-    """Settings and networks of an objective, other than the student."""
-
-    config: DistillConfig
-    diffusion: DiffusionConfig
-    model: DiTConfig
-    """Configuration of the student's network."""
-    teacher: Denoise
-    """The guided teacher; it needs no gradients, nor does the critic."""
-    critic: Denoise | None
-    discriminator: Discriminator | None
-    """Discriminator head of the critic, if any, with gradients."""
-    sum_over_context: Callable[[Tensor], Tensor]
-    """Sums a tensor over the context-parallel ranks of a pack."""
-    uncertainty: Callable[[Tensor], Tensor] | None = None
-    """c_noise_G -> u_G, the learned logarithm of the expected loss at a noise level, if it is used."""
-
-    @property
-    def parameterization(self) -> Parameterization:
-        return parameterization_of(self.model)
-
-    def noisy(self, batch: PackedBatch, sigma_G: Tensor, stream: int = Stream.NOISE) -> Tensor:
-        """x0 + sigma n, [S, 1, P], with the samples' noise; conditioning tokens have the student's conditioning
-        noise."""
-        return batch.noisy(sigma_G, token_noise(batch, stream), self.model.conditioning_noise)
-
-
-class Turn(NamedTuple):
-    """Random choices that all samples and ranks share in a step."""
-
-    calls: int
-    """Sampling steps of the student along its own trajectory (`student_state`)."""
-    step: int
-    """Optimizer step: 1, 2, ..."""
-
-
-Objective = Callable[[Denoise, Teaching, PackedBatch, Turn], LossSums]
-"""(student, teaching, pack, turn)."""
-
-
-def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+def guidance(networks: Networks, batch: PackedBatch) -> LossSums:
     """Guidance distillation: lambda(sigma) |D(x; sigma) - D_guided(x; sigma)|^2 (Meng et al., arXiv 2210.03142, eq.
     2)."""
-    sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
-    x_S1P = teaching.noisy(batch, sigma_G)
-    target_S1P = teaching.teacher(batch, x_S1P, sigma_G)
-    weight_G = teaching.parameterization.loss_weight(sigma_G)
-    return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
+    sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
+    x_S1P = _noisy(networks, batch, sigma_G)
+    target_S1P = networks.teacher(batch, x_S1P, sigma_G)
+    weight_G = _loss_weight(networks, sigma_G)
+    return weighted_error(batch, networks.model.denoise(batch, x_S1P, sigma_G), target_S1P, weight_G)
 
 
-def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+def progressive(networks: Networks, batch: PackedBatch) -> LossSums:
     """Progressive distillation: one Euler step of the student matches `teacher_steps` of the teacher (Salimans and Ho,
     arXiv 2202.00512, algorithm 2). The loss is that of the corresponding x0, weighted by lambda(sigma).
     """
-    sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
-    x_S1P = teaching.noisy(batch, sigma_G)
-    y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, teaching.config.teacher_steps)
+    sigma_G, next_G = _drawn_interval(batch, networks.config.train.distill.sigmas)
+    x_S1P = _noisy(networks, batch, sigma_G)
+    y_S1P = _teacher_steps(networks, batch, x_S1P, sigma_G, next_G, networks.config.train.distill.teacher_steps)
     ratio_S11 = of_tokens(batch, next_G / sigma_G)
     target_S1P = (y_S1P - ratio_S11 * x_S1P) / (1 - ratio_S11)
-    weight_G = teaching.parameterization.loss_weight(sigma_G)
-    return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
+    weight_G = _loss_weight(networks, sigma_G)
+    return weighted_error(batch, networks.model.denoise(batch, x_S1P, sigma_G), target_S1P, weight_G)
 
 
-def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+def consistency(networks: Networks, batch: PackedBatch) -> LossSums:
     """Consistency distillation: the student's outputs at both ends of a step of the teacher's ODE agree; for the last
     step the target is the teacher's x0.
 
     |D(x; sigma) - stopgrad D(x'; sigma')|^2 / (sigma - sigma') (Song et al., arXiv 2303.01469, algorithm 2; weight and
     target without EMA: Song and Dhariwal, 2310.14189, sections 3.2 and 3.3).
     """
-    sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
-    x_S1P = teaching.noisy(batch, sigma_G)
-    y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, 1)
+    sigma_G, next_G = _drawn_interval(batch, networks.config.train.distill.sigmas)
+    x_S1P = _noisy(networks, batch, sigma_G)
+    y_S1P = _teacher_steps(networks, batch, x_S1P, sigma_G, next_G, 1)
     is_end_S11 = of_tokens(batch, next_G) == 0
     with torch.no_grad():
-        target_S1P = student(batch, y_S1P, torch.where(next_G == 0, sigma_G, next_G))
+        target_S1P = networks.model.denoise(batch, y_S1P, torch.where(next_G == 0, sigma_G, next_G))
     target_S1P = torch.where(is_end_S11, y_S1P, target_S1P)  # the network is not evaluated at sigma = 0
-    return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, 1 / (sigma_G - next_G))
+    return weighted_error(batch, networks.model.denoise(batch, x_S1P, sigma_G), target_S1P, 1 / (sigma_G - next_G))
 
 
-def continuous_consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+def continuous_consistency(networks: Networks, batch: PackedBatch) -> LossSums:
     """Continuous-time consistency distillation (sCM: Lu and Song, arXiv 2410.11081, algorithm 1), for any
     parameterization.
 
@@ -127,48 +89,49 @@ def continuous_consistency(student: Denoise, teaching: Teaching, batch: PackedBa
     normalization); and |F - stopgrad(F) - g|^2 is weighted by the learned uncertainty with
     `diffusion.learned_uncertainty` (adaptive weighting).
     """
-    sigma_G, x_S1P, teacher_S1P, slope_S1P = _slope(student, teaching, batch)
-    D_S1P = student(batch, x_S1P, sigma_G)
-    sigma_d, warmup = teaching.model.sigma_data, teaching.config.tangent_warmup
+    sigma_G, x_S1P, teacher_S1P, slope_S1P = _slope(networks, batch)
+    D_S1P = networks.model.denoise(batch, x_S1P, sigma_G)
+    model, warmup = networks.config.model, networks.config.train.distill.tangent_warmup
+    sigma_d = model.sigma_data
     cos2_G, sin_G = sigma_d**2 / (sigma_G**2 + sigma_d**2), sigma_G / (sigma_G**2 + sigma_d**2).sqrt()
-    r = min(1.0, turn.step / warmup) if warmup else 1.0
+    r = min(1.0, networks.step / warmup) if warmup else 1.0
     stable_S1P = of_tokens(batch, cos2_G) * (D_S1P.detach() - teacher_S1P)
     g_S1P = (r * slope_S1P + (1 - r) * stable_S1P) / of_tokens(batch, sin_G)
-    rms_G = _mean_of_samples(teaching, batch, g_S1P.square().mean(dim=(1, 2))).sqrt()
+    rms_G = _mean_of_samples(networks, batch, g_S1P.square().mean(dim=(1, 2))).sqrt()
     g_S1P = g_S1P / of_tokens(batch, rms_G + LEAST_TANGENT)
     target_S1P = D_S1P.detach() - of_tokens(batch, sigma_d * sin_G) * g_S1P
     u_G = None
-    if teaching.uncertainty is not None:
-        u_G = teaching.uncertainty(teaching.parameterization.scalings(sigma_G).c_noise)
+    if (uncertainty := networks.model.uncertainty) is not None:
+        u_G = uncertainty(parameterization_of(model).scalings(sigma_G).c_noise)
     return weighted_error(batch, D_S1P, target_S1P, 1 / (sigma_d * sin_G) ** 2, u_G)
 
 
-def consistency_limit(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+def consistency_limit(networks: Networks, batch: PackedBatch) -> LossSums:
     """Limit of `consistency` for adjacent levels: its gradient is that of |D - stopgrad(D - dD/dsigma)|^2, where
     dD/dsigma is along the teacher's ODE (Song et al., arXiv 2303.01469, appendix B.1, for squared distances).
     """
-    sigma_G, x_S1P, _, slope_S1P = _slope(student, teaching, batch)
-    D_S1P = student(batch, x_S1P, sigma_G)
+    sigma_G, x_S1P, _, slope_S1P = _slope(networks, batch)
+    D_S1P = networks.model.denoise(batch, x_S1P, sigma_G)
     target_S1P = D_S1P.detach() - slope_S1P / of_tokens(batch, sigma_G)
     return weighted_error(batch, D_S1P, target_S1P, torch.ones_like(sigma_G))
 
 
-def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+def regression(networks: Networks, batch: PackedBatch) -> LossSums:
     """Regression to the teacher's videos x0 (`megadit prepare trajectories`): lambda(sigma) |D(x; sigma) - x0|^2.
 
     At the first level, x is the noise from which the teacher generated x0 (Luhman and Luhman, arXiv 2101.02388, eq. 7);
     at lower levels, which the sampler `consistency` reaches by adding noise, x is x0 with new noise.
     """
-    sigma_G, _ = _drawn_interval(batch, teaching.config.sigmas)
-    first = teaching.config.sigmas[0]
+    sigma_G, _ = _drawn_interval(batch, networks.config.train.distill.sigmas)
+    first = networks.config.train.distill.sigmas[0]
     start = replace(batch, tokens_S1P=target_of(batch, torch.zeros_like(batch.tokens_S1P)))
-    x_S1P = start.noisy(sigma_G, initial_noise(batch, teaching.model), teaching.model.conditioning_noise)
-    x_S1P = torch.where(of_tokens(batch, sigma_G) == first, x_S1P, teaching.noisy(batch, sigma_G))
-    weight_G = teaching.parameterization.loss_weight(sigma_G)
-    return weighted_error(batch, student(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
+    x_S1P = start.noisy(sigma_G, initial_noise(batch, networks.config.model), networks.config.model.conditioning_noise)
+    x_S1P = torch.where(of_tokens(batch, sigma_G) == first, x_S1P, _noisy(networks, batch, sigma_G))
+    weight_G = _loss_weight(networks, sigma_G)
+    return weighted_error(batch, networks.model.denoise(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
 
 
-def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBatch, turn: Turn) -> LossSums:
+def distribution_matching(networks: Networks, batch: PackedBatch) -> LossSums:
     """Distribution matching (DMD2): the gradient with respect to the student's x0 is
     (D_critic - D_teacher) / mean |x0 - D_teacher|, at x0 with new noise (Yin et al., arXiv 2311.18828, eqs. 7 and 8).
 
@@ -176,22 +139,22 @@ def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBat
     text and conditioning alone. With a discriminator, `adversarial_weight` times the gradient of
     -log P(x0 with noise is real) is added (section 4.3).
     """
-    x_S1P, sigma_G = student_state(student, teaching, batch, turn.calls)
-    x0_S1P = target_of(batch, student(batch, x_S1P, sigma_G))
+    x_S1P, sigma_G = student_state(networks, batch, sampling_steps(networks.config, networks.step))
+    x0_S1P = target_of(batch, networks.model.denoise(batch, x_S1P, sigma_G))
     with torch.no_grad():
         fake = made_batch(batch, x0_S1P.detach(), number=1)
-        tau_G = draw_sigma(fake.noise_key_G, teaching.diffusion, batch.layout)
-        y_S1P = teaching.noisy(fake, tau_G)
-        real_S1P, fake_S1P = teaching.teacher(batch, y_S1P, tau_G), teaching.critic(batch, y_S1P, tau_G)
-        scale_G = _mean_of_samples(teaching, batch, (fake.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
+        tau_G = draw_sigma(fake.noise_key_G, networks.config.diffusion, batch.layout)
+        y_S1P = _noisy(networks, fake, tau_G)
+        real_S1P, fake_S1P = networks.teacher(batch, y_S1P, tau_G), networks.critic(batch, y_S1P, tau_G)
+        scale_G = _mean_of_samples(networks, batch, (fake.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
         step_S1P = (fake_S1P - real_S1P) / of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
-        if (weight := teaching.config.adversarial_weight) > 0:  # only errors are means over P
-            step_S1P += weight * y_S1P.shape[-1] * towards_real(teaching.discriminator, batch, y_S1P, tau_G)
+        if (weight := networks.config.train.distill.adversarial_weight) > 0:  # only errors are means over P
+            step_S1P += weight * y_S1P.shape[-1] * towards_real(networks.discriminator, batch, y_S1P, tau_G)
         target_S1P = fake.tokens_S1P - step_S1P / 2
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
 
 
-OBJECTIVES: dict[ObjectiveName, Objective] = {
+DISTILLATION: dict[ObjectiveName, Objective] = {
     "guidance": guidance,
     "progressive": progressive,
     "consistency": consistency,
@@ -200,21 +163,41 @@ OBJECTIVES: dict[ObjectiveName, Objective] = {
     "regression": regression,
     "distribution_matching": distribution_matching,
 }
-"""`train.distill.objective` -> its function."""
+"""`train.distill.objective` -> its function, for packs with guidance scales (`with_scale`)."""
 
 
 @torch.no_grad()
-def student_state(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> tuple[Tensor, Tensor]:
+def student_state(networks: Networks, batch: PackedBatch, calls: int) -> tuple[Tensor, Tensor]:
     """Input (x [S, 1, P], sigma_G) of the last of `calls` sampling steps of the student, which starts from noise and
     adds new noise of the next level to each x0, as the sampler `consistency` does."""
     x0_S1P = target_of(batch, torch.zeros_like(batch.tokens_S1P))
-    for call, sigma in enumerate(teaching.config.sigmas[:calls]):
+    for call, sigma in enumerate(networks.config.train.distill.sigmas[:calls]):
         sigma_G = torch.full_like(batch.fps_G, sigma)
         at_level = replace(batch, tokens_S1P=x0_S1P)
-        x_S1P = teaching.noisy(at_level, sigma_G, Stream.NOISE if call == 0 else Stream.STEP + call)
+        x_S1P = _noisy(networks, at_level, sigma_G, Stream.NOISE if call == 0 else Stream.STEP + call)
         if call + 1 < calls:
-            x0_S1P = target_of(batch, student(batch, x_S1P, sigma_G))
+            x0_S1P = target_of(batch, networks.model.denoise(batch, x_S1P, sigma_G))
     return x_S1P, sigma_G
+
+
+@torch.no_grad()
+def generated(networks: Networks, batch: PackedBatch, *, step: int, update: int) -> PackedBatch:
+    """The pack with samples of the student in place of its own, for update `update` (1, 2, ...) of the critic before
+    optimizer step `step`."""
+    batch = with_scale(batch, networks.config.model)
+    own = made_batch(batch, batch.tokens_S1P, number=2 * update)
+    x_S1P, sigma_G = student_state(networks, own, sampling_steps(networks.config, step, update))
+    x0_S1P = target_of(batch, networks.model.denoise(batch, x_S1P, sigma_G))
+    made = made_batch(batch, x0_S1P, number=2 * update + 1)
+    return replace(made, real_S1P=batch.tokens_S1P)
+
+
+def sampling_steps(config: RunConfig, step: int, update: int = 0) -> int:
+    """Number of sampling steps of the student, drawn for all samples and ranks of an optimizer step: for its own update
+    (0), or for one of those of the critic before it (1, 2, ...)."""
+    key_R, position_R = torch.tensor([seed_key(config.train.seed)]), torch.tensor([step])
+    number = uniform(key_R, position_R, update + 1, stream=SAMPLING_STEPS)[0, update].item()
+    return 1 + int(number * len(config.train.distill.sigmas))
 
 
 def with_scale(batch: PackedBatch, model: DiTConfig) -> PackedBatch:
@@ -249,28 +232,55 @@ def _drawn_interval(batch: PackedBatch, sigmas: tuple[float, ...]) -> tuple[Tens
 
 @torch.no_grad()
 def _teacher_steps(
-    teaching: Teaching, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor, next_G: Tensor, count: int
+    networks: Networks, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor, next_G: Tensor, count: int
 ) -> Tensor:
     """x at `next_G` after `count` Euler steps of the teacher, evenly spaced in sigma^(1/rho)."""
     start_G, stop_G = sigma_G ** (1 / RHO), next_G ** (1 / RHO)
     for step in range(1, count + 1):
         low_G = next_G if step == count else (start_G + step / count * (stop_G - start_G)) ** RHO
-        x0_S1P = target_of(replace(batch, tokens_S1P=x_S1P), teaching.teacher(batch, x_S1P, sigma_G))
+        x0_S1P = target_of(replace(batch, tokens_S1P=x_S1P), networks.teacher(batch, x_S1P, sigma_G))
         x_S1P = x0_S1P + of_tokens(batch, low_G / sigma_G) * (x_S1P - x0_S1P)
         sigma_G = low_G
     return x_S1P
 
 
 @torch.no_grad()
-def _slope(student: Denoise, teaching: Teaching, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _slope(networks: Networks, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(sigma_G, x, D_teacher, dD / d ln(sigma)), all but the first [S, 1, P]: at training noise levels, the derivative
     of the student's output along the teacher's ODE (`tangent.derivative`)."""
-    sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
-    x_S1P = teaching.noisy(batch, sigma_G)
-    teacher_S1P = teaching.teacher(batch, x_S1P, sigma_G)
+    sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
+    x_S1P = _noisy(networks, batch, sigma_G)
+    teacher_S1P = networks.teacher(batch, x_S1P, sigma_G)
     direction_S1P = x_S1P - target_of(replace(batch, tokens_S1P=x_S1P), teacher_S1P)
-    asked = partial(student, batch)
+    asked = partial(networks.model.denoise, batch)
     return sigma_G, x_S1P, teacher_S1P, derivative(asked, (x_S1P, sigma_G), (direction_S1P, sigma_G))
+
+
+def guided(denoise: Denoise, scale: float) -> Denoise:
+    """D(no text) + scale (D(text) - D(no text)) (arXiv 2207.12598); the conditioning is the same in both.
+
+    For a guidance-distilled student the scales of the samples come from the pack.
+    """
+
+    def denoise_guided(batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+        D_S1P = denoise(batch, x_S1P, sigma_G)
+        if batch.guidance_G is None and scale == 1:
+            return D_S1P
+        base_S1P = denoise(batch.without_text(), x_S1P, sigma_G)
+        scales = scale if batch.guidance_G is None else of_tokens(batch, batch.guidance_G)
+        return base_S1P + scales * (D_S1P - base_S1P)
+
+    return denoise_guided
+
+
+def _noisy(networks: Networks, batch: PackedBatch, sigma_G: Tensor, stream: int = Stream.NOISE) -> Tensor:
+    """x0 + sigma n, [S, 1, P], with the samples' noise; conditioning tokens have the student's conditioning noise."""
+    return batch.noisy(sigma_G, token_noise(batch, stream), networks.config.model.conditioning_noise)
+
+
+def _loss_weight(networks: Networks, sigma_G: Tensor) -> Tensor:
+    """lambda(sigma) [G] of the student's parameterization."""
+    return parameterization_of(networks.config.model).loss_weight(sigma_G)
 
 
 def of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
@@ -278,11 +288,18 @@ def of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
     return value_G[batch.layout.on(value_G.device).segment_of_token_S][:, None, None]
 
 
-def _mean_of_samples(teaching: Teaching, batch: PackedBatch, value_S: Tensor) -> Tensor:
+def _mean_of_samples(networks: Networks, batch: PackedBatch, value_S: Tensor) -> Tensor:
     """Mean over the target tokens of each sample, [G]; 0 for padding."""
     tensors = batch.layout.on(value_S.device)
     is_target_S = tensors.is_target_S.to(value_S.dtype)
     sums_2G = value_S.new_zeros(2, batch.layout.num_segments)
     both_2S = torch.stack([value_S * is_target_S, is_target_S])
-    sums_2G = teaching.sum_over_context(sums_2G.index_add(1, tensors.segment_of_token_S, both_2S))
+    sums_2G = summed(sums_2G.index_add(1, tensors.segment_of_token_S, both_2S), networks.context)
     return sums_2G[0] / sums_2G[1].clamp(min=1)
+
+
+def summed(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum a tensor of any shape over a group (None: this rank), in place."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor

@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.dit import DiT
 from megadit.models.ops import ledger
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.distill.adversary import Adversary, critic_loss, head_parameters, towards_real
-from megadit.train.distill.objectives import OBJECTIVES, Turn
-from megadit.train.engine.model import TrainingModel
+from megadit.train.objectives.adversary import critic_loss, towards_real
 from megadit.train.objectives.denoise import edm_loss
+from megadit.train.objectives.heads import Adversary, head_parameters
+from megadit.train.objectives.networks import TrainingModel
 from megadit.train.objectives.noise_levels import draw_sigma, token_noise
-from tests.train.distill.test_objectives import DEVIATION, TEACHER, of_normal, pack, sigma_of, teaching
+from tests.train.objectives.test_distillation import DEVIATION, TEACHER, loss, networks, of_normal, pack, sigma_of
 
 CONFIG = DiTConfig(
     **{"num_layers": 3, "hidden_size": 24, "num_attention_heads": 2, "in_channels": 5, "patch_spatial": 1},
@@ -30,7 +31,8 @@ def critic():
     generator, dit = torch.Generator().manual_seed(0), DiT(CONFIG)
     for parameter in dit.parameters():
         parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
-    return TrainingModel(dit, DIFFUSION, None, None, adversary=Adversary(CONFIG.hidden_size, seed=7))
+    config = networks("distribution_matching", model=CONFIG, sigmas=(1.0,), adversarial_weight=1.0).config
+    return TrainingModel(dit, config, critic_loss, adversary=Adversary(CONFIG.hidden_size, seed=7))
 
 
 def made_and_real(given=()):
@@ -40,8 +42,9 @@ def made_and_real(given=()):
 
 
 def loss_of(critic, batch, weight=1.0):
-    given = {"discriminator": critic.discriminate, "diffusion": DIFFUSION, "model": CONFIG, "weight": weight}
-    return critic_loss(critic._denoise, batch, **given)
+    distill = replace(critic.networks.config.train.distill, adversarial_weight=weight)
+    config = SimpleNamespace(model=CONFIG, diffusion=DIFFUSION, train=SimpleNamespace(distill=distill))
+    return critic_loss(replace(critic.networks, config=config), batch)
 
 
 def test_a_critic_learns_to_tell_and_denoises_as_it_did(critic):
@@ -112,7 +115,7 @@ def test_no_graph_is_left_behind(critic, monkeypatch):
     towards_real(critic.discriminate, batch, batch.tokens_S1P, torch.tensor([1.5, 0.4, 1.0]))
     loss_of(critic, batch).objective.backward()
     assert num_left() == before
-    critic._denoise(batch, batch.tokens_S1P, torch.ones(3)).sum()
+    critic.denoise(batch, batch.tokens_S1P, torch.ones(3)).sum()
     assert num_left() > before, "negative control"
 
 
@@ -131,10 +134,11 @@ def test_a_student_follows_it():
             return shift + DEVIATION * x_S1P / sigma_of(batch, sigma_G)
 
         settings = {"sigmas": (80.0,), "adversarial_weight": weight}
-        of = teaching(
-            "distribution_matching", TEACHER, of_normal(0.7, DEVIATION), discriminator=discriminator, **settings
+        sums = loss(
+            *("distribution_matching", student, TEACHER, of_normal(0.7, DEVIATION)),
+            discriminator=discriminator,
+            **settings,
         )
-        sums = OBJECTIVES["distribution_matching"](student, of, pack(), Turn(calls=1, step=1))
         sums.objective.backward()
         return shift.grad.item()
 

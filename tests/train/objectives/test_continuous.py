@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.distill.objectives import LEAST_TANGENT, OBJECTIVES, Turn, _drawn_interval
+from megadit.train.objectives import distillation
+from megadit.train.objectives.distillation import LEAST_TANGENT, _drawn_interval
 from megadit.train.objectives.noise_levels import draw_sigma, token_noise
-from tests.train.distill.test_objectives import DEVIATION, MEAN, MODEL, TEACHER, pack, sigma_of, teaching
+from tests.train.objectives.test_distillation import DEVIATION, MEAN, MODEL, TEACHER, pack, sigma_of
+from tests.train.objectives.test_distillation import loss as of_networks
 
 SIGMA_D = MODEL.sigma_data
 SCALE = 1.3
@@ -39,13 +41,8 @@ class Student:
         return self.weight.grad.item()
 
 
-def loss(objective, student, *, batch=None, step=1, diffusion=None, uncertainty=None, **settings):
-    of = replace(
-        teaching(objective, TEACHER, **settings),
-        diffusion=diffusion or DiffusionConfig(),
-        uncertainty=uncertainty,
-    )
-    return OBJECTIVES[objective](student, of, double_pack() if batch is None else batch, Turn(calls=1, step=step))
+def loss(objective, student, *, batch=None, **settings):
+    return of_networks(objective, student, TEACHER, batch=double_pack() if batch is None else batch, **settings)
 
 
 def algorithm_1(student, batch, r):
@@ -130,14 +127,14 @@ def test_what_is_learnt_of_the_losses_size_weighs_it():
     assert weighed.objective.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_tangent_is_that_of_whole_samples():
+def test_a_tangent_is_that_of_whole_samples(monkeypatch):
     """Its size is a mean over a sample, whose parts others may have."""
     summed = []
 
-    def sum_over_context(sums):
+    def add(sums, group):
         summed.append(sums.clone())
         return 2 * sums
 
-    of = replace(teaching("continuous_consistency", TEACHER), sum_over_context=sum_over_context)
-    OBJECTIVES["continuous_consistency"](Student(), of, double_pack(), Turn(calls=1, step=1))
+    monkeypatch.setattr(distillation, "summed", add)
+    loss("continuous_consistency", Student())
     assert len(summed) == 1 and summed[0][1].tolist()[:2] == [4, 8], "tokens of each sample"

@@ -1,6 +1,7 @@
 """What each objective asks of a student, on denoisers whose answers are known."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,17 @@ from megadit.models.packing.segments import Segment
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packs.packed_batch import PackedBatch
-from megadit.train.distill.networks import Distillation, guided
-from megadit.train.distill.objectives import OBJECTIVES, Teaching, Turn, of_tokens, student_state
+from megadit.train.objectives.distillation import (
+    DISTILLATION,
+    generated,
+    guided,
+    of_tokens,
+    sampling_steps,
+    student_state,
+)
+from megadit.train.objectives.networks import Networks
 from megadit.train.objectives.noise_levels import draw_sigma
+from megadit.train.objectives.registry import OBJECTIVES
 
 MEAN, DEVIATION = 0.7, 0.5
 MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5, patch_spatial=1)
@@ -58,33 +67,38 @@ def of_normal(mean, deviation):
     return denoise
 
 
-def teaching(objective, teacher, critic=None, model=MODEL, discriminator=None, **settings):
-    return Teaching(
-        config=DistillConfig(teacher="", objective=objective, **settings),
-        diffusion=DiffusionConfig(),
-        model=model,
+def networks(
+    objective,
+    student=None,
+    teacher=None,
+    critic=None,
+    *,
+    model=MODEL,
+    discriminator=None,
+    diffusion=None,
+    uncertainty=None,
+    step=1,
+    **settings,
+):
+    distill = DistillConfig(teacher="", objective=objective, **settings)
+    train = SimpleNamespace(seed=1, distill=distill)
+    return Networks(
+        model=SimpleNamespace(denoise=student, uncertainty=uncertainty),
+        config=SimpleNamespace(model=model, diffusion=diffusion or DiffusionConfig(), train=train),
         teacher=teacher,
         critic=critic,
         discriminator=discriminator,
-        sum_over_context=lambda sums: sums,
+        step=step,
     )
 
 
-def loss(objective, student, teacher, critic=None, *, batch=None, calls=1, step=1, **settings):
-    of = teaching(objective, teacher, critic, **settings)
-    return OBJECTIVES[objective](student, of, pack() if batch is None else batch, Turn(calls=calls, step=step))
+def loss(objective, *of, batch=None, **settings):
+    """The loss of (student, teacher, critic)."""
+    return OBJECTIVES[objective](networks(objective, *of, **settings), pack() if batch is None else batch)
 
 
-def distillation(objective, teacher, critic=None, *, model=MODEL, **settings):
-    return Distillation(
-        seed=1,
-        teaching=teaching(objective, teacher, critic, model=model, **settings),
-        frozen=None,
-        teacher_fingerprint="",
-        is_guided=False,
-    )
-
-
+TWO_LEVELS = {"sigmas": (20.0, 2.0)}
+assert sampling_steps(networks("regression", **TWO_LEVELS).config, step=1) == 2
 TEACHER = of_normal(MEAN, DEVIATION)
 
 
@@ -239,8 +253,8 @@ def test_the_way_of_a_student_is_the_restart_samplers():
         seen.append(sigma_G[0].item())
         return TEACHER(batch, x_S1P, sigma_G)
 
-    of = teaching("distribution_matching", TEACHER, sigmas=(80.0, 5.0, 0.5))
-    states = {calls: student_state(student, of, batch, calls) for calls in (1, 2, 3)}
+    of = networks("distribution_matching", student, TEACHER, sigmas=(80.0, 5.0, 0.5))
+    states = {calls: student_state(of, batch, calls) for calls in (1, 2, 3)}
     assert seen == [80.0, 80.0, 5.0] and [sigma_G[0].item() for _, sigma_G in states.values()] == [80.0, 5.0, 0.5]
     is_sample = batch.layout.on("cpu").is_sample_S
     noises = [(states[1][0] / 80)[is_sample]]
@@ -251,36 +265,34 @@ def test_the_way_of_a_student_is_the_restart_samplers():
 
 def test_what_is_given_stays_and_bears_no_loss():
     batch = pack(given=((0, 2),))
-    for objective in OBJECTIVES:
+    for objective in DISTILLATION:
         seen = []
 
         def student(batch, x_S1P, sigma_G, seen=seen):
             seen.append(x_S1P)
             return torch.full_like(x_S1P, 100.0, requires_grad=True)
 
-        settings = {} if objective == "guidance" else {"sigmas": (20.0, 2.0)}
-        sums = loss(objective, student, TEACHER, TEACHER, batch=batch, calls=2, **settings)
+        settings = {} if objective == "guidance" else TWO_LEVELS
+        sums = loss(objective, student, TEACHER, TEACHER, batch=batch, **settings)
         assert all(torch.equal(x_S1P[:2], batch.tokens_S1P[:2]) for x_S1P in seen), objective
         other = replace(batch, tokens_S1P=batch.tokens_S1P.clone())
         other.tokens_S1P[:2] += 1
-        moved = loss(
-            objective, lambda b, x, s: torch.full_like(x, 100.0), TEACHER, TEACHER, batch=other, calls=2, **settings
-        )
+        moved = loss(objective, lambda b, x, s: torch.full_like(x, 100.0), TEACHER, TEACHER, batch=other, **settings)
         torch.testing.assert_close(moved.error, sums.error, msg=objective)
 
 
 def test_what_is_given_with_noise_has_it_in_every_objective():
     """As Cosmos-1.0 sees it: its teacher and student were never asked of anything cleaner."""
     batch, model = pack(given=((0, 2),)), replace(MODEL, conditioning_mode="augmented", conditioning_sigma=0.01)
-    for objective in OBJECTIVES:
+    for objective in DISTILLATION:
         seen = []
 
         def asked(batch, x_S1P, sigma_G, seen=seen):
             seen.append(x_S1P)
             return torch.zeros_like(x_S1P, requires_grad=True)
 
-        settings = {} if objective == "guidance" else {"sigmas": (20.0, 2.0)}
-        loss(objective, asked, asked, asked, batch=batch, calls=2, model=model, **settings)
+        settings = {} if objective == "guidance" else TWO_LEVELS
+        loss(objective, asked, asked, asked, batch=batch, model=model, **settings)
         found = torch.stack([x_S1P[:2] for x_S1P in seen]) - batch.tokens_S1P[:2]
         assert seen and ((found.std((1, 2, 3)) / 0.01 - 1).abs() < 0.7).all(), objective
 
@@ -302,15 +314,15 @@ def test_a_student_that_is_told_the_scale_learns_all_of_them():
 
     for key in range(200):
         batch = replace(pack(), noise_key_G=torch.tensor([key + 1, 1000 + key, 0]))
-        of = distillation("guidance", guided(network, 1.0), model=model)
-        assert of.loss(student, batch).error < 1e-10
-        assert key or of.loss(other, batch).error > 0.1
+        asked = {"batch": batch, "model": model}
+        assert loss("guidance", student, guided(network, 1.0), **asked).error < 1e-10
+        assert key or loss("guidance", other, guided(network, 1.0), **asked).error > 0.1
     scales = torch.stack(seen)[:, :2].flatten()
     assert 2 < scales.min() < 2.1 and 4.9 < scales.max() < 5 and abs(scales.mean() - 3.5) < 0.1
     assert len(scales.unique()) == 400
 
 
-@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "regression"])
+@pytest.mark.parametrize("objective", [name for name in DISTILLATION if name != "regression"])
 def test_every_network_is_asked_at_the_students_scale(objective):
     """The student, its teacher and its critic, in the student's step and in the critic's."""
     asked, model = {}, replace(MODEL, guidance_embedding_range=(2.0, 5.0))
@@ -322,13 +334,12 @@ def test_every_network_is_asked_at_the_students_scale(objective):
 
         return denoise
 
-    of = distillation(objective, network("teacher"), network("critic"), model=model, sigmas=(20.0, 2.0))
-    of.begin(step=4, update=0)
-    of.loss(network("student"), pack())
+    of = networks(objective, *map(network, ("student", "teacher", "critic")), model=model, step=4, sigmas=(20.0, 2.0))
+    OBJECTIVES[objective](of, pack())
     assert {"student", "teacher"} <= asked.keys()
     scales = {tuple(pair) for pairs in asked.values() for pair in pairs}
     assert len(scales) == 1 and all(2 < scale < 5 for scale in next(iter(scales)))
-    (made,) = of.made(network("student"), [pack()], update=1)
+    made = generated(of, pack(), step=4, update=1)
     assert all(2 < scale < 5 for scale in made.guidance_G[:2].tolist())
 
 

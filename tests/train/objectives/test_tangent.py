@@ -12,8 +12,8 @@ from megadit.models.networks.dit import DiT
 from megadit.models.ops.registry import FORCED
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
-from megadit.train.distill import tangent
-from megadit.train.distill.tangent import COMMUNICATIONS, derivative
+from megadit.train.objectives import tangent
+from megadit.train.objectives.tangent import COMMUNICATIONS, derivative
 
 SMALL = dict(num_layers=2, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
 LEARNED = {"position_embedding": "learned", "learned_positions": (4, 8, 8)}

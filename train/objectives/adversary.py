@@ -1,0 +1,53 @@
+"""Adversarial losses of a critic's discriminator head, for noised real and generated samples (DMD2, arXiv 2405.14867,
+section 4.3).
+
+The head classifies each token separately (tokens have attended to their whole sample), so that its loss is a sum over
+tokens, like the others.
+
+Shapes: S video tokens, P patch dim, G segments of a pack.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megadit.models.diffusion.noise import derived_keys
+from megadit.models.diffusion.parameterization import parameterization_of
+from megadit.train.data.packs.packed_batch import PackedBatch
+from megadit.train.objectives.denoise import weighted_error
+from megadit.train.objectives.networks import Discriminator, LossSums, Networks
+from megadit.train.objectives.noise_levels import draw_sigma, token_noise
+
+
+def critic_loss(networks: Networks, batch: PackedBatch) -> LossSums:
+    """Loss of a critic with a discriminator head: the denoising loss of the student's samples (`edm_loss`), plus
+    `train.distill.adversarial_weight` times -log P(generated | generated) - log P(real | real) at the same noise
+    levels, with the pack's real samples."""
+    config, critic = networks.config, networks.model
+    sigma_G = draw_sigma(batch.noise_key_G, config.diffusion, batch.layout)
+    real = replace(batch, tokens_S1P=batch.real_S1P, noise_key_G=derived_keys(batch.noise_key_G, 0))
+    noise = config.model.conditioning_noise
+    x_S1P, of_real_S1P = (each.noisy(sigma_G, token_noise(each), noise) for each in (batch, real))
+    weight_G = parameterization_of(config.model).loss_weight(sigma_G)
+    sums = weighted_error(batch, critic.denoise(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
+    reported_S = F.softplus(critic.discriminate(batch, x_S1P, sigma_G)) + F.softplus(
+        -critic.discriminate(real, of_real_S1P, sigma_G)
+    )
+    weight = config.train.distill.adversarial_weight
+    return sums._replace(objective=sums.objective + weight * _sum_of_targets(batch, reported_S))
+
+
+def towards_real(discriminator: Discriminator, batch: PackedBatch, y_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+    """Gradient of -log P(y is real) with respect to y, [S, 1, P]; parameters of the critic get none."""
+    with torch.enable_grad():
+        y_S1P = y_S1P.detach().requires_grad_()
+        loss = _sum_of_targets(batch, F.softplus(-discriminator(batch, y_S1P, sigma_G)))
+        return torch.autograd.grad(loss, y_S1P)[0]
+
+
+def _sum_of_targets(batch: PackedBatch, value_S: Tensor) -> Tensor:
+    """Sum over the target tokens, weighted as the losses of their samples."""
+    tensors = batch.layout.on(value_S.device)
+    return (value_S * tensors.is_target_S * batch.loss_weight_G[tensors.segment_of_token_S]).sum()
