@@ -47,6 +47,8 @@ class Stream(IntEnum):
     """Weight in mixup of two samples."""
     GUIDANCE = 9
     """Guidance scale of a sample that a guidance-distilled student is conditioned on."""
+    ORDER = 10
+    """Order of the packs of a reader, under the key of the run's seed."""
     DERIVED = 1 << 8
     """First of the streams of derived keys: the n-th further key of a sample takes DERIVED + n."""
     STEP = 1 << 16

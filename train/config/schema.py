@@ -34,6 +34,9 @@ MOST_TOKENS = 10_000_000
 """Maximum capacity of a pack in tokens: far beyond any training, yet small enough to allocate its indices."""
 
 
+Balance = Literal["work", "step", "none"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Source of the samples, and how they are packed into rows of fixed size."""
@@ -55,6 +58,10 @@ class DataConfig:
     """Reader processes per data-parallel rank; 0 reads in the training process."""
     packing_buffer_size: int = setting(100, above=0)
     """Samples buffered for packing; more of them leave less padding in each pack."""
+    balance: Balance = setting("work")
+    """Order of packs: `work`, those of equal floating-point operations at the same time on all ranks, so that none
+    waits for one with longer clips; `step`, also in all micro-batches of a step, for pipelines, whose stages wait for
+    the heaviest; `none`, random. A `packing_buffer_size` of some hundred packs makes them more equal."""
     shuffle_buffer_size: int = setting(1000, above=0)
     """Samples buffered for shuffling, from which the next one is drawn at random."""
     text_dropout: float = setting(0.1, low=0, high=1)

@@ -333,6 +333,7 @@ class _Run:
             "tokens": result.tokens,
             "samples": result.samples,
             "sample_checksum": result.sample_checksum,
+            **({"imbalance": result.imbalance} if self.training.groups.readers.size() > 1 else {}),
             "fill": result.tokens / (self.config.data.global_batch_size * self.config.data.seq_length),
             "consumed_samples": self.state.consumed_samples,
             "consumed_tokens": self.state.consumed_tokens,

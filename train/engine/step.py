@@ -44,6 +44,8 @@ class StepResult:
     unreadable_shards: list[str]
     """Shards with samples that this rank's reader could not read."""
     flops: int
+    imbalance: float
+    """Floating-point operations of the busiest data-parallel rank over the mean of all."""
     seconds: float
     sample_checksum: int
     """Checksum of the samples and their occurrences, independent of order and layout."""
@@ -109,6 +111,7 @@ def train_step(
         refused={kind: round(totals[kind]) for kind in REFUSALS if totals[kind]},
         unreadable_shards=[shard for batch in seen for shard in batch.unreadable_shards],
         flops=round(totals["flops"]),
+        imbalance=totals["imbalance"],
         seconds=time.perf_counter() - start,
         sample_checksum=round(totals["sample_checksum"]),
         expert_counts=expert_counts,
@@ -211,19 +214,26 @@ def _reduce(
     share = groups.is_last_stage / groups.context.size  # all ranks of a replica know all samples
     checksum = share * torch.stack([_checksum(batch) for batch in seen]).sum().double()  # float32 would round it
     losses = torch.stack([objective, weighted, error, bad_rank, checksum]).nan_to_num(0.0)
+    flops = share * sum(training_flops(batch.layout, config.model, config.train.adapter, forwards) for batch in seen)
+    flops_of_ranks = [0.0] * groups.readers.size()
+    flops_of_ranks[groups.readers.rank()] = flops
     counts = [
         groups.is_last_stage * sum(batch.num_tokens for batch in seen),
         share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
-        share * sum(training_flops(batch.layout, config.model, config.train.adapter, forwards) for batch in seen),
+        flops,
         *map(float, asked),
         *(share * sum(counts) for counts in zip(*(batch.refused for batch in seen), strict=True)),
+        *flops_of_ranks,
     ]
     values = torch.cat([losses, *sent_together([torch.tensor(counts, dtype=torch.float64)], losses.device)])
     dist.all_reduce(values)
     names = ("objective", "weighted", "error", "bad_ranks", "sample_checksum")
-    names = (*names, "tokens", "samples", "flops", "must_stop", "must_save", *REFUSALS, "norm")
+    names = (*names, "tokens", "samples", "flops", "must_stop", "must_save", *REFUSALS)
     last = torch.full((1,), math.nan, device=losses.device) if norm is None else norm.view(1)
-    return dict(zip(names, torch.cat([values / groups.tensor.size(), last.double()]).tolist(), strict=True))
+    *found, norm = torch.cat([values / groups.tensor.size(), last.double()]).tolist()
+    busiest = max(found[len(names) :]) * groups.readers.size()
+    totals = dict(zip(names, found, strict=False))
+    return totals | {"norm": norm, "imbalance": busiest / totals["flops"] if totals["flops"] else 1.0}
 
 
 def _checksum(batch: PackedBatch) -> Tensor:

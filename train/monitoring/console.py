@@ -56,9 +56,17 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device", seconds: fl
         *_taken_from(info, config),
         f"folder: {config.train.output_dir}",
         f"estimated time: {time_in_words(config, seconds)}",
-        *(f"note: {doubt}" for doubt in warnings_of(config, info, needed=needed, free=free)),
+        *(
+            f"note: {doubt}"
+            for doubt in warnings_of(config, info, needed=needed, free=free, readers=_readers(config, ranks))
+        ),
         *_slow_precision(config, device),
     ]
+
+
+def _readers(config: RunConfig, ranks: int) -> int:
+    """Number of data-parallel ranks."""
+    return ranks // config.parallel.sizes.model_parallel_size
 
 
 def _slow_precision(config: RunConfig, device: "torch.device") -> list[str]:

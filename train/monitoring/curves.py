@@ -102,6 +102,7 @@ PANELS = (
     ("lr", "learning rate", "linear"),
     ("grad_norm", "gradient norm", "log"),
     ("tokens_per_s", "tokens per second", "linear"),
+    ("imbalance", "work of the busiest rank over the mean", "linear"),
 )
 """Key in metrics.jsonl, title and scale of each panel."""
 DRAWN = ("step", *(name for name, _, _ in PANELS))
@@ -114,13 +115,13 @@ def training_curves(path: Path, records: Sequence[dict], *, title: str) -> None:
 
     lines = {name: _lines(records, name) for name, _, _ in PANELS}
     panels = [panel for panel in PANELS if lines[panel[0]]]
-    metric_value = Figure(figsize=(4.0 * max(len(panels), 1), 3.4), facecolor=PAPER, layout="constrained")
-    metric_value.suptitle(title, color=INK, fontsize=12, x=0.01, ha="left")
-    axes = metric_value.subplots(1, max(len(panels), 1), squeeze=False)[0]
+    figure = Figure(figsize=(4.0 * max(len(panels), 1), 3.4), facecolor=PAPER, layout="constrained")
+    figure.suptitle(title, color=INK, fontsize=12, x=0.01, ha="left")
+    axes = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
     for axis, (name, label, scale) in zip(axes, panels, strict=False):
         _draw_panel(axis, lines[name], label, scale)
     with atomic_path(path) as temporary:
-        metric_value.savefig(temporary, dpi=110, facecolor=PAPER)
+        figure.savefig(temporary, dpi=110, facecolor=PAPER)
 
 
 def _lines(records: Sequence[dict], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -14,7 +14,7 @@ from megadit.train.objectives.networks import LossSums, Networks
 
 
 def classify(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
-    """`classification_loss` with `train.label_smoothing`."""
+    """`classification_loss` with `train.label_smoothing`, or activations [S, 1, D]."""
     model = networks.model
     return classification_loss(model.dit, batch, networks.config.train.label_smoothing, model.before)
 

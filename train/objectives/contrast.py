@@ -26,7 +26,7 @@ from megadit.train.objectives.networks import LossSums, Networks
 
 
 def match(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
-    """`matching_loss` among the pairs of all ranks, with `train.contrast_rows`."""
+    """`matching_loss` among the pairs of all ranks, with `train.contrast_rows`; or activations [S, 1, D]."""
     rows = networks.config.train.contrast_rows
     return matching_loss(networks.model.dit, batch, networks.readers, rows, networks.model.before)
 

@@ -18,14 +18,15 @@ from megadit.train.objectives.noise_levels import draw_sigma, token_noise
 
 
 def denoise(networks: Networks, batch: PackedBatch) -> LossSums | Tensor:
-    """`edm_loss` at noise levels drawn for each sample, with the learned uncertainty if there is one."""
+    """`edm_loss` at noise levels drawn for each sample, with the learned uncertainty if there is one; or activations
+    [S, 1, D]."""
     sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
     model = networks.model
     return edm_loss(model.dit, batch, sigma_G, token_noise(batch), model.uncertainty, model.before)
 
 
 def denoise_at(networks: Networks, batch: PackedBatch, *, sigma: float) -> LossSums | Tensor:
-    """`edm_loss` of all samples at one noise level, without uncertainty, for validation."""
+    """`edm_loss` of all samples at one noise level, without uncertainty, for validation; or activations [S, 1, D]."""
     sigma_G = torch.full_like(batch.fps_G, sigma)
     return edm_loss(networks.model.dit, batch, sigma_G, token_noise(batch), before=networks.model.before)
 

@@ -93,6 +93,7 @@ class TrainingModel(nn.Module):
         """Activations of the previous model chunk [S, B, D]; None for the first."""
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Set `before`: the activations [S, B, D] of the previous model chunk, or None."""
         self.before = input_tensor[0]
 
     def forward(self, batch: PackedBatch, compute: Callable[[Networks, PackedBatch], Any] | None = None) -> Any:
@@ -104,7 +105,7 @@ class TrainingModel(nn.Module):
         return (compute or self.objective)(self.networks, self._with_guidance(batch))
 
     def denoise(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
-        """D(x; sigma), or activations (`Denoise`)."""
+        """D(x; sigma) [S, 1, P] (`Denoise`), or activations [S, 1, D] of a model chunk that is not the last."""
         return denoise_packed(self.dit, x_S1P, sigma_G, **batch.conditions, before=self.before)
 
     def discriminate(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Cost]:
     parts = [*_products(config, layout, gpu), *_chains(config, layout, gpu), *_per_parameter(config, layout, gpu)]
     parts.append(_constant("noise and launches", NOISE_KERNELS * LAUNCH * layout.num_micro_batches))
     time = estimate_step(config, layout, gpu)
-    sent = {name: getattr(time, name) for name in ("tensor", "context", "experts", "pipeline", "data")}
+    sent = {name: getattr(time, name) for name in ("tensor", "context", "experts", "pipeline", "data", "waiting")}
     parts += [_constant(f"sent and waited for: {name}", seconds) for name, seconds in sent.items() if seconds > 0]
     computed = sum(part.seconds for part in parts)
     if config.parallel.cuda_graph_max_segments is None:

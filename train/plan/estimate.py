@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.hardware import Gpu
+from megadit.train.plan.imbalance import expected_imbalance
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import spreads_optimizer
 from megadit.train.plan.work import Work, count_trained, work_of
@@ -59,6 +60,8 @@ class StepTime:
     data: float
     """Collectives of gradients and weights that backward and forward do not overlap."""
     update: float
+    waiting: float
+    """Waiting of the other ranks for the one whose packs take most work."""
 
     @property
     def total(self) -> float:
@@ -86,6 +89,7 @@ def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Cali
         pipeline=micro * (layout.pipeline - 1) / layout.virtual_pipeline + passing * m,
         data=_exposed_data(work, layout, gpu, micro),
         update=_update_seconds(config, layout, gpu),
+        waiting=(expected_imbalance(config, layout.data) - 1) * (products + attention) * m,
     )
 
 

@@ -13,6 +13,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.plan.budget import budget
 from megadit.train.plan.estimate import tokens_per_second
 from megadit.train.plan.hardware import Gpu, this_device, this_machines_memory
+from megadit.train.plan.imbalance import expected_imbalance
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import Memory, memory_of
 from megadit.train.plan.recompute import choice_in_words, with_recompute
@@ -51,7 +52,9 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> list[str]:
         lines.append(
             f"note: samples are counted as latents of {shapes}; data.path=FOLDER counts those of your data set"
         )
-    lines += [f"note: {doubt}" for doubt in warnings_of(config, info, needed=memory.total, free=free)]
+    lines += [
+        f"note: {doubt}" for doubt in warnings_of(config, info, needed=memory.total, free=free, readers=layout.data)
+    ]
     return lines
 
 
@@ -61,6 +64,7 @@ def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     Raises:
         UserError: if no layout fits.
     """
+    config = _with_own_shapes(config)
     choices = rank_layouts(config, gpus, gpu)
     if not choices:
         raise UserError(f"no layout of {gpus} GPUs divides data.global_batch_size={config.data.global_batch_size}")
@@ -88,7 +92,7 @@ def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     Raises:
         UserError: if the layout is not possible on `gpus` GPUs.
     """
-    decided = with_recompute(config, gpus, gpu.memory)
+    decided = with_recompute(_with_own_shapes(config), gpus, gpu.memory)
     layout = Layout.of(decided, gpus)
     parts = budget(decided, layout, gpu)
     total = sum(part.seconds for part in parts)
@@ -111,6 +115,11 @@ def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
         f"{tokens_per_second(decided, layout, total):,.0f} tokens/s/GPU; estimates: `make gpu-check` measures them",
         highlight=False,
     )
+
+
+def _with_own_shapes(config: RunConfig) -> RunConfig:
+    """`config` with the sizes of its data set, if it has one."""
+    return with_shapes_of(None if config.data.mock or config.data.path is None else check_dataset(config), config)
 
 
 def _ms(*seconds: float) -> list[str]:
@@ -174,6 +183,17 @@ def _work_lines(config: RunConfig, layout: Layout) -> list[str]:
         f"(6 x parameters + attention) {upstream_flops(config):.4g}",
         f"  counted for packs of {len(pack.segments)} segments, {pack.num_tokens:,} of {pack.capacity:,} tokens filled",
         f"sent by a rank in a step: {shown}",
+        *_imbalance_lines(config, layout),
+    ]
+
+
+def _imbalance_lines(config: RunConfig, layout: Layout) -> list[str]:
+    imbalance = expected_imbalance(config, layout.data)
+    if imbalance == 1:
+        return []
+    return [
+        f"work of the busiest of {layout.data} data-parallel ranks: about {imbalance:.2f} of the mean "
+        f"(data.balance={config.data.balance})"
     ]
 
 

@@ -10,6 +10,7 @@ from megadit.models.shared.progress import duration
 from megadit.train.config.schema import RunConfig
 from megadit.train.dataset.dataset_info import DatasetInfo
 from megadit.train.plan.hardware import Gpu
+from megadit.train.plan.imbalance import expected_imbalance
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.recompute import with_recompute
 from megadit.train.plan.search import assess
@@ -30,7 +31,8 @@ def step_seconds(config: RunConfig, ranks: int, gpu: Gpu) -> float:
         return assess(config, layout, gpu).time.total
     work = work_of(config, layout)
     elementwise = work.elementwise_bytes / (ELEMENTWISE_RATE * gpu.small_speed * threads_of_a_rank(ranks))
-    of_packs = layout.num_micro_batches * (work.flops / gpu.bf16_flops + elementwise)
+    products = expected_imbalance(config, layout.data) * work.flops / gpu.bf16_flops
+    of_packs = layout.num_micro_batches * (products + elementwise)
     return of_packs + _muon_flops(config) / gpu.bf16_flops
 
 

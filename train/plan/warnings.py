@@ -13,6 +13,8 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.ingest.plan import Notes
 from megadit.train.data.ingest.report import more_channels_in_words
 from megadit.train.dataset.dataset_info import DatasetInfo
+from megadit.train.plan.imbalance import HIGH, expected_imbalance, uneven_packs
+from megadit.train.plan.throughput import with_shapes_of
 from megadit.train.recipes import RECIPES
 
 FAITHFUL_PSNR = 28.0
@@ -22,12 +24,13 @@ SIZES = ("num_layers", "hidden_size", "in_channels")
 
 
 def warnings_of(
-    config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, free: float = math.inf
+    config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, free: float = math.inf, readers: int = 1
 ) -> list[str]:
     """Warnings about a run; `info` is its data set, None if unknown.
 
     Args:
         needed: estimated bytes of a rank; `free`: those that this machine has for it.
+        readers: number of data-parallel ranks.
     """
     model, found = config.model, []
     if 2 * model.patch_dim > model.hidden_size:
@@ -41,6 +44,7 @@ def warnings_of(
             f"a rank needs about {memory_in_words(needed)}, and this machine has {memory_in_words(free)} for it: "
             "--gpu NAME compares with another machine, data.micro_batch_size and data.seq_length reduce it"
         )
+    found += _imbalance(with_shapes_of(info, config), readers)
     found += _inherited_guidance(config)
     psnr = None if info is None else reconstruction_psnr(info)
     if psnr is not None and psnr < FAITHFUL_PSNR:
@@ -49,6 +53,26 @@ def warnings_of(
             f"channels): prepare with more --channels, or another --tokenizer, for sharper ones{_more_channels(info)}"
         )
     return found
+
+
+def _imbalance(config: RunConfig, readers: int) -> list[str]:
+    """Warn if ranks would wait for the one with the longest clips, or the stages of a pipeline."""
+    data, ratio = config.data, expected_imbalance(config, readers)
+    larger = f"more than data.packing_buffer_size={data.packing_buffer_size}"
+    remedy = "data.balance=work" if data.balance == "none" else larger
+    found = [f"the busiest rank has about {ratio:.2f} of the mean work of a step, and the others wait: {remedy} helps"]
+    if ratio > HIGH:
+        return found
+    if (
+        config.parallel.sizes.pipeline > 1
+        and data.balance == "work"
+        and (uneven := uneven_packs(config, readers)) > HIGH
+    ):
+        return [
+            f"the heaviest micro-batch of a step has about {uneven:.2f} of the mean work, and the stages of the "
+            "pipeline wait for it: data.balance=step makes them equal"
+        ]
+    return []
 
 
 def _inherited_guidance(config: RunConfig) -> list[str]:

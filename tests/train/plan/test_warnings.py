@@ -54,6 +54,23 @@ def test_tokens_that_hold_more_than_half_the_width():
     assert "a token holds 64 numbers (64 channels x 1 x 1 x 1), more than half of model.hidden_size=96" in said
 
 
+def test_ranks_and_stages_that_would_wait_for_the_heaviest_pack():
+    """Of a data set with clips of 64 to 4,096 tokens."""
+    run = load_recipe("digits")
+    lengths = tuple((2**n, 8, 8) for n in range(7))
+    sizes = {"seq_length": 4096, "text_seq_length": 4096, "global_batch_size": 16}
+    usual = replace(run.data, path="clips", mock_latent_shapes=lengths, packing_buffer_size=1000, **sizes)
+
+    def said(parallel=run.parallel, **data):
+        return warnings_of(replace(run, parallel=parallel, data=replace(usual, **data)), None, readers=8)
+
+    assert said() == []
+    assert "data.balance=work helps" in said(balance="none")[0]
+    assert "more than data.packing_buffer_size=20 helps" in said(packing_buffer_size=20)[0]
+    stages = replace(run.parallel, pipeline_model_parallel_size=2)
+    assert "data.balance=step makes them equal" in said(stages)[0] and said(stages, balance="step") == []
+
+
 def test_guidance_that_another_network_had(tmp_path):
     run = load_recipe("digits")
     other = replace(run, model=replace(run.model, num_layers=6, hidden_size=192))

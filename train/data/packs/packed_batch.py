@@ -167,8 +167,8 @@ class PackFormat:
     mixup: float = 0.0
     """Parameter a of mixup; 0: no mixup."""
 
-    def lengths(self, sample: TrainingSample) -> tuple[int, int]:
-        """Video tokens and text tokens that a sample needs, whether its text is dropped or not.
+    def segment(self, sample: TrainingSample) -> Segment:
+        """The place that a sample needs, whether its text is dropped or not.
 
         Raises:
             UserError: if a side of the latent is not a multiple of the patch, or the network has no positions for it.
@@ -176,7 +176,12 @@ class PackFormat:
         drawn = self._draw(sample, sample_key(self.seed, sample.sample_id, sample.occurrence))
         segment = self._segment(sample, drawn, keeps_text=True)
         self.model.check_grid(segment.reach)
-        return segment.num_tokens, max(1, len(drawn.text_LE))
+        return segment
+
+    def lengths(self, sample: TrainingSample) -> tuple[int, int]:
+        """Video tokens and text tokens of `segment`."""
+        segment = self.segment(sample)
+        return segment.num_tokens, segment.text_places
 
     def pack(self, samples: Sequence[TrainingSample]) -> PackedBatch:
         """Concatenate samples in the given order, and pad.

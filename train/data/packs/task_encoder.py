@@ -17,6 +17,7 @@ from megatron.energon.wrappers import BatchDataset, PackingDataset
 from megadit.models.diffusion.noise import sample_key
 from megadit.models.shared.errors import UserError
 from megadit.train.data.packs.bin_packing import best_fit
+from megadit.train.data.packs.dealing import dealt, pack_work
 from megadit.train.data.packs.packed_batch import REFUSALS, PackedBatch
 from megadit.train.data.packs.rules import Rules
 from megadit.train.data.packs.samples import LatentPack, LatentSample, PassCounter, decode
@@ -88,14 +89,23 @@ class LatentTaskEncoder(TaskEncoder):
     decoder = None  # members arrive as raw bytes: Energon's decoder would unpickle some file types
 
     def __init__(
-        self, rules: Rules, *, read: Callable[[dict[str, Any]], TrainingSample] = decode, first_pass: int = 0
+        self,
+        rules: Rules,
+        *,
+        read: Callable[[dict[str, Any]], TrainingSample] = decode,
+        first_pass: int = 0,
+        balances_work: bool = False,
+        packs_together: int = 1,
     ) -> None:
-        """`read`: function that decodes a sample from the raw bytes of its members."""
+        """`read`: function that decodes a sample from the raw bytes of its members. `packs_together`: number of packs
+        of a reader in a row that are of equal work, with `balances_work` (`dealing.dealt`)."""
         self.rules = rules
         self.format = rules.format
         self.read = read
         self.first_pass = first_pass
         """Number of the first epoch; earlier ones were read by other readers."""
+        self.balances_work = balances_work
+        self.packs_together = packs_together
         self.refused = RefusedSamples()
         self.cookers = [Cooker(self.cook)]
 
@@ -133,14 +143,26 @@ class LatentTaskEncoder(TaskEncoder):
         return sample if content is sample.content else replace(sample, content=content)
 
     def select_samples_to_pack(self, samples: list[LatentSample]) -> list[list[LatentSample]]:
-        """Pack a full buffer; packs are shuffled.
+        """Pack a full buffer."""
+        lengths = [self.format.lengths(sample.content) for sample in samples]
+        packs = best_fit(lengths, (self.format.seq_length, self.format.text_seq_length))
+        return [[samples[index] for index in pack] for pack in packs]
+
+    def in_order(self, packs: list[list[LatentSample]], start: int) -> list[list[LatentSample]]:
+        """The packs in the order in which they are read; `start` were before them.
 
         Bin packing places large samples first, so every buffer would otherwise start with the longest clips.
         """
-        lengths = [self.format.lengths(sample.content) for sample in samples]
-        packs = best_fit(lengths, (self.format.seq_length, self.format.text_seq_length))
-        packs.sort(key=lambda pack: self._noise_key(samples[pack[0]].content))
-        return [[samples[index] for index in pack] for pack in packs]
+        keys = [self._noise_key(pack[0].content) for pack in packs]
+        work = [0] * len(packs)
+        if self.balances_work:
+            work = [
+                pack_work([self.format.segment(each.content) for each in pack], self.format.model) for pack in packs
+            ]
+        if len(set(work)) == 1:
+            return [packs[index] for index in sorted(range(len(packs)), key=keys.__getitem__)]
+        order = dealt(work, keys, start=start, seed=self.format.seed, together=self.packs_together)
+        return [packs[index] for index in order]
 
     def _noise_key(self, content: TrainingSample) -> int:
         return sample_key(self.format.seed, content.sample_id, content.occurrence)
@@ -167,6 +189,7 @@ class LatentTaskEncoder(TaskEncoder):
             dataset,
             buffer_size=packing_buffer_size,
             select=self.select_samples_to_pack,
+            in_order=self.in_order,
             num_tokens=lambda sample: self.format.lengths(sample.content)[0],
             final_packer=self.pack_selected_samples,
             final_packer_stateless=True,
@@ -195,21 +218,22 @@ class PackingWithLeftovers(PackingDataset):
         dataset: SavableDataset,
         *,
         select: Callable[[list[LatentSample]], list[list[LatentSample]]],
+        in_order: Callable[[list[list[LatentSample]], int], list[list[LatentSample]]],
         num_tokens: Callable[[LatentSample], int],
         **settings: Any,
     ) -> None:
         self._select = select
+        self._in_order = in_order
         self._num_tokens = num_tokens
         self._is_exhausted = False
         super().__init__(dataset, pre_packer=self._select_and_keep, **settings)
 
     def _select_and_keep(self, samples: list[LatentSample]) -> list[list[LatentSample]]:
         packs = self._select(samples)
-        if self._is_exhausted or len(packs) == 1:
-            return packs
-        emptiest = min(range(len(packs)), key=lambda pack: sum(map(self._num_tokens, packs[pack])))
-        self._reading_buffer.extend(packs.pop(emptiest))
-        return packs
+        if not self._is_exhausted and len(packs) > 1:
+            emptiest = min(range(len(packs)), key=lambda pack: sum(map(self._num_tokens, packs[pack])))
+            self._reading_buffer.extend(packs.pop(emptiest))
+        return self._in_order(packs, self._final_packing_sample_index.current_idx)
 
     def _fill_reading_buffer(self, source_iter: Iterator[LatentSample], log_progress: bool = False) -> bool:
         is_full = super()._fill_reading_buffer(source_iter, log_progress=False)
