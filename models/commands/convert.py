@@ -24,8 +24,9 @@ from typing import Literal
 from megadit.models.bundle import Bundle, check_single, write_bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.protocol import NetworkConfig
-from megadit.models.convert import schedulers
+from megadit.models.convert import pipelines, schedulers, stable_diffusion
 from megadit.models.convert.adapters.files import is_adapter, read_adapter, with_base, write_adapter
+from megadit.models.convert.pipelines import write_pipeline
 from megadit.models.convert.published import (
     TRANSFORMERS,
     WEIGHTS,
@@ -328,16 +329,29 @@ def _export(source: Path, out: Path, form: str) -> None:
                 folder.mkdir()
                 write_diffusers(folder, bundle.config, tensors, side, projection)
             _export_tokenizer(tokenizer, directory / "vae")
-            _export_scheduler(kind_of(bundle.config, projects_text=bool(projection)), bundle.defaults, directory)
+            _export_scheduler(bundle.config, bool(projection), bundle.defaults, directory)
+            _complete_pipeline(directory, bundle, text_encoder)
         if (source / "notices").is_dir():
             for notice in (source / "notices").iterdir():
                 (directory / notice.name).write_bytes(notice.read_bytes())
     print(out)
 
 
-def _export_scheduler(kind: str, defaults: SamplingSettings, directory: Path) -> None:
+def _complete_pipeline(directory: Path, bundle: Bundle, text_encoder: TextEncoder) -> None:
+    """Make the folder a pipeline that diffusers opens, or say why it is not one."""
+    kind = kind_of(bundle.config, projects_text=bool(getattr(text_encoder, "projection", {})))
+    boundary = bundle.manifest.get("boundary")
+    try:
+        write_pipeline(directory, kind, bundle.config, text_encoder, bundle.load_image_encoder(), boundary)
+    except UserError as error:
+        print(f"NOTE: without {pipelines.FILE}, diffusers opens the folders one by one: {error}", file=sys.stderr)
+
+
+def _export_scheduler(config: NetworkConfig, projects_text: bool, defaults: SamplingSettings, directory: Path) -> None:
     """Write the diffusers scheduler that is equivalent, or closest, to the bundle's sampling."""
-    values, other = schedulers.scheduler_values(kind, defaults)
+    values, other = schedulers.scheduler_values(kind_of(config, projects_text=projects_text), defaults)
+    if config.family == "stable_diffusion":
+        values = schedulers.stable_diffusion_scheduler(stable_diffusion.PREDICTION_TYPES[config.prediction])
     if not values:
         how = f"sampler {defaults.sampler}, schedule {defaults.schedule}, shift {defaults.shift}"
         print(f"NOTE: no {schedulers.FILE} is written: choose a scheduler near {how}", file=sys.stderr)

@@ -181,6 +181,23 @@ def scheduler_values(kind: str, settings: SamplingSettings) -> tuple[Values, lis
     return fitting[name], _other(_SCHEDULERS[kind][name], fitting[name], settings)
 
 
+def stable_diffusion_scheduler(prediction_type: str) -> Values:
+    """Configuration of the DDIM scheduler, whose steps are those of sampler `euler` and schedule `stable_diffusion`."""
+    betas = BETAS["stable_diffusion"]
+    return {
+        "_class_name": "DDIMScheduler",
+        "num_train_timesteps": DDPM_STEPS,
+        "beta_start": betas.first,
+        "beta_end": betas.last,
+        "beta_schedule": "scaled_linear",
+        "clip_sample": False,
+        "set_alpha_to_one": True,
+        "steps_offset": 1,
+        "timestep_spacing": "leading",
+        "prediction_type": prediction_type,
+    }
+
+
 def _written(name: str, scheduler: Scheduler, settings: SamplingSettings) -> Values:
     """The configuration of a scheduler; {} for explicit noise levels, which no pipeline's scheduler has."""
     if settings.sigmas:

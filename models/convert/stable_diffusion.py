@@ -19,6 +19,7 @@ FOLDER = "unet"
 """Folder of the network in a pipeline."""
 PREDICTIONS = {"epsilon": "noise", "v_prediction": "velocity"}
 """diffusers' name of the prediction type -> ours."""
+PREDICTION_TYPES = {ours: theirs for theirs, ours in PREDICTIONS.items()}
 _OURS = "network."
 _OF_PIPELINE = ("prediction", "pixels_per_latent")
 _BLOCK = re.compile(r"(?P<side>down|up)_blocks\.(?P<level>\d+)\.(?P<kind>\w+)\.(?P<number>\d+)\.(?P<tail>.+)")

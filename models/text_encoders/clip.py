@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,7 @@ from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInpu
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, cached_or_computed
 from megadit.models.text_encoders.published import (
     DTYPES,
+    PublishedNetwork,
     PublishedText,
     load_settings,
     loading_dtype,
@@ -207,6 +209,14 @@ class CLIPTextEncoder:
             (folder, WITH_PROJECTION if values["has_projection"] else WITHOUT_PROJECTION)
             for folder, values in of_folder
         ]
+
+    @property
+    def published(self) -> tuple[PublishedNetwork, ...]:
+        """The files of each encoder."""
+        return tuple(
+            PublishedNetwork(name, place, partial(_PUBLISHED.load_network, place, name), words)
+            for (place, name), (_, words) in zip(self._classes(), self._folders, strict=True)
+        )
 
     def _network(self) -> Any:
         """The network, called with tokens [B, K, L]; loaded at its first use."""

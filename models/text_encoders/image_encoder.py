@@ -6,6 +6,7 @@ Shapes: I image tokens, E feature width.
 import math
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megadit.models.storage.pretrained import (
     transformers_library,
 )
 from megadit.models.storage.tensor_source import Stored, TensorSource, renamed_by
+from megadit.models.text_encoders.published import PublishedNetwork
 
 RELEASED = "models_clip_*.pth"
 """Pattern of the file in Wan's original release."""
@@ -186,6 +188,13 @@ class ImageEncoder:
             return library.CLIPImageProcessor.from_pretrained(self._directory("image_processor"), **PRETRAINED)
         side = self._settings()["image_size"]
         return library.CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+
+    @property
+    def published(self) -> tuple[Any, PublishedNetwork]:
+        """The image processor, and the files of the network."""
+        library, name = transformers_library("an image encoder"), "CLIPVisionModel"
+        load = partial(load_encoder, getattr(library, name), self._place, _ENCODER, _FILES, **self._config(library))
+        return self._prepare(library), PublishedNetwork(name, self._place, load)
 
     def _networks(self) -> tuple[Any, Any]:
         """Return the image processor and the network; both are loaded once."""

@@ -4,7 +4,7 @@ files."""
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +51,19 @@ def moved(network: Any, loaded: Mapping[str, Any]) -> Any:
     """Move a network to its encoder's device: `loaded["device"]`, else the current GPU, if there is one."""
     current = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return network.to(loaded.get("device", current))
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedNetwork:
+    """A network of `transformers`, as its files lie on this machine."""
+
+    class_name: str
+    place: Path
+    """Folder, or a release's only file."""
+    load: Callable[[], Any]
+    """Load it, in the dtype of its file."""
+    words: Path | None = None
+    """Folder of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, cached_or_computed
 from megadit.models.text_encoders.published import (
     DTYPES,
+    PublishedNetwork,
     PublishedText,
     load_settings,
     loading_dtype,
@@ -127,6 +129,12 @@ class QwenVLTextEncoder:
     def _folders(self) -> tuple[Path, Path]:
         """(network, vocabulary) folders."""
         return _PUBLISHED.folders(self.model)
+
+    @property
+    def published(self) -> tuple[PublishedNetwork, ...]:
+        """The encoder's files."""
+        place, words = self._folders
+        return (PublishedNetwork(_CLASS, place, partial(_PUBLISHED.load_network, place, _CLASS), words),)
 
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -23,6 +24,7 @@ from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInpu
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, cached_or_computed
 from megadit.models.text_encoders.published import (
     DTYPES,
+    PublishedNetwork,
     PublishedText,
     load_settings,
     loading_dtype,
@@ -159,6 +161,12 @@ class T5TextEncoder:
     def _folders(self) -> tuple[Path, Path]:
         """(network, vocabulary) folders."""
         return _PUBLISHED.folders(self.model)
+
+    @property
+    def published(self) -> tuple[PublishedNetwork, ...]:
+        """The encoder's files."""
+        (name, config), (place, words) = self._network_class(), self._folders
+        return (PublishedNetwork(name, place, partial(_PUBLISHED.load_network, place, name, **config), words),)
 
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:

@@ -135,6 +135,8 @@ def test_licences_travel_and_a_bundle_becomes_a_pipeline_again(cosmos_pipeline, 
     assert bundle.license.asks_for_guardrail and bundle.license.name == "other, open-model-license"
     assert (tmp_path / "bundle/notices/LICENSE").read_text() == "the license of these weights"
     assert main([str(tmp_path / "bundle"), str(tmp_path / "out"), "--to", "diffusers"]) == 0
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out", safety_checker=Harmless())
+    assert type(again) is diffusers.CosmosTextToWorldPipeline and again.tokenizer("a b").input_ids
     for part, kind in (("transformer", diffusers.CosmosTransformer3DModel), ("vae", diffusers.AutoencoderKLCosmos)):
         before, after = kind.from_pretrained(path / part), kind.from_pretrained(tmp_path / "out" / part)
         assert all(torch.equal(after.state_dict()[name], tensor) for name, tensor in before.state_dict().items())
@@ -209,6 +211,8 @@ def test_a_class_pipeline_round_trips(class_pipeline, tmp_path):
     pipeline, path = class_pipeline
     main([str(path), str(tmp_path / "bundle")])
     assert main([str(tmp_path / "bundle"), str(tmp_path / "out"), "--to", "diffusers"]) == 0
+    whole = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out")
+    assert type(whole) is type(pipeline) and whole.get_label_ids(["object 7"]) == [7]
     again = diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
     before = pipeline.transformer.state_dict()
     assert all(torch.equal(tensor, before[name]) for name, tensor in again.state_dict().items())

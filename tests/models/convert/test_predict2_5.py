@@ -251,6 +251,8 @@ def test_weights_go_back(pipeline, bundle, tmp_path):
         for folder in (pipeline[1], tmp_path / "out")
     )
     assert after.config["crossattn_proj_in_channels"] == LAYERS * WIDTH
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out", safety_checker=Harmless())
+    assert type(again) is type(pipeline[0]) and again.text_encoder.config.model_type == "qwen2_5_vl"
     assert all(torch.equal(after.state_dict()[name], tensor) for name, tensor in before.state_dict().items())
 
 

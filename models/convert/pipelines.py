@@ -1,0 +1,135 @@
+"""Whole pipelines of diffusers: `model_index.json`, and the published encoders around a network.
+
+`DiffusionPipeline.from_pretrained` and the servers that read such folders find every component by this file.
+"""
+
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megadit.models.configs.protocol import NetworkConfig
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
+from megadit.models.storage import components as parts
+from megadit.models.storage.pretrained import PRETRAINED, transformers_library
+from megadit.models.text_encoders import ClassLabels, CLIPTextEncoder, QwenVLTextEncoder, T5TextEncoder, TextEncoder
+from megadit.models.text_encoders.image_encoder import ImageEncoder
+
+FILE = "model_index.json"
+Component = list[str | None]
+"""[library, class] of a component; [None, None] if there is none."""
+ABSENT: Component = [None, None]
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def pipeline_class(kind: str, config: NetworkConfig) -> str:
+    """Name of diffusers' pipeline for a network; `kind` is that of `published_defaults.kind_of`."""
+    has_frames = config.conditioning_sigma is not None
+    if kind == "wan":
+        return "WanPipeline" if config.conditioning.is_among else "WanImageToVideoPipeline"
+    if kind == "stable_diffusion":
+        return "StableDiffusionPipeline" if config.pooled_size is None else "StableDiffusionXLPipeline"
+    return {
+        "cosmos1": "CosmosVideoToWorldPipeline" if has_frames else "CosmosTextToWorldPipeline",
+        "cosmos2": "Cosmos2VideoToWorldPipeline" if has_frames else "Cosmos2TextToImagePipeline",
+        "cosmos2_5": "Cosmos2_5_PredictBasePipeline",
+        "dit": "DiTPipeline",
+    }[kind]
+
+
+def write_pipeline(
+    folder: Path,
+    kind: str,
+    config: NetworkConfig,
+    text_encoder: TextEncoder,
+    image_encoder: ImageEncoder | None,
+    boundary: float | None,
+) -> None:
+    """Complete a folder with networks, VAE and scheduler by its encoders and `model_index.json`.
+
+    `boundary` is the noise level t below which a low-noise expert denoises.
+
+    Raises:
+        UserError: if a component is missing in the folder, or diffusers has none like it, or its files are not on this
+            machine.
+    """
+    own = {path.parent.name: _class_of(path) for path in sorted(folder.glob("*/*config.json"))}
+    if missing := {"vae", "scheduler"} - own.keys():
+        raise UserError(f"diffusers has no {' and no '.join(sorted(missing))} like that of this bundle")
+    index: dict[str, Any] = {"_class_name": pipeline_class(kind, config), "_diffusers_version": _version()}
+    index |= {name: ["diffusers", class_name] for name, class_name in own.items()}
+    index |= _write_text_encoder(folder, text_encoder)
+    index |= _other_components(kind, config) | _write_image_encoder(folder, image_encoder)
+    if kind == "wan":
+        index |= {"transformer_2": index.get("transformer_2", ABSENT), "boundary_ratio": boundary}
+        index["expand_timesteps"] = config.conditioning.is_among and config.conditioning_sigma is not None
+    if kind == "stable_diffusion" and config.pooled_size is not None:
+        index["force_zeros_for_empty_prompt"] = text_encoder.empty_text == "zeros"
+    if isinstance(text_encoder, ClassLabels):
+        index["id2label"] = {str(number): name for number, name in enumerate(text_encoder.names)}
+    write_json(folder / FILE, index)
+
+
+def _class_of(config: Path) -> str:
+    return read_json(config)["_class_name"]
+
+
+def _version() -> str:
+    """Version of diffusers, without which a folder is still read."""
+    try:
+        return metadata.version("diffusers")
+    except metadata.PackageNotFoundError:
+        return "0.36.0"
+
+
+def _other_components(kind: str, config: NetworkConfig) -> dict[str, Any]:
+    """Components that a pipeline may lack."""
+    if kind.startswith("cosmos"):
+        return {"safety_checker": ABSENT}
+    if kind == "stable_diffusion":
+        safety = {} if config.pooled_size is not None else {"safety_checker": ABSENT, "requires_safety_checker": False}
+        return {"feature_extractor": ABSENT, "image_encoder": ABSENT, **safety}
+    return {}
+
+
+def _write_text_encoder(folder: Path, encoder: TextEncoder) -> dict[str, Component]:
+    if isinstance(encoder, ClassLabels):
+        return {}
+    if not isinstance(encoder, (T5TextEncoder, CLIPTextEncoder, QwenVLTextEncoder)):
+        raise UserError(
+            "diffusers has no text encoder like that of this bundle: train with a T5 or a CLIP for programs that use it"
+        )
+    found = {}
+    for number, network in enumerate(encoder.published, start=1):
+        suffix = "" if number == 1 else f"_{number}"
+        _write_network(folder / f"text_encoder{suffix}", network.place, network.load)
+        words = transformers_library("a text encoder").AutoTokenizer.from_pretrained(network.words, **PRETRAINED)
+        words.save_pretrained(folder / f"tokenizer{suffix}")
+        found[f"text_encoder{suffix}"] = ["transformers", network.class_name]
+        found[f"tokenizer{suffix}"] = ["transformers", type(words).__name__]
+    return found
+
+
+def _write_image_encoder(folder: Path, encoder: ImageEncoder | None) -> dict[str, Component]:
+    if encoder is None:
+        return {}
+    processor, network = encoder.published
+    _write_network(folder / "image_encoder", network.place, network.load)
+    processor.save_pretrained(folder / "image_processor")
+    return {
+        "image_encoder": ["transformers", network.class_name],
+        "image_processor": ["transformers", type(processor).__name__],
+    }
+
+
+def _write_network(out: Path, place: Path, load: Callable[[], Any]) -> None:
+    """Copy the files of a network of transformers; one of another form is loaded and saved."""
+    weights = [file for pattern in _WEIGHTS for file in place.glob(pattern)] if place.is_dir() else []
+    if not weights:
+        load().save_pretrained(out)
+        return
+    out.mkdir()
+    for file in (place / parts.CONFIG_FILE, *weights):
+        shutil.copyfile(file, out / file.name)
