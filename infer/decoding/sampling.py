@@ -1,5 +1,6 @@
 """Frames at a constant rate, and all frames of a file at once."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -19,6 +20,11 @@ _PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"P1", b"P2
 _BRANDS = (b"avif", b"heic", b"heix", b"mif1")
 ROUNDED_TO = 0.001
 """Seconds; times may have been rounded this much before they were written to the container."""
+MOST_SECONDS = 24 * 3600.0
+"""Longest video that is read at once: a damaged time may lie years ahead, and all frames until then would be filled
+in."""
+USUAL_FPS = 25.0
+"""Frame rate of a video that states none, as FFmpeg assumes."""
 _HELD = 1.5
 """The last frame is repeated if it lasts longer than this many frame intervals."""
 Check = Callable[[int, int, int, float], None]
@@ -81,9 +87,11 @@ def read_all(
         image = read_picture(file, rules, formats, lambda width, height: check(1, height, width, 0.0))
         return np.asarray(image)[None], 0.0
     with open_video(file, rules, containers=containers) as video:
-        fps, pictures, size, before = video.fps, [], None, None
+        fps = video.fps if video.fps < math.inf else USUAL_FPS
+        pictures, size, before = [], None, None
         check(1, 1, 1, video.seconds)
-        for frame in _whole(sampled(video.frames(), video.time_base, fps)):
+        frames = _within_seconds(video.frames(), video.time_base, lambda seconds: check(1, 1, 1, seconds))
+        for frame in _whole(sampled(frames, video.time_base, fps)):
             size = size or frame.size
             check(len(pictures) + 1, *size, len(pictures) / fps)
             pictures.append(pictures[-1] if frame is before else frame.fitted(*size))
@@ -91,6 +99,22 @@ def read_all(
     if not pictures:
         raise UnusableSourceError("broken", "no frame can be decoded")
     return np.stack(pictures), fps if len(pictures) > 1 else 0.0
+
+
+def _within_seconds(frames: Iterator[Frame], time_base: Fraction, check: Callable[[float], None]) -> Iterator[Frame]:
+    """The frames, whose seconds since the first are checked before the times between them are filled in.
+
+    Raises:
+        UnusableSourceError: if they are more than `MOST_SECONDS`.
+    """
+    first = None
+    for frame in frames:
+        first = frame.time if first is None else first
+        seconds = max(float((end - first) * time_base) for end in (frame.time, frame.time + frame.duration))
+        if not seconds <= MOST_SECONDS:
+            raise UnusableSourceError("damaged", f"its times reach {seconds:,.0f} s; at most {MOST_SECONDS:,.0f} s")
+        check(seconds)
+        yield frame
 
 
 def _whole(frames: Iterator[Frame]) -> Iterator[Frame]:

@@ -91,6 +91,7 @@ class Video:
 
     @property
     def fps(self) -> float:
+        """Frames per second; infinite if the file states no usable rate."""
         if self._durations:
             return animations.rate(self._durations, self.time_base)
         rates = [self._stream.average_rate, self._stream.guessed_rate, self._stream.base_rate]
