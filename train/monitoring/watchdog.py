@@ -20,6 +20,8 @@ from megadit.models.shared.progress import duration
 
 EXIT_CODE = 75
 """Exit code of a rank that ends because another one failed (EX_TEMPFAIL: retry)."""
+SECONDS_TO_END = 2.0
+"""Maximum time from when a killed process has closed its connections until it is gone, on a busy machine."""
 
 
 @dataclass(slots=True)
@@ -65,7 +67,16 @@ class Watchdog:
         self._place = {"step": step, "doing": doing, "moves": self._place["moves"] + 1}
 
     def lost_rank(self) -> str | None:
-        """Describe the rank of this machine whose process has died, and its last position; None if all are alive."""
+        """Describe the rank of this machine whose process has died, and its last position; None if all are alive.
+
+        A process closes its connections a moment before it is gone, so this looks for some seconds.
+        """
+        deadline = time.monotonic() + (SECONDS_TO_END if self._limit else 0.0)
+        while (found := self._dead_rank()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _dead_rank(self) -> str | None:
         for rank in range(self._world_size):
             note = self._read(rank) if self._limit else None
             if note and rank != self._rank and note["host"] == socket.gethostname() and not _is_alive(note["pid"]):

@@ -142,6 +142,15 @@ def test_a_dead_process_is_found(start, tmp_path):
     assert not (tmp_path / "rank00000.json").exists(), "a rank that ends leaves no trace"
 
 
+def test_a_process_that_is_just_ending_is_found(start, tmp_path):
+    """Its connections are closed before it is gone."""
+    second = start(1, "go on")
+    with Watchdog(tmp_path, rank=0, world_size=2, limit=1000) as dog:
+        wait_until_watched_rank(tmp_path, 1)
+        threading.Timer(0.3, lambda: (second.kill(), second.wait())).start()
+        assert f"rank 1 (process {second.pid}" in dog.lost_rank()
+
+
 def wait_until_watched_rank(folder, rank):
     deadline = time.monotonic() + TIMEOUT
     while not step(folder, rank):
