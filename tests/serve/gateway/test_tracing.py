@@ -90,9 +90,15 @@ def serve(tmp_path, pipeline, bundle_dir):
             key, _ = gateway.keys.add("somebody", limits=KeyLimits(requests_per_minute=10**6))
             headers = {"authorization": f"Bearer {key}"}
             client = TestClient(create_app(gateway), headers=headers, raise_server_exceptions=False)
-            return gateway, client, EngineAsServer(engine, Tracing.of_environment("megadit-triton"), **server)
+            tracing = Tracing.of_environment("megadit-triton")
+            stack.callback(tracing.close)
+            return gateway, client, EngineAsServer(engine, tracing, **server)
 
         yield start
+    for thread in threading.enumerate():  # else it logs its failures while other tests run
+        if thread.name.startswith("Otel"):
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def run_next(gateway, server) -> None:
