@@ -26,7 +26,6 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.convert import pipelines, schedulers, stable_diffusion
 from megadit.models.convert.adapters.files import is_adapter, read_adapter, with_base, write_adapter
-from megadit.models.convert.pipelines import write_pipeline
 from megadit.models.convert.published import (
     TRANSFORMERS,
     WEIGHTS,
@@ -329,34 +328,35 @@ def _export(source: Path, out: Path, form: str) -> None:
                 folder.mkdir()
                 write_diffusers(folder, bundle.config, tensors, side, projection)
             _export_tokenizer(tokenizer, directory / "vae")
-            _export_scheduler(bundle.config, bool(projection), bundle.defaults, directory)
-            _complete_pipeline(directory, bundle, text_encoder)
+            kind = kind_of(bundle.config, projects_text=bool(projection))
+            _export_scheduler(kind, bundle, directory)
+            _complete_pipeline(kind, bundle, text_encoder, directory)
         if (source / "notices").is_dir():
             for notice in (source / "notices").iterdir():
                 (directory / notice.name).write_bytes(notice.read_bytes())
     print(out)
 
 
-def _complete_pipeline(directory: Path, bundle: Bundle, text_encoder: TextEncoder) -> None:
+def _complete_pipeline(kind: str, bundle: Bundle, text_encoder: TextEncoder, directory: Path) -> None:
     """Make the folder a pipeline that diffusers opens, or say why it is not one."""
-    kind = kind_of(bundle.config, projects_text=bool(getattr(text_encoder, "projection", {})))
     boundary = bundle.manifest.get("boundary")
     try:
-        write_pipeline(directory, kind, bundle.config, text_encoder, bundle.load_image_encoder(), boundary)
+        pipelines.write_pipeline(directory, kind, bundle.config, text_encoder, bundle.load_image_encoder(), boundary)
     except UserError as error:
         print(f"NOTE: without {pipelines.FILE}, diffusers opens the folders one by one: {error}", file=sys.stderr)
 
 
-def _export_scheduler(config: NetworkConfig, projects_text: bool, defaults: SamplingSettings, directory: Path) -> None:
+def _export_scheduler(kind: str, bundle: Bundle, directory: Path) -> None:
     """Write the diffusers scheduler that is equivalent, or closest, to the bundle's sampling."""
-    values, other = schedulers.scheduler_values(kind_of(config, projects_text=projects_text), defaults)
-    if config.family == "stable_diffusion":
-        values = schedulers.stable_diffusion_scheduler(stable_diffusion.PREDICTION_TYPES[config.prediction])
+    defaults = bundle.defaults
+    values, other = schedulers.scheduler_values(kind, defaults)
     if not values:
         how = f"sampler {defaults.sampler}, schedule {defaults.schedule}, shift {defaults.shift}"
         print(f"NOTE: no {schedulers.FILE} is written: choose a scheduler near {how}", file=sys.stderr)
         return
     (directory / schedulers.FILE).parent.mkdir()
+    if kind == "stable_diffusion":
+        values = {**values, "prediction_type": stable_diffusion.prediction_type(bundle.config)}
     write_json(directory / schedulers.FILE, values)
     if other:
         name = values["_class_name"]

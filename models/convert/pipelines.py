@@ -4,8 +4,6 @@
 """
 
 import shutil
-from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.storage import components as parts
-from megadit.models.storage.pretrained import PRETRAINED, transformers_library
 from megadit.models.text_encoders import ClassLabels, CLIPTextEncoder, QwenVLTextEncoder, T5TextEncoder, TextEncoder
 from megadit.models.text_encoders.image_encoder import ImageEncoder
+from megadit.models.text_encoders.published import PublishedNetwork
 
 FILE = "model_index.json"
 Component = list[str | None]
@@ -58,7 +56,7 @@ def write_pipeline(
     own = {path.parent.name: _class_of(path) for path in sorted(folder.glob("*/*config.json"))}
     if missing := {"vae", "scheduler"} - own.keys():
         raise UserError(f"diffusers has no {' and no '.join(sorted(missing))} like that of this bundle")
-    index: dict[str, Any] = {"_class_name": pipeline_class(kind, config), "_diffusers_version": _version()}
+    index: dict[str, Any] = {"_class_name": pipeline_class(kind, config)}
     index |= {name: ["diffusers", class_name] for name, class_name in own.items()}
     index |= _write_text_encoder(folder, text_encoder)
     index |= _other_components(kind, config) | _write_image_encoder(folder, image_encoder)
@@ -74,14 +72,6 @@ def write_pipeline(
 
 def _class_of(config: Path) -> str:
     return read_json(config)["_class_name"]
-
-
-def _version() -> str:
-    """Version of diffusers, without which a folder is still read."""
-    try:
-        return metadata.version("diffusers")
-    except metadata.PackageNotFoundError:
-        return "0.36.0"
 
 
 def _other_components(kind: str, config: NetworkConfig) -> dict[str, Any]:
@@ -101,35 +91,27 @@ def _write_text_encoder(folder: Path, encoder: TextEncoder) -> dict[str, Compone
         raise UserError(
             "diffusers has no text encoder like that of this bundle: train with a T5 or a CLIP for programs that use it"
         )
-    found = {}
+    found: dict[str, Component] = {}
     for number, network in enumerate(encoder.published, start=1):
         suffix = "" if number == 1 else f"_{number}"
-        _write_network(folder / f"text_encoder{suffix}", network.place, network.load)
-        words = transformers_library("a text encoder").AutoTokenizer.from_pretrained(network.words, **PRETRAINED)
-        words.save_pretrained(folder / f"tokenizer{suffix}")
-        found[f"text_encoder{suffix}"] = ["transformers", network.class_name]
-        found[f"tokenizer{suffix}"] = ["transformers", type(words).__name__]
+        found |= _write_network(folder, f"text_encoder{suffix}", f"tokenizer{suffix}", network)
     return found
 
 
 def _write_image_encoder(folder: Path, encoder: ImageEncoder | None) -> dict[str, Component]:
-    if encoder is None:
-        return {}
-    processor, network = encoder.published
-    _write_network(folder / "image_encoder", network.place, network.load)
-    processor.save_pretrained(folder / "image_processor")
-    return {
-        "image_encoder": ["transformers", network.class_name],
-        "image_processor": ["transformers", type(processor).__name__],
-    }
+    return {} if encoder is None else _write_network(folder, "image_encoder", "image_processor", encoder.published)
 
 
-def _write_network(out: Path, place: Path, load: Callable[[], Any]) -> None:
-    """Copy the files of a network of transformers; one of another form is loaded and saved."""
+def _write_network(folder: Path, name: str, words_name: str, network: PublishedNetwork) -> dict[str, Component]:
+    """Copy the files of a network of transformers, or save one that is published in another form; and save what
+    prepares its input."""
+    place, words = network.place, network.load_words()
     weights = [file for pattern in _WEIGHTS for file in place.glob(pattern)] if place.is_dir() else []
-    if not weights:
-        load().save_pretrained(out)
-        return
-    out.mkdir()
-    for file in (place / parts.CONFIG_FILE, *weights):
-        shutil.copyfile(file, out / file.name)
+    if weights:
+        (folder / name).mkdir()
+        for file in (place / parts.CONFIG_FILE, *weights):
+            shutil.copyfile(file, folder / name / file.name)
+    else:
+        network.load().save_pretrained(folder / name)
+    words.save_pretrained(folder / words_name)
+    return {name: ["transformers", network.class_name], words_name: ["transformers", type(words).__name__]}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megadit.models.convert.stable_diffusion import NOISE_SCHEDULE
 from megadit.models.diffusion.ddpm import BETAS, DDPM_STEPS
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.errors import UserError, choose_one
@@ -130,8 +131,19 @@ _SCHEDULERS: dict[str, dict[str, Scheduler]] = {
 """Kind of network -> scheduler class in its published pipelines -> fields."""
 
 
-_OF_STABLE_DIFFUSION = {"timestep_spacing": "leading", "steps_offset": 1, "set_alpha_to_one": True} | _OTHER_LEVELS
+_DDIM_OF_STABLE_DIFFUSION = {"timestep_spacing": "leading", "steps_offset": 1, "set_alpha_to_one": True}
+_OF_STABLE_DIFFUSION = _DDIM_OF_STABLE_DIFFUSION | _OTHER_LEVELS
 """Scheduler fields of our schedule `stable_diffusion`."""
+_WRITTEN = _SCHEDULERS | {
+    "stable_diffusion": {
+        "DDIMScheduler": Scheduler(
+            used=lambda of: {"sampler": "euler", "schedule": "stable_diffusion"},
+            defaults={},
+            only=NOISE_SCHEDULE | _DDIM_OF_STABLE_DIFFUSION | {"clip_sample": False},
+        )
+    }
+}
+"""The same with what is written for Stable Diffusion, whose pipelines are read with any scheduler (`departures`)."""
 
 
 def read_scheduler(pipeline: Path) -> Values:
@@ -174,28 +186,11 @@ def scheduler_settings(kind: str, values: Values) -> dict[str, Any]:
 def scheduler_values(kind: str, settings: SamplingSettings) -> tuple[Values, list[str]]:
     """The inverse of `scheduler_settings`: the closest scheduler_config.json ({}: none is close), and the settings that
     it lacks, as NAME=VALUE."""
-    of = {name: _written(name, scheduler, settings) for name, scheduler in _SCHEDULERS.get(kind, {}).items()}
+    of = {name: _written(name, scheduler, settings) for name, scheduler in _WRITTEN.get(kind, {}).items()}
     if not (fitting := {name: values for name, values in of.items() if values}):
         return {}, []
-    name = min(fitting, key=lambda name: len(_other(_SCHEDULERS[kind][name], fitting[name], settings)))
-    return fitting[name], _other(_SCHEDULERS[kind][name], fitting[name], settings)
-
-
-def stable_diffusion_scheduler(prediction_type: str) -> Values:
-    """Configuration of the DDIM scheduler, whose steps are those of sampler `euler` and schedule `stable_diffusion`."""
-    betas = BETAS["stable_diffusion"]
-    return {
-        "_class_name": "DDIMScheduler",
-        "num_train_timesteps": DDPM_STEPS,
-        "beta_start": betas.first,
-        "beta_end": betas.last,
-        "beta_schedule": "scaled_linear",
-        "clip_sample": False,
-        "set_alpha_to_one": True,
-        "steps_offset": 1,
-        "timestep_spacing": "leading",
-        "prediction_type": prediction_type,
-    }
+    name = min(fitting, key=lambda name: len(_other(_WRITTEN[kind][name], fitting[name], settings)))
+    return fitting[name], _other(_WRITTEN[kind][name], fitting[name], settings)
 
 
 def _written(name: str, scheduler: Scheduler, settings: SamplingSettings) -> Values:

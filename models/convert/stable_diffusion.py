@@ -19,7 +19,13 @@ FOLDER = "unet"
 """Folder of the network in a pipeline."""
 PREDICTIONS = {"epsilon": "noise", "v_prediction": "velocity"}
 """diffusers' name of the prediction type -> ours."""
-PREDICTION_TYPES = {ours: theirs for theirs, ours in PREDICTIONS.items()}
+NOISE_SCHEDULE = {
+    "beta_schedule": "scaled_linear",
+    "beta_start": BETAS["stable_diffusion"].first,
+    "beta_end": BETAS["stable_diffusion"].last,
+    "num_train_timesteps": DDPM_STEPS,
+}
+"""Fields of diffusers' schedulers with which these networks were trained."""
 _OURS = "network."
 _OF_PIPELINE = ("prediction", "pixels_per_latent")
 _BLOCK = re.compile(r"(?P<side>down|up)_blocks\.(?P<level>\d+)\.(?P<kind>\w+)\.(?P<number>\d+)\.(?P<tail>.+)")
@@ -59,13 +65,8 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     for needed in (scheduler, vae):
         if not needed.is_file():
             raise UserError(f"{path} is a {DIFFUSERS_CLASS} without {needed}, which belongs to it: give its pipeline")
-    values, betas = read_json(scheduler), BETAS["stable_diffusion"]
-    for name, only in {
-        "beta_schedule": "scaled_linear",
-        "beta_start": betas.first,
-        "beta_end": betas.last,
-        "num_train_timesteps": DDPM_STEPS,
-    }.items():
+    values = read_json(scheduler)
+    for name, only in NOISE_SCHEDULE.items():
         if values.get(name) != only:
             raise UserError(f"{scheduler}: {name}={values.get(name)!r:.60} is not supported; it must be {only}")
     for name in ("trained_betas", "rescale_betas_zero_snr"):
@@ -97,6 +98,11 @@ def config_from_diffusers(values: Mapping[str, Any]) -> UNetConfig:
 def config_to_diffusers(config: UNetConfig) -> dict[str, Any]:
     """The inverse of `config_from_diffusers`, without settings from other folders of a pipeline."""
     return {"_class_name": DIFFUSERS_CLASS, **FIXED, **config.settings}
+
+
+def prediction_type(config: UNetConfig) -> str:
+    """diffusers' name of what the network predicts, a field of its scheduler."""
+    return next(theirs for theirs, ours in PREDICTIONS.items() if ours == config.prediction)
 
 
 def diffusers_entries(config: UNetConfig) -> list[Entry]:

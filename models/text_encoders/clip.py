@@ -214,7 +214,12 @@ class CLIPTextEncoder:
     def published(self) -> tuple[PublishedNetwork, ...]:
         """The files of each encoder."""
         return tuple(
-            PublishedNetwork(name, place, partial(_PUBLISHED.load_network, place, name), words)
+            PublishedNetwork(
+                name,
+                place,
+                partial(_PUBLISHED.load_network, place, name),
+                partial(_PUBLISHED.load_tokenizer, words),
+            )
             for (place, name), (_, words) in zip(self._classes(), self._folders, strict=True)
         )
 

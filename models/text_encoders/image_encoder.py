@@ -190,11 +190,11 @@ class ImageEncoder:
         return library.CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
 
     @property
-    def published(self) -> tuple[Any, PublishedNetwork]:
-        """The image processor, and the files of the network."""
+    def published(self) -> PublishedNetwork:
+        """The encoder's files."""
         library, name = transformers_library("an image encoder"), "CLIPVisionModel"
         load = partial(load_encoder, getattr(library, name), self._place, _ENCODER, _FILES, **self._config(library))
-        return self._prepare(library), PublishedNetwork(name, self._place, load)
+        return PublishedNetwork(name, self._place, load, partial(self._prepare, library))
 
     def _networks(self) -> tuple[Any, Any]:
         """Return the image processor and the network; both are loaded once."""

@@ -62,8 +62,8 @@ class PublishedNetwork:
     """Folder, or a release's only file."""
     load: Callable[[], Any]
     """Load it, in the dtype of its file."""
-    words: Path | None = None
-    """Folder of the vocabulary."""
+    load_words: Callable[[], Any]
+    """Load what prepares its input: the tokenizer of a text encoder, the processor of an image encoder."""
 
 
 @dataclass(frozen=True, slots=True)

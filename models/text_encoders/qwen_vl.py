@@ -134,7 +134,8 @@ class QwenVLTextEncoder:
     def published(self) -> tuple[PublishedNetwork, ...]:
         """The encoder's files."""
         place, words = self._folders
-        return (PublishedNetwork(_CLASS, place, partial(_PUBLISHED.load_network, place, _CLASS), words),)
+        load = partial(_PUBLISHED.load_network, place, _CLASS)
+        return (PublishedNetwork(_CLASS, place, load, partial(_PUBLISHED.load_tokenizer, words)),)
 
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:

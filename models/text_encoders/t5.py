@@ -166,7 +166,8 @@ class T5TextEncoder:
     def published(self) -> tuple[PublishedNetwork, ...]:
         """The encoder's files."""
         (name, config), (place, words) = self._network_class(), self._folders
-        return (PublishedNetwork(name, place, partial(_PUBLISHED.load_network, place, name, **config), words),)
+        load = partial(_PUBLISHED.load_network, place, name, **config)
+        return (PublishedNetwork(name, place, load, partial(_PUBLISHED.load_tokenizer, words)),)
 
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:

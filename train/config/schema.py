@@ -23,6 +23,7 @@ Fp8 = Literal["none", "e4m3", "hybrid"]
 Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
 MatmulPrecision = Literal["ieee", "tf32", "bf16"]
 BasePrecision = Literal["same", "int8"]
+Balance = Literal["work", "step", "none"]
 OptimizerName = Literal["adamw", "muon"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
 DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
@@ -32,9 +33,6 @@ WIDEST_PROFILE = 1 / 12**0.5
 """Largest sigma_rel, reached as gamma -> 0: a plain mean over the whole run."""
 MOST_TOKENS = 10_000_000
 """Maximum capacity of a pack in tokens: far beyond any training, yet small enough to allocate its indices."""
-
-
-Balance = Literal["work", "step", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -214,13 +214,13 @@ def _reduce(
     share = groups.is_last_stage / groups.context.size  # all ranks of a replica know all samples
     checksum = share * torch.stack([_checksum(batch) for batch in seen]).sum().double()  # float32 would round it
     losses = torch.stack([objective, weighted, error, bad_rank, checksum]).nan_to_num(0.0)
-    flops = share * sum(training_flops(batch.layout, config.model, config.train.adapter, forwards) for batch in seen)
     flops_of_ranks = [0.0] * groups.readers.size()
-    flops_of_ranks[groups.readers.rank()] = flops
+    flops_of_ranks[groups.readers.rank()] = share * sum(
+        training_flops(batch.layout, config.model, config.train.adapter, forwards) for batch in seen
+    )
     counts = [
         groups.is_last_stage * sum(batch.num_tokens for batch in seen),
         share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
-        flops,
         *map(float, asked),
         *(share * sum(counts) for counts in zip(*(batch.refused for batch in seen), strict=True)),
         *flops_of_ranks,
@@ -228,12 +228,13 @@ def _reduce(
     values = torch.cat([losses, *sent_together([torch.tensor(counts, dtype=torch.float64)], losses.device)])
     dist.all_reduce(values)
     names = ("objective", "weighted", "error", "bad_ranks", "sample_checksum")
-    names = (*names, "tokens", "samples", "flops", "must_stop", "must_save", *REFUSALS)
+    names = (*names, "tokens", "samples", "must_stop", "must_save", *REFUSALS)
     last = torch.full((1,), math.nan, device=losses.device) if norm is None else norm.view(1)
     *found, norm = torch.cat([values / groups.tensor.size(), last.double()]).tolist()
-    busiest = max(found[len(names) :]) * groups.readers.size()
-    totals = dict(zip(names, found, strict=False))
-    return totals | {"norm": norm, "imbalance": busiest / totals["flops"] if totals["flops"] else 1.0}
+    of_ranks = found[len(names) :]
+    flops = sum(of_ranks)
+    imbalance = max(of_ranks) * len(of_ranks) / flops if flops else 1.0
+    return dict(zip(names, found, strict=False)) | {"norm": norm, "flops": flops, "imbalance": imbalance}
 
 
 def _checksum(batch: PackedBatch) -> Tensor:

@@ -47,6 +47,7 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device", seconds: fl
     samples = "random samples" if info is None else f"{info.num_samples.get('train', 0):,} samples of {data.path}"
     tokens = data.global_batch_size * data.seq_length
     free, counted = free_memory(device), with_shapes_of(info, config)
+    readers = ranks // config.parallel.sizes.model_parallel_size
     needed = needed_memory(with_recompute(counted, ranks, free), ranks)
     return [
         f"{config.recipe}: {count_parameters(config.model).total:,} parameters{adapter}, on {ranks} rank(s)",
@@ -56,17 +57,9 @@ def beginning(config: RunConfig, ranks: int, device: "torch.device", seconds: fl
         *_taken_from(info, config),
         f"folder: {config.train.output_dir}",
         f"estimated time: {time_in_words(config, seconds)}",
-        *(
-            f"note: {doubt}"
-            for doubt in warnings_of(config, info, needed=needed, free=free, readers=_readers(config, ranks))
-        ),
+        *(f"note: {doubt}" for doubt in warnings_of(config, info, needed=needed, free=free, readers=readers)),
         *_slow_precision(config, device),
     ]
-
-
-def _readers(config: RunConfig, ranks: int) -> int:
-    """Number of data-parallel ranks."""
-    return ranks // config.parallel.sizes.model_parallel_size
 
 
 def _slow_precision(config: RunConfig, device: "torch.device") -> list[str]:

@@ -15,7 +15,7 @@ from megadit.models.configs.config import DiTConfig
 from megadit.models.packing.segments import Segment
 from megadit.train.config.schema import DataConfig, RunConfig
 from megadit.train.data.packs.bin_packing import best_fit
-from megadit.train.data.packs.dealing import dealt, work_of
+from megadit.train.data.packs.dealing import dealt, pack_work
 
 MOST_RANKS, MOST_BUFFERED, MOST_PACKS, STEPS = 64, 1000, 8, 32
 """Upper bounds of what is simulated, and the number of steps."""
@@ -62,7 +62,7 @@ def _packs(model: DiTConfig, data: DataConfig, reader: int, together: int) -> It
     while True:
         buffer = generator.choices(segments, k=min(data.packing_buffer_size, MOST_BUFFERED))
         packs = best_fit([(segment.num_tokens, 1) for segment in buffer], (data.seq_length, data.text_seq_length))
-        work = [sum(work_of(buffer[index], model) for index in pack) for pack in packs]
+        work = [pack_work([buffer[index] for index in pack], model) for pack in packs]
         generator.shuffle(work)
         if data.balance != "none":
             work = [work[pack] for pack in dealt(work, work, start=start, seed=0, together=together)]

@@ -58,21 +58,20 @@ def warnings_of(
 def _imbalance(config: RunConfig, readers: int) -> list[str]:
     """Warn if ranks would wait for the one with the longest clips, or the stages of a pipeline."""
     data, ratio = config.data, expected_imbalance(config, readers)
-    larger = f"more than data.packing_buffer_size={data.packing_buffer_size}"
-    remedy = "data.balance=work" if data.balance == "none" else larger
-    found = [f"the busiest rank has about {ratio:.2f} of the mean work of a step, and the others wait: {remedy} helps"]
     if ratio > HIGH:
-        return found
-    if (
-        config.parallel.sizes.pipeline > 1
-        and data.balance == "work"
-        and (uneven := uneven_packs(config, readers)) > HIGH
-    ):
+        larger = f"more than data.packing_buffer_size={data.packing_buffer_size}"
+        remedy = "data.balance=work" if data.balance == "none" else larger
         return [
-            f"the heaviest micro-batch of a step has about {uneven:.2f} of the mean work, and the stages of the "
-            "pipeline wait for it: data.balance=step makes them equal"
+            f"the busiest rank has about {ratio:.2f} of the mean work of a step, and the others wait: {remedy} helps"
         ]
-    return []
+    if config.parallel.sizes.pipeline == 1 or data.balance != "work":
+        return []
+    ratio = uneven_packs(config, readers)
+    stages_wait = (
+        f"the heaviest micro-batch of a step has about {ratio:.2f} of the mean work, and the stages of the pipeline "
+        "wait for it: data.balance=step makes them equal"
+    )
+    return [stages_wait] if ratio > HIGH else []
 
 
 def _inherited_guidance(config: RunConfig) -> list[str]:

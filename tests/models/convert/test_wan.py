@@ -189,21 +189,31 @@ def text_parts(path, write_t5, kind):
     return encoder.eval(), transformers.AutoTokenizer.from_pretrained(path)
 
 
-@pytest.fixture(scope="module")
-def wan_pipeline(tmp_path_factory, write_t5):
-    """(diffusers' pipeline, the same on disk)."""
-    folder = tmp_path_factory.mktemp("wan")
+def text_to_video(folder, write_t5, *, num_layers=2, has_experts=False, **settings):
+    """diffusers' pipeline, with an expert for low noise if it `has_experts`; the same on disk in `Tiny`."""
     encoder, words = text_parts(folder / "text", write_t5, "UMT5")
-    sizes = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "patch_size": (1, 2, 2), "num_layers": 2}
+    sizes = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "patch_size": (1, 2, 2), "num_layers": num_layers}
     pipeline = diffusers.WanPipeline(
         tokenizer=words,
         text_encoder=encoder,
         vae=small_autoencoder(),
         scheduler=published_scheduler(),
         transformer=random_wan(1, **sizes),
+        transformer_2=randomised(random_wan(1, **sizes), std=0.11) if has_experts else None,
+        **settings,
     )
-    save(pipeline, folder / "Wan-Tiny", "WanPipeline")
-    return pipeline, folder / "Wan-Tiny"
+    save(pipeline, folder / "Tiny", "WanPipeline")
+    if has_experts:
+        pipeline.transformer_2.save_pretrained(folder / "Tiny" / "transformer_2")
+    (folder / "Tiny/model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **settings}))
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def wan_pipeline(tmp_path_factory, write_t5):
+    """(diffusers' pipeline, the same on disk)."""
+    folder = tmp_path_factory.mktemp("wan")
+    return text_to_video(folder, write_t5), folder / "Tiny"
 
 
 def converted(path, out):
@@ -275,21 +285,8 @@ def test_released_tensors_are_read_back(tmp_path):
 @pytest.mark.parametrize("kept", [{}, {"resident_blocks": 1}], ids=["whole", "streamed"])
 def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypatch):
     """Wan 2.2's 14B: one network for high noise, one for low, each with its guidance; and back again."""
-    encoder, words = text_parts(tmp_path / "text", write_t5, "UMT5")
-    sizes = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "patch_size": (1, 2, 2), "num_layers": 3}
-    pipeline = diffusers.WanPipeline(
-        tokenizer=words,
-        text_encoder=encoder,
-        vae=small_autoencoder(),
-        scheduler=published_scheduler(),
-        transformer=random_wan(1, **sizes),
-        transformer_2=randomised(random_wan(1, **sizes), std=0.11),
-        boundary_ratio=0.8,
-    )
-    path = tmp_path / "Wan2.2-Tiny"
-    save(pipeline, path, "WanPipeline")
-    pipeline.transformer_2.save_pretrained(path / "transformer_2")
-    (path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", "boundary_ratio": 0.8}))
+    pipeline = text_to_video(tmp_path, write_t5, num_layers=3, has_experts=True, boundary_ratio=0.8)
+    path = tmp_path / "Tiny"
     assert main([str(path), str(tmp_path / "bundle")]) == 0
     bundle = Bundle.open(tmp_path / "bundle", verify=True)
     assert bundle.boundary == pytest.approx(4)

@@ -1,7 +1,5 @@
 """A bundle becomes a whole pipeline, which diffusers opens: theirs went in, theirs comes out."""
 
-import json
-
 import pytest
 import torch
 
@@ -20,33 +18,13 @@ from tests.models.convert.test_conditioning import (
     wan_image_pipeline,
 )
 from tests.models.convert.test_conditioning import frames as random_frames
-from tests.models.convert.test_parity import randomised
 from tests.models.convert.test_pipelines import Harmless
-from tests.models.convert.test_wan import published_scheduler, random_wan, save, small_autoencoder, text_parts
+from tests.models.convert.test_wan import random_wan, save, text_to_video
 from tests.stable_diffusion import UNETS, make_pipeline
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
-WAN = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "patch_size": (1, 2, 2), "num_layers": 2}
 SIZE = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 2, "output_type": "latent"}
-
-
-def wan(path, write_t5, **parts):
-    encoder, words = text_parts(path / "text", write_t5, "UMT5")
-    made = diffusers.WanPipeline(
-        tokenizer=words,
-        text_encoder=encoder,
-        vae=small_autoencoder(),
-        scheduler=published_scheduler(),
-        transformer=random_wan(1, **WAN),
-        **parts,
-    )
-    save(made, path / "Tiny", "WanPipeline")
-    settings = {name: value for name, value in parts.items() if name != "transformer_2"}
-    if "transformer_2" in parts:
-        parts["transformer_2"].save_pretrained(path / "Tiny" / "transformer_2")
-    (path / "Tiny/model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **settings}))
-    return made
 
 
 def image_network(name):
@@ -61,11 +39,9 @@ def saved(made, path):
 
 
 PIPELINES = {
-    "wan": lambda path, t5, clip, cosmos: wan(path, t5),
-    "wan of two experts": lambda path, t5, clip, cosmos: wan(
-        path, t5, transformer_2=randomised(random_wan(1, **WAN), std=0.11), boundary_ratio=0.8
-    ),
-    "wan 5B": lambda path, t5, clip, cosmos: wan(path, t5, expand_timesteps=True),
+    "wan": lambda path, t5, clip, cosmos: text_to_video(path, t5),
+    "wan of two experts": lambda path, t5, clip, cosmos: text_to_video(path, t5, has_experts=True, boundary_ratio=0.8),
+    "wan 5B": lambda path, t5, clip, cosmos: text_to_video(path, t5, expand_timesteps=True),
     **{
         name: lambda path, t5, clip, cosmos, name=name: wan_image_pipeline(path, t5, image_network(name))
         for name in NETWORKS

@@ -142,27 +142,27 @@ class LatentTaskEncoder(TaskEncoder):
             raise SkipSample
         return sample if content is sample.content else replace(sample, content=content)
 
-    def select_samples_to_pack(self, samples: list[LatentSample]) -> list[list[LatentSample]]:
-        """Pack a full buffer."""
-        lengths = [self.format.lengths(sample.content) for sample in samples]
-        packs = best_fit(lengths, (self.format.seq_length, self.format.text_seq_length))
-        return [[samples[index] for index in pack] for pack in packs]
-
-    def in_order(self, packs: list[list[LatentSample]], start: int) -> list[list[LatentSample]]:
-        """The packs in the order in which they are read; `start` were before them.
+    def packs_of(
+        self, samples: list[LatentSample], start: int, *, keeps_all: bool
+    ) -> tuple[list[list[LatentSample]], list[LatentSample]]:
+        """Packs of a full buffer in the order in which they are read, after `start` others; and the samples of the
+        emptiest, unless it `keeps_all`.
 
         Bin packing places large samples first, so every buffer would otherwise start with the longest clips.
         """
-        keys = [self._noise_key(pack[0].content) for pack in packs]
+        segments = [self.format.segment(sample.content) for sample in samples]
+        lengths = [(segment.num_tokens, segment.text_places) for segment in segments]
+        packs, left = best_fit(lengths, (self.format.seq_length, self.format.text_seq_length)), []
+        if not keeps_all and len(packs) > 1:
+            left = packs.pop(min(range(len(packs)), key=lambda pack: sum(lengths[index][0] for index in packs[pack])))
+        keys = [self._noise_key(samples[pack[0]].content) for pack in packs]
         work = [0] * len(packs)
         if self.balances_work:
-            work = [
-                pack_work([self.format.segment(each.content) for each in pack], self.format.model) for pack in packs
-            ]
-        if len(set(work)) == 1:
-            return [packs[index] for index in sorted(range(len(packs)), key=keys.__getitem__)]
-        order = dealt(work, keys, start=start, seed=self.format.seed, together=self.packs_together)
-        return [packs[index] for index in order]
+            work = [pack_work([segments[index] for index in pack], self.format.model) for pack in packs]
+        order = sorted(range(len(packs)), key=keys.__getitem__)
+        if len(set(work)) > 1:
+            order = dealt(work, keys, start=start, seed=self.format.seed, together=self.packs_together)
+        return [[samples[index] for index in packs[pack]] for pack in order], [samples[index] for index in left]
 
     def _noise_key(self, content: TrainingSample) -> int:
         return sample_key(self.format.seed, content.sample_id, content.occurrence)
@@ -188,9 +188,7 @@ class LatentTaskEncoder(TaskEncoder):
         packs = PackingWithLeftovers(
             dataset,
             buffer_size=packing_buffer_size,
-            select=self.select_samples_to_pack,
-            in_order=self.in_order,
-            num_tokens=lambda sample: self.format.lengths(sample.content)[0],
+            packs_of=self.packs_of,
             final_packer=self.pack_selected_samples,
             final_packer_stateless=True,
             worker_config=worker_config,
@@ -217,23 +215,18 @@ class PackingWithLeftovers(PackingDataset):
         self,
         dataset: SavableDataset,
         *,
-        select: Callable[[list[LatentSample]], list[list[LatentSample]]],
-        in_order: Callable[[list[list[LatentSample]], int], list[list[LatentSample]]],
-        num_tokens: Callable[[LatentSample], int],
+        packs_of: Callable[..., tuple[list[list[LatentSample]], list[LatentSample]]],
         **settings: Any,
     ) -> None:
-        self._select = select
-        self._in_order = in_order
-        self._num_tokens = num_tokens
+        self._packs_of = packs_of
         self._is_exhausted = False
         super().__init__(dataset, pre_packer=self._select_and_keep, **settings)
 
     def _select_and_keep(self, samples: list[LatentSample]) -> list[list[LatentSample]]:
-        packs = self._select(samples)
-        if not self._is_exhausted and len(packs) > 1:
-            emptiest = min(range(len(packs)), key=lambda pack: sum(map(self._num_tokens, packs[pack])))
-            self._reading_buffer.extend(packs.pop(emptiest))
-        return self._in_order(packs, self._final_packing_sample_index.current_idx)
+        start = self._final_packing_sample_index.current_idx
+        packs, left = self._packs_of(samples, start, keeps_all=self._is_exhausted)
+        self._reading_buffer.extend(left)
+        return packs
 
     def _fill_reading_buffer(self, source_iter: Iterator[LatentSample], log_progress: bool = False) -> bool:
         is_full = super()._fill_reading_buffer(source_iter, log_progress=False)
