@@ -4,6 +4,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def _codec(path: Path) -> str | None:
         return container.streams.video[0].codec_context.name
 
 
-def describe_samples(dataset: Path) -> dict[str, str]:
+def describe_samples(dataset: Path) -> dict[str, str | None]:
     """Sizes, lengths and captions of the first training samples, in words; {} if there are none."""
     found = list(islice(_descriptions(dataset), LOOKED_AT))
     if not found:
@@ -66,8 +67,23 @@ def describe_samples(dataset: Path) -> dict[str, str]:
         "looked at": f"{len(found):,} samples of training",
         "sizes": _counted(sizes),
         "lengths": _counted(lengths),
+        "longest": _longest(found),
         "captions": f"{len(captions):,} different ({shown})" + (f", {without:,} without one" if without else ""),
     }
+
+
+def _longest(found: list[dict[str, Any]]) -> str | None:
+    """The largest sample against the mean, which decides how long ranks wait for one another; None for equal sizes."""
+    pixels = [prod(_count(one.get(side)) for side in ("num_frames", "height", "width")) for one in found]
+    if len(set(pixels)) == 1:
+        return None
+    ratio = max(pixels) * len(pixels) / sum(pixels)
+    return f"{ratio:.1f} times the mean sample; `megadit train --dry-run` says how long ranks wait for it"
+
+
+def _count(value: Any) -> int:
+    """An untrusted number of frames or pixels; 1 for what is none."""
+    return value if isinstance(value, int) and 1 <= value < 1 << 20 else 1
 
 
 def _length(description: dict[str, Any]) -> str:

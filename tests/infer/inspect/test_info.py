@@ -157,6 +157,7 @@ def test_a_data_set_says_what_its_samples_are(tmp_path):
     facts = info.describe(tmp_path)
     assert facts["sizes"] == "64x96: 2, 32x32: 1, {}x[1, 1, 1, 1, 1, 1, 1: 1"
     assert facts["lengths"] == "17 frames (2.1 s): 2, image: 1, many frames: 1"
+    assert facts["longest"].startswith("2.0 times the mean sample")
     assert facts["captions"] == "3 different (a seven; a two;  [2J), 1 without one", "nothing that a terminal obeys"
 
 
