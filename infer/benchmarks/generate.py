@@ -20,7 +20,7 @@ from megadit.infer.benchmarks.profile import shares, watch
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import video_size
-from megadit.infer.runtimes.torch import find_dtype
+from megadit.infer.runtimes.torch import find_dtype, use_device
 from megadit.infer.sampling.resolve import latent_size, resolve_settings
 from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
@@ -245,7 +245,7 @@ def _run(argv: list[str]) -> None:
     bundle = open_bundle(options.bundle)
     sizes = {name: getattr(options, name) for name in ("num_steps", "num_frames", "height", "width")}
     settings = resolve_settings(bundle.defaults, **sizes)
-    pipelines = load_pipelines(bundle, options.runtime, options.device, options.dtype)
+    pipelines = load_pipelines(bundle, options.runtime, str(use_device(options.device)), options.dtype)
     measurements = measure(pipelines, settings, options.prompt, options.rounds)
     name, first = next(iter(pipelines.items()))
     about = describe(first.device)

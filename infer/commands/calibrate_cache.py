@@ -20,6 +20,7 @@ from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.step_cache import CachePlan, Measure, bundle_plans, find_plan, plan_key
 from megadit.infer.runtimes.chosen_dtype import print_dtype
+from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle, update_manifest
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.cli.command import run_command
@@ -152,10 +153,11 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
     )
     conditioning, places = _conditioning_of(specs, bundle, settings)
     network = LPIPS.load(options.lpips_weights) if options.cache_measure == "lpips" else None
+    device = use_device(options.device)
     pipeline = TextToVideo.from_pretrained(
         bundle,
-        device=options.device,
-        dtype=print_dtype(options.dtype or DEFAULT_DTYPE, bundle, options.device),
+        device=str(device),
+        dtype=print_dtype(options.dtype or DEFAULT_DTYPE, bundle, device),
         compile=options.compile,
     )
 

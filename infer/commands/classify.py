@@ -24,7 +24,7 @@ from megadit.infer.matching import USUAL_PROMPTS, Matcher
 from megadit.infer.pictures import Sight, batches_of_pictures, picture_files
 from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.infer.runtimes.load import EXPORTED, TORCH, open_exported
-from megadit.infer.runtimes.torch import find_device
+from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
@@ -121,7 +121,7 @@ def _run(argv: list[str]) -> None:
         labels=options.labels,
         prompts=options.prompts,
         runtime=options.runtime,
-        device=find_device(options.device),
+        device=use_device(options.device),
     )
     paths = list(picture_files(options.pictures))
     labels = [_label(path, classifier.names) for path in paths] if options.labelled else []

@@ -21,7 +21,7 @@ from megadit.infer.matching import Matcher, recall
 from megadit.infer.pictures import batches_of_pictures, picture_files
 from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.infer.runtimes.load import EXPORTED, TORCH
-from megadit.infer.runtimes.torch import find_device
+from megadit.infer.runtimes.torch import use_device
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
@@ -55,7 +55,7 @@ def _run(argv: list[str]) -> None:
     options = read_options(
         SimilarityOptions, argv, prog="megadit similarity", description="Scores image-text similarity."
     )
-    matcher = Matcher(open_any_bundle(options.bundle), runtime=options.runtime, device=find_device(options.device))
+    matcher = Matcher(open_any_bundle(options.bundle), runtime=options.runtime, device=use_device(options.device))
     paths = list(picture_files([options.picture]))
     own = [] if options.texts else [_text_of(path) for path in paths]
     texts = list(options.texts or dict.fromkeys(own))

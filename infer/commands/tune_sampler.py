@@ -27,7 +27,7 @@ from megadit.infer.generate.options import DEFAULT_DTYPE, refuse
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.chosen_dtype import print_dtype
 from megadit.infer.runtimes.ranks import ALONE
-from megadit.infer.runtimes.torch import find_device
+from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.infer.sampling.samplers import num_denoiser_calls
 from megadit.infer.sampling.schedules import highest_sigma, karras_sigmas, log_linear_sigmas, settings_sigmas
@@ -385,7 +385,7 @@ def _tuner(options: TuneOptions) -> Tuner:
     )
     for scale in options.guidance:
         check_guidance(replace(bundle.defaults, guidance=scale), bundle.config.guidance_embedding_range)
-    device = find_device(options.device)
+    device = use_device(options.device)
     extractors = [each for path in options.extractors for each in open_extractors(path, device)]
     real = open_videos(options.real, options.count)
     prompts = prompts_of(options.prompts, real, options.real, options.count)

@@ -37,7 +37,7 @@ from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.results import checkpoint_fingerprint
 from megadit.infer.runtimes.chosen_dtype import print_dtype
 from megadit.infer.runtimes.ranks import Ranks, device_name, finish, is_first, start, world_size
-from megadit.infer.runtimes.torch import find_device
+from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.diffusion.settings import OF_PROMPTS, PartialSettings
 from megadit.models.shared.cli.command import run_command
@@ -136,7 +136,7 @@ def _run(argv: list[str]) -> None:
             description="Measures the quality of a model's videos: metrics with intervals, and an HTML report.",
         )
         _check(options)
-        device = find_device(device_name(options.device))
+        device = use_device(device_name(options.device))
         real = None if options.real is None else open_videos(options.real, options.count)
         prompts = [] if options.videos else prompts_of(options.prompts, real, options.real, options.count)
         models, folders = _subjects(options, prompts, device)

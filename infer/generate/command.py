@@ -32,7 +32,7 @@ from megadit.infer.pipeline.windows import later_conditioning
 from megadit.infer.runtimes.chosen_dtype import chosen_dtype, print_dtype
 from megadit.infer.runtimes.load import TORCH, adapter_inputs, taken
 from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
-from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.infer.runtimes.torch import find_device, find_dtype, use_device
 from megadit.infer.sampling.resolve import far_from_training, latent_size
 from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import read_adapter_of
@@ -70,7 +70,7 @@ def _generate(argv: list[str]) -> None:
             print(describe_plan(plan_memory(*asked), free, fitting(*asked, free)))
             return
         device = device_name(options.device)
-        find_device(device)
+        use_device(device)
         if not options.even_if_too_large and world_size() == 1:
             _check_memory(asked, free)
         mark = load_marker(options.signing)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megadit.infer.runtimes.distributed import PING, PONG
 from megadit.infer.runtimes.load import load_denoiser
-from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.infer.runtimes.torch import find_dtype, use_device
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
@@ -48,7 +48,7 @@ class Rank:
         """
         self.reports = reports
         self.denoiser = load_denoiser(
-            Bundle.open(bundle), **options, device=find_device(device), dtype=find_dtype(dtype)
+            Bundle.open(bundle), **options, device=use_device(device), dtype=find_dtype(dtype)
         )
 
     def denoise(

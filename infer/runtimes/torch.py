@@ -143,6 +143,19 @@ def find_device(name: str) -> torch.device:
     return device
 
 
+def use_device(name: str) -> torch.device:
+    """`find_device`, which becomes the current GPU of this thread: a command's kernels, streams and tensors on "cuda"
+    are its, and nothing is allocated on GPU 0 beside it.
+
+    Raises:
+        UserError: as `find_device`.
+    """
+    device = find_device(name)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
 def find_dtype(name: str) -> torch.dtype:
     """The floating-point type of this name.
 

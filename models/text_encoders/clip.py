@@ -26,9 +26,9 @@ from megadit.models.text_encoders.published import (
     DTYPES,
     PublishedNetwork,
     PublishedText,
+    device_of,
     load_settings,
     loading_dtype,
-    moved,
     save_settings,
 )
 
@@ -196,11 +196,11 @@ class CLIPTextEncoder:
         Raises:
             UserError: if their files are missing or damaged.
         """
-        networks = []
+        networks, device = [], device_of(self._loaded, self.placement)
         for directory, name in self._classes():
-            networks.append(_PUBLISHED.load_network(directory, name, dtype=loading_dtype(self.dtype, directory)))
-        network = SideBySide(networks, self.layer).eval()
-        return moved(network, self._loaded) if self.placement == "auto" else network
+            dtype = loading_dtype(self.dtype, directory, device)
+            networks.append(_PUBLISHED.load_network(directory, name, dtype=dtype))
+        return SideBySide(networks, self.layer).eval().to(device)
 
     def _classes(self) -> list[tuple[Path, str]]:
         """Folder and class of `transformers` of each encoder."""

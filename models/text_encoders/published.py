@@ -30,27 +30,29 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AnyEncoder = TypeVar("AnyEncoder")
 
 
-def loading_dtype(name: str, directory: Path) -> torch.dtype:
-    """Dtype in which to load the weights of a directory or a file.
+def device_of(loaded: Mapping[str, Any], placement: str = "auto") -> torch.device:
+    """Device of an encoder's network: `loaded["device"]`, else the current GPU, if there is one; with the placement
+    `cpu`, the CPU."""
+    if placement == "cpu":
+        return torch.device("cpu")
+    return loaded.get("device") or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def loading_dtype(name: str, directory: Path, device: torch.device) -> torch.dtype:
+    """Dtype in which to load the weights of a directory or a file, for a network on `device`.
 
     float32 if this processor does not multiply the requested dtype natively and memory has room for twice the weights;
     else the requested dtype, with a warning of its cost where it is not native.
     """
-    asked, place = DTYPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if computing_dtype(place, asked) == asked:
+    asked = DTYPES[name]
+    if computing_dtype(device, asked) == asked:
         return asked
     files = [file for ending in ("safetensors", "bin") for file in directory.glob(f"*.{ending}")]
     size = sum(file.stat().st_size for file in (files if directory.is_dir() else [directory]))
-    if 2 * size < free_memory(place):
+    if 2 * size < free_memory(device):
         return torch.float32
-    warnings.warn(f"{cost_in_words(place, asked)}, for which {directory} leaves no memory", stacklevel=2)
+    warnings.warn(f"{cost_in_words(device, asked)}, for which {directory} leaves no memory", stacklevel=2)
     return asked
-
-
-def moved(network: Any, loaded: Mapping[str, Any]) -> Any:
-    """Move a network to its encoder's device: `loaded["device"]`, else the current GPU, if there is one."""
-    current = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return network.to(loaded.get("device", current))
 
 
 @dataclass(frozen=True, slots=True)

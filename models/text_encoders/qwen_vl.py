@@ -29,9 +29,9 @@ from megadit.models.text_encoders.published import (
     DTYPES,
     PublishedNetwork,
     PublishedText,
+    device_of,
     load_settings,
     loading_dtype,
-    moved,
     save_settings,
 )
 
@@ -155,9 +155,9 @@ class QwenVLTextEncoder:
         """
         if "network" not in self._loaded:
             self._architecture()
-            folder = self._folders[0]
-            network = _PUBLISHED.load_network(folder, _CLASS, dtype=loading_dtype(self.dtype, folder)).model
-            self._loaded["network"] = moved(network, self._loaded)
+            folder, device = self._folders[0], device_of(self._loaded)
+            network = _PUBLISHED.load_network(folder, _CLASS, dtype=loading_dtype(self.dtype, folder, device)).model
+            self._loaded["network"] = network.to(device)
         return self._loaded["network"]
 
     # ------------------------------------------------------------------------------------------------ on disk

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from megadit.models.machine import free_memory
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.storage import components as parts
@@ -26,9 +27,9 @@ from megadit.models.text_encoders.published import (
     DTYPES,
     PublishedNetwork,
     PublishedText,
+    device_of,
     load_settings,
     loading_dtype,
-    moved,
     save_settings,
 )
 from megadit.models.text_encoders.released_t5 import RELEASED_FILES, RELEASED_WORDS, config_from_tensors, from_released
@@ -187,10 +188,11 @@ class T5TextEncoder:
             UserError: if its files are missing or damaged.
         """
         if "network" not in self._loaded:
-            name, config = self._network_class()
-            options = {"dtype": loading_dtype(self.dtype, self._folders[0]), **config, **self._placing()}
-            network = _PUBLISHED.load_network(self._folders[0], name, **options)
-            self._loaded["network"] = moved(network, self._loaded) if self.placement == "auto" else network
+            (name, config), folder = self._network_class(), self._folders[0]
+            device = device_of(self._loaded, self.placement)
+            options = {"dtype": loading_dtype(self.dtype, folder, device), **config, **self._placing(device)}
+            network = _PUBLISHED.load_network(folder, name, **options)
+            self._loaded["network"] = network if "device_map" in options else network.to(device)
         return self._loaded["network"]
 
     def _network_class(self) -> tuple[str, dict[str, Any]]:
@@ -202,17 +204,20 @@ class T5TextEncoder:
         network_class = getattr(transformers_library("a T5 text encoder"), name)
         return name, {"config": network_class.config_class(**values)}
 
-    def _placing(self) -> dict[str, Any]:
-        """Arguments of `from_pretrained` that place the weights."""
+    def _placing(self, device: torch.device) -> dict[str, Any]:
+        """Arguments of `from_pretrained` that place the weights: on this GPU alone, and in the host's memory."""
         if self.placement == "offload":
             require("accelerate", "placement=offload")
-            return {"device_map": "auto"}
+            memory = {"cpu": free_memory(torch.device("cpu"))}
+            if device.type == "cuda":
+                memory[torch.cuda.current_device() if device.index is None else device.index] = free_memory(device)
+            return {"device_map": "auto", "max_memory": memory}
         if self.placement == "8bit":
             require("bitsandbytes", "placement=8bit")
             if not torch.cuda.is_available():
                 raise UserError("placement=8bit needs a GPU; use placement=cpu")
             library = transformers_library("a T5 text encoder")
-            return {"quantization_config": library.BitsAndBytesConfig(load_in_8bit=True), "device_map": "auto"}
+            return {"quantization_config": library.BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": device}}
         return {}
 
     # ------------------------------------------------------------------------------------------------ on disk

@@ -16,6 +16,7 @@ from megadit.infer.evaluate.videos import Clip
 from megadit.infer.evaluate.window import Window, cut
 from megadit.infer.matching import Matcher
 from megadit.infer.media.reader import MediaReader
+from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle, Kind
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.conditioning_settings import plain_bytes
@@ -87,6 +88,7 @@ class Features:
             UserError: for a bundle without such a model, or not exported for `runtime`.
         """
         self.model = MODELS[bundle.kind][name]
+        use_device(device)
         network = self.model.network(bundle, runtime=runtime, device=device)
         self._compute, self._most = self.model.compute(network), network.most
         self._media = MediaReader(limits)

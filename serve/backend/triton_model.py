@@ -19,6 +19,7 @@ from megadit.infer.media.signing import SigningOptions, load_marker
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.chosen_dtype import print_dtype
 from megadit.infer.runtimes.distributed import DevicePlacement
+from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.setting import settings_of
 from megadit.models.shared.errors import UserError
@@ -46,6 +47,7 @@ class TritonPythonModel:
         self._tracing, self._name = Tracing.of_environment("megadit-triton"), args["model_name"]
         parameters, device, bundle = instance.parameters, instance.device, Bundle.open(instance.bundle)
         runtime = parameters["runtime"]
+        use_device(device)
         pipeline = TextToVideo.from_pretrained(
             bundle,
             device=device,

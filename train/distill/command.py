@@ -25,7 +25,7 @@ from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.generate.options import refuse
 from megadit.infer.pipeline.adapters import adapted_defaults
 from megadit.infer.pipeline.checkpoints import open_bundle
-from megadit.infer.runtimes.torch import find_device
+from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.bundle import Bundle, check_single, check_transformer
 from megadit.models.convert.adapters.files import is_adapter, read_adapter, write_adapter
@@ -295,7 +295,7 @@ def _bounds(options: DistillOptions) -> Bounds:
 
 def _check(options: DistillOptions, teacher: Bundle) -> Callable:
     """Return a function (folder, path of a student) -> `check.Comparison`; its inputs are checked before training."""
-    device = find_device(options.device)
+    device = use_device(options.device)
     extractors = [each for path in options.extractors for each in open_extractors(path, device)]
     real = None
     if options.data is not None and (extractors or not options.prompts):

@@ -1,17 +1,28 @@
 import gc
 from dataclasses import replace
 
+import PIL.Image
 import pytest
 import torch
 
+from megadit.infer.benchmarks.generate import main as benchmark
+from megadit.infer.commands.classify import main as classify
+from megadit.infer.commands.similarity import main as similarity
+from megadit.infer.evaluate.command import main as evaluate
+from megadit.infer.generate.command import main as generate
 from megadit.infer.runtimes import torch as runtime
-from megadit.infer.runtimes.torch import DTYPES, TorchDenoiser, find_device, find_dtype
+from megadit.infer.runtimes.rank import Rank
+from megadit.infer.runtimes.torch import DTYPES, TorchDenoiser, find_device, find_dtype, use_device
 from megadit.models.bundle import Bundle
 from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.denoiser import EDMDenoiser
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.errors import UserError
+from megadit.serve.backend.features import Features
+from megadit.serve.contract import Limits
+from megadit.train.data.ingest import workers
+from tests.bundles import write_classifier_bundle, write_clip_bundle, write_tiny_bundle
 
 
 @pytest.fixture
@@ -118,3 +129,62 @@ def test_names_of_types_and_devices():
     for name in ("abacus", "mps", f"cuda:{torch.cuda.device_count()}"):
         with pytest.raises(UserError, match=name):
             find_device(name)
+
+
+LIMITS = Limits(max_frames=1, max_pixels=64, max_work=64)
+
+
+class UsedError(Exception):
+    """A GPU became the current one."""
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Four, in name only: who makes one of them the current one ends there."""
+
+    def use(device):
+        raise UsedError(str(device))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "set_device", use)
+
+
+def test_every_entrance_computes_on_its_own_gpu(gpus, tmp_path, monkeypatch):
+    """Kernels, streams and tensors on "cuda" are then that GPU's."""
+    video, judge = write_tiny_bundle(tmp_path / "video").path, write_classifier_bundle(tmp_path / "judge")
+    picture = str(tmp_path / "a.png")
+    PIL.Image.new("RGB", (8, 8)).save(picture)
+    (tmp_path / "prompts.txt").write_text("a\nb\nc\n")
+    on_third = ("--device", "cuda:3")
+    commands = {
+        generate: ["--checkpoint_path", str(video), "--prompt", "a", "--dtype", "float32", *on_third],
+        classify: [str(judge.path), picture, *on_third],
+        similarity: [str(write_clip_bundle(tmp_path / "clip").path), picture, *on_third],
+        benchmark: [str(video), *on_third],
+        evaluate: [str(video), "--out", str(tmp_path / "out"), "--prompts", str(tmp_path / "prompts.txt"), *on_third],
+    }
+    for run, arguments in commands.items():
+        with pytest.raises(UsedError, match="cuda:3"):
+            run(arguments)
+    with pytest.raises(UsedError, match="cuda:3"):
+        Features(
+            "image_to_classes",
+            judge,
+            runtime="torch",
+            device="cuda:3",
+            limits=Limits(max_frames=1, max_pixels=64, max_work=64),
+        )
+    with pytest.raises(UsedError, match="cuda:3"):
+        Rank().load(str(video), True, "cuda:3", "float32", {"runtime": "torch"})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(workers, "join_ranks", lambda *_, **__: None)
+    monkeypatch.setattr(workers.dist, "get_rank", lambda: 1)
+    with pytest.raises(UsedError, match="cuda:1"), workers.join_workers(workers.Shard()):
+        pass
+
+
+def test_no_gpu_is_used_where_none_is_named(gpus):
+    assert use_device("cpu").type == "cpu" and use_device("auto") == torch.device("cuda")

@@ -175,7 +175,7 @@ def test_eight_bits_are_asked_of_transformers(directory, asked, monkeypatch):
     monkeypatch.setattr(pretrained, "find_spec", lambda library: library)
     T5TextEncoder(model=str(directory), placement="8bit").encode(["a"])
     assert isinstance(asked["quantization_config"], BitsAndBytesConfig) and asked["quantization_config"].load_in_8bit
-    assert asked["device_map"] == "auto"
+    assert asked["device_map"] == {"": torch.device("cuda")}
 
 
 def test_placements_name_the_library_that_is_missing(directory, monkeypatch):
@@ -219,3 +219,20 @@ def test_the_network_computes_where_the_encoder_was_sent(directory):
     assert sent.load_network().device.type == "meta"
     kept = on_device(T5TextEncoder(model=str(directory), placement="cpu"), torch.device("meta"))
     assert kept.load_network().device.type == "cpu"
+
+
+def test_weights_are_placed_on_the_encoders_gpu_alone(directory, asked, monkeypatch):
+    """A second GPU, in name only: its memory is asked for, and no other one's."""
+    from megadit.models.storage import pretrained
+    from megadit.models.text_encoders import t5
+
+    memory, seen = {"cpu": 64, "cuda": 80}, []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(pretrained, "find_spec", lambda library: library)
+    monkeypatch.setattr(published, "computing_dtype", lambda device, dtype: seen.append(device) or dtype)
+    monkeypatch.setattr(t5, "free_memory", lambda device: memory[device.type])
+    third = torch.device("cuda:3")
+    for placement, name, placed in (("offload", "max_memory", {"cpu": 64, 3: 80}), ("8bit", "device_map", {"": third})):
+        on_device(T5TextEncoder(model=str(directory), placement=placement), third).load_network()
+        assert asked[name] == placed
+    assert seen == [third, third]

@@ -82,7 +82,10 @@ def join_workers(shard: Shard) -> Iterator[Workers]:
         yield Workers(shard=shard)
         return
     join_ranks("gloo", timeout=LONGEST_WAIT)
+    workers = Workers(rank=dist.get_rank(), size=size, shard=shard)
+    if workers.device.type == "cuda":
+        torch.cuda.set_device(workers.device)
     try:
-        yield Workers(rank=dist.get_rank(), size=size, shard=shard)
+        yield workers
     finally:
         dist.destroy_process_group()
