@@ -83,6 +83,26 @@ def test_other_readers_begin_a_pass_with_noise_of_its_own(make_config):
     assert read_steps(again, 2, 5) == read_steps(resumed, 2, 5)
 
 
+@pytest.mark.parametrize("balance", ["work", "step"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_packs_of_equal_work_go_on_anywhere(make_config, ranks, balance):
+    """Within a buffer and between two: the packs of each rank, in their order."""
+    settings = {"num_workers": 0, "balance": balance, "global_batch_size": 8, "packing_buffer_size": 12}
+
+    def build_ranks():
+        return [build_train_loader(make_config(**settings), rank=rank, world_size=ranks) for rank in range(ranks)]
+
+    loaders = build_ranks()
+    readers = [iter(loader) for loader in loaders]
+    for _ in range(5):
+        saved = states(loaders)
+        expected = [[pack_of(batch) for batch in islice(reader, 3)] for reader in readers]
+        resumed = build_ranks()
+        for loader, state in zip(resumed, saved, strict=True):
+            loader.restore_state(state)
+        assert [[pack_of(batch) for batch in islice(iter(loader), 3)] for loader in resumed] == expected
+
+
 def test_as_many_ranks_keep_their_states(make_config):
     saved = states(build(make_config, 2, 1))
     kept = redistribute(saved, rank=1, world_size=2, num_workers=1, micro_batches=2)
