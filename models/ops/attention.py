@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megadit.models.ops.batch_attention import batch_attention
 from megadit.models.ops.ledger import cheap
@@ -104,10 +105,13 @@ of 1,024 tokens against 1.98; 2.05 for nine of 256 to 2,048 in three groups agai
 
 
 @cache
-def _has_fast_dense_attention() -> bool:
-    """Whether torch uses cuDNN's kernel for dense attention on this GPU."""
-    # sm_90, sm_100 and sm_103: on others, sm_120 among them, torch prefers FlashAttention-2
-    return torch.cuda.get_device_capability()[0] in (9, 10) and torch.backends.cudnn.is_available()
+def _has_fast_dense_attention(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether torch uses cuDNN's kernel for dense attention with heads of this width.
+
+    Torch is asked: which GPUs do (sm_90 and sm_100, but not sm_120) differs between its releases and those of cuDNN.
+    """
+    q = torch.empty(1, 1, FEWEST_TOKENS, width, dtype=dtype, device=device)
+    return torch._fused_sdp_choice(q, q, q) == int(SDPBackend.CUDNN_ATTENTION)
 
 
 def has_few_long_groups(layout: Layout) -> bool:
@@ -122,7 +126,9 @@ def _suits_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) 
     if layout.is_causal:  # its argument for this differs between torch releases
         return False
     # cuDNN plans each new shape, which includes the longest caption of a group: nearly every pack has new ones
-    return has_varlen_attention() and (cross or not (_has_fast_dense_attention() and has_few_long_groups(layout)))
+    if not has_varlen_attention():
+        return False
+    return cross or not (has_few_long_groups(layout) and _has_fast_dense_attention(q.device, q.dtype, q.shape[-1]))
 
 
 @attention.variant("varlen_flash", suits=_suits_varlen)

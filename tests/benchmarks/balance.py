@@ -91,7 +91,12 @@ def time_and_work(data: Path, out: Path, balance: str, steps: int) -> tuple[floa
 
 def validation_loss(data: Path, out: Path, balance: str, seed: int) -> float:
     steps = f"train.train_iters={LEARNING_STEPS}", f"validation.interval={LEARNING_STEPS}"
-    short = "data.seq_length=512", "data.global_batch_size=4", "data.packing_buffer_size=100", "validation.prompts=[a clip]"
+    short = (
+        "data.seq_length=512",
+        "data.global_batch_size=4",
+        "data.packing_buffer_size=100",
+        "validation.prompts=[a clip]",
+    )
     train(data, out, 1, *short, *steps, f"data.balance={balance}", f"train.seed={seed}")
     return lines_of(out / "metrics.jsonl")[-1]["validation"]["none"]["mean"]
 

@@ -1,20 +1,25 @@
 """Which variant computes what, and how a choice is forced."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
 from megadit.models.configs.config import DiTConfig
 from megadit.models.networks.attention import QKNorm
 from megadit.models.networks.embeddings import rotary_table
+from megadit.models.ops import attention as attentions
 from megadit.models.ops import batch_attention, linear, tiled_attention
-from megadit.models.ops.attention import attention
+from megadit.models.ops.attention import attend_by_length_group, attention
 from megadit.models.ops.registry import FORCED, OPS, describe_variants, force_variants, variants_run
 from megadit.models.packing.dense_layout import DenseLayout, grid_positions
 from megadit.models.packing.layout import PackLayout
 from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
+from megadit.train.data.packs.bin_packing import best_fit
 
 PACK = PackLayout.pack([Segment((1, 2, 4), 3), Segment((1, 2, 4), 0)], capacity=20, text_capacity=5)
 
@@ -100,6 +105,62 @@ def test_attention_on_a_gpu_is_chosen_by_precision_and_head_width():
     assert attention.choose(*qkv.bfloat16(), PACK, False).name == "varlen_flash"
     assert attention.choose(*qkv, PACK, False).name == "by_length_group"
     assert attention.choose(*qkv[..., :12].bfloat16(), PACK, False).name == "by_length_group"
+
+
+def test_torch_is_asked_whether_cudnn_computes_dense_attention(monkeypatch):
+    asks = attentions._has_fast_dense_attention.__wrapped__
+    assert not asks(torch.device("cpu"), torch.bfloat16, 64), "by its real function, here of a CPU"
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v: int(SDPBackend.CUDNN_ATTENTION))
+    assert asks(torch.device("meta"), torch.bfloat16, 64)
+
+
+SIZES = [256, *(512 * n for n in range(1, 13)), *(1024 * n for n in range(8, 15))]
+"""Tokens of twenty buckets."""
+
+
+def captioned_packs(count: int) -> list[PackLayout]:
+    """Packs of 14,336 tokens from samples of twenty buckets, with captions of N(180, 70) tokens."""
+    chance, packs = random.Random(0), []
+    while len(packs) < count:
+        samples = [(chance.choice(SIZES), max(8, min(512, round(chance.gauss(180, 70))))) for _ in range(500)]
+        for members in best_fit(samples, (SIZES[-1], 4096)):
+            segments = [Segment((1, 1, samples[index][0]), samples[index][1]) for index in members]
+            packs.append(PackLayout.pack(segments, capacity=SIZES[-1], text_capacity=4096))
+    return packs[:count]
+
+
+def test_captions_of_any_length_make_few_plans(monkeypatch):
+    """cuDNN plans each shape that it meets for the first time, forward and backward, in some 150 ms: on a GPU whose
+    dense attention it computes, 300 packs give it a bounded number of shapes, and none of captions."""
+    monkeypatch.setattr(attentions, "has_varlen_attention", lambda: True)
+    monkeypatch.setattr(attentions, "_has_fast_dense_attention", lambda *of_q: True)
+    planned = {False: set(), True: set()}
+
+    def plan(q, k, v, mask):
+        planned[cross].add((q.shape, k.shape, mask is None))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(attentions, "batch_attention", plan)
+    packs, chosen = captioned_packs(300), []
+    with FakeTensorMode():
+        q, text = torch.empty(SIZES[-1], 1, 1, 8, dtype=torch.bfloat16), torch.empty(4096, 1, 1, 8)
+        on_gpu = torch.empty(SIZES[-1], 1, 1, 8, dtype=torch.bfloat16, device="cuda")
+    for pack in packs:
+        for cross in (False, True):
+            name = attention.choose(on_gpu, on_gpu, on_gpu, pack, cross).name
+            chosen.append((cross, name))
+            if name == "by_length_group":
+                key = text if cross else q
+                attend_by_length_group(q.to("meta"), key.to("meta"), key.to("meta"), pack, cross)
+    assert {name for cross, name in chosen if cross} == {"varlen_flash"} and not planned[True]
+    assert {name for cross, name in chosen if not cross} == {"varlen_flash", "by_length_group"}
+    assert 0 < len(planned[False]) <= 40
+    captions = {
+        (group.count, group.length, max(pack.text_places[index] for index in range(*group.members.indices(99))))
+        for pack in packs
+        for group in pack.groups
+    }
+    assert len(captions) > 300, "what the groups of these packs would be planned for"
 
 
 def test_where_tiles_are_used(tiles_pay, monkeypatch):

@@ -1,4 +1,4 @@
-"""Kernels of our own in Triton: run by its interpreter on a CPU, and compiled for a Hopper GPU, which needs none."""
+"""Kernels of our own in Triton: run by its interpreter on a CPU, and compiled for GPUs, which needs none."""
 
 import json
 import os
@@ -149,22 +149,26 @@ for name, constants in (("_norm_backward", {"IS_RMS": False, "BLOCK": 4096}), ("
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
     warps = row_sums.num_warps(4096) if "norm" in name else 4
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    Path("kernel.cubin").write_bytes(made.asm["cubin"])
-    usage = subprocess.run([tool, "-res-usage", "kernel.cubin"], capture_output=True, text=True).stdout
-    found[name] = {what: int(re.search(rf"{what}:([0-9]+)", usage)[1]) for what in ("REG", "STACK", "LOCAL")}
+    for capability in 90, 100, 120:
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+        Path("kernel.cubin").write_bytes(made.asm["cubin"])
+        usage = subprocess.run([tool, "-res-usage", "kernel.cubin"], capture_output=True, text=True).stdout
+        kept = {what: int(re.search(rf"{what}:([0-9]+)", usage)[1]) for what in ("REG", "STACK", "LOCAL")}
+        found[f"{name} sm_{capability}"] = kept
 print(json.dumps(found))
 """
 
 
-def test_kernels_compile_for_a_hopper_gpu(tmp_path):
-    """For the width of 7B, to machine code that keeps in registers what it computes with."""
+def test_kernels_compile_for_hopper_and_blackwell(tmp_path):
+    """For the width of 7B, to machine code that keeps in registers what it computes with; of 128, two programs of eight
+    warps fit on a multiprocessor."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert found.keys() == {"_norm_backward", "_gate_backward", "_sum_runs", "_cast"}
+    kernels = ("_norm_backward", "_gate_backward", "_sum_runs", "_cast")
+    assert found.keys() == {f"{name} sm_{capability}" for name in kernels for capability in (90, 100, 120)}
     assert all(0 < of["REG"] <= 128 and of["STACK"] == of["LOCAL"] == 0 for of in found.values()), found
