@@ -40,6 +40,15 @@ def test_recipe_divides_among_the_ranks_of_its_command(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_heads_are_exchanged_where_they_divide(name):
+    """Ranks then attend to whole samples; a ring's kernel is slower."""
+    run = load_recipe(name)
+    sizes = run.parallel.sizes
+    if sizes.context > 1 and run.model.num_attention_heads % (sizes.tensor * sizes.context) == 0:
+        assert run.parallel.context_parallel_comm == "ulysses"
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_memory_of_the_docstring_is_the_planner_s(name):
     run = load_recipe(name)
     told = float(re.search(r"Memory: ([\d.]+) GiB", RECIPES[name].__doc__)[1])

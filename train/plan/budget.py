@@ -85,8 +85,7 @@ def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Cost]:
     text = sum(s.num_tokens * s.text_places for s in pack.segments if not s.is_padding)
     text *= config.model.structure.cross_attention
     # ranks that only exchange heads attend to whole samples; a ring uses the kernel for packs
-    is_whole = layout.head_exchange == layout.context
-    kernel = "dense" if has_few_long_groups(pack) and is_whole else "varlen"
+    kernel = "dense" if has_few_long_groups(pack) and layout.ring == 1 else "varlen"
     attention = work.attention_flops * m * (1 + work.recompute_attention / 3)
     yield part(f"self-attention ({kernel})", attention * video / (video + text), ATTENTION[kernel])
     if text:

@@ -22,6 +22,8 @@ HALF_RATE_WIDTH = 1024
 LINK_EFFICIENCY = 0.7
 """Fraction of a link's bandwidth reached by large collectives."""
 MEMORY_EFFICIENCY = 0.8
+RING_ATTENTION = 0.6
+"""Rate of attention around a ring, by FlashAttention-2, relative to that of whole samples, by cuDNN on a Hopper GPU."""
 LAUNCH_SECONDS_PER_LAYER = 1e-3
 """Minimum time of a layer: about 200 kernels of 5 us each, forward and backward."""
 COLLECTIVE_SECONDS = 20e-6
@@ -39,7 +41,7 @@ class Calibration:
     attention: float
 
 
-H100_CALIBRATION = Calibration(matmul=0.787, attention=0.4)
+H100_CALIBRATION = Calibration(matmul=0.779, attention=0.409)
 """Fitted to the two published throughputs of the 7B model; see `calibration` and LAYOUTS.md."""
 
 
@@ -107,7 +109,8 @@ def _compute_seconds(
     width = config.model.hidden_size / layout.tensor
     rate = gpu.bf16_flops * (1 if config.train.is_half else 0.5)
     products = products_again * work.linear_flops / (rate * calibration.matmul * width / (width + HALF_RATE_WIDTH))
-    attention = (1 + work.recompute_attention / 3) * work.attention_flops / (rate * calibration.attention)
+    attention_rate = rate * calibration.attention * (RING_ATTENTION if layout.ring > 1 else 1)
+    attention = (1 + work.recompute_attention / 3) * work.attention_flops / attention_rate
     elementwise = again * work.elementwise_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
     launches = LAUNCH_SECONDS_PER_LAYER * config.model.num_layers / layout.pipeline
     return products, attention, max(elementwise, launches - products - attention)
@@ -127,9 +130,8 @@ def _context_seconds(work: Work, layout: Layout, gpu: Gpu, layers: float, attent
     if layout.context == 1:
         return 0.0
     bandwidth = _bandwidth(gpu, layout.tensor * layout.context)
-    ring_size = layout.context // layout.head_exchange
     exchange = _collectives(work.exchange_bytes, bandwidth, 8 * layers if layout.head_exchange > 1 else 0)
-    ring = _collectives(work.ring_bytes, bandwidth, 3 * (ring_size - 1) * layers)
+    ring = _collectives(work.ring_bytes, bandwidth, 3 * (layout.ring - 1) * layers)
     return exchange + max(0.0, ring - attention)
 
 

@@ -53,6 +53,11 @@ class Layout:
         )
 
     @property
+    def ring(self) -> int:
+        """Number of context-parallel ranks that pass keys and values round; 1: each attends to whole samples."""
+        return self.context // self.head_exchange
+
+    @property
     def data(self) -> int:
         """Number of model replicas."""
         return self.gpus // (self.tensor * self.pipeline * self.context)

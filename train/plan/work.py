@@ -240,13 +240,12 @@ def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> tuple[fl
     moves tokens to another division and back instead (a third move is free if frames divide among the ranks)."""
     width = config.model.attention_size / layout.tensor * _bytes_per_number(config)
     heads = layout.head_exchange
-    ring = layout.context // heads
     exchange = 2 * 4 * tokens * width * (heads - 1) / heads
     if config.model.structure.block == "st_dit":
         cut = layout.tensor if layout.sequence_parallel else 1
         stream = config.model.hidden_size / cut * _bytes_per_number(config)
         exchange += 2 * 2 * tokens * stream * (layout.context - 1) / layout.context
-    return exchange, 3 * 2 * tokens * width * (ring - 1)
+    return exchange, 3 * 2 * tokens * width * (layout.ring - 1)
 
 
 def _expert_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:

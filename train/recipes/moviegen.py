@@ -187,7 +187,7 @@ def pretrain_ditllama30b_stage3_mock() -> RunConfig:
         recipe="pretrain_ditllama30b_stage3_mock",
         data=replace(run.data, seq_length=73_728, mock_latent_shapes=((32, 96, 96),)),
         train=replace(run.train, output_dir="runs/pretrain_ditllama30b_stage3_mock"),
-        parallel=replace(run.parallel, context_parallel_size=8, context_parallel_comm="ring"),
+        parallel=replace(run.parallel, context_parallel_size=8),
     )
 
 

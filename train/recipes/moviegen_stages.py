@@ -99,5 +99,5 @@ def stage3_30b_74k() -> RunConfig:
     Tokens: 4.7 million a step (64 packs of 73,728).
     Memory: 68 GiB a rank.
     """
-    parallel = replace(FSDP_TP2, context_parallel_size=8, context_parallel_comm="ring")
+    parallel = replace(FSDP_TP2, context_parallel_size=8)
     return _stage(stage3_7b_74k(), "stage3_30b_74k", "moviegen_30b", parallel)

@@ -83,7 +83,7 @@ def performance_7b_74k() -> RunConfig:
         recipe="performance_7b_74k",
         data=replace(run.data, seq_length=73_728, mock_latent_shapes=((32, 96, 96),)),
         train=replace(run.train, output_dir="runs/performance_7b_74k"),
-        parallel=replace(run.parallel, context_parallel_size=4, context_parallel_comm="ring"),
+        parallel=replace(run.parallel, context_parallel_size=4),
     )
 
 

@@ -235,7 +235,7 @@ def stage3_7b_74k() -> RunConfig:
             mock_latent_shapes=((32, 96, 96), (1, 96, 96), (8, 96, 96)),
         ),
         train=replace(run.train, train_iters=50_000, output_dir="runs/stage3_7b_74k"),
-        parallel=replace(TP2, context_parallel_size=4, context_parallel_comm="ring"),
+        parallel=replace(TP2, context_parallel_size=4),
     )
 
 

@@ -60,7 +60,6 @@ def pretrain_stdit_3b() -> RunConfig:
             tensor_model_parallel_size=2,
             sequence_parallel=True,
             context_parallel_size=4,
-            context_parallel_comm="ring",
         ),
     )
 

@@ -15,6 +15,7 @@ from megadit.models.ops.attention import has_few_long_groups
 from megadit.train.__main__ import main
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.budget import budget
+from megadit.train.plan.estimate import RING_ATTENTION, estimate_step
 from megadit.train.plan.hardware import find_gpu, this_device
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
@@ -142,10 +143,13 @@ def test_memory_is_what_arithmetic_gives(recipe, gpus, split, sharing):
 
 def test_exchanged_heads_are_planned_at_the_rate_of_whole_samples():
     overrides = ["optimizer.optimizer=adamw", "data.mock=true"]
-    ring = resolve_config("performance_7b_74k", overrides=overrides)
-    heads = resolve_config("performance_7b_74k", overrides=[*overrides, "parallel.context_parallel_comm=ulysses"])
+    heads = resolve_config("performance_7b_74k", overrides=overrides)
+    ring = resolve_config("performance_7b_74k", overrides=[*overrides, "parallel.context_parallel_comm=ring"])
     of_ring, of_heads = ({part.name for part in budget(run, Layout.of(run, 64), H200)} for run in (ring, heads))
     assert "self-attention (varlen)" in of_ring and "self-attention (dense)" in of_heads
+    times = [estimate_step(run, Layout.of(run, 64), H200) for run in (ring, heads)]
+    assert times[1].attention == pytest.approx(RING_ATTENTION * times[0].attention)
+    assert times[1].total < 0.8 * times[0].total, "so a plan prefers it"
 
 
 def test_a_card_is_known_by_its_name(monkeypatch):
