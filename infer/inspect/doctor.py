@@ -4,6 +4,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,7 +128,20 @@ def machine_findings() -> list[Finding]:
             found=f"{free / GIB:.1f} GiB free in {Path.cwd()}",
             enables="`make setup` takes 4 GB, with torch for CUDA 7",
         ),
+        Finding(name="network", found=own_address(), enables="runs on several nodes"),
     ]
+
+
+def own_address() -> str:
+    """Address that this machine's own name resolves to, where gloo listens if nothing else is set."""
+    name = platform.node()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return f"{name} has no address: between nodes set GLOO_SOCKET_IFNAME, or name it in /etc/hosts"
+    if not address.startswith("127."):
+        return f"{name} is {address}"
+    return f"{name} is {address}, loopback: between nodes gloo takes the interface towards MASTER_ADDR instead"
 
 
 def accelerator_findings() -> list[Finding]:

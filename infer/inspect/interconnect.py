@@ -18,6 +18,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from megadit.models.megatron.interfaces import name_gloos_interface
+
 PATIENCE = timedelta(seconds=30)
 """Timeout of a partner."""
 SLOW = 0.6
@@ -197,6 +199,7 @@ def _rounds(places: list[Place]) -> Iterator[list[tuple[str, Pair, tuple[int, ..
 
 def _open_store(rank: int) -> dist.Store:
     """Open the ranks' shared store: torchrun's own, or one that the first rank hosts; does not wait for it."""
+    name_gloos_interface()
     is_torchrun_s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.megatron.interfaces import join_ranks, name_gloos_interface
+from megadit.models.megatron.interfaces import join_ranks
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.megatron.parallelism.context import ContextGroups
 from megadit.models.megatron.plan import Axes
@@ -203,7 +203,6 @@ def _local_device() -> torch.device:
 
 
 def _start_torch_distributed(device: torch.device) -> None:
-    name_gloos_interface()
     # gloo, in addition to nccl, for objects on the CPU and checkpoint plans
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:

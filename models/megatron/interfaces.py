@@ -49,6 +49,7 @@ def join_ranks(backend: str, **settings: Any) -> None:
     Raises:
         UserError: if the port is in use by another program, or ranks do not connect.
     """
+    name_gloos_interface()
     try:
         dist.init_process_group(backend, **settings)
     except dist.DistNetworkError as error:

@@ -1,5 +1,6 @@
 """`megadit doctor` reports, whatever is missing."""
 
+import re
 from importlib import metadata
 
 import pytest
@@ -74,3 +75,17 @@ def test_help_is_not_a_report(capsys):
         doctor.main(["--help"])
     assert stop.value.code == 0
     assert "megadit doctor" in capsys.readouterr().out
+
+
+def test_a_name_that_leads_to_loopback_is_told(monkeypatch):
+    """Ranks of other nodes cannot reach what listens there."""
+    monkeypatch.setattr(doctor.platform, "node", lambda: "node7")
+    for address, told in (("10.0.0.7", "node7 is 10.0.0.7$"), ("127.0.1.1", "node7 is 127.0.1.1, loopback: ")):
+        monkeypatch.setattr(doctor.socket, "gethostbyname", lambda name, address=address: address)
+        assert re.match(told, doctor.own_address())
+
+    def unknown(name):
+        raise OSError
+
+    monkeypatch.setattr(doctor.socket, "gethostbyname", unknown)
+    assert "has no address" in doctor.own_address()

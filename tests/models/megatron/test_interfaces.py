@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from megadit.models.megatron import interfaces
 from megadit.models.megatron.interfaces import interface_towards, join_ranks, name_gloos_interface
 from megadit.models.shared.errors import UserError
 
@@ -87,6 +89,19 @@ def test_what_the_user_named_stays_and_one_node_needs_no_name(monkeypatch):
     name_gloos_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert interface_towards("no.such.host.invalid") is None
+
+
+def test_whoever_joins_ranks_names_the_interface(monkeypatch):
+    """Training, preparing, sampling: gloo reads it when the process group is made."""
+    for name, value in {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "first"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(interfaces, "interface_towards", lambda host: f"towards {host}")
+    found = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: found.append(os.environ["GLOO_SOCKET_IFNAME"]))
+    join_ranks("gloo")
+    assert found == ["towards first"]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
 def test_a_port_that_is_taken_is_told_in_one_line(monkeypatch):
