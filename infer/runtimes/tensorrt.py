@@ -44,22 +44,20 @@ class Engines:
                 raise UserError(f"TensorRT cannot load {path}; {_rebuild(self._exported)}")
             if self._exported.settings["engine"]["weight_streaming"]:
                 engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
-            self._grow(engine.device_memory_size_v2)
             self._engines[name] = Engine(self, engine, self._exported.network(name), self._exported.rebuild)
         return self._engines[name]
 
-    def memory(self) -> Tensor:
-        """Workspace of the engines, uint8 [bytes]."""
-        return self._memory
-
-    def new_context(self, engine):
-        return engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-
-    def _grow(self, size: int) -> None:
+    def memory(self, size: int) -> Tensor:
+        """Workspace of the engines, uint8 [bytes], of at least `size`: what the largest shapes so far need, and not
+        those of the profile. All engines forget their graphs when it grows."""
         if size > len(self._memory):
             self._memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             for engine in self._engines.values():
                 engine.forget()
+        return self._memory
+
+    def new_context(self, engine):
+        return engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
 
 
 class Engine:
@@ -108,11 +106,13 @@ class Engine:
 
     def _prepare(self, shapes: Mapping[str, Shape], output_shape: Shape) -> None:
         self.forget()
-        device, memory = self._engines.device, self._engines.memory()
+        for name, shape in shapes.items():
+            self._context.set_input_shape(name, shape)
+        memory = self._engines.memory(self._context.update_device_memory_size_for_shapes())
+        device = self._engines.device
         for tensor in self._spec.inputs:
             shape, dtype = shapes[tensor.name], TORCH_DTYPES[tensor.dtype]
             self._buffers[tensor.name] = torch.empty(shape, dtype=dtype, device=device)
-            self._context.set_input_shape(tensor.name, shape)
         self._buffers[self._spec.output] = torch.empty(output_shape, device=device)
         for name, buffer in self._buffers.items():
             self._context.set_tensor_address(name, buffer.data_ptr())

@@ -3,6 +3,7 @@
 What TensorRT itself computes is measured on a GPU (tests/export/test_to_tensorrt.py).
 """
 
+import math
 import sys
 import threading
 import time
@@ -83,12 +84,18 @@ def engines(exported, cuda, monkeypatch):
     loaded = []
 
     def context(strategy):
-        names = ("set_input_shape", "set_tensor_address", "set_device_memory")
-        return SimpleNamespace(execute_async_v3=cuda.execute, **{name: lambda *_: None for name in names})
+        """Needs a byte for each element of its input."""
+        shapes, names = {}, ("set_tensor_address", "set_device_memory")
+        return SimpleNamespace(
+            execute_async_v3=cuda.execute,
+            set_input_shape=shapes.__setitem__,
+            update_device_memory_size_for_shapes=lambda: sum(map(math.prod, shapes.values())),
+            **{name: lambda *_: None for name in names},
+        )
 
     def load(content):
         loaded.append(cuda.here.device)
-        return SimpleNamespace(device_memory_size_v2=8, create_execution_context=context)
+        return SimpleNamespace(create_execution_context=context)
 
     class Logger:
         WARNING = 0
@@ -114,6 +121,25 @@ def test_all_is_done_on_the_device_that_was_asked_for(exported, monkeypatch):
     assert loaded == [PLACE] and opened.stream.device == PLACE
     assert cuda.launches == [(PLACE, False), (PLACE, True)] and cuda.replays == [PLACE, PLACE]
     assert cuda.modes == ["thread_local"]
+
+
+def test_memory_is_that_of_the_shapes_at_hand(exported, monkeypatch):
+    """When it grows, recordings of either engine, which are bound to the memory before, are made anew."""
+    cuda = FakeCuda().install(monkeypatch)
+    opened, _ = engines(exported, cuda, monkeypatch)
+    x, longer = torch.empty(2, 3, device=PLACE), torch.empty(2, 5, device=PLACE)
+
+    def twice(name, given):
+        before = len(cuda.launches)
+        for _ in range(2):
+            opened[name]({"x": given}, tuple(given.shape))
+        return len(cuda.launches) - before
+
+    assert len(opened.memory(0)) == 0
+    assert twice("denoiser", x) == 2 and len(opened.memory(0)) == 6
+    assert twice("video_decoder", x) == 2 and twice("denoiser", x) == 0, "recorded, in the same memory"
+    assert twice("video_decoder", longer) == 2 and len(opened.memory(0)) == 10
+    assert twice("denoiser", x) == 2 and len(opened.memory(0)) == 10
 
 
 def test_a_thread_that_decodes_waits_for_one_that_samples(exported, monkeypatch):
