@@ -104,8 +104,8 @@ class _Clock:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def seconds_left(self, step: int, num_steps: int) -> float:
-        return (time.monotonic() - self.run_began) / step * (num_steps - step)
+    def seconds_left(self, step: Step) -> float:
+        return (time.monotonic() - self.run_began) / step.num_done * (step.num_steps - step.num_done)
 
 
 class Engine:
@@ -359,7 +359,7 @@ def _send_progress(rows: list[_Row], step: Step, clock: _Clock, *, may_preview: 
                 step=step.step,
                 num_steps=step.num_steps,
                 sigma=step.sigma,
-                seconds_left=clock.seconds_left(step.step, step.num_steps),
+                seconds_left=clock.seconds_left(step),
                 preview=preview,
             )
         )
