@@ -1,10 +1,11 @@
-"""Asynchronous copies of small tensors from the CPU to a GPU, many by one copy.
+"""Asynchronous copies: of small tensors from the CPU to a GPU, many by one copy; of large ones back, in pieces.
 
 A copy from pageable memory stops the host until the GPU has done all queued work. Pinned memory is copied in stream
 order, while the host goes on; torch reuses it only after the copy. On a `SideStream`, copies overlap with
 computation.
 """
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from math import prod
@@ -47,6 +48,51 @@ class SideStream:
         """A function that makes the current stream wait for all copies so far; the host does not wait."""
         copied = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+
+
+COPIED_AT_ONCE = 2**26
+"""Bytes of a pinned block of `HostCopies`."""
+
+
+class HostCopies:
+    """Copies large tensors from a GPU to pageable host memory, through two pinned blocks: one is filled on a stream of
+    its own while the other is emptied. A copy straight to pageable memory goes through the driver's own small block, and
+    nothing overlaps."""
+
+    def __init__(self, device: torch.device, block_bytes: int = COPIED_AT_ONCE) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._free = [pinned(block_bytes, device) for _ in range(2)]
+        self._filling: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A tensor of any shape in host memory, whose numbers are there after `finish`."""
+        here, there = torch.empty(tensor.shape, dtype=tensor.dtype), tensor.contiguous()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        size = len(self._free[0] if self._free else self._filling[0][1])
+        for filled, read in zip(_as_bytes(here).split(size), _as_bytes(there).split(size), strict=True):
+            if not self._free:
+                self._empty_oldest()
+            block = self._free.pop()
+            with torch.cuda.stream(self._stream):
+                block[: len(read)].copy_(read, non_blocking=True)
+                self._filling.append((self._stream.record_event(), block, filled))
+        there.record_stream(self._stream)
+        return here
+
+    def finish(self) -> None:
+        """Wait for all copies; until then tensors on the GPU must not change."""
+        while self._filling:
+            self._empty_oldest()
+
+    def _empty_oldest(self) -> None:
+        event, block, filled = self._filling.popleft()
+        event.synchronize()
+        filled.copy_(block[: len(filled)])
+        self._free.append(block)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def sent_together(tensors: Sequence[Tensor], device: torch.device | str, copy: Copy = copy_in_turn) -> list[Tensor]:

@@ -4,6 +4,8 @@ The meta device stands for a GPU: it computes nothing, and refuses to tell a num
 """
 
 from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -120,6 +122,48 @@ def test_a_side_stream_copies_beside_and_who_reads_waits_for_it(monkeypatch):
     assert cuda.told == ["side waits for main", "side copies 64 bytes", "side records"]
     arrival()
     assert cuda.told[3:] == ["main waits for event"]
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """A GPU whose copies to the host are made no earlier than somebody waits for an event behind them."""
+    cuda, copy, asked, made = FakeCuda(monkeypatch), torch.Tensor.copy_, [], []
+
+    def copy_(there, here, non_blocking=False):
+        if not non_blocking:
+            return copy(there, here)
+        assert cuda.current == "side"
+        asked.append((there, here))
+
+    def record_event(stream):
+        before = len(asked)
+
+        def synchronize():
+            while len(made) < before:
+                copy(*asked[len(made)])
+                made.append(before)
+
+        return SimpleNamespace(synchronize=synchronize)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: cuda.told.append(f"kept for {stream.name}"))
+    monkeypatch.setattr(FakeStream, "record_event", record_event)
+    cuda.asked = asked
+    return cuda
+
+
+def test_large_tensors_come_back_through_two_blocks_while_the_next_piece_is_copied(late):
+    tensors = [torch.randn(5, 7), torch.randn(3).bfloat16(), torch.tensor(4.0), torch.empty(0), torch.randn(9, 4).T]
+    copies = transfer.HostCopies(torch.device("cuda"), block_bytes=48)
+    here = [copies.copy(tensor) for tensor in tensors]
+    in_flight = [not torch.equal(found, tensor) for found, tensor in zip(here, tensors, strict=True)]
+    assert in_flight[-1], "the last one is not waited for yet"
+    copies.finish()
+    for found, tensor in zip(here, tensors, strict=True):
+        assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+    blocks = [there.untyped_storage().data_ptr() for there, _ in late.asked]
+    assert len(set(blocks)) == 2 and all(a != b for a, b in pairwise(blocks)), "in turn"
+    assert late.told == ["side waits for main", "kept for side"] * len(tensors)
 
 
 @pytest.mark.parametrize("family", ["megadit", "moviegen", "cosmos"])

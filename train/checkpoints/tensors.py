@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor, nn
 
+from megadit.models.host_to_device import HostCopies
 from megadit.models.megatron.checkpoint import ema_key, model_key, optimizer_key
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.shards import splits
@@ -63,12 +64,16 @@ class TrainedTensors:
         return BackgroundWrite(_request(shards, directory), directory, prefix=f"__{dist.get_rank()}_")
 
     def _shards(self) -> dict[str, ShardedTensor]:
-        shards = {}
+        shards, device = {}, self.groups.device
+        copies = HostCopies(device) if device.type == "cuda" else None
         for turn, (key, parameter, parts) in enumerate(self._owned_slices()):
             group = self.ownership.group_of(parameter)
             whole = assemble(parameter.shape, parts, group, destination=turn % group.size())
             if whole is not None:
-                shards[self.prefix + key] = self._sharded(key, parameter, whole.cpu(), replica=0)
+                here = whole if copies is None else copies.copy(whole)
+                shards[self.prefix + key] = self._sharded(key, parameter, here, replica=0)
+        if copies is not None:
+            copies.finish()
         return shards
 
     def save(self, directory: Path) -> None:

@@ -64,3 +64,32 @@ def test_all_of_it_arrives(read, tmp_path):
     assert len(read) == 4, "small networks are read at once"
     for _, parameter in trained.parameters:
         assert (parameter == 1).all() and (optimizer.state[parameter]["exp_avg_sq"] == 1).all()
+
+
+def test_tensors_leave_a_gpu_by_copies_that_all_are_done(monkeypatch):
+    """The names of what was copied when copies were finished are those of all tensors that are written."""
+    copied, finished = [], []
+
+    class Copies:
+        def __init__(self, device):
+            assert device == torch.device("cuda")
+
+        def copy(self, tensor):
+            copied.append(tensor)
+            return f"{tensor} here"
+
+        def finish(self):
+            finished.extend(copied)
+
+    monkeypatch.setattr(checkpoint_tensors, "HostCopies", Copies)
+    monkeypatch.setattr(checkpoint_tensors, "assemble", lambda shape, parts, group, destination: parts)
+    parameter = torch.ones(1)
+    trained = SimpleNamespace(
+        groups=SimpleNamespace(device=torch.device("cuda")),
+        ownership=SimpleNamespace(group_of=lambda parameter: SimpleNamespace(size=lambda: 1)),
+        prefix="",
+        _owned_slices=lambda: [("a", parameter, "whole a"), ("b", parameter, None), ("c", parameter, "whole c")],
+        _sharded=lambda key, parameter, tensor, replica: tensor,
+    )
+    assert TrainedTensors._shards(trained) == {"a": "whole a here", "c": "whole c here"}
+    assert finished == ["whole a", "whole c"]
