@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import random
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -24,15 +26,25 @@ def pytest_configure(config: pytest.Config) -> None:
 with suppress(ImportError):
     import hypothesis
 
-    # a busy machine makes no example wrong
+    # a busy machine makes no example wrong, and the examples are the same each time (new ones: `make fuzz`)
     hypothesis.settings.register_profile(
-        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        "any machine", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, help="random cases of the tests that draw some (kills, damages, ...)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random numbers of a test do not depend on what its process ran before, which xdist decides."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ the current contents of its repository, and the gateway continues. Jobs are acce
 
 import fcntl
 import os
+import select
 import signal
 import sys
 import threading
@@ -126,11 +127,22 @@ def _run(argv: list[str]) -> int:
 def _wait_for_orphans(ports: set[int]) -> None:
     """Waits while servers of a killed `serve up` still hold these ports; they are ending."""
     deadline, has_reported = time.monotonic() + _SECONDS_FOR_ORPHANS, False
-    while _orphans(ports) and time.monotonic() < deadline:
+    while (found := _orphans(ports)) and time.monotonic() < deadline:
         if not has_reported:
             has_reported = True
             print_on_stderr("servers of an earlier `serve up` are still ending; waiting for them")
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        for pid in found:
+            _wait_for_end(pid, deadline - time.monotonic())
+
+
+def _wait_for_end(pid: int, seconds: float) -> None:
+    """Waits until a process is gone: one that is ending has no command line any more, but still its ports."""
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            select.select([descriptor], [], [], max(0.0, seconds))
+        finally:
+            os.close(descriptor)
 
 
 def _orphans(ports: set[int]) -> list[int]:

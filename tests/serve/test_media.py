@@ -1,6 +1,7 @@
 """Requests with images, clips and masks: the videos of `generate`, and hostile files that harm nobody."""
 
 import random
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -207,7 +208,8 @@ def test_a_decoder_that_dies_or_hangs_costs_its_file_alone(monkeypatch):
     first.kill()
     first.wait()
     assert np.array_equal(reader.read(PNG), FRAME), "one that is gone is replaced"
-    monkeypatch.setattr("megadit.infer.media.reader._SECONDS", 0.0)
+    worker._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr("megadit.infer.media.reader._SECONDS", 0.2)
     with pytest.raises(UserError, match="crashed or took too long"):
         reader.read(MP4)
     monkeypatch.undo()

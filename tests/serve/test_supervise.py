@@ -190,18 +190,23 @@ def test_a_child_makes_files_of_its_own_whatever_it_asks_for(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["tritonserver", "--metrics-port={}"], [*sorted(up._GATEWAY), "--port={}"]])
-def test_servers_of_a_service_that_was_killed_are_waited_for(words, capsys, monkeypatch):
+def test_servers_of_a_service_that_was_killed_are_waited_for(words, monkeypatch):
     """They still hold the ports for some seconds; those of one that lives are none of these."""
-    monkeypatch.setattr(up, "_SECONDS_BETWEEN_LOOKS", 0.05)
+    said = []
+
+    def end_it(message):
+        said.append(message)
+        orphan.kill()
+
+    monkeypatch.setattr(up, "print_on_stderr", end_it)
     port, other = free_ports(2)
     command = [sys.executable, "-c", "print(flush=True); input()", *(word.format(port) for word in words)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as orphan:
         orphan.stdout.readline()  # a process that is just being executed has no command line yet
         assert up._orphans({port}) == [orphan.pid] and up._orphans({other}) == []
-        threading.Timer(0.3, orphan.kill).start()
         up._wait_for_orphans({port, other})
-        assert orphan.poll() is not None and "waiting for them" in capsys.readouterr().err
+        assert orphan.poll() is not None and len(said) == 1 and "waiting for them" in said[0]
     code = f"import subprocess; subprocess.run({command!r})"
     with subprocess.Popen([sys.executable, "-c", code, "serve", "up"], **pipes) as living:
         living.stdout.readline()

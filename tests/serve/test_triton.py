@@ -1,6 +1,7 @@
 """The service in a real tritonserver: the videos of `generate`, over every way in, and no request that breaks it."""
 
 import io
+import re
 import threading
 import time
 import urllib.request
@@ -28,7 +29,9 @@ from megadit.serve.events import (
 
 tritonclient = pytest.importorskip("tritonclient.grpc")
 
-LONG = VideoRequest(prompt="a long one", num_steps=2500)
+LONG = VideoRequest(prompt="a long one", num_steps=5000)
+SECONDS = 120
+"""After which what is answered at once counts as not answered."""
 
 
 @pytest.fixture(params=["grpc", "http"])
@@ -117,7 +120,7 @@ def test_nemo_s_names_of_inputs_work(server, client, pipeline):
 )
 def test_bad_requests_are_refused(client, change):
     with pytest.raises(InvalidRequestError):
-        client.generate(replace(VideoRequest(prompt="a"), **change), timeout=20)
+        client.generate(replace(VideoRequest(prompt="a"), **change), timeout=SECONDS)
 
 
 RAW = [
@@ -153,9 +156,9 @@ def test_raw_tensors_of_wrong_type_shape_or_value_are_answered(server, name, arr
         answered.set()
 
     with tritonclient.InferenceServerClient(server.grpc_url) as raw:
-        raw.start_stream(note, stream_timeout=20)
+        raw.start_stream(note, stream_timeout=SECONDS)
         raw.async_stream_infer("text_to_video", tensors, enable_empty_final_response=True)
-        assert answered.wait(20)
+        assert answered.wait(SECONDS)
         raw.stop_stream(cancel_requests=True)
     assert responds[0] is not None
     assert "Deadline" not in str(responds[0])
@@ -166,7 +169,7 @@ def test_raw_tensors_of_wrong_type_shape_or_value_are_answered(server, name, arr
 )
 def test_malformed_json_is_answered(server, body):
     url = f"http://{server.http_url}/v2/models/text_to_video/generate_stream"
-    assert "error" in httpx.post(url, content=body, timeout=20).text
+    assert "error" in httpx.post(url, content=body, timeout=SECONDS).text
 
 
 def test_the_service_still_works_after_all_that(client):
@@ -200,7 +203,7 @@ def test_twenty_cancels_free_the_slot(client):
                 if event.step >= last:
                     generation.cancel()
         waits.append(seconds_until_free(client))
-    assert max(waits) < 0.5 * client_seconds(client, LONG, share=0.05) / 0.05, "a slot stayed taken"
+    assert max(waits) < 0.9 * client_seconds(client, LONG, share=0.05) / 0.05, "a slot stayed taken"
 
 
 def client_seconds(client: VideoClient, request: VideoRequest, *, share: float) -> float:
@@ -214,9 +217,10 @@ def client_seconds(client: VideoClient, request: VideoRequest, *, share: float) 
 
 def test_cancelling_from_another_thread(client):
     generation = client.stream(LONG)
-    threading.Timer(0.3, generation.cancel).start()
-    with pytest.raises(CancelledError):
-        list(generation)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(CancelledError):
+        for event in generation:
+            if event.step == 1:
+                threads.submit(generation.cancel)
 
 
 def test_deadlines_end_a_request(client):
@@ -240,6 +244,13 @@ def wanted(request: VideoRequest) -> dict:
     return {name: value for name, value in request.to_inputs().items() if name in names}
 
 
+def num_waiting(server) -> int:
+    """Requests that wait at Triton for the model."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics") as answer:
+        told = answer.read().decode()
+    return int(re.search(r'^nv_inference_pending_request_count{model="text_to_video".*} (\d+)$', told, re.MULTILINE)[1])
+
+
 def test_forty_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, grpc_client, pipeline):
     """Five at once of each client, half of the clients over HTTP, while a long request lets them queue."""
     urls = [f"grpc://{server.grpc_url}", f"http://{server.http_url}"]
@@ -251,7 +262,9 @@ def test_forty_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, g
             threads.submit(client.generate, request, timeout=120)
             for client, request in zip(clients * 5, REQUESTS, strict=True)
         ]
-        time.sleep(1)
+        while num_waiting(server) < len(REQUESTS):
+            assert not any(answer.done() for answer in responds)
+            time.sleep(0.05)
         blocker.close()
         results = [answer.result(timeout=120) for answer in responds]
     for request, videos in zip(REQUESTS, results, strict=True):

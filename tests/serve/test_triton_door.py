@@ -125,7 +125,7 @@ def over_http2(address: str, path: bytes, headers: dict[bytes, bytes]) -> bytes:
     block = b"".join(b"\0" + b"".join(bytes([len(part)]) + part for part in each) for each in plain.items())
     host, _, port = address.partition(":")
     answer = b""
-    with socket.create_connection((host, int(port)), timeout=5) as connection, contextlib.suppress(TimeoutError):
+    with socket.create_connection((host, int(port)), timeout=60) as connection, contextlib.suppress(TimeoutError):
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
         connection.sendall(frame(1, 4, 1, block) + frame(0, 1, 1, bytes(5)))
         while b"grpc-message" not in answer and (data := connection.recv(1 << 16)):

@@ -17,14 +17,16 @@ RANK_PROGRAM = """
 import os, pathlib, signal, sys, time
 folder, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
 rank = os.environ["RANK"]
-(folder / f"rank{rank}").write_text(os.environ["WORLD_SIZE"])
-(folder / f"threads{rank}").write_text(os.environ["OMP_NUM_THREADS"])
 def leave(*_):
     (folder / f"told{rank}").touch()
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
-if behaviour == "fail" and rank == "1":
-    sys.exit(2)
+(folder / f"threads{rank}").write_text(os.environ["OMP_NUM_THREADS"])
+(folder / f"rank{rank}").write_text(os.environ["WORLD_SIZE"])
+while behaviour == "fail" and rank == "1":
+    if (folder / "rank0").exists():
+        sys.exit(2)
+    time.sleep(0.01)
 if behaviour in ("fail", "wait"):
     time.sleep(60)
 """
@@ -89,13 +91,12 @@ def test_sigterm_reaches_every_rank(module, tmp_path):
     call = f"launch({module!r}, [{str(tmp_path)!r}, 'wait'], num_processes=2)"
     program = f"from megadit.models.megatron.launch import launch; raise SystemExit({call})"
     parent = subprocess.Popen([sys.executable, "-c", program], env=os.environ)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not all((tmp_path / f"rank{rank}").exists() for rank in range(2)):
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.1)
-    time.sleep(0.5)  # until both have their handler
     parent.send_signal(signal.SIGTERM)
-    assert parent.wait(timeout=60) == 128 + signal.SIGTERM
+    assert parent.wait(timeout=240) == 128 + signal.SIGTERM
     assert all((tmp_path / f"told{rank}").exists() for rank in range(2))
 
 

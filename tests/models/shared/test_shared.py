@@ -172,7 +172,12 @@ def test_json_round_trip_and_errors(tmp_path):
         read_json(tmp_path / "missing.json")
 
 
-def test_progress_prints_lines_where_there_is_no_terminal():
+@pytest.fixture
+def standing_clock(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+
+
+def test_progress_prints_lines_where_there_is_no_terminal(standing_clock):
     stream = io.StringIO()
     with Progress(4, "training", plain_interval=0.0, stream=stream, completed=1) as bar:
         bar.advance(1, loss=0.123456, lr=8e-3)
@@ -182,7 +187,7 @@ def test_progress_prints_lines_where_there_is_no_terminal():
     assert lines[-1].startswith("training: 4/4  loss 0.1  lr 0.008  0 s elapsed")
 
 
-def test_progress_prints_no_more_often_than_asked():
+def test_progress_prints_no_more_often_than_asked(standing_clock):
     stream = io.StringIO()
     with Progress(1000, "reading", plain_interval=3600, stream=stream) as bar:
         for _ in range(1000):

@@ -19,9 +19,11 @@ import pytest
 import uvicorn
 
 from megadit.serve.contract import Limits, ServiceInfo
+from megadit.serve.gateway import service
 from megadit.serve.gateway.http.app import create_app
 from megadit.serve.gateway.http.connections import BACKLOG, Connection, Door
 from megadit.serve.gateway.service import Gateway, GatewaySettings
+from megadit.serve.gateway.store import patience
 from megadit.serve.gateway.store.database import Database
 from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
 from megadit.serve.launch.local_server import SHARED_MEMORY, Ports
@@ -47,8 +49,10 @@ INFO = ServiceInfo(
 
 
 @pytest.fixture
-def gateway(tmp_path):
-    """A gateway that runs nothing: what is asked of it stays in the queue."""
+def gateway(tmp_path, monkeypatch):
+    """A gateway that runs nothing: what is asked of it stays in the queue. A busy machine's store is waited for."""
+    monkeypatch.setattr(service, "_SECONDS_FOR_READINESS", 60.0)
+    monkeypatch.setattr(patience, "SECONDS", 60.0)
     settings = GatewaySettings(
         servers=("grpc://127.0.0.1:1",),
         store=str(tmp_path / "jobs.sqlite"),

@@ -23,8 +23,9 @@ ASKED = {"post": "POST /v1/videos", "stream": f"{VIDEO}/events", "poll": VIDEO, 
 
 
 @pytest.fixture
-def proxy(url, monkeypatch):
-    monkeypatch.setattr(client_module, "_SILENT_SECONDS", 2.0)
+def proxy(url, monkeypatch, request):
+    if request.node.name.endswith("-hang]"):  # which alone is waited for in vain
+        monkeypatch.setattr(client_module, "_SILENT_SECONDS", 2.0)
     monkeypatch.setattr(client_module, "_FIRST_PAUSE", 0.02)
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE", 0.1)
     proxy = FaultyProxy([(urlsplit(url).hostname, urlsplit(url).port)])
@@ -71,7 +72,8 @@ def test_whatever_breaks_wherever_the_video_comes(place, kind, proxy, client, ga
         made.result()
     assert video.data == b"the video" * 99 and not any(fault.times for fault in breaks)
     assert num_jobs(gateway) == 1, "its request was taken once"
-    assert [asked[:6] for asked in proxy.asked].index("DELETE") == len(proxy.asked) - 1, "in the end, when it was here"
+    deleted = [asked.startswith("DELETE") for asked in proxy.asked]
+    assert any(deleted) and deleted == sorted(deleted), "in the end, when it was here"
 
 
 @pytest.mark.parametrize("place", ("stream", "poll", "content"))

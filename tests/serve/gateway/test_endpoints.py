@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +18,7 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.client import Generation
 from megadit.serve.contract import VideoRequest
 from megadit.serve.events import ServiceError, VideoResult
+from megadit.serve.gateway import service
 from megadit.serve.gateway.http import connections, middleware
 from megadit.serve.gateway.http.connections import most_connections
 from megadit.serve.gateway.jobs import webhooks
@@ -65,7 +67,8 @@ def test_connections_that_ask_for_nothing_make_room_for_those_that_do(listen, mo
 
 def test_who_is_being_answered_is_not_sent_away(listen, gateway, new_key):
     port, (text, key) = listen(4), new_key()
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {text}"}) as client:
+    headers = {"authorization": f"Bearer {text}"}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
         video_id = client.post("/v1/videos", json=VIDEO).json()["id"]
         with client.stream("GET", f"/v1/videos/{video_id}/events") as answer, contextlib.ExitStack() as stack:
             lines = answer.iter_lines()
@@ -78,16 +81,26 @@ def test_who_is_being_answered_is_not_sent_away(listen, gateway, new_key):
 
 
 def test_a_head_that_drips_and_a_kept_connection_have_their_time(listen, monkeypatch):
-    monkeypatch.setattr(connections, "_SECONDS_TO_ASK", 0.5)
+    monkeypatch.setattr(connections, "_SECONDS_TO_ASK", 10**6)
     port = listen(100)
-    dripping = socket.create_connection(("127.0.0.1", port))
-    kept = socket.create_connection(("127.0.0.1", port))
-    kept.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert kept.recv(1 << 16).startswith(b"HTTP/1.1 200")
-    with dripping, kept, pytest.raises(OSError):
+
+    def ask_again(connection: socket.socket) -> None:
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):  # head and body may come apart
+            answer += connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 200")
+
+    with socket.create_connection(("127.0.0.1", port)) as kept:
+        ask_again(kept)
+        monkeypatch.setattr(connections, "_SECONDS_TO_ASK", 0.5)
+        ask_again(kept)
+        assert is_closed(kept)
+    with socket.create_connection(("127.0.0.1", port)) as dripping, pytest.raises(OSError):
         for _ in range(600):
             dripping.sendall(b"x")
             time.sleep(0.1)
+    monkeypatch.setattr(connections, "_SECONDS_TO_ASK", 10**6)
     assert ask(port) == 200
 
 
@@ -240,34 +253,44 @@ def dripping():
 def test_an_address_that_drips_holds_neither_others_nor_a_drain_up(gateway, dripping, eventually, monkeypatch):
     monkeypatch.setattr(webhooks, "_SECONDS_TO_ANSWER", 0.3)
     monkeypatch.setattr(webhooks, "_AT_ONCE", 1)
-    monkeypatch.setattr(webhooks, "_PAUSES", (1000.0,) * 9)
+    monkeypatch.setattr(webhooks, "_SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(webhooks, "_PAUSES", (0.0,) * 1000)  # where an answer came late, it comes again
+
+    def answer(receiver: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with receiver.accept()[0] as connection:
+                    connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+
     with socket.create_server(("127.0.0.1", 0)) as receiver:
+        threading.Thread(target=answer, args=(receiver,), daemon=True).start()
         for url in (dripping, f"http://127.0.0.1:{receiver.getsockname()[1]}/"):
             _, key = gateway.keys.add("somebody", webhook_url=url)
             gateway.store.create(key, NEW)
             gateway.store.fail(gateway.store.claim(MODELS), "timed_out", "x")
         sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
         sender.start()
-        receiver.settimeout(60)
-        with receiver.accept()[0] as connection:
-            connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
-            eventually(lambda: len(gateway.store.keys_to_call()) == 1)
+        eventually(lambda: len(gateway.store.keys_to_call()) == 1)
         sender.stop()
+        receiver.shutdown(socket.SHUT_RDWR)
     assert gateway.metrics.webhooks.labels("delivered")._value.get() == 1
 
 
 # --------------------------------------------------------------------------------------------------------- keys
 
 
-def test_revoking_a_key_ends_its_jobs_and_streams(gateway, new_key, visit):
+def test_revoking_a_key_ends_its_jobs_and_streams(gateway, new_key, visit, eventually):
     text, key = new_key()
     client = visit(text)
     running, waiting = (client.post("/v1/videos", json=VIDEO).json()["id"] for _ in range(2))
     job = gateway.store.claim(MODELS)
     other = visit()
     theirs = other.post("/v1/videos", json=VIDEO).json()["id"]
-    threading.Timer(0.5, gateway.keys.revoke, [key.id]).start()
-    lines = [line for line in client.get(f"/v1/videos/{job.id}/events").text.splitlines() if line]
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(client.get, f"/v1/videos/{job.id}/events")
+        eventually(lambda: gateway.metrics.streams._value.get() == 1)
+        gateway.keys.revoke(key.id)
+        lines = [line for line in answer.result().text.splitlines() if line]
     assert lines[-2] == "event: video.failed" and "key_revoked" in lines[-1]
     assert not gateway.store.note_step(job, 1), "who runs it stops"
     assert [gateway.store.get(key.id, each).status for each in (running, waiting)] == ["failed"] * 2
@@ -357,7 +380,9 @@ def test_readiness_does_not_wait_for_a_store(gateway, visit, monkeypatch):
 
     assert client.get("/health/ready").status_code == 200
     monkeypatch.setattr(gateway.store, "has_queued", silent)
-    assert [client.get("/health/ready").status_code for _ in range(2)] == [503] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "_SECONDS_FOR_READINESS", 0.5)
+        assert [client.get("/health/ready").status_code for _ in range(2)] == [503] * 2
     assert len(asked) == 1, "a store that does not answer is asked once"
     answer.set()
     gateway._asked.result(60)

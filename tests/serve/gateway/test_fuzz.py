@@ -41,9 +41,10 @@ VIDEO_FILE = re.compile(
 
 @pytest.fixture
 def fuzzed(request):
-    """Settings of hypothesis: as many cases as asked for, each as slow as it is."""
-    cases = request.config.getoption("--cases") or 15
-    return settings(max_examples=cases, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    """Settings of hypothesis: as many new cases as asked for, or the same few; each as slow as it is."""
+    asked = request.config.getoption("--cases")
+    options = {"max_examples": asked or 15, "derandomize": asked is None, "deadline": None, "database": None}
+    return settings(**options, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="session")

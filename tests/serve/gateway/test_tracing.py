@@ -97,7 +97,7 @@ def serve(tmp_path, pipeline, bundle_dir):
         yield start
     for thread in threading.enumerate():  # else it logs its failures while other tests run
         if thread.name.startswith("Otel"):
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive()
 
 

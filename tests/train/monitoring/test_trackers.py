@@ -3,10 +3,8 @@
 import contextlib
 import importlib.util
 import json
-import shutil
 import sys
 import threading
-import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.machinery import ModuleSpec
@@ -198,8 +196,6 @@ def wandb_server(monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(trackers, "SECONDS_TO_ANSWER", 5.0)
-    monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 3.0)
     yield server
     handler.is_over.set()
     server.shutdown()
@@ -209,7 +205,17 @@ def wandb_server(monkeypatch):
 
 @pytest.mark.parametrize("trouble", ["hangs", "fails", "is gone"])
 @pytest.mark.parametrize("moment", ["start", "middle"])
-def test_a_server_in_trouble_ends_no_run(moment, trouble, tmp_path, wandb_server, capsys):
+def test_a_server_in_trouble_ends_no_run(moment, trouble, tmp_path, wandb_server, capsys, monkeypatch):
+    begin_run = trackers.WeightsAndBiases._begin
+
+    def begin_patiently(board, mode, settings):
+        """What is waited for in vain is soon given up, and nothing else."""
+        monkeypatch.setattr(trackers, "SECONDS_TO_ANSWER", 5.0 if (moment, mode) == ("start", "online") else 300.0)
+        return begin_run(board, mode, settings)
+
+    monkeypatch.setattr(trackers.WeightsAndBiases, "_begin", begin_patiently)
+    monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 3.0 if moment == "middle" else 300.0)
+
     def begin() -> None:
         wandb_server.RequestHandlerClass.trouble = trouble
         if trouble == "is gone":
@@ -233,8 +239,8 @@ def test_a_server_in_trouble_ends_no_run(moment, trouble, tmp_path, wandb_server
 
 
 def remove(folder) -> None:
-    time.sleep(0.1)
-    shutil.rmtree(folder)
+    """At once: its writer may make a file there meanwhile."""
+    folder.rename(folder.with_name("removed"))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

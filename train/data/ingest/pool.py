@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
@@ -77,6 +78,16 @@ def _watched(function: Callable[[Item], Result], item: Item) -> Result:
         _done()
 
 
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Delay a Ctrl-C to the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def default_workers() -> int:
     return min(16, available_cores())
 
@@ -135,11 +146,12 @@ class Pool:
             pass
         # All pending work was lost with the pool: do this item alone, and give the others to a new pool.
         self._close()
+        self._executor = self._new_executor(1)
         try:
-            with self._new_executor(1) as alone:
-                result = alone.submit(function, item).result()
+            result = self._submit(function, item).result()
         except BrokenProcessPool:
             result = lost(item)
+        self._close()
         others = [other for other, _ in waiting]
         waiting.clear()
         waiting.extend((other, self._submit(function, other)) for other in others)
@@ -148,16 +160,13 @@ class Pool:
     def _submit(self, function: Callable[[Item], Result], item: Item) -> "Future[Result]":
         if self._executor is None:
             self._executor = self._new_executor(self.num_workers)
-        # processes that begin now see a Ctrl-C only once they can end without a traceback
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            return self._executor.submit(function, item)
-        except BrokenProcessPool as error:
-            broken: Future[Result] = Future()
-            broken.set_exception(error)
-            return broken
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with _interrupts_held_back():  # processes that begin now can end without a traceback only later
+            try:
+                return self._executor.submit(function, item)
+            except BrokenProcessPool as error:
+                broken: Future[Result] = Future()
+                broken.set_exception(error)
+                return broken
 
     def _new_executor(self, num_workers: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(
@@ -166,5 +175,6 @@ class Pool:
 
     def _close(self) -> None:
         if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = None
+            with _interrupts_held_back():  # one in the callback of a weak reference would be lost, with a traceback
+                self._executor.shutdown(wait=True, cancel_futures=True)
+                self._executor = None

@@ -37,11 +37,11 @@ class Captioner(BaseHTTPRequestHandler):
         server.asked[number] += 1
         server.seen.append((self.path, self.headers["Authorization"], question["model"], text["text"], frames))
         if server.together is not None:
-            server.together.wait(20)
+            server.together.wait(120)
         answer = server.trouble.get(number, _well(f"  number {number},\nseen "))
         answer = answer(server.asked[number]) if callable(answer) else answer
         if answer is None:
-            server.stopped.wait(20)
+            server.stopped.wait(120)
             self.close_connection = True
             return
         if answer is ENDLESS:
