@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-EXTRAS=train,export,serve,c2pa,otel,postgres,t5,tables,wandb,dev
+EXTRAS=train,export,openvino,serve,c2pa,otel,postgres,t5,tables,wandb,dev
 LOG=.venv/setup.log
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from megadit.export.build import ExportSettings, check_memory, export_bundle
-from megadit.export.engines import add_engines, find_refittable, prepared_for_engines
+from megadit.export.engines import add_engines, add_report, find_refittable, prepared_for_engines
 from megadit.export.to_tensorrt import EngineSettings
+from megadit.infer.runtimes.openvino import load_openvino
 from megadit.models.machine import enough_memory
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
@@ -23,7 +24,9 @@ from megadit.models.shared.memory import ANYWAY_HELP
 class ExportOptions:
     bundle: str = setting(help="bundle, or training directory", positional=True, metavar="BUNDLE")
     out: str = setting(help="new bundle; not written if the export fails", positional=True, metavar="OUT")
-    format: Literal["onnx", "tensorrt"] = setting("onnx", "output format; tensorrt adds engines (default: onnx)")
+    format: Literal["onnx", "openvino", "tensorrt"] = setting(
+        "onnx", "output format; openvino compares the graphs under it too, tensorrt adds engines (default: onnx)"
+    )
     export: ExportSettings = group(ExportSettings)
     calibration_prompts: str | None = setting(
         None, "one prompt a line, sampled to calibrate the ranges of int8 and fp8", metavar="FILE"
@@ -74,16 +77,21 @@ def _export(argv: list[str]) -> None:
     before = None if options.refit is None else find_refittable(options.refit)
     if wants_engines:
         settings = prepared_for_engines(settings, options.engines, before)
+    if options.format == "openvino":
+        load_openvino()
     if not options.even_if_too_large:
         check_memory(options.bundle, settings)
     with FolderLock(options.out, "exports", path=out.with_name(f".{out.name}.lock")):
         remove_leftovers(out)
         export_bundle(options.bundle, options.out, settings)
-        if wants_engines:
-            try:
+        try:
+            if wants_engines:
                 add_engines(Path(options.out), options.engines, before)
-            except UserError as error:
-                raise UserError(f"{options.out} has its ONNX graphs, but no engines: {error}") from error
+            elif options.format == "openvino":
+                add_report(Path(options.out), "openvino")
+        except UserError as error:
+            lacks = "no engines" if wants_engines else "none for OpenVINO"
+            raise UserError(f"{options.out} has its ONNX graphs, but {lacks}: {error}") from error
     print(options.out)
 
 

@@ -1,6 +1,8 @@
-"""`plan/`: TensorRT engines for the graphs of an exported bundle, built on this machine and compared with torch."""
+"""Other runtimes for the graphs of an exported bundle: TensorRT engines (`plan/`), and OpenVINO; each is compared with
+torch."""
 
 import shutil
+import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +27,8 @@ from megadit.export.to_tensorrt import (
     refit_engine,
 )
 from megadit.infer.pipeline.checkpoints import open_bundle
-from megadit.infer.runtimes.load import adapter_inputs, open_exported
+from megadit.infer.runtimes.exported import Networks
+from megadit.infer.runtimes.load import EXPORTED, adapter_inputs, open_exported
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, ExportedNetworks
 from megadit.infer.runtimes.tensorrt import check_engine, open_engines
 from megadit.models.bundle import Bundle
@@ -89,7 +92,8 @@ def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks |
     manifest = {**bundle.manifest, "export": {**bundle.manifest["export"], "tensorrt": record}}
     compared = replace(bundle, manifest=manifest)  # engines on disk without a report are not opened
     try:
-        record["report"] = _compare(compared, open_exported(compared, "tensorrt"))
+        opened = open_engines(open_exported(compared, "tensorrt"), torch.device("cuda"))
+        record["report"] = compare_under("tensorrt", compared, opened)
     except BaseException:
         shutil.rmtree(path / "plan")
         raise
@@ -129,20 +133,40 @@ def _gpu() -> tuple[str, tuple[int, int]]:
     return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
-def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
-    opened, tokenizer = open_engines(engines, torch.device("cuda")), bundle.load_tokenizer()
-    precision, graphs = engines.settings["precision"], bundle.manifest["export"]["onnx"]
-    slots, report, compared = adapter_inputs(bundle, "tensorrt"), {}, graphs["report"].get("video", {})
+def compare_under(runtime: str, bundle: Bundle, opened: Networks) -> dict[str, Any]:
+    """The report of the networks that `runtime` opened, and of a whole video.
+
+    Raises:
+        UserError: if one differs from torch's by more than its precision allows.
+    """
+    exported, tokenizer = open_exported(bundle, runtime), bundle.load_tokenizer()
+    graphs = bundle.manifest["export"]["onnx"]
+    precision, slots = exported.settings["precision"], adapter_inputs(bundle, runtime)
+    report, compared = {}, graphs["report"].get("video", {})
     size = {name: compared[name] for name in ("num_frames", "height", "width") if name in compared}
     bundle = replace(bundle, defaults=replace(bundle.defaults, **size))
-    for name in engines.settings["networks"]:
-        spec = engines.network(name)
+    for name in exported.settings["networks"]:
+        spec = exported.network(name)
         of_network = precision if spec.is_denoiser else "fp32"
         network = build_network(name, bundle, tokenizer, PRECISIONS[of_network], slots)
         if of_network in FORMATS:
             round_linears(network.denoiser.dit, graphs["report"][name]["ranges"], of_network)
         cases = reference_cases(network, spec, bundle, slots)
-        report[name] = verify.verify_runtime(opened[name], spec, cases, bundle.config, of_network)
+        report[name] = verify.verify_runtime(runtime, opened[name], spec, cases, bundle.config, of_network)
+        print(f"{name} under {runtime}: {verify.summary(report[name])}", file=sys.stderr, flush=True)
     if bundle.kind == "video":
-        report["video"] = verify.compare_videos(bundle, precision, graphs["settings"]["video_steps"], "tensorrt")
+        report["video"] = verify.compare_videos(bundle, precision, graphs["settings"]["video_steps"], runtime)
     return report
+
+
+def add_report(path: Path, runtime: str) -> None:
+    """Compares the graphs of the bundle at `path` under `runtime` on the CPU, and adds the report to its megadit.json.
+
+    Raises:
+        UserError: if `runtime` is missing, does not read a graph, or differs from torch.
+    """
+    bundle, record = Bundle.open(path), {}
+    compared = replace(bundle, manifest={**bundle.manifest, "export": {**bundle.manifest["export"], runtime: record}})
+    opened = EXPORTED[runtime].open(open_exported(compared, runtime), torch.device("cpu"))
+    record["report"] = compare_under(runtime, compared, opened)
+    write_manifest(path, compared.manifest)

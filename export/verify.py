@@ -183,13 +183,14 @@ def sampled_levels(name: str, bundle: Bundle) -> tuple[float, float]:
 
 
 def verify_runtime(
+    runtime: str,
     run: Callable[[Mapping[str, Tensor], tuple[int, ...]], Tensor],
     spec: NetworkSpec,
     cases: list[Case],
     config: DiTConfig,
     precision: str,
 ) -> dict[str, Any]:
-    """The report of a network that passes with another runtime; `run` takes inputs and the shape of the output.
+    """The report of a network that passes with another `runtime`; `run` takes inputs and the shape of the output.
 
     Raises:
         UserError: if the network does not pass, with the case and the error.
@@ -201,7 +202,7 @@ def verify_runtime(
         (error,) = errors[case.name].values()
         if error > TOLERANCES[precision]:
             raise UserError(
-                f"the engine of {spec.name} is not the network: with {case.name} it differs by {error:.1e} (at most "
+                f"{spec.name} under {runtime} is not the network: with {case.name} it differs by {error:.1e} (at most "
                 f"{TOLERANCES[precision]:.0e}), though its graph passed"
             )
     return {"tolerance": TOLERANCES[precision], "worst": _worst(errors), "cases": errors}

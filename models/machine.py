@@ -35,7 +35,16 @@ DATASHEET = {
 }
 """Dense operations per second from NVIDIA's data sheets, by a substring of the device's name; first match."""
 
-LIBRARIES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "diffusers", "onnxruntime", "tensorrt")
+LIBRARIES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+    "diffusers",
+    "onnxruntime",
+    "openvino",
+    "tensorrt",
+)
 
 
 def datasheet_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -40,6 +40,7 @@ RUNTIMES = {
     "compiled": {"runtime": "torch", "compile": True},
     "onnx": {"runtime": "onnx"},
     "onnx_tensorrt": {"runtime": "onnx_tensorrt"},
+    "openvino": {"runtime": "openvino"},
     "tensorrt": {"runtime": "tensorrt"},
 }
 """Name -> arguments of `TextToVideo.from_pretrained`."""
@@ -216,7 +217,9 @@ def load_pipelines(bundle: Bundle, runtimes: Sequence[str], device: str, dtype: 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkGenerateOptions:
     bundle: str = setting(
-        help="bundle to time; onnx and tensorrt need one that `megadit export` made", positional=True, metavar="BUNDLE"
+        help="bundle to time; onnx, openvino and tensorrt need one that `megadit export` made",
+        positional=True,
+        metavar="BUNDLE",
     )
     runtime: tuple[str, ...] = setting(
         ("eager",),

@@ -123,7 +123,9 @@ class GenerateOptions(ConditioningOptions):
         metavar="NAME",
     )
     runtime: str | None = setting(
-        None, "torch; onnx, onnx_tensorrt or tensorrt for a bundle of `megadit export` (default: torch)", metavar="NAME"
+        None,
+        "torch; onnx, onnx_tensorrt, openvino or tensorrt for a bundle of `megadit export` (default: torch)",
+        metavar="NAME",
     )
     sequential_guidance: bool = setting(
         False, "run the conditional and unconditional pass in turn: less memory, a little slower"

@@ -45,6 +45,7 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
     ("transformer-engine", "transformer_engine", "fused kernels and FP8 on GPUs", "pip install 'megadit[te]'"),
     ("onnx", "onnx", "export to ONNX", "pip install 'megadit[export]'"),
     ("onnxruntime", "onnxruntime", "sampling from ONNX files", "pip install 'megadit[export]'"),
+    ("openvino", "openvino", "ONNX files on CPUs, by OpenVINO", "pip install 'megadit[openvino]'"),
     ("diffusers", "diffusers", "Cosmos' and other published tokenizers", "pip install 'megadit[diffusers]'"),
     ("transformers", "transformers", "T5 as the text encoder", "pip install 'megadit[t5]'"),
     ("c2pa-python", "c2pa", "signatures in videos", "pip install 'megadit[c2pa]'"),

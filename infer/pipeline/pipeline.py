@@ -185,7 +185,7 @@ class TextToVideo:
             guardrail_dir: directory of a content filter (`hooks/guardrail.py`).
             adapter_bytes: limit of the unused adapters that stay in memory.
             opens_paths: without it, no setting may open another checkpoint.
-            runtime: torch, or onnx or tensorrt for a bundle that `megadit export` made.
+            runtime: torch, or onnx, openvino or tensorrt for a bundle that `megadit export` made.
             tensor_parallel, context_parallel, split_guidance: processes of torchrun that share the network's matrices,
                 the tokens of a video, and the passes of guidance; all of them generate the same prompts.
             ranks: without torchrun, processes that this one starts to share all these (`runtimes/distributed.py`).

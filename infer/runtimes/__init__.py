@@ -1,1 +1,1 @@
-"""Runtimes of a denoiser: torch, ONNX Runtime, TensorRT, distributed. Each is a `sampling.guidance.Denoiser`."""
+"""Runtimes of a denoiser: torch, ONNX Runtime, OpenVINO, TensorRT, distributed; each is a `guidance.Denoiser`."""

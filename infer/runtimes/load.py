@@ -32,6 +32,8 @@ class ExportedRuntime:
 
     folder: str
     """Folder of a bundle that holds them."""
+    format: str = "onnx"
+    """The `--format` that writes them, and compares them with torch under this runtime."""
     open: Callable[[ExportedNetworks, torch.device], Networks]
     """Opens them on a device; raises UserError if this runtime cannot run there."""
 
@@ -49,6 +51,12 @@ def _open_onnx_tensorrt(exported: ExportedNetworks, device: torch.device) -> Net
     return OnnxNetworks(exported, device, TENSORRT)
 
 
+def _open_openvino(exported: ExportedNetworks, device: torch.device) -> Networks:
+    from megadit.infer.runtimes.openvino import OpenVinoNetworks
+
+    return OpenVinoNetworks(exported, device)
+
+
 def _open_tensorrt(exported: ExportedNetworks, device: torch.device) -> Networks:
     from megadit.infer.runtimes.tensorrt import open_engines
 
@@ -58,7 +66,8 @@ def _open_tensorrt(exported: ExportedNetworks, device: torch.device) -> Networks
 EXPORTED: dict[str, ExportedRuntime] = {
     "onnx": ExportedRuntime(folder="onnx", open=_open_onnx),
     "onnx_tensorrt": ExportedRuntime(folder="onnx", open=_open_onnx_tensorrt),
-    "tensorrt": ExportedRuntime(folder="plan", open=_open_tensorrt),
+    "openvino": ExportedRuntime(folder="onnx", format="openvino", open=_open_openvino),
+    "tensorrt": ExportedRuntime(folder="plan", format="tensorrt", open=_open_tensorrt),
 }
 """Name of a runtime -> its `ExportedRuntime`; `torch` needs no export."""
 
@@ -101,10 +110,11 @@ def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
         UserError: if it has none of this kind, they were made from other weights, or the export was killed before it
             verified them; the message names the command that makes them.
     """
-    exported = ExportedNetworks.open(bundle.path / EXPORTED[runtime].folder, weights_checksum(bundle))
-    if exported.directory.name == "plan" and "tensorrt" not in bundle.manifest.get("export", {}):
-        command = f"megadit export {bundle.path} OUT --format tensorrt"
-        raise UserError(f"the engines of {exported.directory} were never compared with torch: run `{command}`")
+    row = EXPORTED[runtime]
+    command = f"`megadit export {bundle.path} OUT --format {row.format}`"
+    exported = ExportedNetworks.open(bundle.path / row.folder, weights_checksum(bundle), command)
+    if row.format != "onnx" and row.format not in bundle.manifest.get("export", {}):
+        raise UserError(f"{exported.directory} was never compared with torch under {runtime}: run {command}")
     return exported
 
 

@@ -149,14 +149,14 @@ class ExportedNetworks:
     """The contents of settings.json."""
 
     @classmethod
-    def open(cls, directory: Path, source: str) -> "ExportedNetworks":
-        """Reads the folder's settings; `source` is the checksum of the weights that it must have been made from.
+    def open(cls, directory: Path, source: str, command: str) -> "ExportedNetworks":
+        """Reads the folder's settings; `source` is the checksum of the weights that it must have been made from,
+        `command` what makes it.
 
         Raises:
             UserError: if there is no such folder, a newer version wrote it, or it was made from other weights.
         """
-        bundle, kind = directory.parent, {"onnx": "onnx", "plan": "tensorrt"}.get(directory.name, directory.name)
-        command = f"`megadit export {bundle} OUT --format {kind}`"
+        bundle = directory.parent
         if not (directory / SETTINGS_FILE).is_file():
             raise UserError(f"{bundle} has no {directory.name}/: make a bundle that has it with {command}")
         settings = read_json(directory / SETTINGS_FILE)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
-from megadit.infer.runtimes.widen import widened
+from megadit.infer.runtimes.widen import graph_for_cpus
 from megadit.models.shared.errors import UserError
 
 NUMPY_DTYPES = {"float32": np.float32, "int64": np.int64}
@@ -77,12 +77,12 @@ class OnnxNetworks:
         return self._networks[name]
 
     def _open(self, name: str) -> OnnxNetwork:
-        path, spec = self._exported.directory / f"{name}.onnx", self._exported.network(name)
+        spec = self._exported.network(name)
         options = {"device": self.device, "rebuild": self._exported.rebuild, "provider": self._provider}
-        if self.device.type == "cpu" and spec.is_denoiser and self._exported.settings["precision"] == "bf16":
-            with widened(path) as copy:
-                return OnnxNetwork(copy, spec, **options)
-        return OnnxNetwork(path, spec, **options)
+        if self.device.type == "cpu":
+            with graph_for_cpus(self._exported, name) as path:
+                return OnnxNetwork(path, spec, **options)
+        return OnnxNetwork(self._exported.directory / f"{name}.onnx", spec, **options)
 
 
 def tensorrt_options(spec: NetworkSpec) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Converts bfloat16 graphs to float32 where ONNX Runtime has no bfloat16 kernels (on CPUs).
+"""Converts bfloat16 graphs to float32 for CPUs, where ONNX Runtime has no bfloat16 kernels.
 
 Every weight keeps its exact value; only the rounding of results to bfloat16 is left out.
 """
@@ -9,6 +9,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+
+from megadit.infer.runtimes.network_spec import ExportedNetworks
+
+
+@contextmanager
+def graph_for_cpus(exported: ExportedNetworks, name: str) -> Iterator[Path]:
+    """Context with the file of a network that CPUs run: a copy in float32 in place of a denoiser in bfloat16."""
+    path = exported.directory / f"{name}.onnx"
+    if exported.network(name).is_denoiser and exported.settings["precision"] == "bf16":
+        with widened(path) as copy:
+            yield copy
+    else:
+        yield path
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def _configs(repository: Path, models: tuple[str, ...]) -> list[Path]:
 def _weight_bytes(config: Path) -> float:
     """Bytes that all instances of the model with this config.pbtxt load, from the files of its runtime."""
     text = config.read_text()
-    names = {"torch": "*.safetensors", "onnx": "*.onnx*"}.get(parameter_in(text, "runtime"))
+    names = {"torch": "*.safetensors", "onnx": "*.onnx*", "openvino": "*.onnx*"}.get(parameter_in(text, "runtime"))
     instances = re.search(r"instance_group \[ \{ count: (\d+)", text)
     stored = sum(file.stat().st_size for file in config.parent.rglob(names)) if names else 0
     is_half = parameter_in(text, "dtype") in ("bfloat16", "float16")  # weights are mostly stored in float32

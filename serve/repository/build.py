@@ -68,7 +68,7 @@ def build_repository(
     """Writes the repository atomically, and returns its path; an existing one is replaced.
 
     Args:
-        runtime: torch, or onnx or tensorrt for a bundle that `megadit export` made.
+        runtime: torch, or onnx, openvino or tensorrt for a bundle that `megadit export` made.
         limits: fields of `Limits`; others follow from the bundle's defaults.
         with_networks: adds each exported network as a model of Triton's own backends.
         adapters: folder of adapters that requests may name, read at run time and not copied.
@@ -250,7 +250,9 @@ class RepositoryOptions:
         "folder of a scorer (scorer.py) for requests that ask for scores; executed there, not copied",
         metavar="DIR",
     )
-    runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
+    runtime: str = setting(
+        "torch", "torch; onnx, openvino or tensorrt for a bundle of `megadit export` (default: {default})"
+    )
     defaults: DefaultOptions = group(DefaultOptions)
     scheduling: Scheduling = group(Scheduling, "queue and devices")
     signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in videos and images")

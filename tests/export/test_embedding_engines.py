@@ -78,7 +78,7 @@ def test_an_engine_that_differs_leaves_none(exported, polygraphy, monkeypatch):
         }
 
     monkeypatch.setattr(engines, "open_engines", wrong)
-    with pytest.raises(UserError, match="the engine of .* is not the network"):
+    with pytest.raises(UserError, match="under tensorrt is not the network"):
         add_engines(exported.path, EngineSettings())
     assert not (exported.path / "plan").exists()
 
@@ -86,14 +86,16 @@ def test_an_engine_that_differs_leaves_none(exported, polygraphy, monkeypatch):
 def test_engines_of_an_export_killed_before_their_comparison_are_opened_by_nobody(
     exported, polygraphy, monkeypatch, tmp_path
 ):
-    killed, compare = tmp_path / "killed", engines._compare
+    killed, compare = tmp_path / "killed", engines.compare_under
 
-    def copied(bundle, plan):
+    def copied(runtime, bundle, opened):
         shutil.copytree(bundle.path, killed)  # all that a kill leaves at this moment
-        return compare(bundle, plan)
+        return compare(runtime, bundle, opened)
 
-    monkeypatch.setattr(engines, "_compare", copied)
+    monkeypatch.setattr(engines, "compare_under", copied)
     add_engines(exported.path, EngineSettings())
     assert (killed / "plan/settings.json").is_file()
-    with pytest.raises(UserError, match="never compared with torch: run `megadit export .* --format tensorrt"):
+    with pytest.raises(
+        UserError, match="never compared with torch under tensorrt: run `megadit export .* --format tensorrt"
+    ):
         open_exported(Bundle.open(killed, verify=True), "tensorrt")

@@ -191,7 +191,7 @@ def test_plan_folder_says_all_that_a_server_needs(exported, tmp_path, monkeypatc
     plan.mkdir(parents=True)
     graphs = open_exported(exported, "onnx")
     write_engines(graphs, plan, EngineSettings(), Libraries(fake_tensorrt(), FakePolygraphy()))
-    engines = ExportedNetworks.open(plan, graphs.settings["source"])
+    engines = ExportedNetworks.open(plan, graphs.settings["source"], "")
     assert engines.network("denoiser") == graphs.network("denoiser")
     assert engines.settings["engine"]["tensorrt"] == "11.4.0.106" and engines.settings["defaults"]
     assert {file.name for file in plan.iterdir()} >= {"denoiser.plan", "video_decoder.plan", "video_encoder.plan"}
@@ -262,7 +262,7 @@ def test_engines_of_an_earlier_export_take_new_weights(exported, refittable, tmp
     refit_engines(graphs, plan, before, Libraries(fake, None))
     assert (plan / "video_decoder.plan").read_bytes() == b"engine with video_decoder.onnx"
     assert fake.host_code == [True] * len(graphs.settings["networks"])
-    made = ExportedNetworks.open(plan, graphs.settings["source"])
+    made = ExportedNetworks.open(plan, graphs.settings["source"], "")
     assert made.settings["engine"] == before.settings["engine"]
     with pytest.raises(ValueError, match="denoiser.plan cannot take the weights of denoiser.onnx: leave out --refit"):
         refit_engines(graphs, plan, before, Libraries(FakeRefit(fits=False), None))
@@ -296,7 +296,7 @@ def test_what_cannot_be_refitted_is_refused_before_anything_is_exported(exported
     settings["engine"]["refittable"] = False
     (refittable / "plan/settings.json").write_text(json.dumps(settings))
     shutil.copy(exported.path / "megadit.json", refittable)  # as if their export had been killed
-    assert "were never compared with torch: run `megadit export" in error(*takes, str(refittable))
+    assert "was never compared with torch under tensorrt: run `megadit export" in error(*takes, str(refittable))
     with pytest.raises(ValueError, match="never compared"):
         TextToVideo.from_pretrained(refittable, device="cpu", runtime="tensorrt")
     write_manifest(refittable, read_json(refittable / "megadit.json") | {"export": {"tensorrt": {}}})

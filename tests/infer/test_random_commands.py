@@ -116,7 +116,7 @@ OPTIONS = {
     "t5_cache_dir": one(["bundle/text_encoder", "nowhere"]),
     "num_devices": one(["1", "2"]),
     "cp_size": one(["1", "2"]),
-    "runtime": one(["torch", "onnx", "onnx_tensorrt", "tensorrt", "remote"]),
+    "runtime": one(["torch", "onnx", "onnx_tensorrt", "openvino", "tensorrt", "remote"]),
     "guardrail_dir": one(["guards"]),
     "repeat": one(["given.mp4", "given.gif", "made.mp4", "broken.mp4", "nowhere.json", "."]),
     "nonsense": one(["1"]),

@@ -1,9 +1,12 @@
 """Stable Diffusion's pictures, from a real tritonserver, are those of `generate`."""
 
+import shutil
+
 import imageio.v3 as iio
 import numpy as np
 import pytest
 
+from megadit.export.engines import add_report
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
@@ -15,16 +18,20 @@ pytest.importorskip("tritonclient.grpc")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["torch", "onnx"])
+@pytest.mark.parametrize("runtime", ["torch", "onnx", "openvino"])
 def test_the_picture_is_that_of_generate(tritonserver, kept_running, exported_stable_diffusion, tmp_path, runtime):
-    repository = build_repository(exported_stable_diffusion, tmp_path / "repository", runtime=runtime)
+    source = exported_stable_diffusion
+    if runtime == "openvino":
+        pytest.importorskip("openvino", reason="openvino is not installed (megadit[openvino])")
+        source = shutil.copytree(source, tmp_path / "compared")
+        add_report(source, runtime)
+    repository = build_repository(source, tmp_path / "repository", runtime=runtime)
     settings = {"negative_prompt": "a blue robot", "num_steps": 5, "guidance": 7.5}
     with kept_running(LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=3)) as server:
         client = VideoClient(f"grpc://{server.grpc_url}")
         image, other = (client.generate(VideoRequest(prompt="a red seven", seed=s, **settings))[0] for s in (3, 4))
     by_torch, by_runtime = (
-        TextToVideo.from_pretrained(exported_stable_diffusion, device="cpu", runtime=each)
-        for each in ("torch", runtime)
+        TextToVideo.from_pretrained(source, device="cpu", runtime=each) for each in ("torch", runtime)
     )
     (expected,), (same,) = (one(["a red seven"], seeds=3, **settings) for one in (by_torch, by_runtime))
     assert image.media_type == "image/png"
