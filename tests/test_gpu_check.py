@@ -44,7 +44,7 @@ def told(report):
     return [(row["name"], row["found"], row["failed"]) for row in report.rows]
 
 
-def run(report, program, limit=20, **options):
+def run(report, program, limit=90, **options):
     measure(report, "x", Measurement((program,), limit), dict(os.environ), NOTHING_MISSING, has_gpu=False, **options)
     return told(report)
 

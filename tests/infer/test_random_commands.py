@@ -19,7 +19,7 @@ from megadit.models.shared.cli.setting import settings_of
 
 from .conftest import make_adapter
 
-SECONDS = 60
+SECONDS = 240
 """After which a command counts as hanging."""
 
 NUMBERS = ["0", "1", "2", "3", "0.5", "1.5", "-1", "7", "1e9", "1e-9", "nan", "inf", "-inf", "auto", "", "x", "0x10"]

@@ -75,7 +75,7 @@ class Terminals:
     def __exit__(self, *_: object) -> None:
         for process in reversed(self._stays):
             process.terminate()
-            process.wait(60)
+            process.wait(300)
 
 
 def wait_until(is_so, process: subprocess.Popen, log: Path) -> None:

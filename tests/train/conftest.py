@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+STOPS_ITSELF = Path(__file__).parent / "jobs" / "stops_itself.py"
 MOVIEGEN = {
     "family": "moviegen",
     "num_query_groups": 4,
@@ -25,16 +26,27 @@ def read_metrics() -> Callable[[Path], list[dict]]:
 
 
 @pytest.fixture
-def kill_in_the_middle(start_ranks, read_metrics) -> Callable[..., None]:
+def start_until(start_ranks) -> Callable[..., list]:
+    """start_until(step, count, "-m", "megadit.train", ...): ranks of a training whose first one suspends itself once
+    `step` is told (0: once a checkpoint stands); returns when it has, however busy the machine is."""
+
+    def start(step: int, count: int, *command: str) -> list:
+        assert command[:2] == ("-m", "megadit.train")
+        ranks = start_ranks(count, STOPS_ITSELF, step, *command[2:])
+        while Path(f"/proc/{ranks[0].pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
+            time.sleep(0.005)
+        return ranks
+
+    return start
+
+
+@pytest.fixture
+def kill_in_the_middle(start_until, read_metrics) -> Callable[..., None]:
     """kill_in_the_middle(steps, out, *command): two ranks, killed once a checkpoint stands and before step `steps`."""
 
     def kill(steps: int, out: Path, *command: str) -> None:
-        from megadit.models.megatron.checkpoint import find_checkpoints
-
-        ranks = start_ranks(2, *command, f"train.output_dir={out}")
-        while not find_checkpoints(out / "checkpoints"):
-            assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
-            time.sleep(0.005)
+        ranks = start_until(0, 2, *command, f"train.output_dir={out}")
         for rank in ranks:
             rank.kill()
             rank.wait()

@@ -50,16 +50,15 @@ LONG = f"train.train_iters={10**6}"
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_is_the_exit_code(
-    number, command, start_ranks, run_ranks, tmp_path, read_metrics, same, expected
+    number, command, start_until, run_ranks, tmp_path, read_metrics, same, expected
 ):
-    ranks = start_ranks(1, *command, f"train.output_dir={tmp_path}")
-    wait_for_steps(tmp_path, ranks[0])
-    ranks[0].send_signal(number)
-    told, _ = ranks[0].communicate(timeout=240)
+    (rank,) = start_until(1, 1, *command, f"train.output_dir={tmp_path}")
+    rank.send_signal(number)
+    rank.send_signal(signal.SIGCONT)
+    told, _ = rank.communicate(timeout=240)
+    assert rank.returncode == 128 + number and "stopped by a signal" in told
     done = num_steps(tmp_path)
-    if done < STEPS:  # else the signal came in the last one
-        assert ranks[0].returncode == 128 + number and "stopped by a signal" in told
-        assert (tmp_path / "checkpoints" / f"iter_{done:07d}").is_dir() and not (tmp_path / FILE).exists()
+    assert (tmp_path / "checkpoints" / f"iter_{done:07d}").is_dir() and not (tmp_path / FILE).exists()
     run_ranks(1, *command, f"train.output_dir={tmp_path}")
     assert same(read_metrics(tmp_path), expected)
 
@@ -75,11 +74,9 @@ def test_of_two_ranks_one_is_told_and_both_end_with_its_code(command, start_rank
 
 
 def test_a_second_run_is_refused_and_the_first_one_notices_nothing(
-    command, start_ranks, run_ranks, tmp_path, read_metrics, same, expected
+    command, start_until, run_ranks, tmp_path, read_metrics, same, expected
 ):
-    (first,) = start_ranks(1, *command, f"train.output_dir={tmp_path}")
-    wait_for_steps(tmp_path, first)
-    first.send_signal(signal.SIGSTOP)
+    (first,) = start_until(1, 1, *command, f"train.output_dir={tmp_path}")
     (told,) = run_ranks(1, *command, f"train.output_dir={tmp_path}", code=2)
     assert f"is in use: process {first.pid} " in told and f"rm {tmp_path / FILE}" in told and "Traceback" not in told
     told = run_ranks(2, *command, f"train.output_dir={tmp_path}", code=2)
@@ -90,11 +87,9 @@ def test_a_second_run_is_refused_and_the_first_one_notices_nothing(
 
 
 def test_a_run_that_lost_its_folder_writes_nothing_more(
-    command, start_ranks, run_ranks, tmp_path, read_metrics, same, expected
+    command, start_until, run_ranks, tmp_path, read_metrics, same, expected
 ):
-    (first,) = start_ranks(1, *command, f"train.output_dir={tmp_path}")
-    wait_for_steps(tmp_path, first)
-    first.send_signal(signal.SIGSTOP)
+    (first,) = start_until(1, 1, *command, f"train.output_dir={tmp_path}")
     (tmp_path / FILE).unlink()
     run_ranks(1, *command, f"train.output_dir={tmp_path}")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
@@ -108,9 +103,8 @@ def test_a_run_that_lost_its_folder_writes_nothing_more(
     assert same(read_metrics(tmp_path), expected)
 
 
-def test_a_killed_run_is_followed_at_once(command, start_ranks, run_ranks, tmp_path, read_metrics, same, expected):
-    (first,) = start_ranks(1, *command, f"train.output_dir={tmp_path}")
-    wait_for_steps(tmp_path, first)
+def test_a_killed_run_is_followed_at_once(command, start_until, run_ranks, tmp_path, read_metrics, same, expected):
+    (first,) = start_until(1, 1, *command, f"train.output_dir={tmp_path}")
     first.kill()
     first.wait()
     (told,) = run_ranks(1, *command, f"train.output_dir={tmp_path}")

@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import time
 
 import pytest
 
@@ -19,14 +18,6 @@ ARGUMENTS = (
 
 def arguments(out, *more):
     return (*ARGUMENTS, f"train.output_dir={out}", *more)
-
-
-def wait_for_steps(ranks, out, count):
-    """Returns once `count` steps are told; the run must still be on."""
-    metrics = out / "metrics.jsonl"
-    while not metrics.is_file() or metrics.read_bytes().count(b"\n") < count:
-        assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module", params=["muon", "adamw"])
@@ -49,12 +40,12 @@ def test_a_killed_run_continues_exactly(uninterrupted, kill_in_the_middle, run_r
 
 
 def test_a_terminated_run_saves_and_continues_exactly(
-    uninterrupted, start_ranks, wait_for, run_ranks, tmp_path, read_metrics, same
+    uninterrupted, start_until, wait_for, run_ranks, tmp_path, read_metrics, same
 ):
     more, expected, _ = uninterrupted
-    ranks = start_ranks(2, *arguments(tmp_path, *more))
-    wait_for_steps(ranks, tmp_path, 9)
+    ranks = start_until(9, 2, *arguments(tmp_path, *more))
     ranks[1].send_signal(signal.SIGTERM)  # one rank is enough: they agree
+    ranks[0].send_signal(signal.SIGCONT)
     outputs = wait_for(ranks, code=128 + signal.SIGTERM)
     last = len(read_metrics(tmp_path))
     assert last < STEPS

@@ -124,10 +124,11 @@ def test_killed_at_any_moment_the_same_report_comes_of_it(
     for moment in sorted(random.Random(0).sample(range(whole + 1), min(cases, whole + 1))):
         (process,) = start_ranks(1, *command)
         while len(list(killed.rglob("*.safetensors"))) < moment:
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() in (None, 0), process.communicate()[0]
             time.sleep(0.005)
         process.kill()
-        process.wait()
+        if process.wait() == 0:  # it was over before it could be killed
+            break
         assert not (killed / "report.json").exists()
     run_ranks(1, *command)
     assert report_of(killed) == report_of(out)

@@ -22,7 +22,7 @@ from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.page.studio import Studio
 
 VIDEO = {"prompt": "a red seven", "seed": 11, "guidance": 3.0, "num_steps": 5}
-LONG = {"prompt": "a long one", "num_steps": 2500}
+LONG = {"prompt": "a long one", "num_steps": 5000}
 JPEG = b"\xff\xd8"
 
 
@@ -93,7 +93,7 @@ def shown_by_the_demo(gateway, expected) -> None:
     assert all(isinstance(event, StepDone) for event in progress)
     assert np.array_equal(frames_of(video.data), frames_of(encode_mp4(expected.video, 8)))
     assert studio.keep(request, video).path.read_bytes() == video.data
-    running = studio.run("me", replace(request, num_steps=2500))
+    running = studio.run("me", replace(request, num_steps=5000))
     assert next(running).preview.startswith(JPEG)
     studio.cancel("me")
     with pytest.raises(CancelledError):
@@ -190,7 +190,7 @@ def test_a_killed_gateway_loses_no_job(gateway, triton, wait_until, eventually):
     running = [create(client, num_steps=800, seed=seed) for seed in range(4)]
     waiting = [create(client, seed=seed) for seed in range(3)]
     for video_id in running:
-        wait_until(client, video_id, "in_progress")
+        wait_until(client, video_id, "in_progress", "completed")
     gateway.process.kill()
     gateway.process.wait()
     began = time.monotonic()
@@ -211,7 +211,7 @@ def test_a_drain_finishes_what_runs_and_keeps_the_rest(start_gateway, triton, wa
     gateway = start_gateway(triton, arguments=("--slots=1", "--drain_seconds=300"))
     client = gateway.client()
     running = create(client, num_steps=600)
-    wait_until(client, running, "in_progress")
+    wait_until(client, running, "in_progress", "completed")
     waiting = create(client)
     os.kill(gateway.process.pid, signal.SIGTERM)
     assert gateway.process.wait(timeout=300) == 0

@@ -134,12 +134,12 @@ def counted(rows, clock):
 engine._end_unwanted = counted
 __all__ = ["TritonPythonModel"]
 '''
-STEP_SECONDS = 0.5
+STEP_SECONDS = 2.0
 
 
 @pytest.fixture
 def slow_server(tritonserver, repository, kept_running, tmp_path):
-    """A server that says how many steps it has computed for each prompt, with half a second for each."""
+    """A server that says how many steps it has computed for each prompt, with `STEP_SECONDS` for each."""
     copy = tmp_path / "models"
     shutil.copytree(repository, copy, ignore=shutil.ignore_patterns("text_to_image"))
     model = copy / "text_to_video" / "1" / "model.py"

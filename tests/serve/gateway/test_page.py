@@ -52,7 +52,7 @@ def test_a_visitor_makes_a_video_through_the_gateway(visit, server, eventually, 
         assert shown == hashlib.sha256(made.data).hexdigest()
 
         shorter = studio.request
-        monkeypatch.setattr(studio, "request", lambda **settings: shorter(**settings | {"num_steps": 2500}))
+        monkeypatch.setattr(studio, "request", lambda **settings: shorter(**settings | {"num_steps": 5000}))
         page.click("#make")
         page.wait_for_selector("#stage img[alt=preview]")  # one that came through the gateway
         page.click("#cancel")

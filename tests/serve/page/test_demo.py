@@ -228,7 +228,7 @@ def test_a_visitor_makes_a_video_and_makes_it_again(visit, pipeline, tmp_path):
 def test_progress_moves_and_cancel_ends_it(visit, studio, monkeypatch):
     page = visit
     long = studio.request
-    monkeypatch.setattr(studio, "request", lambda **settings: long(**settings | {"num_steps": 2500}))
+    monkeypatch.setattr(studio, "request", lambda **settings: long(**settings | {"num_steps": 5000}))
     page.fill("#prompt textarea", "a long one")
     page.click("#make")
     page.wait_for_selector("#stage img[alt=preview]")

@@ -34,11 +34,12 @@ def names(out):
 
 def test_a_run_killed_while_a_checkpoint_is_written(start_ranks, run_ranks, tmp_path):
     out, whole = tmp_path / "cut", tmp_path / "whole"
-    ranks = start_ranks(2, SLOW_WRITER, 3, *ARGUMENTS, f"train.output_dir={out}")
+    ranks = start_ranks(2, SLOW_WRITER, tmp_path, *ARGUMENTS, f"train.output_dir={out}")
     first, second = (out / "checkpoints" / f"iter_{step:07d}.unfinished" for step in (5, 10))
     wait_until(first.exists, ranks)
     wait_until(lambda: len(metrics(out)) > 6, ranks)
     assert first.exists() and not names(out), "steps are done while the first checkpoint is being written"
+    (tmp_path / "1").touch()
     wait_until(second.exists, ranks)
     ranks[1].kill()
     ranks[1].wait()

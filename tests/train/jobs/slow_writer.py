@@ -1,7 +1,12 @@
-"""`megadit train` on a disk that takes its time: slow_writer.py SECONDS ARGUMENTS..."""
+"""`megadit train` on a disk that takes its time: slow_writer.py FOLDER ARGUMENTS...
+
+The n-th checkpoint is written once the file FOLDER/n is there.
+"""
 
 import sys
 import time
+from itertools import count
+from pathlib import Path
 
 from megadit.models.megatron import cpu_shim
 
@@ -9,10 +14,12 @@ if __name__ == "__main__":
     cpu_shim.install()
     from megadit.train.checkpoints import writer as background_write
 
-    write = background_write.BackgroundWrite._write
+    write, numbers = background_write.BackgroundWrite._write, count(1)
 
     def slow_write(self):
-        time.sleep(float(sys.argv[1]))
+        allowed = Path(sys.argv[1]) / str(next(numbers))
+        while not allowed.exists():
+            time.sleep(0.01)
         write(self)
 
     background_write.BackgroundWrite._write = slow_write
