@@ -88,18 +88,25 @@ def test_every_measurement_is_a_program():
         assert measurement.needs in gpu_check.MODULES and measurement.limit <= 120
 
 
-@pytest.mark.parametrize("gpu", ["h100-80gb", "b200-180gb"])
-def test_what_would_be_measured_fits_ten_minutes_and_the_card(gpu, capsys):
-    assert gpu_check.main(["--pretend", gpu]) == 0
+def test_what_would_be_measured_fits_ten_minutes(capsys):
+    assert gpu_check.main(["--pretend", "h100-80gb"]) == 0
     *rows, total = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == list(gpu_check.FIRST)
     assert int(total.split()[-2]) <= 560
-    [seven] = [row for row in rows if row.startswith("7b ")]
-    layers, gigabytes = int(re.search(r"(\d+) of 32 layers", seven)[1]), int(re.search(r"(\d+) GB", seven)[1])
-    if gpu == "h100-80gb":
-        assert 12 <= layers < 32 and gigabytes < 80
-    else:
-        assert layers == 32 and 120 < gigabytes < 180
+    steps = [row for row in rows if gpu_check.MEASUREMENTS[row.split()[0]].arguments[0] == "steps.py"]
+    assert len(steps) >= 4 and all(re.search(r"\d+ GB, planned \d+ ms", row) for row in steps)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "layers", "memory"),
+    [("h100-80gb", range(12, 24), 80), ("rtx-pro-6000", range(16, 28), 96), ("h200", [32], 141), ("b200", [32], 180)],
+)
+def test_what_would_be_measured_fits_the_card(gpu, layers, memory, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(gpu_check.PROGRAMS)
+    importlib.import_module("steps").main("7b", gpu)
+    found = json.loads(capsys.readouterr().out)["found"]
+    fitting, gigabytes = re.match(r"(\d+) of 32 layers, (\d+) GB, planned \d+ ms", found).groups()
+    assert int(fitting) in layers and int(gigabytes) * 1e9 < memory * 2**30
 
 
 def test_no_step_begins_that_cannot_fit(monkeypatch, capsys):

@@ -141,6 +141,19 @@ def test_memory_is_what_arithmetic_gives(recipe, gpus, split, sharing):
     assert memory.optimizer == pytest.approx(8 * held / sharing, rel=0.05)
 
 
+def test_a_pack_of_74k_on_one_card_is_what_arithmetic_gives():
+    """Blocks are computed again: each keeps its input, and one at a time all else, with ten gradients of a token, as
+    wide as the network, two bytes each."""
+    sizes = ("tensor_model_parallel_size=1", "context_parallel_size=1", "sequence_parallel=false")
+    overrides = [*(f"parallel.{size}" for size in sizes), "parallel.recompute_granularity=full", *ONE_PACK]
+    config = resolve_config("performance_7b_74k", overrides=[*overrides, "optimizer.moments=bf16"])
+    memory, numbers, tokens = memory_of(config, Layout.of(config, 1)), 7.167e9, 73_728
+    assert memory.parameters + memory.gradients + memory.optimizer == pytest.approx((2 + 4 + 8) * numbers, rel=0.05)
+    assert memory.activations == pytest.approx(2 * WIDTH * LAYERS * tokens, rel=0.05)
+    assert memory.passing == pytest.approx(2 * (KEPT + 10 * WIDTH) * tokens, rel=0.05)
+    assert memory.total == pytest.approx(128.1e9, rel=0.05), "it fits on an H200"
+
+
 def test_exchanged_heads_are_planned_at_the_rate_of_whole_samples():
     overrides = ["optimizer.optimizer=adamw", "data.mock=true"]
     heads = resolve_config("performance_7b_74k", overrides=overrides)
