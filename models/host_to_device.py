@@ -56,8 +56,8 @@ COPIED_AT_ONCE = 2**26
 
 class HostCopies:
     """Copies large tensors from a GPU to pageable host memory, through two pinned blocks: one is filled on a stream of
-    its own while the other is emptied. A copy straight to pageable memory goes through the driver's own small block, and
-    nothing overlaps."""
+    its own while the other is emptied. A copy straight to pageable memory goes through a small block of the driver's
+    own, and nothing overlaps."""
 
     def __init__(self, device: torch.device, block_bytes: int = COPIED_AT_ONCE) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -110,13 +110,12 @@ def sent_together(tensors: Sequence[Tensor], device: torch.device | str, copy: C
 def _sent_in_one_block(tensors: Sequence[Tensor], device: torch.device, copy: Copy) -> list[Tensor]:
     if not tensors:
         return []
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    block = pinned(sum(sizes), device)
-    for tensor, part in zip(tensors, _unpacked(block, sizes, tensors), strict=True):
+    block = pinned(block_bytes(tensors), device)
+    for tensor, part in zip(tensors, unpacked(block, tensors), strict=True):
         part.copy_(tensor)
     there = torch.empty(len(block), dtype=block.dtype, device=device)
     copy(there, block)
-    return _unpacked(there, sizes, tensors)
+    return unpacked(there, tensors)
 
 
 def pinned(size: int, device: torch.device) -> Tensor:
@@ -199,7 +198,16 @@ def send_with(needs: Sequence[Need], tree: Tree, device: torch.device, copy: Cop
     return tree
 
 
-def _unpacked(block: Tensor, sizes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
-    """A block's bytes as tensors of the shapes and types of `like`."""
-    slices = zip(block.split(list(sizes)), like, strict=True)
+def block_bytes(like: Sequence[Tensor]) -> int:
+    """Size of a block for tensors of any shapes and types."""
+    return sum(map(_aligned_bytes, like))
+
+
+def unpacked(block: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """A block's bytes, uint8 [block_bytes(like)], as tensors of the shapes and types of `like`."""
+    slices = zip(block.split(list(map(_aligned_bytes, like))), like, strict=True)
     return [slice_[: prod(x.shape) * x.itemsize].view(x.dtype).view(x.shape) for slice_, x in slices]
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -141,7 +141,7 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bo
 
     tensors = layout.on(q.device)
     bounds_k, longest_k = (tensors.text_bounds, layout.longest_text) if cross else (tensors.bounds, layout.longest)
-    out_SNK = varlen_attn(q[:, 0], k[:, 0], v[:, 0], tensors.bounds, bounds_k, layout.longest, longest_k)
+    out_SNK = varlen_attn(q.squeeze(1), k.squeeze(1), v.squeeze(1), tensors.bounds, bounds_k, layout.longest, longest_k)
     return rearrange(out_SNK, "S N K -> S 1 (N K)")
 
 

@@ -104,7 +104,8 @@ class _ByRun(torch.autograd.Function):
             return grad, *fused(_backward, grad, gate, None, row_S), None, None
         from megadit.models.ops.row_sums import gate_backward
 
-        return grad, *gate_backward(grad, gate.contiguous(), y.contiguous(), row_S, starts_P), None, None
+        rows = gate if gate.stride(-1) == 1 else gate.contiguous()
+        return grad, *gate_backward(grad, rows, y.contiguous(), row_S, starts_P), None, None
 
 
 class _ByGroup(torch.autograd.Function):

@@ -53,11 +53,12 @@ def norm_backward(
 def gate_backward(
     grad_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, row_S: Tensor, starts_P: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate [G, D] and y [S, 1, D], of gate * y. `starts_P` is `ConditionRows.starts_of_runs`."""
+    """Gradients of gate [G, D] and y [S, 1, D], of gate * y. `starts_P` is `ConditionRows.starts_of_runs`; rows of the
+    gate may be parts of longer ones."""
     grad_y, width = torch.empty_like(y_S1D), y_S1D.shape[-1]
     sums_1PD, row_P = _partial(1, starts_P, y_S1D)
     _gate_backward[(len(row_P), triton.cdiv(width, COLUMNS))](
-        *(grad_S1D, gate_GD, y_S1D, row_S, starts_P, grad_y, sums_1PD, row_P), width, BLOCK=COLUMNS
+        *(grad_S1D, gate_GD, y_S1D, row_S, starts_P, grad_y, sums_1PD, row_P, gate_GD.stride(0), width), BLOCK=COLUMNS
     )
     return _of_rows(sums_1PD, row_P, gate_GD)[0], grad_y
 
@@ -128,14 +129,24 @@ def _norm_backward(
 
 @triton.jit
 def _gate_backward(
-    grad_ptr, gate_ptr, y_ptr, row_ptr, starts_ptr, grad_y_ptr, sums_ptr, row_of_run_ptr, width, BLOCK: tl.constexpr
+    grad_ptr,
+    gate_ptr,
+    y_ptr,
+    row_ptr,
+    starts_ptr,
+    grad_y_ptr,
+    sums_ptr,
+    row_of_run_ptr,
+    gate_stride,
+    width,
+    BLOCK: tl.constexpr,
 ):
     run = tl.program_id(0)
     first, stop = tl.load(starts_ptr + run), tl.load(starts_ptr + run + 1)
     row = tl.load(row_ptr + first, first < stop, 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(gate_ptr + row * width + column, inside, 0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + column, inside, 0.0).to(tl.float32)
     of_gate = tl.zeros([BLOCK], tl.float32)
     at = first.to(tl.int64) * width + column
     for _token in range(first, stop):

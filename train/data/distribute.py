@@ -6,13 +6,14 @@ Shapes: S video tokens, L text tokens, G segments.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megadit.models.configs.config import DiTConfig
-from megadit.models.host_to_device import Need, SideStream, send_with
+from megadit.models.host_to_device import Need, SideStream, block_bytes, send_with, unpacked
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.parallelism.context import context_needs
 from megadit.models.megatron.parallelism.experts import choice_needs
@@ -56,8 +57,7 @@ class SharedBatches:
         else:
             batch = batch.to(groups.device, needs, self._side)
         if groups.copy.size() > 1:
-            for name in BATCH_TENSORS:
-                dist.broadcast(getattr(batch, name), dist.get_global_rank(groups.copy, 0), group=groups.copy)
+            batch = _broadcast(batch, groups)
         return batch.cut(own)
 
 
@@ -86,20 +86,32 @@ def _network_needs(layout: PackLayout, model: DiTConfig, groups: Groups) -> list
 
 
 def _announced(read: PackedBatch | None, groups: Groups) -> PackedBatch | None:
-    """The batch that the first rank of a replica has read; on other ranks with uninitialized tensors on their
-    device."""
+    """The batch that the first rank of a replica has read; on other ranks with tensors of its shapes alone, which have
+    no memory."""
     description = [None if read is None else _describe(read)]
     dist.broadcast_object_list(description, dist.get_global_rank(groups.copy, 0), group=groups.copy)
     if read is not None or description[0] is None:
         return read
     segments, sample_ids, refused, shapes = description[0]
-    empty = {name: torch.empty(shape, dtype=dtype, device=groups.device) for name, (shape, dtype) in shapes.items()}
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     return PackedBatch(layout=PackLayout(segments), sample_ids=sample_ids, refused=refused, **empty)
 
 
 def _describe(batch: PackedBatch) -> tuple[Any, ...]:
     shapes = {name: (getattr(batch, name).shape, getattr(batch, name).dtype) for name in BATCH_TENSORS}
     return batch.layout.segments, batch.sample_ids, batch.refused, shapes
+
+
+def _broadcast(batch: PackedBatch, groups: Groups) -> PackedBatch:
+    """The batch of the first rank of a replica, by one collective for all of its tensors."""
+    like = [getattr(batch, name) for name in BATCH_TENSORS]
+    block = torch.empty(block_bytes(like), dtype=torch.uint8, device=groups.device)
+    tensors = unpacked(block, like)
+    if groups.copy.rank() == 0:
+        for there, here in zip(tensors, like, strict=True):
+            there.copy_(here)
+    dist.broadcast(block, dist.get_global_rank(groups.copy, 0), group=groups.copy)
+    return replace(batch, **dict(zip(BATCH_TENSORS, tensors, strict=True)))
 
 
 class TrainBatches(SharedBatches):
