@@ -11,12 +11,16 @@ Shapes: R rows, B batch, C latent channels, T/H/W latent frames/height/width.
 
 import hashlib
 import math
+import warnings
 from enum import IntEnum
+from functools import cache
 from typing import TypeVar
 
 import torch
 from einops import rearrange
 from torch import Tensor
+
+from megadit.models.ops.fusion import has_kernels
 
 Words = TypeVar("Words", int, Tensor)
 
@@ -80,6 +84,34 @@ def normal(key_R: Tensor, position_R: Tensor, width: int, *, stream: int) -> Ten
 
     `key_R` and `position_R` are int64. Identical bit for bit on every device, unless a compiler fuses the operations.
     """
+    if has_kernels(key_R) and kernel_is_exact(key_R.device):
+        from megadit.models.diffusion.noise_kernel import normal_by_kernel
+
+        return normal_by_kernel(key_R, position_R, width, stream)
+    return normal_by_operations(key_R, position_R, width, stream=stream)
+
+
+@cache
+def kernel_is_exact(device: torch.device) -> bool:
+    """Whether the kernel of `noise_kernel.py` computes the same bits on this device as `normal_by_operations`."""
+    from megadit.models.diffusion.noise_kernel import normal_by_kernel
+
+    position_R = torch.arange(4096, device=device)
+    key_R = position_R * 0x5DEECE66D1CE4E5  # any that differ
+    try:
+        found = normal_by_kernel(key_R, position_R, 8, Stream.NOISE)
+    except Exception as error:  # any error of compilers and drivers
+        reason = (str(error).strip().splitlines() or [""])[0]
+        warnings.warn(f"noise is computed without its kernel, which takes longer: {reason}", stacklevel=2)
+        return False
+    if torch.equal(found, normal_by_operations(key_R, position_R, 8, stream=Stream.NOISE)):
+        return True
+    warnings.warn("noise is computed without its kernel, which is not exact on this device", stacklevel=2)
+    return False
+
+
+def normal_by_operations(key_R: Tensor, position_R: Tensor, width: int, *, stream: int) -> Tensor:
+    """The definition of `normal`, float32 [R, width]."""
     words = _words(key_R, position_R, width, stream)
     radius = (-2 * _log((words[..., 0::2].double() + 0.5) * 2.0**-32)).sqrt()
     cosine, sine = _point_on_circle(words[..., 1::2])

@@ -31,7 +31,8 @@ STREAM = 0.8
 """Fraction of the memory bandwidth in long streaming passes: optimizer, gradients."""
 CHAIN = 0.55
 """Fraction of the memory bandwidth in fused chains, which look up rows and reduce."""
-NOISE_KERNELS = 260
+SMALL_KERNELS = 90
+"""Kernels of a micro-batch around its layers, noise and noise levels included."""
 LAUNCH = 5e-6
 """Seconds from one small kernel to the next."""
 HOST_PER_LAYER = 9e-3
@@ -54,7 +55,7 @@ class Cost:
 def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Cost]:
     """Costs of one step on one rank, in order; the last is the wait for the host."""
     parts = [*_products(config, layout, gpu), *_chains(config, layout, gpu), *_per_parameter(config, layout, gpu)]
-    parts.append(_constant("noise and launches", NOISE_KERNELS * LAUNCH * layout.num_micro_batches))
+    parts.append(_constant("noise and launches", SMALL_KERNELS * LAUNCH * layout.num_micro_batches))
     time = estimate_step(config, layout, gpu)
     sent = {name: getattr(time, name) for name in ("tensor", "context", "experts", "pipeline", "data", "waiting")}
     parts += [_constant(f"sent and waited for: {name}", seconds) for name, seconds in sent.items() if seconds > 0]
