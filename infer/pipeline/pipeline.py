@@ -1,6 +1,5 @@
 """`TextToVideo`: prompts in, videos out."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -41,7 +40,7 @@ from megadit.infer.pipeline.one_batch import sample
 from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.pipeline.step_cache import CachePlan, Measure, bundle_plans, cached_calls
 from megadit.infer.pipeline.text_features import TextFeaturesCache
-from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype
+from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype, warn_of_cost
 from megadit.infer.runtimes.distributed import DevicePlacement
 from megadit.infer.runtimes.experts import ExpertDenoiser
 from megadit.infer.runtimes.load import (
@@ -73,7 +72,6 @@ from megadit.models.default_dtype import each_in_float32, float32_by_default
 from megadit.models.diffusion.noise import seed_key
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.host_to_device import sent_together
-from megadit.models.machine import cost_in_words
 from megadit.models.networks.conditioning import Conditioning
 from megadit.models.shared.cli.setting import plain
 from megadit.models.shared.errors import UserError
@@ -201,8 +199,7 @@ class TextToVideo:
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
         dtype = chosen_dtype(dtype, bundle, place, runtime)
         number_type = find_dtype(dtype)
-        if (cost := cost_in_words(place, number_type)) is not None:
-            warnings.warn(f"{cost}, which is more exact, too", stacklevel=2)
+        warn_of_cost(place, number_type)
         guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
         text_encoder = text_encoder or bundle.load_text_encoder()

@@ -1,12 +1,13 @@
 """`auto` as the dtype of a network: that of its stored weights, where the device supports it."""
 
 import sys
+import warnings
 
 import torch
 
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.models.bundle import Bundle
-from megadit.models.machine import auto_dtype
+from megadit.models.machine import auto_dtype, cost_in_words
 from megadit.models.storage.components import TENSOR_FILE
 from megadit.models.storage.tensor_source import open_safetensors
 
@@ -29,6 +30,12 @@ def chosen_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime:
         return "float32"
     dtype = auto_dtype(find_device(str(device)), stored_dtype(bundle))
     return str(dtype).removeprefix("torch.")
+
+
+def warn_of_cost(device: torch.device, dtype: torch.dtype) -> None:
+    """Warn of a dtype that `device` emulates, with what was measured."""
+    if (cost := cost_in_words(device, dtype)) is not None:
+        warnings.warn(f"{cost}, which is more exact, too", stacklevel=3)
 
 
 def stored_dtype(bundle: Bundle) -> torch.dtype:

@@ -8,7 +8,8 @@ import re
 import select
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -136,7 +137,8 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     prepare_threads()
     try:
-        code = function([argument for argument in argv if argument != "--debug"]) or 0
+        with _warnings_in_a_line():
+            code = function([argument for argument in argv if argument != "--debug"]) or 0
         sys.stdout.flush()
         return code
     except AlreadyReportedError:
@@ -162,6 +164,21 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
         if debug or not (message := _system_message(error)):
             raise
         return _print_error(message)
+
+
+@contextlib.contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Within, our warnings (`UserWarning`) are printed without the line of code that gave them."""
+    usual = warnings.formatwarning
+
+    def in_a_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+        return f"warning: {message}\n" if category is UserWarning else usual(message, category, *where, **line)
+
+    warnings.formatwarning = in_a_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _system_message(error: OSError | RuntimeError) -> str:

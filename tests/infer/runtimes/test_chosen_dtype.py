@@ -1,5 +1,7 @@
 """The dtype that `auto` means: that of the weights, where the device computes it."""
 
+import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,9 @@ from megadit.infer.runtimes.chosen_dtype import chosen_dtype, print_dtype, store
 from megadit.models import machine
 from megadit.models.machine import auto_dtype
 from megadit.models.shared.errors import UserError
+from megadit.serve.repository.build import main as build_repository
 from tests.bundles import write_tiny_bundle
+from tests.half_products import without_half_products
 
 F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 GPU = torch.device("cuda", 0)
@@ -72,3 +76,28 @@ def test_an_autoencoder_computes_as_it_is_stored(monkeypatch):
         for device in ("cuda", "cpu"):
             autoencoder.Autoencoder(kind=None, network=network, sigma_data=1.0, dtype=dtype)._on(torch.device(device))
     assert asked == [BF16, F32, F32, F32, F32, F32, F32, F32]
+
+
+@pytest.mark.parametrize(
+    ("wide", "with_products", "expected"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_avx512_without_bfloat16s_products_multiplies_none(wide, with_products, expected, monkeypatch):
+    """oneDNN says that it supports bfloat16 there, but converts every number; without AVX-512 its word is taken."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: wide)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: with_products)
+    assert machine._has_products(BF16) == expected
+
+
+def test_commands_say_in_a_line_what_an_emulated_dtype_costs(bundle, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *args, **more: told.append(warnings.formatwarning(*args[:4])))
+    monkeypatch.setattr(warnings, "filters", [])
+    size = ["--prompt", "a", "--video_save_path", str(tmp_path / "a.png"), *SIZE]
+    serving = [str(bundle.path), str(tmp_path / "models"), "--device", "cpu"]
+    with without_half_products():
+        for command, words in ((main, ["--checkpoint_path", str(bundle.path), *size]), (build_repository, serving)):
+            assert command([*words, "--dtype", "float32"]) == 0 and not told
+            assert command([*words, "--dtype", "bfloat16"]) == 0
+            expected = r"warning: this processor does not multiply bfloat16: .* about \d+ times as long .*, too\n"
+            assert re.fullmatch(expected, told.pop()) and not told
