@@ -28,7 +28,7 @@ class Step:
     step: int
     """Denoiser calls made so far, over all batches of the generation: 1..num_steps."""
     num_done: int
-    """Those of them that have been computed: on a GPU the first, and all but the last `CALLS_AHEAD`."""
+    """Denoiser calls that have been computed: on a GPU the first, and all but the last `CALLS_AHEAD`."""
     num_steps: int
     """Denoiser calls of the whole generation."""
     sigma: float
