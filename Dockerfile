@@ -15,7 +15,7 @@ COPY . .
 # The image's own torch and TransformerEngine stay: pip may not replace what it finds installed. All else is ours: the
 # image's PIP_CONSTRAINT pins libraries to versions that `deploy` may not take.
 RUN pip list --format=freeze | grep -iE '^(torch|torchvision|transformer[-_]engine|triton)==' > /tmp/vendor.txt \
-    && PIP_CONSTRAINT= pip install --no-cache-dir --constraint /tmp/vendor.txt '.[train,deploy,wandb]' \
+    && PIP_CONSTRAINT='' pip install --no-cache-dir --constraint /tmp/vendor.txt '.[train,deploy,wandb]' \
     && megadit doctor --extras train deploy wandb
 
 WORKDIR /workspace
