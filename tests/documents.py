@@ -56,6 +56,13 @@ SMALLER = (
     (r"--num_steps 35", "--num_steps 4", "few steps"),
     (r"^(megadit tune-sampler .*)$", r"\1 --count 8 --function_evaluations 4", "few videos, of few candidates"),
     (
+        r"^(megadit reward .*)$",
+        r"\1 --rounds 1 --prompts_per_round 2 --group_size 2 --train_steps 2 --count 8 --spread 0.001 1000 "
+        "--moved 1000 train.num_threads=1",
+        "one round of four videos, whatever they look like",
+    ),
+    (r"^(megadit prepare rollouts .*)$", r"\1 --group_size 2", "few videos"),
+    (
         r"^(megadit distill .*)$",
         r"\1 --spread 0.001 1000 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 "
         "train.num_threads=1",

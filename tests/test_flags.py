@@ -135,6 +135,16 @@ SHOWN_BY = {
             --guidance --num_video_frames --height --width --fps --negative_prompt --eta --churn
         """
     },
+    "prepare rollouts": SIZE
+    | {
+        "train/data/prepare/test_rollouts.py::test_every_option_reaches_the_samples": """
+            --prompt --prompt_file --seed --batch_size --device --dtype --num_video_frames --watch_dir --adapter
+            --overwrite --sampler --num_steps --guidance --height --width --fps --negative_prompt --eta --churn
+        """,
+        "train/data/prepare/test_rollouts.py::test_samples_have_rewards_relative_to_their_group": (
+            "--scorer_dir --group_size --reward --scorer_seconds"
+        ),
+    },
     "prepare edits": {
         "train/data/prepare/test_edits.py::test_videos_are_cut_alike": "--fps --num_frames",
         "train/data/prepare/test_edits.py::test_a_second_run_goes_on_and_another_is_refused": (
@@ -219,6 +229,17 @@ SHOWN_BY = {
             "--adapter_rank"
         ),
         "train/distill/test_command.py::test_a_stage_that_cannot_fit_is_refused": "--even_if_too_large",
+    },
+    "reward": {
+        "train/reward/test_command.py::test_every_option_reaches_its_part": """
+            --prompts --scorer_dir --watch_dir --reward --rounds --prompts_per_round --group_size --train_steps --beta
+            --seed --scorer_seconds --recipe --config-file --nproc --check_prompts --check_interval --count --extractors
+            --real --device --even_if_too_large --sampler --num_steps --guidance
+        """,
+        "train/reward/test_command.py::test_rounds_follow_one_another_and_go_on_where_they_were": (
+            "--adapter_rank --spread --moved"
+        ),
+        "train/reward/test_command.py::test_a_reward_that_is_cheated_ends_the_run": "--distance",
     },
     "tune-sampler": {
         "infer/commands/test_tune_sampler.py::test_the_command_changes_the_bundle": """

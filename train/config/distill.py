@@ -15,8 +15,9 @@ ObjectiveName = Literal[
     "consistency_limit",
     "regression",
     "distribution_matching",
+    "diffusion_nft",
 ]
-AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit")
+AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit", "diffusion_nft")
 """Objectives trained at noise levels drawn from `diffusion.noise_levels`, not at a list of them."""
 BY_TANGENT = ("continuous_consistency", "consistency_limit")
 """Objectives that differentiate the student along the teacher's ODE."""
@@ -36,7 +37,8 @@ class DistillConfig:
     the end of the teacher's ODE, between the levels of `sigmas` (2303.01469); `continuous_consistency` (2410.11081)
     and `consistency_limit`, the same at all levels; `regression`, the teacher's video for the same noise (2101.02388;
     data of `megadit prepare trajectories`); `distribution_matching`, videos distributed as the teacher's (DMD2,
-    2405.14867)."""
+    2405.14867); `diffusion_nft`, videos of higher reward than the teacher's own (2509.16117; data of `megadit prepare
+    rollouts`)."""
     guidance: float = setting(1.0, low=1)
     """Classifier-free guidance scale of the teacher; 1: no guidance, or a guidance-distilled teacher. For a student
     with `model.guidance_embedding_range`, scales are drawn uniformly from that range instead."""
@@ -56,6 +58,10 @@ class DistillConfig:
     adversarial_weight: float = setting(0.0, low=0)
     """Weight of the adversarial loss (`distribution_matching`; arXiv 2405.14867, section 4.3) for the critic, whose
     discriminator head learns to tell real from generated samples, and for the student; 0: no such head."""
+
+    nft_beta: float = setting(1.0, above=0)
+    """Guidance strength beta of `diffusion_nft` (arXiv 2509.16117, eq. 5): a lower one moves the student further from
+    the policy that made the rollouts."""
 
     def __post_init__(self) -> None:
         check_settings(self, "train.distill.")
@@ -78,9 +84,9 @@ class DistillConfig:
         return self.objective in BY_TANGENT
 
     @property
-    def is_regression(self) -> bool:
-        """Whether the student learns from pairs of noise and the teacher's video, in place of samples."""
-        return self.objective == "regression"
+    def extras(self) -> tuple[str, ...]:
+        """Values that samples must have: names of `packs.packed_batch.EXTRAS`."""
+        return {"regression": ("seed_key",), "diffusion_nft": ("reward",)}.get(self.objective, ())
 
     def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
         """Whether guidance takes two forward passes of the teacher (not if it is guidance-distilled; None: unknown)."""
@@ -99,6 +105,7 @@ class DistillConfig:
             "consistency": of_teacher + 1,
             **dict.fromkeys(BY_TANGENT, of_teacher + 2),
             "regression": 0,
+            "diffusion_nft": of_teacher,
             "distribution_matching": variant
             + of_teacher
             + 1

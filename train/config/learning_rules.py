@@ -188,10 +188,10 @@ LEARNING: tuple[Rule[Run], ...] = (
         "train.distill.sigmas=[80,6,1.3,0.3]",
     ),
     Rule(
-        when=lambda run: run.is_student and run.train.distill.is_regression,
+        when=lambda run: run.is_student and run.train.distill.extras,
         needs=lambda run: not run.data.conditioning and run.data.encode != "on_the_fly",
         remedy="{train.distill.objective=} learns videos that the teacher generated from noise and text alone: leave "
-        "out data.conditioning, and use latents (`megadit prepare trajectories`)",
+        "out data.conditioning, and use latents (`megadit prepare trajectories`, `megadit prepare rollouts`)",
     ),
     Rule(
         when=lambda run: run.is_student and run.model.guidance_embedding_range is not None,
@@ -201,7 +201,7 @@ LEARNING: tuple[Rule[Run], ...] = (
     ),
     Rule(
         when=lambda run: run.is_student and run.model.guidance_embedding_range is not None,
-        needs=lambda run: not run.train.distill.is_regression,
+        needs=lambda run: not run.train.distill.extras,
         remedy="{train.distill.objective=} learns from videos of one guidance scale, and "
         "{model.guidance_embedding_range=} needs many; leave that out, or choose another objective",
     ),

@@ -6,7 +6,6 @@ Shapes: S video tokens, L text tokens, G segments.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megadit.models.networks.clip import texts_as_segments
 from megadit.models.packing.layout import PackLayout, computed
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.loader import build_train_loader, build_validation_loader
-from megadit.train.data.packs.packed_batch import BATCH_TENSORS, PackedBatch
+from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.data.redistribute import redistribute
 
 
@@ -94,24 +93,24 @@ def _announced(read: PackedBatch | None, groups: Groups) -> PackedBatch | None:
         return read
     segments, sample_ids, refused, shapes = description[0]
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
-    return PackedBatch(layout=PackLayout(segments), sample_ids=sample_ids, refused=refused, **empty)
+    return PackedBatch.of_tensors(empty, layout=PackLayout(segments), sample_ids=sample_ids, refused=refused)
 
 
 def _describe(batch: PackedBatch) -> tuple[Any, ...]:
-    shapes = {name: (getattr(batch, name).shape, getattr(batch, name).dtype) for name in BATCH_TENSORS}
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in batch.tensors.items()}
     return batch.layout.segments, batch.sample_ids, batch.refused, shapes
 
 
 def _broadcast(batch: PackedBatch, groups: Groups) -> PackedBatch:
     """The batch of the first rank of a replica, by one collective for all of its tensors."""
-    like = [getattr(batch, name) for name in BATCH_TENSORS]
+    like = [*batch.tensors.values()]
     block = torch.empty(block_bytes(like), dtype=torch.uint8, device=groups.device)
     tensors = unpacked(block, like)
     if groups.copy.rank() == 0:
         for there, here in zip(tensors, like, strict=True):
             there.copy_(here)
     dist.broadcast(block, dist.get_global_rank(groups.copy, 0), group=groups.copy)
-    return replace(batch, **dict(zip(BATCH_TENSORS, tensors, strict=True)))
+    return batch.with_tensors(dict(zip(batch.tensors, tensors, strict=True)))
 
 
 class TrainBatches(SharedBatches):

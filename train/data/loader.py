@@ -240,7 +240,7 @@ def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
         text_dropout=data.text_dropout if training else 0.0,
         prior_text_dropout=data.prior_text_dropout if training else None,
         prior_weight=data.prior_weight,
-        needs_seed=config.train.distill is not None and config.train.distill.is_regression,
+        extras=() if config.train.distill is None else config.train.distill.extras,
         conditioning=parse_kinds(data.conditioning),
         conditioning_dropout=data.conditioning_dropout,
         mixup=data.mixup if training else 0.0,

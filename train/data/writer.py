@@ -207,10 +207,12 @@ def describe_dataset(
 def sample_members(key: str, description: dict[str, Any], tensors: dict[str, Tensor]) -> list[tuple[str, bytes]]:
     """(name, content) of the members of one sample."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return [
-        (f"{key}.json", json.dumps(description, ensure_ascii=False).encode()),
-        (f"{key}.safetensors", safetensors.torch.save(contiguous)),
-    ]
+    return [json_member(key, description), (f"{key}.safetensors", safetensors.torch.save(contiguous))]
+
+
+def json_member(key: str, description: dict[str, Any]) -> tuple[str, bytes]:
+    """(name, content) of the description of one sample."""
+    return f"{key}.json", json.dumps(description, ensure_ascii=False).encode()
 
 
 def write_members(path: Path, members: Iterable[tuple[str, bytes | Path]]) -> None:

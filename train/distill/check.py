@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation
@@ -36,6 +37,7 @@ class Bounds:
     least_spread: float
     most_spread: float
     most_distance: float
+    most_moved: float = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,9 @@ class Comparison:
     """Diversity of the videos of one prompt."""
     distance: float | None
     """Distance from real videos; None without a feature extractor."""
+    moved: float
+    """Half the mean squared distance of a video from the teacher's video of the same noise, as a multiple of the
+    teacher's diversity: 1 for an unrelated video of the same prompt."""
     seen_by: str
     """Name of the feature extractor."""
     count: int
@@ -54,7 +59,8 @@ class Comparison:
     @property
     def text(self) -> str:
         distance = "" if self.distance is None else f", {self.distance:.2f} times its distance from real videos"
-        return f"{self.spread:.2f} times the teacher's diversity{distance} ({self.count} videos; {self.seen_by})"
+        moved = f", {self.moved:.2f} times it from the teacher's videos of the same noise"
+        return f"{self.spread:.2f} times the teacher's diversity{distance}{moved} ({self.count} videos; {self.seen_by})"
 
     def fault(self, bounds: Bounds) -> str | None:
         """Describe the sign of a collapsed student; None if there is none."""
@@ -62,6 +68,8 @@ class Comparison:
             return f"its diversity is not within {bounds.least_spread:g} to {bounds.most_spread:g} times the teacher's"
         if self.distance is not None and not self.distance <= bounds.most_distance:
             return f"its distance from real videos is more than {bounds.most_distance:g} times the teacher's"
+        if not self.moved <= bounds.most_moved:
+            return f"its videos are further than {bounds.most_moved:g} times the teacher's diversity from the teacher's"
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,9 +118,11 @@ def compare(
     store = FeatureStore(folder / "features", window_of(made[0].videos.parts[0].read()[0], None, None))
     evaluation = Evaluation(store=store, real=real, extractors=[seer])
     evaluation.compute_features(made, ALONE)
-    of_teacher, of_student = (spread(store.load(each.videos, seer)[0]) for each in made)
+    teacher_NFD, student_NFD = (store.load(each.videos, seer)[0] for each in made)
+    of_teacher = max(spread(teacher_NFD), NOTHING)
     return Comparison(
-        spread=of_student / max(of_teacher, NOTHING),
+        spread=spread(student_NFD) / of_teacher,
+        moved=spread(torch.cat([teacher_NFD, student_NFD])) / of_teacher,
         distance=None if real is None else _distance(evaluation, made),
         seen_by=seer.name,
         count=2 * len(prompts),

@@ -12,12 +12,10 @@ ends and the previous student is kept.
 With a rank the students are adapters on the teacher's weights, which training holds once.
 """
 
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megadit.infer.commands.tune_sampler import write_defaults
 from megadit.infer.evaluate.extractors import open_extractors
@@ -26,23 +24,22 @@ from megadit.infer.generate.options import refuse
 from megadit.infer.pipeline.adapters import adapted_defaults
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.torch import use_device
-from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.bundle import Bundle, check_single, check_transformer
 from megadit.models.convert.adapters.files import is_adapter, read_adapter, write_adapter
 from megadit.models.shared.cli.command import run_command, run_module
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.shared.files import atomic_directory, write_json
+from megadit.models.shared.files import write_json
 from megadit.models.shared.folder_lock import FolderLock
-from megadit.models.shared.memory import ANYWAY_HELP, check_memory_fits
+from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.train.checkpoints.init_from import UNTRAINED, check_scales
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_layout
-from megadit.train.config.schema import RunConfig
 from megadit.train.dataset.dataset_info import draw_captions
 from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.pairs import DATASET, make_trajectories
+from megadit.train.distill.runs import StageRun, check_memory, publish, write_student
 from megadit.train.distill.stages import (
     REGRESSION_OVERRIDES,
     STAGES,
@@ -52,8 +49,6 @@ from megadit.train.distill.stages import (
     student_settings,
     student_sigmas,
 )
-from megadit.train.plan.hardware import this_machines_memory
-from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 
 REGRESSION_DATA = "pairs"
 """Folder of the data of `regression`, next to the folders of the stages."""
@@ -141,16 +136,6 @@ EXAMPLES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageRun:
-    """The training run of a stage."""
-
-    folder: Path
-    config: RunConfig
-    command: tuple[str, ...]
-    """Arguments of `megadit train`."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit distill`; returns its exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv, is_run=True)
@@ -189,7 +174,7 @@ def _distill(options: DistillOptions) -> None:
     guidance_embedding_range = _embedding_range(options, teacher)
     runs = _runs(options, stages, recipe, teacher, sigmas, guidance_embedding_range)
     if not options.even_if_too_large:
-        _check_memory(runs, options.nproc)
+        check_memory(runs, options.nproc)
     check = _check(options, teacher)
     before = None
     for number, (name, run) in enumerate(zip(stages, runs, strict=True), start=1):
@@ -203,7 +188,7 @@ def _distill(options: DistillOptions) -> None:
             settings = student_settings(
                 STAGES[name].sampler, sigmas, scale, options.noise_scale or teacher.defaults.noise_scale
             )
-            _write(student, teacher, settings)
+            write_student(student, teacher, settings)
         elif options.noise_scale:
             _begin_with(student, options.noise_scale)
         found = check(options.out / "check", student)
@@ -218,7 +203,7 @@ def _distill(options: DistillOptions) -> None:
             )
         before = student
     out = options.out / _result(options)
-    _publish(before, out)
+    publish(before, out)
     how = (
         "without guidance"
         if guidance_embedding_range is None
@@ -376,26 +361,6 @@ def _runs(
     return runs
 
 
-def _check_memory(runs: Sequence[StageRun], ranks: int) -> None:
-    """Raises UserError for a stage that needs far more memory than this machine has."""
-    free = this_machines_memory(ranks)
-    for run in runs:
-        needed = needed_memory(with_recompute(run.config, ranks, free), ranks)
-        check_memory_fits(
-            needed, free, f"a rank of {run.folder.name}, with its teacher,", f"{SMALLER}; so does --adapter_rank"
-        )
-
-
-def _write(student: Path, teacher: Bundle, settings: dict[str, Any]) -> None:
-    """Write the bundle or adapter of a run next to it, with the student's sampling settings."""
-    with atomic_directory(student) as temporary:
-        run_module("megadit.train.checkpoints.to_bundle", str(student.parent), str(temporary))
-        if is_adapter(temporary):
-            write_adapter(temporary, replace(read_adapter(temporary), defaults=settings))
-        else:
-            write_defaults(Bundle.open(temporary), resolve_settings(teacher.defaults, **settings))
-
-
 def _begin_with(student: Path, noise_scale: float) -> None:
     """Change the initial noise scale of a finished student, on which training does not depend."""
     if is_adapter(student):
@@ -404,11 +369,6 @@ def _begin_with(student: Path, noise_scale: float) -> None:
     else:
         bundle = Bundle.open(student)
         write_defaults(bundle, replace(bundle.defaults, noise_scale=noise_scale))
-
-
-def _publish(source: Path, target: Path) -> None:
-    with atomic_directory(target) as temporary:
-        shutil.copytree(source, temporary, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

@@ -43,17 +43,13 @@ class ShardedDenoiser:
     def _pack(self, x_BCTHW: Tensor, conditioning: Conditioning) -> PackedBatch:
         multiple = self._training.config.parallel.sizes.sequence_multiple
         pack = pack_dense(x_BCTHW, conditioning, self._model, multiple)
-        nothing_G = torch.zeros(pack.layout.num_segments, dtype=torch.long, device=self.device)
         return PackedBatch(
             tokens_S1P=pack.tokens_S1P,
             text_L1E=pack.text_L1E,
             layout=pack.layout,
             fps_G=pack.fps_G,
             guidance_G=pack.guidance_G,
-            noise_key_G=nothing_G,
-            seed_key_G=nothing_G,
+            noise_key_G=torch.zeros_like(pack.fps_G, dtype=torch.long),
             loss_weight_G=torch.ones_like(pack.fps_G),
-            own_share_G=torch.ones_like(pack.fps_G),
-            partner_G=nothing_G,
             sample_ids=("",) * pack.layout.num_segments,
         )

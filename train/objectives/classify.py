@@ -34,9 +34,10 @@ def classification_loss(
     class_G = class_index(batch.text_L1E[tensors.first_text_G, 0], vit.config.num_classes)
     entropy_G = F.cross_entropy(logits_GK, class_G, reduction="none")
     objective_G = F.cross_entropy(logits_GK, class_G, reduction="none", label_smoothing=label_smoothing)
-    other_G = class_G[batch.partner_G + torch.arange(len(class_G), device=class_G.device)]
-    of_others_G = F.cross_entropy(logits_GK, other_G, reduction="none", label_smoothing=label_smoothing)
-    objective_G = torch.lerp(of_others_G, objective_G, batch.own_share_G)
+    if "partner" in batch.extra_G:
+        other_G = class_G[batch.extra_G["partner"] + torch.arange(len(class_G), device=class_G.device)]
+        of_others_G = F.cross_entropy(logits_GK, other_G, reduction="none", label_smoothing=label_smoothing)
+        objective_G = torch.lerp(of_others_G, objective_G, batch.extra_G["own_share"])
     return sums_of_samples(batch, objective_G, entropy_G, logits_GK.detach().argmax(-1) != class_G)
 
 

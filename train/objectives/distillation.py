@@ -154,6 +154,25 @@ def distribution_matching(networks: Networks, batch: PackedBatch) -> LossSums:
     return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
 
 
+def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums:
+    """Negative-aware fine-tuning (DiffusionNFT: Zheng et al., arXiv 2509.16117, eq. 5): lambda(sigma)
+    (r |D+ - x0|^2 + (1 - r) |D- - x0|^2), with D+- = D_old +- beta (D - D_old).
+
+    x0 is a video of the policy D_old, the teacher, and r its optimality probability, 0 to 1. D is linear in the
+    velocity, so this is the paper's loss for any parameterization. For r = 1/2 the policy is the minimum; with beta = 1
+    and r = 1 this is the denoising loss.
+    """
+    sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
+    x_S1P, x0_S1P = _noisy(networks, batch, sigma_G), batch.tokens_S1P
+    old_S1P, D_S1P = networks.teacher(batch, x_S1P, sigma_G), networks.model.denoise(batch, x_S1P, sigma_G)
+    step_S1P = networks.config.train.distill.nft_beta * (D_S1P - old_S1P)
+    weight_G, r_G = _loss_weight(networks, sigma_G), batch.extra_G["reward"]
+    positive = weighted_error(batch, old_S1P + step_S1P, x0_S1P, r_G * weight_G)
+    negative = weighted_error(batch, old_S1P - step_S1P, x0_S1P, (1 - r_G) * weight_G)
+    error = weighted_error(batch, D_S1P.detach(), x0_S1P, weight_G).error
+    return LossSums(positive.objective + negative.objective, positive.weighted + negative.weighted, error)
+
+
 DISTILLATION: dict[ObjectiveName, Objective] = {
     "guidance": guidance,
     "progressive": progressive,
@@ -162,6 +181,7 @@ DISTILLATION: dict[ObjectiveName, Objective] = {
     "consistency_limit": consistency_limit,
     "regression": regression,
     "distribution_matching": distribution_matching,
+    "diffusion_nft": diffusion_nft,
 }
 """`train.distill.objective` -> its function, for packs with guidance scales (`with_scale`)."""
 

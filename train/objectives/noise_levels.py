@@ -66,7 +66,8 @@ def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayo
 def initial_noise(batch: PackedBatch, model: DiTConfig) -> Tensor:
     """Initial unit noise [S, 1, P] of sampling with the seeds of the pack's videos: `noise.latent_noise` at the tokens
     of this rank."""
-    tensors = batch.layout.on(batch.seed_key_G.device)
+    seed_key_G = batch.extra_G["seed_key"]
+    tensors = batch.layout.on(seed_key_G.device)
     segment_S, token_S = tensors.segment_of_token_S, tensors.position_in_segment_S
     height_S, width_S = tensors.grid_G3[segment_S, 1:].unbind(-1)
     patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
@@ -77,7 +78,7 @@ def initial_noise(batch: PackedBatch, model: DiTConfig) -> Tensor:
     )
     sides = height_S[:, None] * model.patch_spatial, width_S[:, None] * model.patch_spatial
     position_SK = (t_SK * sides[0] + h_SK) * sides[1] + w_SK
-    key_R = batch.seed_key_G[segment_S].repeat_interleave(len(inner_K3))
+    key_R = seed_key_G[segment_S].repeat_interleave(len(inner_K3))
     noise_RC = normal(key_R, position_SK.flatten(), batch.tokens_S1P.shape[-1] // len(inner_K3), stream=Stream.NOISE)
     return noise_RC.reshape(len(token_S), 1, -1)
 

@@ -55,6 +55,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
     "serve demo": ("megadit.serve.page.demo:main", "open a web page to try prompts; starts a service if none runs"),
     "distill": ("megadit.train.distill.command:main", "distill a bundle into a student of few sampling steps"),
+    "reward": ("megadit.train.reward.command:main", "teach a bundle what a scorer rewards"),
     "tune-sampler": (
         "megadit.infer.commands.tune_sampler:main",
         "find the fewest function evaluations (NFE) that match a model's best quality",
@@ -103,7 +104,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("classify", "similarity"),
     ),
     "make it fast": (
-        *("distill", "tune-sampler", "calibrate-cache", "check-cache", "export"),
+        *("distill", "reward", "tune-sampler", "calibrate-cache", "check-cache", "export"),
         *("benchmark train", "benchmark growth", "benchmark scaling", "benchmark generate"),
     ),
     "serve": (

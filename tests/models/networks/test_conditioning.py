@@ -174,10 +174,7 @@ def batch_of(config, given=()) -> PackedBatch:
         text_L1E=torch.randn(8, 1, 8, generator=generator),
         fps_G=torch.full((3,), 8.0),
         noise_key_G=torch.arange(3),
-        seed_key_G=torch.zeros(3, dtype=torch.long),
         loss_weight_G=torch.ones(3),
-        own_share_G=torch.ones(3),
-        partner_G=torch.zeros(3, dtype=torch.long),
         layout=layout,
         sample_ids=("a", "b", ""),
     )

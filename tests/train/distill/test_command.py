@@ -201,7 +201,7 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
     alike = compare(tmp_path / "check2", bundles[0], bundles[2], prompts)
     assert collapsed.spread == 0 and "its diversity is not within 0.5 to 2" in collapsed.fault(BOUNDS)
     assert alike.spread == 1 and alike.fault(BOUNDS) is None and alike.distance is None
-    far = Comparison(spread=1.0, distance=1.6, seen_by="a judge", count=8)
+    far = Comparison(spread=1.0, distance=1.6, moved=0.1, seen_by="a judge", count=8)
     assert "its distance from real videos is more than 1.5" in far.fault(BOUNDS)
     assert videos_in_memory("", np.zeros((1, 1, 2, 2, 3), np.uint8), ["a"], 8.0).count == 1
 
@@ -281,6 +281,7 @@ def test_students_of_a_told_teacher_are_told(tmp_path, monkeypatch, capsys, more
         raise UserError("this far")
 
     monkeypatch.setattr("megadit.train.distill.command.run_module", run_module)
+    monkeypatch.setattr("megadit.train.distill.runs.run_module", run_module)
     given = ["--recipe", "digits_tiny", "--prompts", str(tmp_path / "prompts.txt"), *more]
     assert main([str(bundle.path), str(tmp_path / "out"), *given]) == 2
     assert "this far" in capsys.readouterr().err
@@ -294,7 +295,7 @@ def test_students_of_a_told_teacher_are_told(tmp_path, monkeypatch, capsys, more
 def test_every_objective_has_a_stage():
     from megadit.train.objectives.distillation import DISTILLATION
 
-    assert STAGES.keys() == DISTILLATION.keys()
+    assert STAGES.keys() == DISTILLATION.keys() - {"diffusion_nft"}, "whose videos have rewards"
 
 
 OF_SAMPLES = {
@@ -321,7 +322,8 @@ def test_what_samples_ask_for_is_not_asked_of_pairs(tmp_path, monkeypatch, is_in
             shutil.copytree(bundle, arguments[1], dirs_exist_ok=True)
 
     monkeypatch.setattr("megadit.train.distill.command.run_module", run_module)
-    found = Comparison(spread=1.0, distance=None, seen_by="", count=4)
+    monkeypatch.setattr("megadit.train.distill.runs.run_module", run_module)
+    found = Comparison(spread=1.0, distance=None, moved=0.1, seen_by="", count=4)
     monkeypatch.setattr("megadit.train.distill.command.compare", lambda *_, **__: found)
     (tmp_path / "prompts.txt").write_text("a cat")
     values = [f"data.{name}={value}" for name, (value, _) in OF_SAMPLES.items()]
@@ -351,9 +353,10 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
 
     def found(folder, teacher, student, prompts, **given):
         compared.append((prompts, given))
-        return Comparison(spread=1.6, distance=1.3, seen_by="a judge", count=4)
+        return Comparison(spread=1.6, distance=1.3, moved=0.1, seen_by="a judge", count=4)
 
     monkeypatch.setattr("megadit.train.distill.command.run_module", run_module)
+    monkeypatch.setattr("megadit.train.distill.runs.run_module", run_module)
     monkeypatch.setattr("megadit.train.distill.command.compare", found)
     monkeypatch.setattr("megadit.train.distill.command.open_extractors", lambda path, device: [path])
     monkeypatch.setattr("megadit.train.distill.command.open_videos", lambda path, count: path)
@@ -425,7 +428,7 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
 
 
 def test_a_stage_that_cannot_fit_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(distill, "this_machines_memory", lambda ranks: 1e5)
+    monkeypatch.setattr("megadit.train.distill.runs.this_machines_memory", lambda ranks: 1e5)
     monkeypatch.setattr(distill, "_check", lambda *_: sys.exit("all is checked"))
     teacher = write_tiny_bundle(tmp_path / "teacher")
     told = [str(teacher.path), str(tmp_path / "out"), "--data", "nowhere", "--recipe", "digits_tiny"]

@@ -31,6 +31,7 @@ OBJECTIVES = {
     "continuous": {"objective": "continuous_consistency", "guidance": 3.0, "tangent_warmup": 3},
     "limit": {"objective": "consistency_limit"},
     "regression": {"objective": "regression", "sigmas": SIGMAS},
+    "nft": {"objective": "diffusion_nft", "nft_beta": 0.3},
     "matching": MATCHING,
     "adversarial": {**MATCHING, "adversarial_weight": 0.3},
 }

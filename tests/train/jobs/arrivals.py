@@ -16,7 +16,7 @@ from layouts import run_config  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.train.data.distribute import SharedBatches, TrainBatches  # noqa: E402
-from megadit.train.data.packs.packed_batch import BATCH_TENSORS, PackedBatch  # noqa: E402
+from megadit.train.data.packs.packed_batch import PackedBatch  # noqa: E402
 from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
 from megadit.train.engine.step import train_step  # noqa: E402
 from megadit.train.engine.validation import _losses, _validation_batches  # noqa: E402
@@ -28,7 +28,7 @@ read = SharedBatches.__next__
 def late(batches):
     """The next micro-batch, whose copy is done when it is waited for."""
     batch = read(batches)
-    tensors = [getattr(batch, name) for name in BATCH_TENSORS]
+    tensors = [*batch.tensors.values()]
     values = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else 0)

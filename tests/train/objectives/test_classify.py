@@ -86,7 +86,7 @@ def test_mixed_samples_learn_the_classes_of_both():
     network, classes = random_network(), [299, 7, 31, None]
     samples = make_samples(classes)
     batch = PackedBatch.concatenate([packed(samples, mixup=1.0), packed(samples[:1], mixup=1.0)])
-    shares = batch.own_share_G.tolist()
+    shares = batch.extra_G["own_share"].tolist()
     assert all(0 < share < 1 for share in shares[:3]) and shares[3:] == [1.0] * (len(shares) - 3)
     objective = 0.0
     for index, share in enumerate(shares[:3]):

@@ -1,23 +1,17 @@
 """What each objective asks of a student, on denoisers whose answers are known."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from megadit.models.configs.config import DiTConfig
 from megadit.models.diffusion.ddpm import ddpm_sigmas
 from megadit.models.diffusion.noise import latent_noise
 from megadit.models.diffusion.parameterization import denoise_packed, parameterization_of
 from megadit.models.networks.dit import WHOLE_NETWORK
 from megadit.models.networks.embeddings import patchify
-from megadit.models.packing.layout import PackLayout
-from megadit.models.packing.segments import Segment
-from megadit.train.config.distill import DistillConfig
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.data.packs.packed_batch import PackedBatch
 from megadit.train.objectives.distillation import (
     DISTILLATION,
     generated,
@@ -26,70 +20,9 @@ from megadit.train.objectives.distillation import (
     sampling_steps,
     student_state,
 )
-from megadit.train.objectives.networks import Networks
 from megadit.train.objectives.noise_levels import draw_sigma
 from megadit.train.objectives.registry import OBJECTIVES
-
-MEAN, DEVIATION = 0.7, 0.5
-MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5, patch_spatial=1)
-
-
-def pack(given=()):
-    """Two samples and padding; every sample has its own noise."""
-    layout = PackLayout.pack([Segment((1, 2, 2), 3, clean=given), Segment((2, 2, 2), 2)], capacity=16, text_capacity=8)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(16, 1, 5, generator=generator) * layout.on("cpu").is_sample_S[:, None, None]
-    return PackedBatch(
-        tokens_S1P=tokens,
-        text_L1E=torch.randn(8, 1, 4, generator=generator),
-        layout=layout,
-        fps_G=torch.tensor([0.0, 8.0, 0.0]),
-        noise_key_G=torch.tensor([11, 22, 0]),
-        seed_key_G=torch.tensor([33, 44, 0]),
-        loss_weight_G=torch.ones(3),
-        own_share_G=torch.ones(3),
-        partner_G=torch.zeros(3, dtype=torch.long),
-        sample_ids=("a", "b", ""),
-    )
-
-
-def sigma_of(batch, sigma_G):
-    return sigma_G[batch.layout.on("cpu").segment_of_token_S][:, None, None]
-
-
-def of_normal(mean, deviation):
-    """The exact denoiser of data that is normal in every number."""
-
-    def denoise(batch, x_S1P, sigma_G):
-        variance = sigma_of(batch, sigma_G) ** 2
-        return (deviation**2 * x_S1P + variance * mean) / (deviation**2 + variance)
-
-    return denoise
-
-
-def networks(
-    objective,
-    student=None,
-    teacher=None,
-    critic=None,
-    *,
-    model=MODEL,
-    discriminator=None,
-    diffusion=None,
-    uncertainty=None,
-    step=1,
-    **settings,
-):
-    distill = DistillConfig(teacher="", objective=objective, **settings)
-    train = SimpleNamespace(seed=1, distill=distill)
-    return Networks(
-        model=SimpleNamespace(denoise=student, uncertainty=uncertainty),
-        config=SimpleNamespace(model=model, diffusion=diffusion or DiffusionConfig(), train=train),
-        teacher=teacher,
-        critic=critic,
-        discriminator=discriminator,
-        step=step,
-    )
+from tests.train.objectives.exact import DEVIATION, MEAN, MODEL, networks, of_normal, pack, sigma_of
 
 
 def loss(objective, *of, batch=None, **settings):
@@ -223,7 +156,7 @@ def test_a_pair_begins_with_the_noise_of_its_seed_and_ends_with_its_video():
         torch.testing.assert_close(x_S1P[tokens], first * patchify(noise, MODEL))
     levels = {sigma.item() for _, sigma_S11 in seen for sigma in sigma_S11.unique()}
     assert levels <= {first, 2.0}
-    other = replace(batch, seed_key_G=batch.seed_key_G + 1)
+    other = replace(batch, extra_G={"seed_key": batch.extra_G["seed_key"] + 1})
     loss("regression", student, None, batch=other, sigmas=(first,))
     assert not torch.equal(seen[-1][0], x_S1P)
 

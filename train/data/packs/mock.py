@@ -109,6 +109,7 @@ class MockLoader:
                 text_LE=torch.randn(text_length, model.crossattn_emb_size, generator=generator),
                 fps=FPS if T > 1 else 0.0,
                 seed=number + index,
+                reward=(number + index) % 5 / 4,
             )
             yield self._with_conditioning(sample, number + index) if self.format.conditioning else sample
 

@@ -4,10 +4,10 @@ Shapes: B samples of one size, C latent channels, T/H/W latent frames, height, w
 E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding included).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -24,14 +24,40 @@ from megadit.train.data.packs.mixup import draw_mixture
 from megadit.train.data.packs.training_sample import TrainingSample
 
 REFUSALS = (
-    "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "no_seed", "odd_size", "too_long",
-    "long_text", "not_finite", "too_large",
+    "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "no_seed", "no_reward", "odd_size",
+    "too_long", "long_text", "not_finite", "too_large",
 )  # fmt: skip
 """Reasons for rejecting samples; `rules` has their descriptions."""
-BATCH_TENSORS = (
-    "tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "seed_key_G", "loss_weight_G", "own_share_G", "partner_G",
-)  # fmt: skip
+_TENSORS = "tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "loss_weight_G"
 """The fields of a `PackedBatch` that are tensors."""
+
+
+class Extra(NamedTuple):
+    """A value of samples that only some objectives read."""
+
+    of: Callable[[TrainingSample], float | None]
+    """Returns the value; None if the sample has none, and is rejected."""
+    dtype: torch.dtype
+    refusal: str
+    """One of `REFUSALS`."""
+    reason: str
+
+
+EXTRAS = {
+    "seed_key": Extra(
+        of=lambda sample: None if sample.seed is None else seed_key(sample.seed),
+        dtype=torch.long,
+        refusal="no_seed",
+        reason="it names no seed; train.distill.objective=regression learns of `prepare trajectories`",
+    ),
+    "reward": Extra(
+        of=lambda sample: sample.reward,
+        dtype=torch.float32,
+        refusal="no_reward",
+        reason="it names no reward; train.distill.objective=diffusion_nft learns of `prepare rollouts`",
+    ),
+}
+"""Name in `PackedBatch.extra_G` -> value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +73,13 @@ class PackedBatch:
     """float32, 0 for images and padding."""
     noise_key_G: Tensor
     """int64 keys of the random draws of each sample (`models/diffusion/noise.py`); 0 for padding."""
-    seed_key_G: Tensor
-    """int64 keys of the seeds of generated videos (`noise.seed_key`); 0 for others and padding."""
     loss_weight_G: Tensor
     """float32 weight of each sample's loss; 1 except for prior samples."""
-    own_share_G: Tensor
-    """float32 mixup weight of each sample; 1 without mixup."""
-    partner_G: Tensor
-    """int64 offset in segments to the mixup partner."""
     sample_ids: tuple[str, ...]
     """Id of each segment's sample, "" for padding."""
+    extra_G: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values that the objective alone reads, by their names in `EXTRAS`, 0 for padding; with mixup `own_share`, the
+    float32 weight of each sample, and `partner`, the int64 offset in segments to its partner."""
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
     """Number of samples that the reader rejected since the last batch, by reason."""
     unreadable_shards: tuple[str, ...] = ()
@@ -84,14 +107,28 @@ class PackedBatch:
             "guidance_G": self.guidance_G,
         }
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the batch by name, those of `extra_G` among them."""
+        return {name: getattr(self, name) for name in _TENSORS} | self.extra_G
+
+    @staticmethod
+    def of_tensors(tensors: Mapping[str, Tensor], **others: Any) -> "PackedBatch":
+        """A batch with these `tensors`, and `others` of its fields."""
+        return PackedBatch(**_fields(tensors), **others)
+
+    def with_tensors(self, tensors: Mapping[str, Tensor], **others: Any) -> "PackedBatch":
+        """The same batch with other tensors, by the names of `tensors`, and `others` of its fields."""
+        return replace(self, **_fields(tensors), **others)
+
     def to(
         self, device: torch.device | str, needs: Sequence[Need] = (), side: SideStream | None = None
     ) -> "PackedBatch":
         """Copy to another device, with the layouts' tensors, asynchronously; after a copy on the stream `side` call
         `arrived`."""
         copy = copy_in_turn if side is None else side.copy
-        tensors = send_with(needs, {name: getattr(self, name) for name in BATCH_TENSORS}, torch.device(device), copy)
-        return replace(self, **tensors, arrival=None if side is None else side.arrival())
+        sent = send_with(needs, self.tensors, torch.device(device), copy)
+        return self.with_tensors(sent, arrival=None if side is None else side.arrival())
 
     def arrived(self) -> "PackedBatch":
         """Make the current stream wait for the copy."""
@@ -133,14 +170,18 @@ class PackedBatch:
             layout=PackLayout.concatenate([pack.layout for pack in packs]),
             fps_G=torch.cat([pack.fps_G for pack in packs]),
             noise_key_G=torch.cat([pack.noise_key_G for pack in packs]),
-            seed_key_G=torch.cat([pack.seed_key_G for pack in packs]),
             loss_weight_G=torch.cat([pack.loss_weight_G for pack in packs]),
-            own_share_G=torch.cat([pack.own_share_G for pack in packs]),
-            partner_G=torch.cat([pack.partner_G for pack in packs]),
+            extra_G={name: torch.cat([pack.extra_G[name] for pack in packs]) for name in packs[0].extra_G},
             sample_ids=tuple(sample_id for pack in packs for sample_id in pack.sample_ids),
             refused=tuple(map(sum, zip(*(pack.refused for pack in packs), strict=True))),
             unreadable_shards=tuple(shard for pack in packs for shard in pack.unreadable_shards),
         )
+
+
+def _fields(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Fields of a `PackedBatch`, from tensors by name."""
+    extra_G = {name: tensor for name, tensor in tensors.items() if name not in _TENSORS}
+    return {name: tensors[name] for name in _TENSORS} | {"extra_G": extra_G}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,8 +200,8 @@ class PackFormat:
     """Loss weight of a prior sample."""
     prior_text_dropout: float | None = None
     """Fraction of prior samples whose text is dropped; None: `text_dropout`."""
-    needs_seed: bool = False
-    """Whether samples must be generated videos with a seed."""
+    extras: tuple[str, ...] = ()
+    """Names in `EXTRAS` of values that samples must have."""
     conditioning: tuple[tuple[str, float], ...] = ()
     """Conditioning modes and fractions of samples; see `conditioning.draw`, also for `conditioning_dropout`."""
     conditioning_dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -203,23 +244,25 @@ class PackFormat:
         num_padding = layout.num_segments - len(samples)
         latents = [_latents(sample, one.part) for sample, one in zip(samples, drawn, strict=True)]
         mixture = draw_mixture(layout.segments, keys, self.mixup)
+        extra_G = {name: self._extra(name, samples, num_padding) for name in self.extras}
+        if self.mixup:
+            extra_G |= {"own_share": mixture.share_G, "partner": mixture.partner_G}
         return PackedBatch(
             tokens_S1P=self._tokens(mixture.of(latents)),
             text_L1E=self._text([one.text_LE for one in drawn], is_read),
             layout=layout,
             fps_G=torch.tensor([sample.fps for sample in samples] + [0.0] * num_padding, dtype=torch.float32),
             noise_key_G=torch.tensor(keys + [0] * num_padding, dtype=torch.long),
-            seed_key_G=torch.tensor(
-                [0 if sample.seed is None else seed_key(sample.seed) for sample in samples] + [0] * num_padding,
-                dtype=torch.long,
-            ),
             loss_weight_G=torch.tensor(
                 [self.prior_weight if sample.is_prior else 1.0 for sample in samples] + [1.0] * num_padding
             ),
-            own_share_G=mixture.share_G,
-            partner_G=mixture.partner_G,
             sample_ids=(*(sample.sample_id for sample in samples), *[""] * num_padding),
+            extra_G=extra_G,
         )
+
+    def _extra(self, name: str, samples: Sequence[TrainingSample], num_padding: int) -> Tensor:
+        values = [EXTRAS[name].of(sample) for sample in samples]
+        return torch.tensor(values + [0] * num_padding, dtype=EXTRAS[name].dtype)
 
     def _draw(self, sample: TrainingSample, key: int) -> Drawn:
         if not self.conditioning:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megadit.models.diffusion.noise import Stream, sample_key, uniform_numbers
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import DataConfig
-from megadit.train.data.packs.packed_batch import PackFormat
+from megadit.train.data.packs.packed_batch import EXTRAS, PackFormat
 from megadit.train.data.packs.training_sample import Frames, TrainingSample
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -59,6 +59,7 @@ class Rules:
             reference_CTHW=None if reference is None else reference[:, :most],
             frames=frames,
             seed=None,  # its noise had the shape of the whole clip
+            reward=None,
         )
 
     def is_read(self, sample: TrainingSample) -> bool:
@@ -96,8 +97,9 @@ class Rules:
         if self.min_aesthetic_score is not None and not (sample.aesthetic_score or 0) >= self.min_aesthetic_score:
             least = f"{self.min_aesthetic_score:g}"
             return "low_score", f"its aesthetic score is below data.min_aesthetic_score, {least}, or missing"
-        if self.format.needs_seed and sample.seed is None:
-            return "no_seed", "it names no seed; train.distill.objective=regression learns of `prepare trajectories`"
+        for extra in (EXTRAS[name] for name in self.format.extras):
+            if extra.of(sample) is None:
+                return extra.refusal, extra.reason
         try:
             num_tokens, text_places = self.format.lengths(sample)
         except UserError as error:

@@ -120,6 +120,7 @@ def training_sample(
         aesthetic_score=description.aesthetic_score,
         is_prior=description.is_prior,
         seed=description.seed,
+        reward=description.reward,
     )
 
 

@@ -72,6 +72,8 @@ class TrainingSample:
     """Whether it is a generated sample for prior preservation (`megadit prepare prior`)."""
     seed: int | None = None
     """Seed of a generated video's initial noise."""
+    reward: float | None = None
+    """Optimality probability of a generated video, 0 to 1 (`megadit prepare rollouts`)."""
     reference_CTHW: Tensor | None = None
     """Source clip of an edit, whose instruction is the text (`megadit prepare edits`)."""
     image_text_LE: Tensor | None = None

@@ -11,7 +11,7 @@ from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.errors import choose_one
 from megadit.train.data.ingest import command as ingest
 from megadit.train.data.ingest.sources.importers import nemo_command
-from megadit.train.data.prepare import drawn, dummy_images, edits, prior
+from megadit.train.data.prepare import drawn, dummy_images, edits, prior, rollouts
 from megadit.train.demos.digits import labelled
 from megadit.train.demos.digits.samples import DIGITS
 from megadit.train.demos.shapes.samples import SHAPES
@@ -24,6 +24,7 @@ SOURCES: dict[str, Callable[[list[str]], int]] = {
     "nemo": nemo_command,
     "prior": prior.command,
     "trajectories": prior.trajectories_command,
+    "rollouts": rollouts.command,
     "edits": edits.command,
 }
 """Source -> its command, called with the arguments after the source's name."""

@@ -14,17 +14,18 @@ Samples are stored as latents, with prompts in turn and sample n from seed n. Un
 among the ranks. After an interruption the same command continues, and writes the same bytes.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megadit.infer.generate.specs import prompt_lines
+from megadit.infer.pipeline.adapters import Scales, scaled_adapters
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.pipeline.results import checkpoint_fingerprint
+from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.sampling.resolve import latent_size, resolve_settings
 from megadit.infer.sampling.samplers import settings_randomness
 from megadit.models.bundle import Bundle
@@ -36,6 +37,7 @@ from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.workers import Shard, Workers, join_workers
 from megadit.train.data.prepare.requests import begin, missing_shards
 from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
+from megadit.train.dataset.dataset_info import DatasetInfo
 
 SHARD_SIZE = 64
 """Samples per shard, which is the unit of work and of progress."""
@@ -72,14 +74,13 @@ TRAJECTORIES = Purpose(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PriorOptions:
+class SampleOptions:
     bundle: str = setting(help="the model: a bundle, or a training directory", positional=True, metavar="BUNDLE")
     out: Path = setting(help="folder to write", positional=True, metavar="OUT")
     prompt: Sequence[str] = setting(
-        (), "prompt that names the class; several take turns", nargs="+", repeated=True, metavar="TEXT"
+        (), "prompt of the samples; several take turns", nargs="+", repeated=True, metavar="TEXT"
     )
     prompt_file: str = setting("", "file with more prompts, one per line", metavar="PATH")
-    count: int = setting(200, "number of samples (default: {default})", above=0)
     seed: int = setting(0, "seed of the first sample; the others count on from it (default: {default})", low=0)
     batch_size: int | None = setting(None, "videos generated at once", above=0)
     device: str = setting("auto", "device: auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
@@ -88,6 +89,11 @@ class PriorOptions:
     settings: PartialSettings = group(
         PartialSettings, "settings of sampling (default: those of the checkpoint)", only=(*OF_PROMPTS, "churn")
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PriorOptions(SampleOptions):
+    count: int = setting(200, "number of samples (default: {default})", above=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +106,9 @@ class Prior:
     count: int
     seed: int
     batch_size: int | None = None
+    adapters: Scales = field(default_factory=dict)
+    describe: Callable[[GeneratedVideo], dict[str, Any]] = lambda video: {}
+    """Returns what the description of a sample says in addition."""
 
     def request(self, bundle: Bundle) -> dict[str, Any]:
         """Settings that determine the bytes of the data set, as JSON values."""
@@ -112,6 +121,7 @@ class Prior:
             "count": self.count,
             "seed": self.seed,
             "settings": settings,
+            **({"adapters": [asdict(adapter) for adapter in scaled_adapters(self.adapters)]} if self.adapters else {}),
         }
 
 
@@ -143,35 +153,54 @@ def _prepare(argv: list[str], purpose: Purpose) -> int:
         settings = replace(settings, noise_scale=1.0)  # regression needs the noise as it was drawn
     prior = Prior(
         purpose=purpose,
-        prompts=_prompts(options),
+        prompts=prompts_of(options),
         settings=settings,
         count=options.count,
         seed=options.seed,
         batch_size=options.batch_size,
     )
+    count = prepare_samples(options, bundle, prior)
+    if count is not None:
+        print(f"{options.out}: {count} samples; {purpose.next}")
+    return 0
+
+
+def prepare_samples(
+    options: SampleOptions, bundle: Bundle, prior: Prior, finish: Callable[[Path], int] | None = None
+) -> int | None:
+    """Write the data set of a request; `finish` may change its shards once all are there, and returns how many samples
+    they have.
+
+    Returns:
+        the number of samples, on the first rank alone.
+
+    Raises:
+        UserError: for a folder that holds something else, or settings that the model cannot sample.
+    """
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     latent_size(prior.settings, bundle.config, tokenizer)  # raises for an unsupported size before anything is written
     with join_workers(Shard()) as workers:
         if workers.is_first:
             request = prior.request(bundle)
-            begin(options.out, purpose.request_file, request, overwrite=options.overwrite)
+            begin(options.out, prior.purpose.request_file, request, overwrite=options.overwrite)
         workers.wait()
-        if not is_prepared(options.out):
-            pipeline = TextToVideo.from_pretrained(
-                bundle,
-                device=str(workers.device) if options.device == "auto" else options.device,
-                dtype=options.dtype,
-                tokenizer=tokenizer,
-                text_encoder=text_encoder,
-            )
-            write_shards(options.out, pipeline, prior, workers)
-            workers.wait()
-            if workers.is_first:
-                write_encoders(options.out, tokenizer, text_encoder)
-                describe_dataset(options.out, tokenizer, text_encoder, {"train": prior.count, "val": 0})
-        if workers.is_first:
-            print(f"{options.out}: {prior.count} samples; {purpose.next}")
-    return 0
+        if is_prepared(options.out):
+            return DatasetInfo.read(options.out).num_samples["train"] if workers.is_first else None
+        pipeline = TextToVideo.from_pretrained(
+            bundle,
+            device=str(workers.device) if options.device == "auto" else options.device,
+            dtype=options.dtype,
+            tokenizer=tokenizer,
+            text_encoder=text_encoder,
+        )
+        write_shards(options.out, pipeline, prior, workers)
+        workers.wait()
+        if not workers.is_first:
+            return None
+        count = prior.count if finish is None else finish(options.out)
+        write_encoders(options.out, tokenizer, text_encoder)
+        describe_dataset(options.out, tokenizer, text_encoder, {"train": count, "val": 0})
+        return count
 
 
 def _check_ode(settings: SamplingSettings) -> None:
@@ -183,7 +212,7 @@ def _check_ode(settings: SamplingSettings) -> None:
         )
 
 
-def _prompts(options: PriorOptions) -> list[str]:
+def prompts_of(options: SampleOptions) -> list[str]:
     lines = prompt_lines(options.prompt_file)
     if any(len(line) > 1 for line in lines):
         raise UserError(
@@ -207,7 +236,7 @@ def _members(pipeline: TextToVideo, prior: Prior, numbers: range, bar: Progress)
     prompts = [prior.prompts[number % len(prior.prompts)] for number in numbers]
     seeds = [prior.seed + number for number in numbers]
     settings = prior.settings
-    videos = pipeline.stream(prompts, settings, seeds=seeds, batch_size=prior.batch_size)
+    videos = pipeline.stream(prompts, settings, seeds=seeds, batch_size=prior.batch_size, adapters=prior.adapters)
     for number, video in zip(numbers, videos, strict=True):
         text = pipeline.text_encoder.encode([video.prompt])
         text_LE = text.features_BLE[0, : text.length_B[0]]
@@ -219,6 +248,7 @@ def _members(pipeline: TextToVideo, prior: Prior, numbers: range, bar: Progress)
             "fps": settings.fps if settings.num_frames > 1 else 0.0,
             "seed": prior.seed + number,
         } | ({"prior": True} if prior.purpose.is_prior else {})
+        description |= prior.describe(video)
         tensors = {"latent": video.latents_CTHW.half()} | ({"text": text_LE.cpu().half()} if len(text_LE) else {})
         yield from sample_members(f"{prior.purpose.name}-{prior.seed + number:08d}", description, tensors)
         bar.advance(1)

@@ -133,7 +133,7 @@ def test_the_noise_of_a_seed_is_what_a_student_begins_with(bundle, tmp_path):
         samples.append(decode(crude | {"__key__": name, "__occurrence__": 0}))
     assert [each.seed for each in samples] == [7, 8, 9] and not any(each.is_prior for each in samples)
     samples.insert(1, replace(samples[0], latent_CTHW=samples[0].latent_CTHW[:, :1, :4], seed=11))
-    format = PackFormat(model=MODEL, seq_length=112, text_seq_length=40, seed=1, text_dropout=0.0, needs_seed=True)
+    format = PackFormat(model=MODEL, seq_length=112, text_seq_length=40, seed=1, text_dropout=0.0, extras=("seed_key",))
     pack, start = format.pack(samples), 0
     noise_S1P = initial_noise(pack, MODEL)
     for each in samples:

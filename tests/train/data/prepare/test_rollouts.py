@@ -1,0 +1,155 @@
+"""`megadit prepare rollouts`: a policy's videos, their scores and rewards; scorers that fail."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megadit.models.bundle import write_bundle
+from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.networks.dit import DiT
+from megadit.models.networks.initialize import initialize_
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+from megadit.train.data.packs.samples import decode
+from megadit.train.data.prepare import command as prepare
+from megadit.train.data.prepare import prior, rollouts
+from megadit.train.data.prepare.rollouts import SCORES_FILE, rewards
+from megadit.train.dataset.dataset_info import DatasetInfo, iter_descriptions
+from tests.train.data.prepare.test_prior import MODEL, members, shards
+
+SCORER = """
+import os, time
+BETTER = {"bright": "higher"}
+started = time.time()
+def score(video, prompt):
+    if prompt == "hang" and video.mean() > 0:
+        time.sleep(600)
+    if prompt == "crash":
+        os._exit(3)
+    if prompt == "raise":
+        raise ValueError("no")
+    if prompt == "nan":
+        return {"bright": float("nan")}
+    return {"bright": 0.5 if prompt == "equal" else float(video.mean()), "dark": -float(video.mean())}
+"""
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bundle") / "tiny"
+    write_bundle(
+        path,
+        config=MODEL,
+        state_dict=initialize_(DiT(MODEL), seed=0).state_dict(),
+        tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=MODEL.sigma_data),
+        text_encoder=HashedWordEncoder(dim=MODEL.crossattn_emb_size),
+        defaults=SamplingSettings(num_steps=2, guidance=1.0, num_frames=5, height=16, width=16, fps=8),
+    )
+    return path
+
+
+@pytest.fixture
+def make(bundle, tmp_path):
+    (tmp_path / "scorer").mkdir()
+    (tmp_path / "scorer" / "scorer.py").write_text(SCORER)
+
+    def run(*more, prompts=("a dog", "a cat"), out="out", code=0):
+        argv = ["rollouts", str(bundle), str(tmp_path / out), "--scorer_dir", str(tmp_path / "scorer")]
+        assert prepare.main([*argv, "--prompt", *prompts, "--group_size", "3", "--scorer_seconds", "2", *more]) == code
+        return tmp_path / out
+
+    return run
+
+
+def test_samples_have_rewards_relative_to_their_group(make):
+    out = make("--reward", "bright=2", "dark=0.5")
+    found = [*iter_descriptions(out, "train")]
+    assert [each.caption for each in found] == ["a dog"] * 3 + ["a cat"] * 3
+    scores = [json.loads(content)["scores"] for name, content in members(out).items() if name.endswith("json")]
+    weighted = [2 * each["bright"] + 0.5 * each["dark"] for each in scores]
+    assert [each.reward for each in found] == rewards(weighted, 3) and len({each.reward for each in found}) > 2
+    told = json.loads((out / SCORES_FILE).read_text())
+    assert told["videos"] == told["rewarded"] == 6 and told["score"] == pytest.approx(np.mean(weighted))
+    crude = {name.partition(".")[2]: content for name, content in members(out).items() if "00000004" in name}
+    assert decode(crude | {"__key__": "a", "__occurrence__": 0}).reward == found[4].reward
+
+
+def test_failures_cost_their_videos_and_not_the_run(make, capfd):
+    out = make(prompts=("a dog", "crash", "hang", "raise", "nan", "equal"))
+    told = json.loads((out / SCORES_FILE).read_text())
+    assert (told["videos"], told["rewarded"]) == (18, 6) and DatasetInfo.read(out).num_samples["train"] == 6
+    assert {each.caption for each in iter_descriptions(out, "train")} == {"a dog", "equal"}
+    said = capfd.readouterr().err
+    assert said.count("has ended on a video of 'crash'") == 3 and said.count("took more than 2 s") == 3
+    assert "ValueError: no" in said and "finite numbers" in said
+
+
+def test_a_run_in_which_all_fail_ends(make, capfd):
+    make(prompts=("crash",), code=2)
+    assert "none of 3 videos has a reward: the scorers must return bright" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("moment", ["before any shard is changed", "after one"])
+def test_an_interrupted_command_goes_on_to_the_same_bytes(make, monkeypatch, moment):
+    monkeypatch.setattr(prior, "SHARD_SIZE", 4)
+    expected = shards(make(out="whole"))
+    written, write = [], rollouts.write_members
+
+    def stop(path, members):
+        if len(written) == (moment == "after one"):
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, members)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rollouts, "write_members", stop)
+        make(code=130)
+    assert shards(make()) == expected
+
+
+def test_rewards():
+    assert rewards([1.0, 0.0, 1.0, 1.0], 2) == pytest.approx([1.0, 0.0, 0.5, 0.5])
+    assert rewards([5.0] * 4, 2) == [0.5] * 4
+    assert rewards([1.0, None, None, 3.0, 2.0, 1.0], 3) == [None, None, None, 1.0, 0.5, pytest.approx(0.0, abs=1e-9)]
+    scores = np.random.default_rng(0).normal(size=(50, 8))
+    found = np.reshape(rewards(scores.flatten().tolist(), 8), (50, 8))
+    assert (found >= 0).all() and (found <= 1).all() and abs(found.mean() - 0.5) < 0.02
+    assert (found.argsort(1) == scores.argsort(1)).mean() > 0.9
+
+
+@pytest.mark.parametrize("weight", ["bright", "bright=much", "=1", "bright=nan"])
+def test_a_weight_is_a_number(make, weight, capsys):
+    assert not make("--reward", weight, code=2).exists()
+    assert "write NAME=WEIGHT" in capsys.readouterr().err
+
+
+def test_every_option_reaches_the_samples(make, tmp_path, monkeypatch, capfd):
+    (tmp_path / "watched").mkdir()
+    (tmp_path / "watched" / "scorer.py").write_text("def score(video, prompt):\n    return {'frames': len(video)}")
+    (tmp_path / "prompts.txt").write_text("a bird\n")
+    more = [
+        "--prompt_file",
+        str(tmp_path / "prompts.txt"),
+        "--seed",
+        "7",
+        "--batch_size",
+        "2",
+        "--num_video_frames",
+        "1",
+    ]
+    out = make(*more, "--watch_dir", str(tmp_path / "watched"), "--device", "cpu", "--dtype", "float32")
+    assert json.loads((out / SCORES_FILE).read_text())["means"]["frames"] == 1
+    found = [*iter_descriptions(out, "train")]
+    assert len(found) == 9 and found[-1].caption == "a bird" and found[0].seed == 7 and found[0].num_frames == 1
+    assert prepare.main(["rollouts", "x", str(out), "--prompt", "a"]) == 2
+    assert "give --scorer_dir DIR" in capfd.readouterr().err
+    asked = []
+    monkeypatch.setattr(rollouts, "prepare_samples", lambda options, bundle, prior, finish: asked.append(prior))
+    sampling = ["--sampler", "heun", "--num_steps", "5", "--guidance", "3", "--height", "24", "--width", "32"]
+    sampling += ["--fps", "4", "--negative_prompt", "a fish", "--eta", "0", "--churn", "2", "--adapter", "mine"]
+    make(*sampling, "--overwrite")
+    (settings,) = (each.settings for each in asked)
+    assert (settings.sampler, settings.num_steps, settings.guidance, settings.height) == ("heun", 5, 3, 24)
+    assert (settings.width, settings.fps, settings.negative_prompt, settings.churn) == (32, 4, "a fish", 2)
+    assert asked[0].adapters == {"mine": 1.0} and settings.eta == 0

@@ -1,0 +1,1 @@
+"""`megadit reward`: post-training of a bundle by rewards."""
