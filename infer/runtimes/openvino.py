@@ -1,5 +1,6 @@
 """Exported networks under OpenVINO, on the CPU, in float32."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -96,11 +97,12 @@ class OpenVinoNetworks:
 
 
 def load_openvino():
-    """The library.
+    """The library, without `openvino_telemetry`, by which it would report each import to its makers.
 
     Raises:
         UserError: if it is missing.
     """
+    sys.modules.setdefault("openvino_telemetry", None)  # cannot be imported then, and openvino has a stub for that
     try:
         import openvino
     except (ImportError, OSError):

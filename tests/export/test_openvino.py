@@ -1,6 +1,8 @@
 """An export under OpenVINO: torch's videos at all sizes by two compiled graphs, and one line for what it cannot run."""
 
+import os
 import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -17,11 +19,14 @@ from megadit.infer.generate import command as generate
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.load import EXPORTED, open_exported
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
-from megadit.infer.runtimes.openvino import OpenVinoNetwork
+from megadit.infer.runtimes.openvino import OpenVinoNetwork, load_openvino
 from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 
-openvino = pytest.importorskip("openvino", reason="openvino is not installed (megadit[openvino])")
+try:
+    openvino = load_openvino()
+except UserError as missing:
+    pytest.skip(str(missing), allow_module_level=True)
 CPU = torch.device("cpu")
 ONE_TOKEN, USUAL = (1, 4, 4), (9, 16, 32)
 
@@ -40,6 +45,30 @@ def video(bundle, size, runtime="openvino", pipeline=None):
     frames, height, width = size
     (made,) = pipeline(["a red seven"], seeds=3, num_frames=frames, height=height, width=width, num_steps=1)
     return made.video.astype(int)
+
+
+REPORTED = """
+import socket
+socket.socket.connect = lambda self, place: print("connects to", place)
+{first}
+import openvino, sys, time
+time.sleep(1)
+print("reports" if sys.modules.get("openvino_telemetry") else "is silent")
+"""
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["here", "by itself, the control"])
+def test_nobody_is_told_that_it_is_used(tmp_path, is_ours):
+    first = "from megadit.infer.runtimes.openvino import load_openvino; load_openvino()" if is_ours else ""
+    found = subprocess.run(
+        [sys.executable, "-c", REPORTED.format(first=first)],
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "is silent" if is_ours else found.stdout.endswith("reports\n")
+    assert is_ours == (not (tmp_path / "intel").exists())
 
 
 def test_it_passes_the_gate_of_the_graphs(compared):
