@@ -59,8 +59,8 @@ class Comparison:
     @property
     def text(self) -> str:
         distance = "" if self.distance is None else f", {self.distance:.2f} times its distance from real videos"
-        moved = f", {self.moved:.2f} times it from the teacher's videos of the same noise"
-        return f"{self.spread:.2f} times the teacher's diversity{distance}{moved} ({self.count} videos; {self.seen_by})"
+        moved = f", moved by {self.moved:.2f} of that diversity"
+        return f"{self.spread:.2f} times the teacher's diversity{moved}{distance} ({self.count} videos; {self.seen_by})"
 
     def fault(self, bounds: Bounds) -> str | None:
         """Describe the sign of a collapsed student; None if there is none."""
