@@ -90,7 +90,6 @@ SHORT = {
     "train/engine/cpu_memory.py": "a switch of the allocator",
     "train/data/ingest/clips/motion.py": "a measure, free of torch",
     "train/demos/digits/samples.py": "a data set, written like that of shapes",
-    "train/demos/shapes/samples.py": "a data set, written like that of digits",
     "train/data/ingest/clips/flow.py": "imports torch, which a scan otherwise does without",
     "serve/forms.py": "shared by the gateway and the page",
     "serve/repository/model_files.py": "shared by repositories of videos and of features",

@@ -145,12 +145,17 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def load(verb: str):
-    """The function behind a verb.
+    """The function behind a verb; raises UserError as `load_function`."""
+    return load_function(VERBS[verb][0], verb)
+
+
+def load_function(reference: str, verb: str):
+    """The function that `module:function` names.
 
     Raises:
-        UserError: if a library that this verb needs is not installed.
+        UserError: if a library that `megadit VERB` needs is not installed.
     """
-    module, _, function = VERBS[verb][0].partition(":")
+    module, _, function = reference.partition(":")
     try:
         return getattr(import_module(module), function)
     except ModuleNotFoundError as error:

@@ -317,11 +317,6 @@ def _is_ours(notes: Notes) -> bool:
     return notes.settings.is_file() or is_prepared(notes.root)
 
 
-def commands() -> dict[str, Callable[[list[str]], int]]:
-    """Source -> its command."""
-    return {kind: partial(prepare_command, kind) for kind in KINDS}
-
-
 def _settings(options: Options, notes: Notes) -> Settings:
     """Settings with the given sizes, or else the default size."""
     common, sizes = options.common, _named_sizes(options.common, notes) or ((USUAL_SIDE, USUAL_SIDE),)

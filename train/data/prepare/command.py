@@ -4,30 +4,26 @@ megadit prepare digits runs/digits/dataset
 """
 
 import sys
-from collections.abc import Callable
-from functools import partial
 
 from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.verbs import load_function
 from megadit.models.shared.errors import choose_one
-from megadit.train.data.ingest import command as ingest
-from megadit.train.data.ingest.sources.importers import nemo_command
-from megadit.train.data.prepare import drawn, dummy_images, edits, prior, rollouts
-from megadit.train.demos.digits import labelled
-from megadit.train.demos.digits.samples import DIGITS
-from megadit.train.demos.shapes.samples import SHAPES
 
-SOURCES: dict[str, Callable[[list[str]], int]] = {
-    **{each.name: partial(drawn.command, each) for each in (DIGITS, SHAPES)},
-    **{each.name: partial(labelled.command, each) for each in labelled.SOURCES},
-    "dummy_images": dummy_images.command,
-    **ingest.commands(),
-    "nemo": nemo_command,
-    "prior": prior.command,
-    "trajectories": prior.trajectories_command,
-    "rollouts": rollouts.command,
-    "edits": edits.command,
+_LABELLED = "digit_classes", "digit_captions", "digit_clips", "digit_images", "digit_images_64"
+_INGESTED = "videos", "images", "webdataset", "hf", "butterfly"
+SOURCES: dict[str, str] = {
+    "digits": "megadit.train.demos.digits.samples:command",
+    **dict.fromkeys(_LABELLED, "megadit.train.demos.digits.labelled:command"),
+    "shapes": "megadit.train.demos.shapes.samples:command",
+    "dummy_images": "megadit.train.data.prepare.dummy_images:command",
+    **dict.fromkeys(_INGESTED, "megadit.train.data.ingest.command:prepare_command"),
+    "nemo": "megadit.train.data.ingest.sources.importers:command",
+    "prior": "megadit.train.data.prepare.prior:command",
+    "trajectories": "megadit.train.data.prepare.prior:command",
+    "rollouts": "megadit.train.data.prepare.rollouts:command",
+    "edits": "megadit.train.data.prepare.edits:command",
 }
-"""Source -> its command, called with the arguments after the source's name."""
+"""Source -> module:function, called with the source and the arguments after it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +42,8 @@ def _prepare(argv: list[str]) -> int:
         print("\n`megadit prepare SOURCE --help` describes one of them.")
         return 0
     source, *rest = argv
-    return SOURCES[choose_one(source, SOURCES, f"unknown source {source!r}")](rest)
+    choose_one(source, SOURCES, f"unknown source {source!r}")
+    return load_function(SOURCES[source], f"prepare {source}")(source, rest)
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ class DrawnOptions:
 
 
 def command(drawn: Drawn, argv: list[str]) -> int:
-    """`megadit prepare NAME OUT`."""
+    """Runs `megadit prepare` for a synthetic data set."""
     options = read_options(DrawnOptions, argv, prog=f"megadit prepare {drawn.name}", description=drawn.description)
     if is_done(options.out, overwrite=options.overwrite):
         return 0

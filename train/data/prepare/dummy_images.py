@@ -82,12 +82,12 @@ class DummyImagesOptions:
     overwrite: bool = setting(False, "replace a finished folder")
 
 
-def command(argv: list[str]) -> int:
+def command(source: str, argv: list[str]) -> int:
     """Run `megadit prepare dummy_images`; under torchrun the first rank alone writes."""
     options = read_options(
         DummyImagesOptions,
         argv,
-        prog="megadit prepare dummy_images",
+        prog=f"megadit prepare {source}",
         description="Pictures of random colours, captioned.",
     )
     if os.environ.get("RANK", "0") != "0":

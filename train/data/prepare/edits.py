@@ -80,12 +80,12 @@ class Edit:
         return "image" if self.after.suffix.lower() in IMAGES else "video"
 
 
-def command(argv: list[str]) -> int:
+def command(source: str, argv: list[str]) -> int:
     """Runs `megadit prepare edits`."""
     options = read_options(
         EditsOptions,
         argv,
-        prog="megadit prepare edits",
+        prog=f"megadit prepare {source}",
         description="Clips or images before and after edits, with the instruction that leads from one to the other.",
     )
     tokenizer, text_encoder = load_tokenizer(options.tokenizer), load_text_encoder(options.text_encoder)

@@ -132,17 +132,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 
-def command(argv: list[str]) -> int:
-    """Runs `megadit prepare prior`."""
-    return _prepare(argv, PRIOR)
+PURPOSES = {each.name: each for each in (PRIOR, TRAJECTORIES)}
 
 
-def trajectories_command(argv: list[str]) -> int:
-    """Runs `megadit prepare trajectories`."""
-    return _prepare(argv, TRAJECTORIES)
-
-
-def _prepare(argv: list[str], purpose: Purpose) -> int:
+def command(source: str, argv: list[str]) -> int:
+    """Runs `megadit prepare` for one of `PURPOSES`."""
+    purpose = PURPOSES[source]
     prog = f"megadit prepare {purpose.name}"
     about = {"description": purpose.description, "examples": (f"{prog} bundle data/made --prompt robot --count 200",)}
     options = read_options(PriorOptions, argv, groups=GROUPS, prog=prog, **about)

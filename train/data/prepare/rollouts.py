@@ -61,7 +61,7 @@ class RolloutOptions(SampleOptions):
     adapter: str | None = setting(None, "adapter that is attached to the model", metavar="PATH")
 
 
-def command(argv: list[str]) -> int:
+def command(source: str, argv: list[str]) -> int:
     """Runs `megadit prepare rollouts`."""
     groups = GROUPS | {
         "most used": ("prompt", "prompt_file", "group_size", "scorer_dir", "reward", "seed", "overwrite"),
@@ -69,7 +69,7 @@ def command(argv: list[str]) -> int:
     }
     example = "megadit prepare rollouts bundle data/rollouts --prompt_file prompts.txt --scorer_dir my_scorer"
     about = {"description": ROLLOUTS.description, "examples": (example,)}
-    options = read_options(RolloutOptions, argv, groups=groups, prog="megadit prepare rollouts", **about)
+    options = read_options(RolloutOptions, argv, groups=groups, prog=f"megadit prepare {source}", **about)
     if not options.scorer_dir:
         raise UserError("there is nothing to reward: give --scorer_dir DIR, a folder with a scorer.py")
     bundle = open_bundle(options.bundle)

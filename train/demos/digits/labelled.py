@@ -189,7 +189,7 @@ LATENTS = tuple(
     )
     for name, zoom, side in (("digit_images", 1, 32), ("digit_images_64", 2, 64))
 )
-SOURCES = (CLASSES, CAPTIONS, CLIPS, *LATENTS)
+SOURCES = {each.name: each for each in (CLASSES, CAPTIONS, CLIPS, *LATENTS)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,8 +200,9 @@ class ImagesOptions:
     overwrite: bool = setting(False, "replace a finished folder")
 
 
-def command(images: Images, argv: list[str]) -> int:
-    """`megadit prepare NAME OUT`."""
+def command(source: str, argv: list[str]) -> int:
+    """Runs `megadit prepare` for one of `SOURCES`."""
+    images = SOURCES[source]
     options = read_options(ImagesOptions, argv, prog=f"megadit prepare {images.name}", description=images.description)
     if not is_done(options.out, overwrite=options.overwrite):
         prepare_images(images, options.out, num_images=options.num_images, seed=options.seed)

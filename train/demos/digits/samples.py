@@ -3,6 +3,7 @@
 import torch
 
 from megadit.train.data.prepare.drawn import Drawing, Drawn
+from megadit.train.data.prepare.drawn import command as drawn_command
 from megadit.train.demos.digits import data as digits
 
 
@@ -24,3 +25,8 @@ DIGITS = Drawn(
     draw=_draw,
     channels=32,
 )
+
+
+def command(source: str, argv: list[str]) -> int:
+    """Runs `megadit prepare digits`."""
+    return drawn_command(DIGITS, argv)

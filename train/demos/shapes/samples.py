@@ -3,6 +3,7 @@
 import torch
 
 from megadit.train.data.prepare.drawn import Drawing, Drawn
+from megadit.train.data.prepare.drawn import command as drawn_command
 from megadit.train.demos.shapes import data as shapes
 
 
@@ -33,3 +34,8 @@ SHAPES = Drawn(
     spatial_compression=16,
     chunk=50,  # larger ones are given back to the system, page by page
 )
+
+
+def command(source: str, argv: list[str]) -> int:
+    """Runs `megadit prepare shapes`."""
+    return drawn_command(SHAPES, argv)

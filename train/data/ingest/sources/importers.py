@@ -241,8 +241,9 @@ class NemoOptions:
     overwrite: bool = setting(False, "replace a finished folder")
 
 
-def nemo_command(argv: list[str]) -> int:
-    options = read_options(NemoOptions, argv, prog="megadit prepare nemo", description=__doc__.splitlines()[0])
+def command(source: str, argv: list[str]) -> int:
+    """Runs `megadit prepare nemo`."""
+    options = read_options(NemoOptions, argv, prog=f"megadit prepare {source}", description=__doc__.splitlines()[0])
     if not options.source.is_dir():
         raise UserError(f"{options.source} is not a folder")
     if is_done(options.out, overwrite=options.overwrite):
