@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megadit.infer.commands import calibrate_cache
@@ -322,6 +323,7 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
     monkeypatch.setattr(
         calibrate_cache.TextToVideo, "from_pretrained", lambda bundle, **how: notes.append(how) or Pipeline()
     )
+    monkeypatch.setattr(calibrate_cache, "use_device", lambda name: torch.device("cpu:0" if name == "auto" else name))
     monkeypatch.setattr(calibrate_cache.LPIPS, "load", notes.append)
     monkeypatch.setattr(calibrate_cache, "calibrate", calibrate)
     monkeypatch.setattr(calibrate_cache, "bundle_plans", lambda bundle, measure: notes.append(measure))

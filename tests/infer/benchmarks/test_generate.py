@@ -61,6 +61,7 @@ def test_options_reach_what_is_timed(bundle_dir, monkeypatch):
     asked = []
     monkeypatch.setattr(benchmark_generate, "load_pipelines", load_pipelines)
     monkeypatch.setattr(benchmark_generate, "measure", measure)
+    monkeypatch.setattr(benchmark_generate, "use_device", lambda name: f"the device {name}")
 
     def timed(*more):
         asked.clear()

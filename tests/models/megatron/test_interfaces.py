@@ -95,13 +95,13 @@ def test_whoever_joins_ranks_names_the_interface(monkeypatch):
     """Training, preparing, sampling: gloo reads it when the process group is made."""
     for name, value in {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "first"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what is set below is taken back
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(interfaces, "interface_towards", lambda host: f"towards {host}")
     found = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend: found.append(os.environ["GLOO_SOCKET_IFNAME"]))
     join_ranks("gloo")
     assert found == ["towards first"]
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
 def test_a_port_that_is_taken_is_told_in_one_line(monkeypatch):
