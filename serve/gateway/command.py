@@ -105,10 +105,14 @@ def serve(gateway: Gateway, listening: socket.socket, door: Door, *, drain_secon
     signal.signal(signal.SIGUSR1, lambda *_: gateway.runner.pause())
     signal.signal(signal.SIGUSR2, lambda *_: gateway.runner.resume())
     web.start()
+    was_paused = False
     while not notified.wait(0.5):
         if not web.is_alive():
             log("the web server ended by itself")
             return 1
+        if was_paused != gateway.runner.is_paused:
+            was_paused = not was_paused
+            log("paused" if was_paused else "resumed")
     log("gateway drains")
     gateway.stop(drain_seconds)
     server.should_exit = True

@@ -111,6 +111,10 @@ class Runner:
         """Starts no job until `resume`; running jobs continue, new ones wait in the queue."""
         self._paused.set()
 
+    @property
+    def is_paused(self) -> bool:
+        return self._paused.is_set()
+
     def resume(self) -> None:
         self._paused.clear()
         self._news.set()

@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -54,8 +53,7 @@ def test_another_bundle_is_served_and_no_job_is_lost(serve_up, bundle_dir, retra
     build(retrained_dir, models)
     command = [sys.executable, "-m", "megadit.models.shared.cli.verbs", "serve", "up", str(models), "--drain"]
     drain = subprocess.Popen([*command, f"--port={service.port}"])
-    eventually(lambda: "starts no new jobs" in (service.folder / "log").read_text(), report=service.log)
-    time.sleep(1.0)  # until the gateway was told
+    eventually(lambda: '"paused"' in (service.folder / "log").read_text(), report=service.log)
     during = [service.create(**SHORT) for _ in range(3)]
     assert {service.status(each) for each in during} == {"queued"}, "taken, and not begun"
     eventually(lambda: drain.poll() is not None, report=service.log)
