@@ -105,11 +105,11 @@ def compare_learning(folder: Path, seeds: int) -> None:
     write_clips(folder / "data", shortest=4, longest=256, side=2)
     off = []
     for seed in range(seeds):
-        found = [validation_loss(folder / "data", folder / f"{seed}-{how}", how, seed) for how in ("work", "none")]
+        found = [validation_loss(folder / "data", folder / f"{seed}-{how}", how, seed) for how in ("work", "tokens")]
         off.append(found[0] - found[1])
-        print(f"seed {seed}: validation loss {found[0]:.4f} with work, {found[1]:.4f} with none", flush=True)
+        print(f"seed {seed}: validation loss {found[0]:.4f} with work, {found[1]:.4f} with tokens", flush=True)
     half = 1.96 * stdev(off) / math.sqrt(seeds)
-    print(f"work less none: {mean(off):+.4f} +- {half:.4f} (95 %, {seeds} pairs)")
+    print(f"work less tokens: {mean(off):+.4f} +- {half:.4f} (95 %, {seeds} pairs)")
 
 
 def main(argv: list[str]) -> int:
@@ -121,11 +121,11 @@ def main(argv: list[str]) -> int:
         data, pairs = Path(folder, "data"), []
         write_clips(data, shortest=SHORTEST, longest=LONGEST, side=8)
         for number in range(options.rounds):
-            runs = [(Path(folder, f"{number}-{balance}"), balance) for balance in ("work", "none")]
+            runs = [(Path(folder, f"{number}-{balance}"), balance) for balance in ("work", "tokens")]
             pairs.append([time_and_work(data, out, balance, options.steps) for out, balance in runs])
             measured, promised = (pairs[-1][0][index] / pairs[-1][1][index] for index in range(2))
             print(f"pair {number}: time {measured:.3f}, work of the busiest rank {promised:.3f}", flush=True)
-    measured, promised = (median(work[index] / none[index] for work, none in pairs) for index in range(2))
+    measured, promised = (median(work[index] / tokens[index] for work, tokens in pairs) for index in range(2))
     share = (1 - measured) / (1 - promised)
     print(f"time of a step {measured:.3f}, the arithmetic {promised:.3f}: {share:.0%} of what it promises")
     return 0

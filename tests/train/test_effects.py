@@ -149,7 +149,7 @@ EFFECTS = {
     "data.global_batch_size": told("4"),
     "data.num_workers": told("2", *REAL),
     "data.packing_buffer_size": told("2", *REAL),
-    "data.balance": told("none", *REAL, "data.packing_buffer_size=40"),
+    "data.balance": told("tokens", *REAL, "data.packing_buffer_size=40"),
     "data.shuffle_buffer_size": told("1", *REAL),
     "data.text_dropout": told("0.9"),
     "data.prior_weight": told("0.5", *PRIOR),

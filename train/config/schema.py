@@ -23,7 +23,7 @@ Fp8 = Literal["none", "e4m3", "hybrid"]
 Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
 MatmulPrecision = Literal["ieee", "tf32", "bf16"]
 BasePrecision = Literal["same", "int8"]
-Balance = Literal["work", "step", "none"]
+Balance = Literal["work", "step", "tokens"]
 OptimizerName = Literal["adamw", "muon"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
 DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
@@ -59,7 +59,8 @@ class DataConfig:
     balance: Balance = setting("work")
     """Order of packs: `work`, those of equal floating-point operations at the same time on all ranks, so that none
     waits for one with longer clips; `step`, also in all micro-batches of a step, for pipelines, whose stages wait for
-    the heaviest; `none`, random. A `packing_buffer_size` of some hundred packs makes them more equal."""
+    the heaviest; `tokens`, random: packs are equal in tokens alone. A `packing_buffer_size` of some hundred packs makes
+    them more equal."""
     shuffle_buffer_size: int = setting(1000, above=0)
     """Samples buffered for shuffling, from which the next one is drawn at random."""
     text_dropout: float = setting(0.1, low=0, high=1)

@@ -160,7 +160,7 @@ def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: 
             rules,
             read=read,
             first_pass=first_pass,
-            balances_work=data.balance != "none",
+            balances_work=data.balance != "tokens",
             packs_together=max(1, data.global_batch_size // num_readers) if data.balance == "step" else 1,
         ).build_train_datasets(
             datasets=split.datasets,
@@ -303,7 +303,7 @@ def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> 
         "data.text_seq_length": data.text_seq_length,
         "data.packing_buffer_size": data.packing_buffer_size,
         "data.shuffle_buffer_size": data.shuffle_buffer_size,
-        **({"data.balance": data.balance} if data.balance != "none" else {}),
+        **({"data.balance": data.balance} if data.balance != "tokens" else {}),
         "data.max_frames": data.max_frames,
         "data.max_latent": data.max_latent,
         "data.min_aesthetic_score": data.min_aesthetic_score,

@@ -64,7 +64,7 @@ def _packs(model: DiTConfig, data: DataConfig, reader: int, together: int) -> It
         packs = best_fit([(segment.num_tokens, 1) for segment in buffer], (data.seq_length, data.text_seq_length))
         work = [pack_work([buffer[index] for index in pack], model) for pack in packs]
         generator.shuffle(work)
-        if data.balance != "none":
+        if data.balance != "tokens":
             work = [work[pack] for pack in dealt(work, work, start=start, seed=0, together=together)]
         start += len(work)
         yield from work

@@ -60,7 +60,7 @@ def _imbalance(config: RunConfig, readers: int) -> list[str]:
     data, ratio = config.data, expected_imbalance(config, readers)
     if ratio > HIGH:
         larger = f"more than data.packing_buffer_size={data.packing_buffer_size}"
-        remedy = "data.balance=work" if data.balance == "none" else larger
+        remedy = "data.balance=work" if data.balance == "tokens" else larger
         return [
             f"the busiest rank has about {ratio:.2f} of the mean work of a step, and the others wait: {remedy} helps"
         ]

@@ -65,7 +65,7 @@ def test_ranks_and_stages_that_would_wait_for_the_heaviest_pack():
         return warnings_of(replace(run, parallel=parallel, data=replace(usual, **data)), None, readers=8)
 
     assert said() == []
-    assert "data.balance=work helps" in said(balance="none")[0]
+    assert "data.balance=work helps" in said(balance="tokens")[0]
     assert "more than data.packing_buffer_size=20 helps" in said(packing_buffer_size=20)[0]
     stages = replace(run.parallel, pipeline_model_parallel_size=2)
     assert "data.balance=step makes them equal" in said(stages)[0] and said(stages, balance="step") == []

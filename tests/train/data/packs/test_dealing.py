@@ -100,7 +100,7 @@ def test_readers_of_a_data_set_have_equal_work(make_config):
         names = [name for step in steps for batch in step for name in batch.sample_ids if name]
         return sum(map(max, work)) / sum(sum(step) / 2 for step in work), names
 
-    (ratio, names), (at_random, others) = read("work"), read("none")
+    (ratio, names), (at_random, others) = read("work"), read("tokens")
     assert ratio <= at_random
     assert len(names) == len(set(names)) and len(set(others)) == len(others)
 
@@ -113,7 +113,7 @@ def run_of(shapes, **data):
 def test_what_is_expected_before_a_run():
     lengths = tuple((2**n, 8, 8) for n in range(7))
     few = {"seq_length": 4096, "text_seq_length": 4096, "global_batch_size": 16}
-    run = run_of(lengths, balance="none", **few)
+    run = run_of(lengths, balance="tokens", **few)
     at_random = expected_imbalance(run, 8)
     in_order = expected_imbalance(run_of(lengths, packing_buffer_size=1000, **few), 8)
     assert 1 < in_order < 1 + (at_random - 1) / 2
