@@ -15,7 +15,7 @@ With a rank the policies are adapters on the base, whose weights training holds 
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.generate.options import refuse
+from megadit.infer.hooks.scorer import find_scorer
 from megadit.infer.pipeline.adapters import NO_ADAPTERS, adapted_defaults
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.torch import use_device
@@ -179,6 +180,9 @@ def _reward(options: RewardOptions) -> None:
     run = _training_run(options, base, recipe, policy, options.out / "round_001")
     if not options.even_if_too_large:
         check_memory([run], options.nproc)
+    for folder in (*options.scorer_dir, *options.watch_dir):
+        find_scorer(folder)
+    check = _check(options, replace(base, defaults=defaults))
     for number in range(1, options.rounds + 1):
         run = _training_run(options, base, recipe, policy, options.out / f"round_{number:03d}")
         result = run.folder / ("adapter" if options.adapter_rank else "bundle")
@@ -190,7 +194,7 @@ def _reward(options: RewardOptions) -> None:
         scores = read_json(run.folder / "rollouts" / SCORES_FILE)
         found = None
         if number % options.check_interval == 0 or number == options.rounds:
-            found = _compared(options, replace(base, defaults=defaults), policy, prompts)
+            found = check(policy)
             write_json(run.folder / "comparison.json", found.to_dict())
         _report(options.out, number, options.rounds, scores, found)
         if found is None:
@@ -274,6 +278,7 @@ def _training_run(options: RewardOptions, base: Bundle, recipe: str, policy: Pol
     there = [each for each in overrides if is_prepared(folder / "rollouts") or not each.startswith("data.path=")]
     config = resolve_config(recipe, config_file=options.config_file, overrides=there)
     check_layout(config, options.nproc)
+    refuse(config.model != base.config, "the network of a policy is that of the bundle: leave out model.*")
     return StageRun(folder=folder, config=config, command=(*source, *ranks, *overrides))
 
 
@@ -288,25 +293,22 @@ def _bounds(options: RewardOptions) -> Bounds:
     return Bounds(least_spread=low, most_spread=high, most_distance=options.distance, most_moved=options.moved)
 
 
-def _compared(options: RewardOptions, base: Bundle, policy: Policy, prompts: Sequence[str]) -> Comparison:
-    """A policy beside the base, with the sampling settings of the rollouts."""
+def _check(options: RewardOptions, base: Bundle) -> Callable[[Policy], Comparison]:
+    """A function that compares a policy with the base, which has the sampling settings of the rollouts; its inputs are
+    checked before anything is made."""
     device = use_device(options.device)
     extractors = [each for path in options.extractors for each in open_extractors(path, device)]
-    real = open_videos(options.real, None) if options.real is not None and extractors else None
-    asked = prompts_of(options.check_prompts or options.prompts, None, None, options.count)
-    adapters = NO_ADAPTERS if policy.adapter is None else {str(policy.adapter): 1.0}
-    called = Bundle.open(policy.bundle)
-    called = replace(called, defaults=adapted_defaults(base.defaults, adapters))
-    return compare(
-        options.out / "check",
-        base,
-        called,
-        asked,
-        adapters=adapters,
-        extractors=extractors,
-        real=real,
-        device=str(device),
-    )
+    refuse(options.real and not extractors, "--real needs --extractors, whose features are compared")
+    real = None if options.real is None else open_videos(options.real, None)
+    prompts = prompts_of(options.check_prompts or options.prompts, None, None, options.count)
+
+    def check(policy: Policy) -> Comparison:
+        adapters = NO_ADAPTERS if policy.adapter is None else {str(policy.adapter): 1.0}
+        called = replace(Bundle.open(policy.bundle), defaults=adapted_defaults(base.defaults, adapters))
+        found = {"adapters": adapters, "extractors": extractors, "real": real, "device": str(device)}
+        return compare(options.out / "check", base, called, prompts, **found)
+
+    return check
 
 
 def _report(out: Path, number: int, count: int, scores: dict[str, Any], found: Comparison | None) -> None:

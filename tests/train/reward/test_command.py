@@ -78,6 +78,7 @@ class Rounds:
         monkeypatch.setattr(reward, "compare", self.compare)
         monkeypatch.setattr(reward, "open_extractors", lambda path, device: [path])
         monkeypatch.setattr(reward, "open_videos", lambda path, count: path)
+        monkeypatch.setattr(reward, "find_scorer", lambda folder: folder)
 
     def launch(self, module, arguments, num_processes):
         self.launched.append((arguments, num_processes))
@@ -116,6 +117,23 @@ def test_a_reward_that_is_cheated_ends_the_run(tmp_path, monkeypatch, fault, sai
     found = capsys.readouterr().err
     assert said in found and f"{out / 'round_002' / 'bundle'} is kept" in found and "round 4:" in found
     assert Bundle.open(out / "bundle") and len(rounds.trained) == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--scorer_dir", "nowhere"], "there is no scorer.py"),
+        (["--extractors", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--real", "clips"], "--real needs --extractors"),
+        (["--check_prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--device", "abacus"], "abacus"),
+        (["model.num_layers=3"], "leave out model.*"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_made(tmp_path, asked, more, said, capsys):
+    bundle = write(tmp_path / "base", 0)
+    assert main([str(bundle), *asked, "--recipe", "digits", *more]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out" / "round_001").exists()
 
 
 def test_every_option_reaches_its_part(tmp_path, monkeypatch, capsys):
