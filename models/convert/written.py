@@ -12,7 +12,7 @@ from megadit.models.convert.published import FOLDERS, OF_TRANSFORMERS, TRANSFORM
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.storage.tensor_source import TensorSource, write_safetensors
+from megadit.models.storage.tensor_source import TensorSource, write_safetensors, write_shards
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -67,7 +67,7 @@ def write_diffusers(
     values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
     settings, more = cosmos.projection_to_diffusers(text_projection)
     write_json(out / "config.json", values | settings)
-    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).with_others(more))
+    write_shards(out, WEIGHTS, to_theirs(tensors, entries).with_others(more))
 
 
 def write_transformers(
@@ -83,7 +83,7 @@ def write_transformers(
         raise UserError(f"transformers has no network of the family {config.family}; only of {', '.join(TRANSFORMERS)}")
     write_json(out / "config.json", known.config_to_transformers(config, text_encoder))
     known.write_processor(out, config, tokenizer, text_encoder)
-    write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, known.entries(config)))
+    write_shards(out, OF_TRANSFORMERS, to_theirs(tensors, known.entries(config)))
 
 
 def write_original(

@@ -7,8 +7,9 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megadit.models.shared.documents import check_archive
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_path
+from megadit.models.shared.files import atomic_path, write_json
 from megadit.models.storage.components import check_header
 
 DTYPES = {
@@ -36,6 +37,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """safetensors' dtype name -> torch dtype."""
+MAX_SHARD_BYTES = 10 * 1000**3
+"""Maximum size of a published file of weights, as diffusers writes them."""
 OPEN_FILES = 2
 """Maximum number of shards that are mapped into memory at once."""
 
@@ -53,6 +56,10 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +174,7 @@ def write_safetensors(
     offset = 0
     for name, tensor in source.stored.items():
         stored_dtype = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-        size = stored_dtype.itemsize * int(torch.Size(tensor.shape).numel())
+        size = replace(tensor, dtype=stored_dtype).num_bytes
         header[name] = {
             "dtype": names[stored_dtype],
             "shape": list(tensor.shape),
@@ -183,3 +190,27 @@ def write_safetensors(
             assert list(tensor.shape) == entry["shape"], f"{name} changed its shape while it was written"
             data = tensor.detach().to("cpu", DTYPES[entry["dtype"]]).contiguous().flatten().view(torch.uint8)
             file.write(data.numpy().data)
+
+
+def write_shards(folder: Path, stem: str, source: TensorSource, max_bytes: int | None = None) -> None:
+    """Writes all tensors to `stem`.safetensors or, if they exceed `max_bytes` (None: `MAX_SHARD_BYTES`), to shards with
+    the index that diffusers and transformers read; a tensor is never divided."""
+    most = MAX_SHARD_BYTES if max_bytes is None else max_bytes
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in source.stored.items():
+        if shards[-1] and filled + tensor.num_bytes > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.num_bytes
+    if len(shards) == 1:
+        write_safetensors(folder / f"{stem}.safetensors", source)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / file, replace(source, stored={name: source.stored[name] for name in names}))
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(tensor.num_bytes for tensor in source.stored.values())
+    write_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
