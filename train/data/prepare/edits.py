@@ -210,6 +210,8 @@ def _members(
     for pair in pairs:
         try:
             before, after, fps = _decode(pair, options, tokenizer)
+            if np.array_equal(before, after):  # a network would learn to ignore the instruction
+                raise UnusableSourceError("nothing was edited", pair.instruction)
         except UnusableSourceError as error:
             refused[error.reason] += 1
         else:

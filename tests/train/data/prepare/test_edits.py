@@ -99,6 +99,16 @@ def test_instruct_pix2pix_as_published(tmp_path, encoders, capsys):
     assert len(samples(tmp_path / "out")) == 2 and info["num_samples"] == {"train": 2, "val": 0}
 
 
+def test_pairs_in_which_nothing_was_edited_are_counted_and_left_out(tmp_path, encoders, capsys):
+    picture(tmp_path / "a.png", 0)
+    picture(tmp_path / "b.png", 99)
+    write_video(tmp_path / "c.mp4", np.zeros((9, 16, 24, 3), np.uint8), 8)
+    rows = [("a.png", "b.png", "lighter"), ("a.png", "a.png", "lighter"), ("c.mp4", "c.mp4", "lighter")]
+    assert prepared(table(tmp_path, rows), tmp_path / "out", encoders) == 0
+    assert "left out 2 pairs: nothing was edited" in capsys.readouterr().out
+    assert len(samples(tmp_path / "out")) == 1
+
+
 def test_a_second_run_goes_on_and_another_is_refused(tmp_path, encoders, capsys):
     picture(tmp_path / "a.png", 0)
     picture(tmp_path / "b.png", 99)
