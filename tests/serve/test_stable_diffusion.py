@@ -22,8 +22,9 @@ pytest.importorskip("tritonclient.grpc")
 @pytest.mark.parametrize("runtime", ["torch", "onnx", "openvino"])
 def test_the_picture_is_that_of_generate(tritonserver, kept_running, exported_stable_diffusion, tmp_path, runtime):
     source = exported_stable_diffusion
-    if runtime == "openvino" and find_spec("openvino") is None:
-        pytest.skip("openvino is not installed (megadit[openvino])")
+    if runtime == "openvino":
+        if find_spec("openvino") is None:
+            pytest.skip("openvino is not installed (megadit[openvino])")
         source = shutil.copytree(source, tmp_path / "compared")
         add_report(source, runtime)
     repository = build_repository(source, tmp_path / "repository", runtime=runtime)
