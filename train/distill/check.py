@@ -56,20 +56,20 @@ class Comparison:
     count: int
     """Number of videos of each."""
 
-    @property
-    def text(self) -> str:
+    def text(self, of: str = "teacher") -> str:
+        """The measurements in words; `of`: what the teacher is called."""
         distance = "" if self.distance is None else f", {self.distance:.2f} times its distance from real videos"
         moved = f", moved by {self.moved:.2f} of that diversity"
-        return f"{self.spread:.2f} times the teacher's diversity{moved}{distance} ({self.count} videos; {self.seen_by})"
+        return f"{self.spread:.2f} times the {of}'s diversity{moved}{distance} ({self.count} videos; {self.seen_by})"
 
-    def fault(self, bounds: Bounds) -> str | None:
-        """Describe the sign of a collapsed student; None if there is none."""
+    def fault(self, bounds: Bounds, of: str = "teacher") -> str | None:
+        """Describe the sign of a collapsed student; None if there is none. `of` as in `text`."""
         if not bounds.least_spread <= self.spread <= bounds.most_spread:
-            return f"its diversity is not within {bounds.least_spread:g} to {bounds.most_spread:g} times the teacher's"
+            return f"its diversity is not within {bounds.least_spread:g} to {bounds.most_spread:g} times the {of}'s"
         if self.distance is not None and not self.distance <= bounds.most_distance:
-            return f"its distance from real videos is more than {bounds.most_distance:g} times the teacher's"
+            return f"its distance from real videos is more than {bounds.most_distance:g} times the {of}'s"
         if not self.moved <= bounds.most_moved:
-            return f"its videos are further than {bounds.most_moved:g} times the teacher's diversity from the teacher's"
+            return f"its videos are further than {bounds.most_moved:g} times the {of}'s diversity from the {of}'s"
         return None
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.generate.options import refuse
 from megadit.infer.pipeline.adapters import adapted_defaults
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.torch import use_device
-from megadit.models.bundle import Bundle, check_single, check_transformer
+from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import is_adapter, read_adapter, write_adapter
 from megadit.models.shared.cli.command import run_command, run_module
 from megadit.models.shared.cli.options import read_options
@@ -33,13 +32,12 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
 from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.memory import ANYWAY_HELP
-from megadit.train.checkpoints.init_from import UNTRAINED, check_scales
+from megadit.train.checkpoints.init_from import check_scales
 from megadit.train.config.load import resolve_config
-from megadit.train.config.rules import check_layout
 from megadit.train.dataset.dataset_info import draw_captions
 from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.pairs import DATASET, make_trajectories
-from megadit.train.distill.runs import StageRun, check_memory, publish, write_student
+from megadit.train.distill.runs import StageRun, check_memory, open_trained, publish, stage_run, write_student
 from megadit.train.distill.stages import (
     REGRESSION_OVERRIDES,
     STAGES,
@@ -165,12 +163,8 @@ def _distill(options: DistillOptions) -> None:
         options.guidance and options.guidance_embedding_range, "give --guidance or --guidance_embedding_range, not both"
     )
     refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas needs as many noise levels as --calls")
-    teacher = open_bundle(options.teacher)
-    check_single(teacher)
-    check_transformer(teacher, UNTRAINED)
+    teacher, recipe = open_trained(options.teacher, options.recipe)
     sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
-    recipe = options.recipe or (teacher.manifest.get("training") or {}).get("recipe")
-    refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
     guidance_embedding_range = _embedding_range(options, teacher)
     runs = _runs(options, stages, recipe, teacher, sigmas, guidance_embedding_range)
     if not options.even_if_too_large:
@@ -193,11 +187,11 @@ def _distill(options: DistillOptions) -> None:
             _begin_with(student, options.noise_scale)
         found = check(options.out / "check", student)
         write_json(run.folder / "comparison.json", found.to_dict())
-        print(f"{student}: {found.text}", flush=True)
+        print(f"{student}: {found.text()}", flush=True)
         if (fault := found.fault(_bounds(options))) is not None:
             kept = "no student" if before is None else str(before)
             raise UserError(
-                f"{name}: the student has collapsed: {fault} ({found.text}). {kept} is kept; try a lower "
+                f"{name}: the student has collapsed: {fault} ({found.text()}). {kept} is kept; try a lower "
                 f"{name}.optimizer.lr, fewer {name}.train.train_iters, other --sigmas, or (too diverse) a lower "
                 "--noise_scale"
             )
@@ -312,9 +306,6 @@ def _runs(
     Raises:
         UserError: for a stage that could not start; nothing has been trained then.
     """
-    source = ["--recipe", recipe, *(["--config-file", options.config_file] if options.config_file else [])]
-    ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
-    ranks += ["--even_if_too_large"] if options.even_if_too_large else []
     plain = resolve_config(recipe, config_file=options.config_file)
     model, path, guidance = teacher.config, teacher.path, options.guidance or teacher.defaults.guidance
     of_adapter = [] if options.adapter_rank is None else [f"train.adapter.rank={options.adapter_rank}"]
@@ -346,9 +337,8 @@ def _runs(
             *([] if options.data is None else [f"data.path={options.data}"]),
             *(*of_all, *of_regression, *of_stage),
         ]
-        config = resolve_config(recipe, config_file=options.config_file, overrides=overrides)
-        check_layout(config, options.nproc)
-        runs.append(StageRun(folder=folder, config=config, command=(*source, *ranks, *overrides)))
+        runs.append(stage_run(folder, recipe, overrides, options))
+        config = runs[-1].config
         guidance = 1.0
         if options.adapter_rank is None:
             model, path = config.model, folder / "bundle"

@@ -4,16 +4,22 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megadit.infer.commands.tune_sampler import write_defaults
+from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.sampling.resolve import resolve_settings
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, check_single, check_transformer
 from megadit.models.convert.adapters.files import is_adapter, read_adapter, write_adapter
 from megadit.models.shared.cli.command import run_module
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.models.shared.memory import check_memory_fits
+from megadit.train.checkpoints.init_from import UNTRAINED
+from megadit.train.config.load import resolve_config
+from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import RunConfig
+from megadit.train.data.writer import is_prepared
 from megadit.train.plan.hardware import this_machines_memory
 from megadit.train.plan.recompute import SMALLER, needed_memory, with_recompute
 
@@ -26,6 +32,47 @@ class StageRun:
     config: RunConfig
     command: tuple[str, ...]
     """Arguments of `megadit train`."""
+
+
+class RunOptions(Protocol):
+    """Options of a command that runs `megadit train`."""
+
+    config_file: str | None
+    nproc: int
+    even_if_too_large: bool
+
+
+def open_trained(path: str, recipe: str | None) -> tuple[Bundle, str]:
+    """The bundle with which the runs begin, and the recipe of their other settings: `recipe`, or the bundle's own.
+
+    Raises:
+        UserError: for a network that is not trained here, or a bundle that names no recipe.
+    """
+    bundle = open_bundle(path)
+    check_single(bundle)
+    check_transformer(bundle, UNTRAINED)
+    recipe = recipe or (bundle.manifest.get("training") or {}).get("recipe")
+    if not recipe:
+        raise UserError(f"{path} does not say which recipe made it: give --recipe NAME")
+    return bundle, recipe
+
+
+def stage_run(
+    folder: Path, recipe: str, overrides: Sequence[str], options: RunOptions, data: Path | None = None
+) -> StageRun:
+    """A run in `folder`; `data` is a data set that may not be there yet, and is not looked at then.
+
+    Raises:
+        UserError: if it could not start.
+    """
+    source = ["--recipe", recipe, *(["--config-file", options.config_file] if options.config_file else [])]
+    ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
+    ranks += ["--even_if_too_large"] if options.even_if_too_large else []
+    of_data = [] if data is None else [f"data.path={data}"]
+    known = of_data if data is not None and is_prepared(data) else []
+    config = resolve_config(recipe, config_file=options.config_file, overrides=[*overrides, *known])
+    check_layout(config, options.nproc)
+    return StageRun(folder=folder, config=config, command=(*source, *ranks, *overrides, *of_data))
 
 
 def check_memory(runs: Sequence[StageRun], ranks: int) -> None:

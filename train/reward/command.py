@@ -23,12 +23,10 @@ from typing import Any
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.generate.options import refuse
-from megadit.infer.hooks.scorer import find_scorer
 from megadit.infer.pipeline.adapters import NO_ADAPTERS, adapted_defaults
-from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import resolve_settings
-from megadit.models.bundle import Bundle, check_single, check_transformer
+from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import OF_ADAPTERS, PartialSettings
 from megadit.models.megatron.launch import launch
 from megadit.models.shared.cli.command import run_command, run_module
@@ -38,14 +36,12 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.memory import ANYWAY_HELP
-from megadit.train.checkpoints.init_from import UNTRAINED
 from megadit.train.config.load import resolve_config
-from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.prepare.rollouts import SCORES_FILE
+from megadit.train.data.prepare.rollouts import SCORES_FILE, Scoring
 from megadit.train.data.writer import is_prepared
 from megadit.train.distill.check import Bounds, Comparison, compare
-from megadit.train.distill.runs import StageRun, check_memory, publish, write_student
+from megadit.train.distill.runs import StageRun, check_memory, open_trained, publish, stage_run, write_student
 from megadit.train.distill.stages import REGRESSION_OVERRIDES, model_overrides
 
 ROUNDS_FILE = "rounds.jsonl"
@@ -60,24 +56,14 @@ class RewardOptions:
         help="folder for the rounds, and for bundle/ or adapter/, the last policy", positional=True, metavar="OUT"
     )
     prompts: str = setting("", "text file with a prompt per line", metavar="PATH")
-    scorer_dir: Sequence[Path] = setting(
-        (), "folders of scorers (scorer.py), whose scores are rewarded", nargs="+", metavar="DIR"
-    )
-    watch_dir: Sequence[Path] = setting(
-        (), "folders of scorers whose scores are only reported", nargs="+", metavar="DIR"
-    )
-    reward: Sequence[str] = setting(
-        (), "weights of scores (default: 1 or -1, by the scorer's BETTER)", nargs="+", metavar="NAME=WEIGHT"
-    )
+    scoring: Scoring = group(Scoring)
     rounds: int = setting(8, "rounds of rollouts and training (default: {default})", above=0)
     prompts_per_round: int = setting(64, "prompts of a round (default: {default})", above=0)
-    group_size: int = setting(8, "videos of a prompt in a round (default: {default})", low=2)
     train_steps: int = setting(30, "training steps of a round (default: {default})", above=0)
     beta: float = setting(
         0.3, "a lower one moves the policy further in a round (train.distill.nft_beta; default: {default})", above=0
     )
     seed: int = setting(0, "decides prompts and noise of the rollouts (default: {default})", low=0)
-    scorer_seconds: float = setting(60.0, "time limit of a scorer for one video (default: {default})", above=0)
     recipe: str | None = setting(
         None, "recipe whose data and optimizer settings are used (default: the bundle's)", metavar="NAME"
     )
@@ -161,30 +147,23 @@ def _run(argv: list[str]) -> None:
         prog="megadit reward",
         description="Teaches a bundle what a scorer rewards (DiffusionNFT).",
     )
-    refuse(not options.scorer_dir, "there is nothing to reward: give --scorer_dir DIR, a folder with a scorer.py")
+    options.scoring.check()
     refuse(not options.prompts, "give --prompts FILE, a text file with a prompt per line")
     with FolderLock(options.out, "rewards"):
         _reward(options)
 
 
 def _reward(options: RewardOptions) -> None:
-    base = open_bundle(options.base)
-    check_single(base)
-    check_transformer(base, UNTRAINED)
-    recipe = options.recipe or (base.manifest.get("training") or {}).get("recipe")
-    refuse(not recipe, f"{options.base} does not say which recipe made it: give --recipe NAME")
+    base, recipe = open_trained(options.base, options.recipe)
     asked = asdict(options.settings)
     defaults = resolve_settings(base.defaults, **asked | {"guidance": asked["guidance"] or 1.0})
     prompts = prompts_of(options.prompts, None, None, None)
     policy = good = Policy(bundle=base.path)
-    run = _training_run(options, base, recipe, policy, options.out / "round_001")
-    if not options.even_if_too_large:
-        check_memory([run], options.nproc)
-    for folder in (*options.scorer_dir, *options.watch_dir):
-        find_scorer(folder)
     check = _check(options, replace(base, defaults=defaults))
     for number in range(1, options.rounds + 1):
         run = _training_run(options, base, recipe, policy, options.out / f"round_{number:03d}")
+        if number == 1 and not options.even_if_too_large:
+            check_memory([run], options.nproc)
         result = run.folder / ("adapter" if options.adapter_rank else "bundle")
         if not result.exists():
             _make_rollouts(options, run, policy, _chosen(prompts, options, number), number, defaults.to_dict())
@@ -199,12 +178,11 @@ def _reward(options: RewardOptions) -> None:
         _report(options.out, number, options.rounds, scores, found)
         if found is None:
             continue
-        if (fault := found.fault(_bounds(options))) is not None:
+        if (fault := found.fault(_bounds(options), "base")) is not None:
             if good.place != base.path:
                 publish(good.place, options.out / result.name)
-            told = f"{fault} ({found.text})".replace("teacher", "base")
             raise UserError(
-                f"round {number}: {told}: what is rewarded can be had by making worse videos. "
+                f"round {number}: {fault} ({found.text('base')}): what is rewarded can be had by making worse videos. "
                 f"{good.place} is kept; reward something else beside it, or try a lower optimizer.lr or fewer rounds"
             )
         good = policy
@@ -216,12 +194,11 @@ def _reward(options: RewardOptions) -> None:
 
 def _chosen(prompts: Sequence[str], options: RewardOptions, number: int) -> list[str]:
     """The prompts of a round: all take turns, in an order drawn anew whenever all have been taken."""
-    first = (number - 1) * options.prompts_per_round
-    found = []
-    for place in range(first, first + options.prompts_per_round):
-        turn, index = divmod(place, len(prompts))
-        found.append(random.Random(f"{options.seed} {turn}").sample(range(len(prompts)), len(prompts))[index])
-    return [prompts[index] for index in found]
+    count = options.prompts_per_round
+    turn, first = divmod((number - 1) * count, len(prompts))
+    turns = range(turn, turn + 1 + (first + count) // len(prompts))
+    drawn = [each for turn in turns for each in random.Random(f"{options.seed} {turn}").sample(prompts, len(prompts))]
+    return drawn[first : first + count]
 
 
 def _make_rollouts(
@@ -235,12 +212,9 @@ def _make_rollouts(
     lines = run.folder / "prompts.jsonl"
     with atomic_path(lines) as temporary:
         temporary.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    videos = options.prompts_per_round * options.group_size
-    request = [str(policy.bundle), str(data), "--prompt_file", str(lines), "--group_size", str(options.group_size)]
+    videos = options.prompts_per_round * options.scoring.group_size
+    request = [str(policy.bundle), str(data), "--prompt_file", str(lines), *options.scoring.arguments]
     request += ["--seed", str(options.seed + (number - 1) * videos)]
-    request += ["--scorer_seconds", f"{options.scorer_seconds:g}", "--scorer_dir", *map(str, options.scorer_dir)]
-    request += ["--watch_dir", *map(str, options.watch_dir)] if options.watch_dir else []
-    request += ["--reward", *options.reward] if options.reward else []
     request += ["--adapter", str(policy.adapter)] if policy.adapter else []
     request += [f"--{name}={settings[name]}" for name in ("sampler", "num_steps", "guidance")]
     if launch("megadit.train.data.prepare.command", ["rollouts", *request], num_processes=options.nproc):
@@ -270,16 +244,10 @@ def _training_run(options: RewardOptions, base: Bundle, recipe: str, policy: Pol
         *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0", "ema.sigma_rels=[]"),
         *REGRESSION_OVERRIDES,
         *options.overrides,
-        f"data.path={folder / 'rollouts'}",
     ]
-    source = ["--recipe", recipe, *(["--config-file", options.config_file] if options.config_file else [])]
-    ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
-    ranks += ["--even_if_too_large"] if options.even_if_too_large else []
-    there = [each for each in overrides if is_prepared(folder / "rollouts") or not each.startswith("data.path=")]
-    config = resolve_config(recipe, config_file=options.config_file, overrides=there)
-    check_layout(config, options.nproc)
-    refuse(config.model != base.config, "the network of a policy is that of the bundle: leave out model.*")
-    return StageRun(folder=folder, config=config, command=(*source, *ranks, *overrides))
+    run = stage_run(folder, recipe, overrides, options, data=folder / "rollouts")
+    refuse(run.config.model != base.config, "the network of a policy is that of the bundle: leave out model.*")
+    return run
 
 
 def _learning_rate(run: RunConfig, steps: int) -> list[str]:
@@ -315,7 +283,7 @@ def _report(out: Path, number: int, count: int, scores: dict[str, Any], found: C
     means = ", ".join(f"{name} {mean:.4g}" for name, mean in scores["means"].items())
     print(f"[{number}/{count}] score of the rollouts {scores['score']:.4g} ({means})", flush=True)
     if found is not None:
-        print(f"  beside the base: {found.text.replace('teacher', 'base')}", flush=True)
+        print(f"  beside the base: {found.text('base')}", flush=True)
     known = [json.loads(line) for line in _lines(out / ROUNDS_FILE)][: number - 1]
     known.append({"round": number, **scores, "comparison": None if found is None else found.to_dict()})
     with atomic_path(out / ROUNDS_FILE) as temporary:

@@ -80,7 +80,7 @@ class Rounds:
         monkeypatch.setattr(reward, "compare", self.compare)
         monkeypatch.setattr(reward, "open_extractors", lambda path, device: [path])
         monkeypatch.setattr(reward, "open_videos", lambda path, count: path)
-        monkeypatch.setattr(reward, "find_scorer", lambda folder: folder)
+        monkeypatch.setattr("megadit.train.data.prepare.rollouts.find_scorer", lambda folder: folder)
 
     def launch(self, module, arguments, num_processes):
         self.launched.append((arguments, num_processes))

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from megadit.infer.hooks.scorer import find_scorer
 from megadit.infer.hooks.scorer_process import ScorerProcess
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.results import GeneratedVideo
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.shared.cli.options import read_options
-from megadit.models.shared.cli.setting import setting
+from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
@@ -44,7 +45,9 @@ EQUAL = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutOptions(SampleOptions):
+class Scoring:
+    """Groups of videos, and what is rewarded in them."""
+
     group_size: int = setting(
         8, "videos of each prompt, which are compared with one another (default: {default})", low=2
     )
@@ -58,6 +61,25 @@ class RolloutOptions(SampleOptions):
         (), "weights of scores (default: 1 or -1, by the scorer's BETTER)", nargs="+", metavar="NAME=WEIGHT"
     )
     scorer_seconds: float = setting(60.0, "time limit of a scorer for one video (default: {default})", above=0)
+
+    def check(self) -> None:
+        """Raises UserError if there is no scorer, or if a folder holds none."""
+        if not self.scorer_dir:
+            raise UserError("there is nothing to reward: give --scorer_dir DIR, a folder with a scorer.py")
+        for folder in (*self.scorer_dir, *self.watch_dir):
+            find_scorer(folder)
+
+    @property
+    def arguments(self) -> list[str]:
+        """These settings as a command line."""
+        several = {"--scorer_dir": self.scorer_dir, "--watch_dir": self.watch_dir, "--reward": self.reward}
+        found = ["--group_size", str(self.group_size), "--scorer_seconds", f"{self.scorer_seconds:g}"]
+        return found + [word for name, values in several.items() if values for word in (name, *map(str, values))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutOptions(SampleOptions):
+    scoring: Scoring = group(Scoring)
     adapter: str | None = setting(None, "adapter that is attached to the model", metavar="PATH")
 
 
@@ -70,16 +92,16 @@ def command(source: str, argv: list[str]) -> int:
     example = "megadit prepare rollouts bundle data/rollouts --prompt_file prompts.txt --scorer_dir my_scorer"
     about = {"description": ROLLOUTS.description, "examples": (example,)}
     options = read_options(RolloutOptions, argv, groups=groups, prog=f"megadit prepare {source}", **about)
-    if not options.scorer_dir:
-        raise UserError("there is nothing to reward: give --scorer_dir DIR, a folder with a scorer.py")
+    scoring = options.scoring
+    scoring.check()
     bundle = open_bundle(options.bundle)
-    prompts = [prompt for prompt in prompts_of(options) for _ in range(options.group_size)]
+    prompts = [prompt for prompt in prompts_of(options) for _ in range(scoring.group_size)]
     with ExitStack() as stack:
         scorers, watchers = (
-            [stack.enter_context(ScorerProcess(folder, seconds=options.scorer_seconds)) for folder in folders]
-            for folders in (options.scorer_dir, options.watch_dir)
+            [stack.enter_context(ScorerProcess(folder, seconds=scoring.scorer_seconds)) for folder in folders]
+            for folders in (scoring.scorer_dir, scoring.watch_dir)
         )
-        weights = weights_of(options.reward, scorers)
+        weights = weights_of(scoring.reward, scorers)
 
         def describe(video: GeneratedVideo) -> dict[str, Any]:
             asked = (each.scores(video.video, video.prompt) for each in (*scorers, *watchers))
@@ -95,7 +117,7 @@ def command(source: str, argv: list[str]) -> int:
             adapters={} if options.adapter is None else {options.adapter: 1.0},
             describe=describe,
         )
-        count = prepare_samples(options, bundle, prior, partial(give_rewards, weights, options.group_size))
+        count = prepare_samples(options, bundle, prior, partial(give_rewards, weights, scoring.group_size))
     if count is not None:
         print(f"{options.out}: {count} of {len(prompts)} videos have rewards; {ROLLOUTS.next}")
     return 0

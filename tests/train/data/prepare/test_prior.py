@@ -12,16 +12,13 @@ import torch
 
 from megadit.infer.commands.tune_sampler import write_defaults
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.models.bundle import Bundle, write_bundle
-from megadit.models.configs.config import DiTConfig
+from megadit.models.bundle import Bundle
 from megadit.models.diffusion.noise import latent_noise, seed_key
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.networks.dit import DiT
 from megadit.models.networks.embeddings import patchify
 from megadit.models.networks.initialize import initialize_
 from megadit.models.packing.segments import TokenMesh
-from megadit.models.text_encoders import HashedWordEncoder
-from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data.ingest.workers import Workers
 from megadit.train.data.packs.packed_batch import PackFormat
 from megadit.train.data.packs.rules import Rules
@@ -35,24 +32,9 @@ from megadit.train.distill import pairs
 from megadit.train.objectives.denoise import edm_loss
 from megadit.train.objectives.noise_levels import initial_noise, token_noise
 
-MODEL = DiTConfig(
-    num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=48, patch_spatial=2, crossattn_emb_size=16
-)
+from .conftest import MODEL
+
 PROMPTS = ("a dog", "a small dog", "")
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bundle") / "tiny"
-    write_bundle(
-        path,
-        config=MODEL,
-        state_dict=initialize_(DiT(MODEL), seed=0).state_dict(),
-        tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=MODEL.sigma_data),
-        text_encoder=HashedWordEncoder(dim=MODEL.crossattn_emb_size),
-        defaults=SamplingSettings(num_steps=2, guidance=2.0, num_frames=5, height=16, width=16, fps=8),
-    )
-    return path
 
 
 @pytest.fixture

@@ -5,18 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from megadit.models.bundle import write_bundle
-from megadit.models.diffusion.settings import SamplingSettings
-from megadit.models.networks.dit import DiT
-from megadit.models.networks.initialize import initialize_
-from megadit.models.text_encoders import HashedWordEncoder
-from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data.packs.samples import decode
 from megadit.train.data.prepare import command as prepare
 from megadit.train.data.prepare import prior, rollouts
 from megadit.train.data.prepare.rollouts import SCORES_FILE, rewards
 from megadit.train.dataset.dataset_info import DatasetInfo, iter_descriptions
-from tests.train.data.prepare.test_prior import MODEL, members, shards
+from tests.train.data.prepare.test_prior import members, shards
 
 SCORER = """
 import os, time
@@ -33,20 +27,6 @@ def score(video, prompt):
         return {"bright": float("nan")}
     return {"bright": 0.5 if prompt == "equal" else float(video.mean()), "dark": -float(video.mean())}
 """
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bundle") / "tiny"
-    write_bundle(
-        path,
-        config=MODEL,
-        state_dict=initialize_(DiT(MODEL), seed=0).state_dict(),
-        tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=MODEL.sigma_data),
-        text_encoder=HashedWordEncoder(dim=MODEL.crossattn_emb_size),
-        defaults=SamplingSettings(num_steps=2, guidance=1.0, num_frames=5, height=16, width=16, fps=8),
-    )
-    return path
 
 
 @pytest.fixture
