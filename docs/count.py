@@ -83,7 +83,6 @@ SHORT = {
     "models/megatron/extensions.py": "asked before a run starts, without Megatron",
     "models/tokenizers/sizes.py": "shared by tokenizers, free of torch",
     "models/shared/ports.py": "shared by ranks and servers",
-    "models/shared/tar_files.py": "shared by training, preparation and evaluation, free of Energon",
     "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",
     "serve/examples/with_openai.py": "a program to copy",

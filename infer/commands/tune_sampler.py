@@ -28,11 +28,9 @@ from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.runtimes.chosen_dtype import print_dtype
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.infer.runtimes.torch import use_device
-from megadit.infer.sampling.resolve import resolve_settings
-from megadit.infer.sampling.samplers import num_denoiser_calls
+from megadit.infer.sampling.resolve import num_function_evaluations, resolve_settings
 from megadit.infer.sampling.schedules import highest_sigma, karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.models.bundle import Bundle, update_manifest
-from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.settings import SAMPLERS as TRAITS
 from megadit.models.diffusion.settings import SamplingSettings, check_guidance
 from megadit.models.shared.cli.command import run_command
@@ -238,13 +236,6 @@ def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ..
         if num_steps > 2:
             found.append((highest, *log_linear_sigmas(num_steps - 1, lowest, unit * SECOND_SIGMA).tolist()[:-1]))
     return found
-
-
-def num_function_evaluations(settings: SamplingSettings, config: NetworkConfig) -> int:
-    """Function evaluations of a video: guidance takes two a step, or one if the network is guidance-distilled."""
-    is_guided = settings.guidance != 1 and config.guidance_embedding_range is None
-    passes = 1 + is_guided + bool(settings.second_prompt)
-    return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * passes
 
 
 def names_of(variants: Sequence[Variant]) -> list[tuple[str, str]]:

@@ -33,7 +33,7 @@ from megadit.infer.runtimes.chosen_dtype import chosen_dtype, print_dtype
 from megadit.infer.runtimes.load import TORCH, adapter_inputs, taken
 from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import find_device, find_dtype, use_device
-from megadit.infer.sampling.resolve import far_from_training, latent_size
+from megadit.infer.sampling.resolve import far_from_training, latent_size, video_work
 from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import read_adapter_of
 from megadit.models.diffusion.settings import SamplingSettings
@@ -97,18 +97,19 @@ def _generate(argv: list[str]) -> None:
             context_parallel=options.cp_size,
             split_guidance=ranks.passes,
         )
+    work = [video_work(spec.settings, bundle.config, tokenizer) for spec in grid.specs]
+    specs, paths, videos = ranks.mine(grid.specs, work), ranks.mine(paths, work), []
     if options.total_frames:
-        write_long_videos(pipeline, ranks.mine(grid.specs), ranks.mine(paths), media, options, bundle, mark)
+        write_long_videos(pipeline, specs, paths, media, options, bundle, mark)
         finish()
         return
-    specs, videos = ranks.mine(grid.specs), []
-    for path, spec, result in zip(ranks.mine(paths), specs, _videos(pipeline, specs, media, options), strict=True):
+    for path, spec, result in zip(paths, specs, _videos(pipeline, specs, media, options), strict=True):
         if ranks.writes:
             save(path, result, make_record(result, spec), options.format, mark)
             print(f"{path}\n", end="", flush=True)  # in one write: several ranks share the output
         if options.contact_sheet:
             videos.append(result.video)
-    if options.contact_sheet and (everyones := ranks.gathered(videos)):
+    if options.contact_sheet and (everyones := ranks.gathered(videos, work)):
         _write_contact_sheet(options.contact_sheet, grid, everyones, mark)
         print(options.contact_sheet)
     finish()

@@ -11,15 +11,22 @@ from typing import Any
 from megadit.infer.generate.outputs import read_record
 from megadit.infer.media.animations import ANIMATION_SUFFIXES
 from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
+from megadit.models.configs.named import NAMED_CONFIGS
+from megadit.models.flops import forward_flops
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.tar_files import UntrustedTarFile
+from megadit.models.shared.tar_files import UntrustedTarFile, latent_shapes
 
 MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, ".mov", ".mkv", ".webm", ".avi", ".m4v")
 LOOKED_AT = 500
 """Most samples of a data set to read."""
 MOST_SIZES = 6
 EXAMPLES = 3
+EXAMPLE_MODEL = "cosmos_7b"
+"""Network whose work is counted."""
+HIGH = 1.15
+"""Imbalance from which on a remedy is named."""
 
 
 def describe_media(path: Path) -> dict[str, Any]:
@@ -68,6 +75,7 @@ def describe_samples(dataset: Path) -> dict[str, str | None]:
         "sizes": _counted(sizes),
         "lengths": _counted(lengths),
         "longest": _longest(found),
+        "max / mean work": _imbalance(dataset),
         "captions": f"{len(captions):,} different ({shown})" + (f", {without:,} without one" if without else ""),
     }
 
@@ -78,7 +86,21 @@ def _longest(found: list[dict[str, Any]]) -> str | None:
     if len(set(pixels)) == 1:
         return None
     ratio = max(pixels) * len(pixels) / sum(pixels)
-    return f"{ratio:.1f} times the mean sample; `megadit train --dry-run` says how long ranks wait for it"
+    return f"{ratio:.1f} times the mean sample"
+
+
+def _imbalance(dataset: Path) -> str | None:
+    """The work of a pack of the longest latents over the mean of packs of as many tokens; None for equal sizes."""
+    shards = sorted(dataset.glob("train-*.tar"))
+    shapes = islice((shape for shard in shards for shape in latent_shapes(shard)), LOOKED_AT)
+    segments = [Segment((frames, -(-height // 2), -(-width // 2)), 1) for frames, height, width in shapes]
+    if len({segment.num_tokens for segment in segments}) < 2:
+        return None
+    tokens = [segment.num_tokens for segment in segments]
+    work = [forward_flops(segment, NAMED_CONFIGS[EXAMPLE_MODEL]) for segment in segments]
+    ratio = max(w / n for w, n in zip(work, tokens, strict=True)) * sum(tokens) / sum(work)
+    remedy = "; data.balance=work deals equal ones to all ranks (`megadit train --dry-run`)" if ratio > HIGH else ""
+    return f"up to {ratio:.2f} for packs of equal tokens of {EXAMPLE_MODEL}{remedy}"
 
 
 def _count(value: Any) -> int:

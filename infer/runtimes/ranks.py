@@ -6,6 +6,7 @@ world = replicas x guidance passes x context-parallel x tensor-parallel ranks; t
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megadit.infer.sampling.guidance import Ask, Branch, Evaluate, in_one_batch
 from megadit.models.megatron.interfaces import join_ranks
 from megadit.models.shared.errors import UserError
 
+Item = TypeVar("Item")
 PASSES = 2
 """Ranks that share the conditional and unconditional pass."""
 
@@ -42,10 +44,21 @@ class Ranks:
     passes: ProcessGroup | None
     """Ranks that share the conditional and unconditional pass."""
 
-    def mine(self, items: Sequence) -> list:
-        return list(items[self.replica :: self.num_replicas])
+    def mine(self, items: Sequence[Item], work: Sequence[float] = ()) -> list[Item]:
+        """The items of this replica, in their order: those of all replicas are about equal in `work` (default: in
+        number)."""
+        return [items[place] for place in self._places(work or [1] * len(items))[self.replica]]
 
-    def gathered(self, mine: list) -> list | None:
+    def _places(self, work: Sequence[float]) -> list[list[int]]:
+        """Places of each replica's items: the most work first, each to the replica that has the least."""
+        places, loads = [[] for _ in range(self.num_replicas)], [0.0] * self.num_replicas
+        for place in sorted(range(len(work)), key=lambda place: -work[place]):
+            replica = loads.index(min(loads))
+            places[replica].append(place)
+            loads[replica] += work[place]
+        return [sorted(own) for own in places]
+
+    def gathered(self, mine: list[Item], work: Sequence[float]) -> list[Item] | None:
         """All items in their original order (before `mine`), on the first process; None on the others."""
         if world_size() == 1:
             return mine
@@ -53,9 +66,14 @@ class Ranks:
         dist.gather_object((self.replica, self.writes, mine), parts)
         if parts is None:
             return None
-        dealt = {replica: items for replica, writes, items in parts if writes}
-        count = sum(map(len, dealt.values()))
-        return [dealt[place % self.num_replicas][place // self.num_replicas] for place in range(count)]
+        places = self._places(work)
+        found = {
+            place: item
+            for replica, writes, items in parts
+            if writes
+            for place, item in zip(places[replica], items, strict=True)
+        }
+        return [found[place] for place in range(len(work))]
 
 
 ALONE = Ranks(replica=0, num_replicas=1, writes=True, passes=None)

@@ -1,13 +1,17 @@
-"""Resolution of a video's settings: valid noise levels, and the size of its latents."""
+"""Resolution of a video's settings: valid noise levels, the size of its latents, and the work that they are."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from megadit.infer.sampling.samplers import num_denoiser_calls
 from megadit.infer.sampling.schedules import settings_sigmas
 from megadit.models.bundle import Bundle
+from megadit.models.configs.config import DiTConfig
 from megadit.models.configs.protocol import NetworkConfig
 from megadit.models.diffusion.settings import SamplingSettings, check_guidance, resolve
+from megadit.models.flops import forward_flops
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.cli.options import read_assignments
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, nearest_multiples
@@ -114,3 +118,18 @@ def far_from_training(
     sizes = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
     trained = f"{defaults.num_frames} frames of {defaults.height}x{defaults.width}"
     return f"{sizes} are far from this checkpoint's default, {trained} ({', '.join(far)}): expect lower quality"
+
+
+def num_function_evaluations(settings: SamplingSettings, config: NetworkConfig) -> int:
+    """Function evaluations of a video: guidance takes two a step, or one if the network is guidance-distilled."""
+    is_guided = settings.guidance != 1 and config.guidance_embedding_range is None
+    passes = 1 + is_guided + bool(settings.second_prompt)
+    return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * passes
+
+
+def video_work(settings: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer) -> int:
+    """Work of all function evaluations of a video: floating-point operations, or tokens for a U-Net."""
+    _, (_, *sides) = latent_size(settings, config, tokenizer)
+    is_counted = isinstance(config, DiTConfig)
+    of_one = forward_flops(Segment(config.token_grid(*sides), 1), config) if is_counted else config.num_tokens(*sides)
+    return num_function_evaluations(settings, config) * of_one

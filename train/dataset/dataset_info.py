@@ -8,15 +8,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from megadit.models.shared.documents import check_tensor_header, parse_json
+from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.tar_files import UntrustedTarFile
+from megadit.models.shared.tar_files import UntrustedTarFile, latent_shapes
 from megadit.train.dataset.description import (
     MAX_DESCRIPTION_BYTES,
-    MAX_HEADER_BYTES,
     Description,
     UnreadableSampleError,
     read_description,
@@ -65,7 +64,7 @@ class DatasetInfo:
         first = self.root / "train-000000.tar"
         if not isinstance(first, Path) or not first.is_file():
             return ()
-        found = list(islice(_shapes_in(first), SHAPES_LOOKED_AT))
+        found = list(islice(latent_shapes(first), SHAPES_LOOKED_AT))
         random.Random(0).shuffle(found)
         return tuple(found)
 
@@ -238,30 +237,6 @@ def _descriptions_of(shard: "Path | EPath") -> Iterator[Description]:
             if member.name.endswith(".json") and member.isreg() and member.size <= MAX_DESCRIPTION_BYTES:
                 with suppress(UnreadableSampleError):
                     yield read_description(members.extractfile(member).read())
-
-
-def _shapes_in(shard: Path) -> Iterator[tuple[int, int, int]]:
-    """(T, H, W) of each readable sample of latents, from the headers alone."""
-    with (
-        shard.open("rb") as file,
-        suppress(tarfile.TarError),
-        UntrustedTarFile.open(fileobj=file, mode="r:") as members,
-    ):
-        for member in members:
-            if member.isreg() and STORES_BY_SUFFIX.get(member.name.rpartition(".")[2]) == "latents":
-                with suppress(UserError, KeyError, TypeError, ValueError):
-                    yield _shape_of(members.extractfile(member))
-
-
-def _shape_of(file: IO[bytes]) -> tuple[int, int, int]:
-    """(T, H, W) of the latent in a safetensors file, from its JSON header."""
-    head = file.read(8)
-    check_tensor_header(head, "a sample", max_bytes=MAX_HEADER_BYTES)
-    _, *sides = parse_json(file.read(int.from_bytes(head, "little")), "a sample")["latent"]["shape"]
-    frames, height, width = map(int, sides)
-    if min(frames, height, width) < 1:
-        raise ValueError(f"a latent of {frames} x {height} x {width}")
-    return frames, height, width
 
 
 def iter_captions(root: "Path | EPath", split: str) -> Iterator[str]:

@@ -14,10 +14,10 @@ from megadit.infer.commands.tune_sampler import (
     candidates_of,
     is_good_enough,
     main,
-    num_function_evaluations,
 )
 from megadit.infer.evaluate.evaluation import MetricValue
 from megadit.infer.evaluate.metrics.intervals import Estimate
+from megadit.infer.sampling.resolve import num_function_evaluations
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
 

@@ -14,7 +14,9 @@ from megadit.infer.media.video_io import write_video
 from megadit.models.bundle import write_bundle
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.models.diffusion.settings import SamplingSettings
+from megadit.models.flops import forward_flops
 from megadit.models.networks.dit import DiT
+from megadit.models.packing.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
@@ -157,8 +159,28 @@ def test_a_data_set_says_what_its_samples_are(tmp_path):
     facts = info.describe(tmp_path)
     assert facts["sizes"] == "64x96: 2, 32x32: 1, {}x[1, 1, 1, 1, 1, 1, 1: 1"
     assert facts["lengths"] == "17 frames (2.1 s): 2, image: 1, many frames: 1"
-    assert facts["longest"].startswith("2.0 times the mean sample")
+    assert facts["longest"] == "2.0 times the mean sample"
     assert facts["captions"] == "3 different (a seven; a two;  [2J), 1 without one", "nothing that a terminal obeys"
+
+
+@pytest.mark.parametrize("frames", [1, 2, 30])
+def test_a_data_set_says_how_much_more_work_its_longest_clips_are(tmp_path, frames):
+    (tmp_path / "megadit.json").write_text(json.dumps({"format_version": 1, "num_samples": {"train": 8}}))
+    with tarfile.open(tmp_path / "train-000000.tar", "w") as tar:
+        for number, shape in enumerate([(frames, 88, 160), *[(1, 88, 160)] * 60]):
+            header = json.dumps({"latent": {"dtype": "U8", "shape": [16, *shape], "data_offsets": [0, 0]}}).encode()
+            files = {"safetensors": len(header).to_bytes(8, "little") + header, "json": b'{"height": 8, "width": 8}'}
+            for suffix, content in files.items():
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    found = info.describe(tmp_path).get("max / mean work")
+    segments = [Segment((num, 44, 80), 1) for num in (frames, *[1] * 60)]
+    tokens = [segment.num_tokens for segment in segments]
+    work = [forward_flops(segment, NAMED_CONFIGS["cosmos_7b"]) for segment in segments]
+    expected = work[0] / tokens[0] / (sum(work) / sum(tokens))
+    assert found is None if frames == 1 else found.startswith(f"up to {expected:.2f} for")
+    assert ("data.balance=work" in str(found)) is (expected > 1.15) is (frames == 30)
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "gif", "webp", "png"])

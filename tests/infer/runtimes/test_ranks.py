@@ -52,9 +52,25 @@ def check_same(folder: Path, alone: dict[str, np.ndarray]) -> None:
         assert np.abs(image.astype(int) - alone[name]).max() <= 1, name
 
 
-def test_jobs_are_dealt_out_and_come_back_in_order():
-    dealt = [Ranks(replica=replica, num_replicas=3, writes=True, passes=None).mine(range(7)) for replica in range(3)]
-    assert dealt == [[0, 3, 6], [1, 4], [2, 5]]
+def test_jobs_are_dealt_out_in_equal_work():
+    replicas = [Ranks(replica=replica, num_replicas=3, writes=True, passes=None) for replica in range(3)]
+    assert [each.mine(range(7)) for each in replicas] == [[0, 3, 6], [1, 4], [2, 5]]
+    work = [
+        1,
+        8,
+        1,
+        8,
+        1,
+        8,
+        1,
+        8,
+        1,
+        8,
+    ]  # each second has guidance and more steps: taken in turn, one gets four dear ones
+    dealt = [each.mine(range(10), work) for each in replicas]
+    assert sorted(sum(dealt, [])) == list(range(10)) and all(own == sorted(own) for own in dealt)
+    loads = [sum(work[place] for place in own) for own in dealt]
+    assert max(loads) == 16, loads
 
 
 @pytest.mark.slow

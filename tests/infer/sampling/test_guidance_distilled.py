@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from megadit.infer.commands import tune_sampler
-from megadit.infer.commands.tune_sampler import candidates_of, num_function_evaluations
+from megadit.infer.commands.tune_sampler import candidates_of
 from megadit.infer.generate.command import main as generate
 from megadit.infer.generate.memory_plan import Choices, plan_memory
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.cuda_graphs import RecordedDenoiser
+from megadit.infer.sampling.resolve import num_function_evaluations
 from megadit.models.shared.errors import UserError
 from tests.bundles import CONFIG, write_tiny_bundle
 from tests.infer.runtimes.test_cuda_graphs import CPU, record_on_cpu

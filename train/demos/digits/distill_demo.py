@@ -18,11 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadit.infer.commands.tune_sampler import num_function_evaluations
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.metrics.distances import frechet, moments
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.sampling.resolve import resolve_settings
+from megadit.infer.sampling.resolve import num_function_evaluations, resolve_settings
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.cli.command import run_command, run_module
