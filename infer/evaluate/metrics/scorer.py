@@ -44,7 +44,7 @@ class ProgramScorer:
                 f"{path} must define which scores are metrics, and the better direction of each, such as "
                 "BETTER = {'beauty': 'higher'} (or 'lower')"
             )
-        return cls(scorer.scores, scorer.better, _fingerprint(path.parent))
+        return cls(scorer.scores, scorer.better, scorer_fingerprint(path.parent))
 
     def __call__(self, video_BTHWC: Tensor, prompts: Sequence[str]) -> Tensor:
         rows = []
@@ -64,7 +64,7 @@ def _says_what_is_better(better: Any) -> bool:
     )
 
 
-def _fingerprint(folder: Path) -> str:
+def scorer_fingerprint(folder: Path) -> str:
     """Hash the names and contents of all files of a scorer's folder: any of them may affect its scores."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return hashed(*(text for path in files for text in (str(path.relative_to(folder)), sha256_of(path))))[:12]

@@ -109,6 +109,8 @@ class Prior:
     adapters: Scales = field(default_factory=dict)
     describe: Callable[[GeneratedVideo], dict[str, Any]] = lambda video: {}
     """Returns what the description of a sample says in addition."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else determines the bytes of the data set, as JSON values."""
 
     def request(self, bundle: Bundle) -> dict[str, Any]:
         """Settings that determine the bytes of the data set, as JSON values."""
@@ -121,6 +123,7 @@ class Prior:
             "count": self.count,
             "seed": self.seed,
             "settings": settings,
+            **self.more,
             **({"adapters": [asdict(adapter) for adapter in scaled_adapters(self.adapters)]} if self.adapters else {}),
         }
 

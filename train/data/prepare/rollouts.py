@@ -9,6 +9,7 @@ groups of fewer than two. As with `prepare prior`, shards are divided among rank
 Shapes: N videos.
 """
 
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -17,7 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load
+from torch import Tensor
 
+from megadit.infer.evaluate.metrics.scorer import scorer_fingerprint
 from megadit.infer.hooks.scorer import find_scorer
 from megadit.infer.hooks.scorer_process import ScorerProcess
 from megadit.infer.pipeline.checkpoints import open_bundle
@@ -30,7 +35,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.tar_files import UntrustedTarFile
 from megadit.train.data.prepare.prior import GROUPS, Prior, Purpose, SampleOptions, prepare_samples, prompts_of
-from megadit.train.data.writer import json_member, write_members
+from megadit.train.data.writer import is_prepared, json_member, write_members
 
 REWARDS_FILE, SCORES_FILE = "rewards.json", "scores.json"
 """Reward of each video, and means of all scores, in the folder of the data set."""
@@ -70,6 +75,13 @@ class Scoring:
             find_scorer(folder)
 
     @property
+    def request(self) -> dict[str, Any]:
+        """What determines the rewards, as JSON values."""
+        folders = {"scorers": self.scorer_dir, "watched": self.watch_dir}
+        prints = {name: [scorer_fingerprint(folder) for folder in several] for name, several in folders.items()}
+        return {"group_size": self.group_size, "reward": list(self.reward), **prints}
+
+    @property
     def arguments(self) -> list[str]:
         """These settings as a command line."""
         several = {"--scorer_dir": self.scorer_dir, "--watch_dir": self.watch_dir, "--reward": self.reward}
@@ -96,16 +108,20 @@ def command(source: str, argv: list[str]) -> int:
     scoring.check()
     bundle = open_bundle(options.bundle)
     prompts = [prompt for prompt in prompts_of(options) for _ in range(scoring.group_size)]
+    is_made = is_prepared(options.out) and not options.overwrite
     with ExitStack() as stack:
         scorers, watchers = (
             [stack.enter_context(ScorerProcess(folder, seconds=scoring.scorer_seconds)) for folder in folders]
-            for folders in (scoring.scorer_dir, scoring.watch_dir)
+            for folders in (((), ()) if is_made else (scoring.scorer_dir, scoring.watch_dir))
         )
-        weights = weights_of(scoring.reward, scorers)
+        weights = {} if is_made else weights_of(scoring.reward, scorers)
 
         def describe(video: GeneratedVideo) -> dict[str, Any]:
-            asked = (each.scores(video.video, video.prompt) for each in (*scorers, *watchers))
-            return {"scores": {name: score for scores in asked for name, score in scores.items()}}
+            asked = [each.scores(video.video, video.prompt) for each in (*scorers, *watchers)]
+            scores = {name: score for each in asked for name, score in each.items()}
+            if all(asked):
+                _check_names(weights, scores, scorers)
+            return {"scores": scores}
 
         prior = Prior(
             purpose=ROLLOUTS,
@@ -116,6 +132,7 @@ def command(source: str, argv: list[str]) -> int:
             batch_size=options.batch_size,
             adapters={} if options.adapter is None else {options.adapter: 1.0},
             describe=describe,
+            more=scoring.request,
         )
         count = prepare_samples(options, bundle, prior, partial(give_rewards, weights, scoring.group_size))
     if count is not None:
@@ -148,6 +165,13 @@ def weights_of(asked: Sequence[str], scorers: Sequence[ScorerProcess]) -> dict[s
     return weights
 
 
+def _check_names(weights: Collection[str], scores: Collection[str], scorers: Sequence[ScorerProcess]) -> None:
+    """Raises UserError for a reward that no scorer has, at the first video that all of them have scored."""
+    known = {*scores, *OF_GROUPS, *(name for each in scorers for name in each.better)}
+    if missing := [name for name in weights if name not in known]:
+        raise UserError(f"--reward {missing[0]}=...: there is no such score; known are {', '.join(sorted(known))}")
+
+
 def rewards(scores_N: Sequence[float | None], group_size: int) -> list[float | None]:
     """Optimality probability of each video, 0 to 1: 1/2 + 1/2 clip((score - mean of its group) / std, -1, 1) (arXiv
     2509.16117, section 3.2), where std is that of all scores; None without a score, or with no other in the group."""
@@ -166,6 +190,19 @@ def rewards(scores_N: Sequence[float | None], group_size: int) -> list[float | N
     return found
 
 
+def diversity(latents_NCTHW: Tensor, group_size: int) -> list[float]:
+    """Score of a video within its group: its mean squared distance from the group's other videos, in multiples of that
+    of all groups. It holds a policy back from making one video of each prompt, which other scores reward."""
+    of_groups = [group.float().flatten(1) for group in latents_NCTHW.split(group_size)]
+    distances = [torch.cdist(group, group).square().sum(1) / max(1, len(group) - 1) for group in of_groups]
+    distance_N = torch.cat(distances)
+    return (distance_N / distance_N.mean().clamp_min(EQUAL)).tolist()
+
+
+OF_GROUPS = {"diversity": diversity}
+"""Name of a score that is computed from a group's latents, without a scorer -> (latents, group size) -> scores."""
+
+
 def give_rewards(weights: Mapping[str, float], group_size: int, folder: Path) -> int:
     """Add rewards to the samples of all shards, leave out those without, and write the scores' means.
 
@@ -180,6 +217,11 @@ def give_rewards(weights: Mapping[str, float], group_size: int, folder: Path) ->
     shards = sorted(folder.glob("train-*.tar"))
     if not (folder / REWARDS_FILE).exists():
         known = {key: description for path in shards for key, description, _ in _samples(path)}
+        if names := OF_GROUPS.keys() & weights.keys():
+            latents_NCTHW = torch.stack([load(tensors)["latent"] for path in shards for *_, tensors in _samples(path)])
+            for name in names:
+                for description, score in zip(known.values(), OF_GROUPS[name](latents_NCTHW, group_size), strict=True):
+                    description["scores"] |= {name: score} if description["scores"] else {}
         scores_N = [_score(description["scores"], weights) for description in known.values()]
         found = dict(zip(known, rewards(scores_N, group_size), strict=True))
         write_json(folder / SCORES_FILE, _summary(known.values(), scores_N, found.values()))
@@ -187,6 +229,7 @@ def give_rewards(weights: Mapping[str, float], group_size: int, folder: Path) ->
     reward_of = read_json(folder / REWARDS_FILE)
     given = [reward for reward in reward_of.values() if reward is not None]
     if not given:
+        shutil.rmtree(folder)  # nothing in it can be learnt from, and another attempt shall not find it
         raise UserError(
             f"none of {len(reward_of)} videos has a reward: the scorers must return {', '.join(weights)}; their "
             "errors are above"

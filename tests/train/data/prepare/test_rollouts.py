@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load
 
 from megadit.train.data.packs.samples import decode
 from megadit.train.data.prepare import command as prepare
@@ -65,9 +67,42 @@ def test_failures_cost_their_videos_and_not_the_run(make, capfd):
     assert "ValueError: no" in said and "finite numbers" in said
 
 
-def test_a_run_in_which_all_fail_ends(make, capfd):
-    make(prompts=("crash",), code=2)
+def test_a_run_in_which_all_fail_ends_and_can_be_repeated(make, tmp_path, capfd):
+    out = make(prompts=("crash",), code=2)
     assert "none of 3 videos has a reward: the scorers must return bright" in capfd.readouterr().err
+    (tmp_path / "scorer" / "scorer.py").write_text(SCORER.replace("os._exit(3)", "pass"))
+    assert make(prompts=("crash",)) == out
+
+
+def test_a_finished_folder_starts_no_scorer_and_belongs_to_its_rewards(make, tmp_path, monkeypatch, capfd):
+    expected = shards(make("--reward", "bright=1"))
+    with monkeypatch.context() as patched:
+        patched.setattr(rollouts, "ScorerProcess", None)
+        assert shards(make("--reward", "bright=1")) == expected
+    make("--reward", "bright=2", code=2)
+    (tmp_path / "scorer" / "scorer.py").write_text(SCORER + "\n")
+    make("--reward", "bright=1", code=2)
+    assert capfd.readouterr().err.count("holds samples of another request") == 2
+    assert shards(make("--reward", "bright=-1", "--overwrite")) != expected
+
+
+def test_a_score_that_nobody_returns_ends_the_run_at_its_first_video(make, capfd):
+    make("--reward", "bright=1", "train.num_threads=1", code=2)
+    err = capfd.readouterr().err
+    assert "--reward train.num_threads=...: there is no such score; known are bright, dark, diversity" in err
+    assert "6/6" not in err
+
+
+def test_diversity_rewards_what_differs_from_its_group(make):
+    latents_NCTHW = torch.tensor([0.0, 0, 0, 3, 1, 1, 1, 1]).reshape(8, 1, 1, 1, 1)
+    assert rollouts.diversity(latents_NCTHW, 4) == pytest.approx([4 / 3, 4 / 3, 4 / 3, 4, 0, 0, 0, 0])
+    out = make("--reward", "diversity=1")
+    kept = json.loads((out / SCORES_FILE).read_text())
+    assert kept["score"] == pytest.approx(1) and kept["rewarded"] == 6
+    latents_NCTHW = torch.stack([load(content)["latent"] for name, content in members(out).items() if "safe" in name])
+    expected = rewards(rollouts.diversity(latents_NCTHW, 3), 3)
+    assert [each.reward for each in iter_descriptions(out, "train")] == pytest.approx(expected)
+    assert len({*expected}) > 2
 
 
 @pytest.mark.parametrize("moment", ["before any shard is changed", "after one"])
