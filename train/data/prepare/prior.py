@@ -110,7 +110,7 @@ class Prior:
     describe: Callable[[GeneratedVideo], dict[str, Any]] = lambda video: {}
     """Returns what the description of a sample says in addition."""
     more: dict[str, Any] = field(default_factory=dict)
-    """What else determines the bytes of the data set, as JSON values."""
+    """Further JSON values that determine the bytes of the data set."""
 
     def request(self, bundle: Bundle) -> dict[str, Any]:
         """Settings that determine the bytes of the data set, as JSON values."""

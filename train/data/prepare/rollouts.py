@@ -76,7 +76,7 @@ class Scoring:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What determines the rewards, as JSON values."""
+        """JSON values that determine the rewards."""
         folders = {"scorers": self.scorer_dir, "watched": self.watch_dir}
         prints = {name: [scorer_fingerprint(folder) for folder in several] for name, several in folders.items()}
         return {"group_size": self.group_size, "reward": list(self.reward), **prints}
