@@ -1,7 +1,7 @@
 """Recipes: named training runs (`megadit train --recipe NAME`).
 
 A recipe is a function without arguments that returns a complete `RunConfig`; YAML files and `a.b=c` overrides change
-single values of it. Variants are `dataclasses.replace` of another recipe. Its docstring has the command at full size,
+single values of it. A `variant` changes values of another recipe. Its docstring has the command at full size,
 hardware, tokens, and the memory of a rank as the planner estimates it (`--dry-run`).
 """
 

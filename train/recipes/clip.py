@@ -5,11 +5,9 @@ The numbers are those of its table 18 for the ViTs. Each image is compared with 
 packs on every rank: here with those of the whole batch.
 """
 
-from dataclasses import replace
-
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import OptimizerConfig, RunConfig
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 from megadit.train.recipes.vit import vit_b_16, vit_digits
 
 
@@ -22,43 +20,30 @@ def clip_b_32() -> RunConfig:
     Tokens: 1,638,400 a step (32,768 images of 50 in 128 packs).
     Memory: 11 GiB a rank.
     """
-    run = vit_b_16()
-    return replace(
-        run,
-        recipe="clip_b_32",
+    return variant(
+        vit_b_16(),
         model=NAMED_CONFIGS["clip_b_32"],
-        data=replace(
-            run.data,
+        data=dict(
             seq_length=256 * 50,
             text_seq_length=256 * 24,
             micro_batch_size=2,
             global_batch_size=128,
             packing_buffer_size=1024,
         ),
-        train=replace(
-            run.train, train_iters=390_000, output_dir="runs/clip_b_32", label_smoothing=0.0, contrast_rows=256
-        ),
+        train=dict(train_iters=390_000, label_smoothing=0.0, contrast_rows=256),
         optimizer=OptimizerConfig(lr=5e-4, weight_decay=0.2, adam_beta2=0.98, adam_eps=1e-6, lr_warmup_iters=2000),
-        validation=replace(run.validation, num_batches=128),
+        validation=dict(num_batches=128),
     )
 
 
 def _of_size(name: str, *, images: int, packs: int, tokens: int, at_once: int, rate: float) -> RunConfig:
-    run = clip_b_32()
-    data = replace(
-        run.data,
-        seq_length=images * tokens,
-        text_seq_length=images * 24,
-        micro_batch_size=at_once,
-        global_batch_size=packs,
-    )
-    return replace(
-        run,
-        recipe=name,
+    return variant(
+        clip_b_32(),
         model=NAMED_CONFIGS[name],
-        data=data,
-        train=replace(run.train, output_dir=f"runs/{name}"),
-        optimizer=replace(run.optimizer, lr=rate, adam_beta2=0.98),
+        data=dict(
+            seq_length=images * tokens, text_seq_length=images * 24, micro_batch_size=at_once, global_batch_size=packs
+        ),
+        optimizer=dict(lr=rate, adam_beta2=0.98),
     )
 
 
@@ -95,14 +80,12 @@ def clip_digits() -> RunConfig:
     Tokens: 16,640 a step in two packs (an image of 32 x 32 is 65).
     Memory: 0.32 GiB a rank, plus Python and torch.
     """
-    run = vit_digits()
-    return replace(
-        run,
-        recipe="clip_digits",
+    return variant(
+        vit_digits(),
         model=NAMED_CONFIGS["clip_digits"],
-        data=replace(run.data, seq_length=128 * 65, text_seq_length=128 * 12, mixup=0.0),
-        train=replace(run.train, train_iters=400, output_dir="runs/clip_digits", label_smoothing=0.0),
-        optimizer=replace(run.optimizer, lr=4e-3),
-        checkpoint=replace(run.checkpoint, save_interval=200),
-        validation=replace(run.validation, interval=200, num_batches=2),
+        data=dict(seq_length=128 * 65, text_seq_length=128 * 12, mixup=0.0),
+        train=dict(train_iters=400, label_smoothing=0.0),
+        optimizer=dict(lr=4e-3),
+        checkpoint=dict(save_interval=200),
+        validation=dict(interval=200, num_batches=2),
     )

@@ -1,7 +1,5 @@
 """The handwritten digits of `make demo`, on a CPU."""
 
-from dataclasses import replace
-
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import (
@@ -15,7 +13,7 @@ from megadit.train.config.schema import (
     ValidationConfig,
 )
 from megadit.train.config.upkeep import SamplingConfig
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 
 @recipe
@@ -40,16 +38,10 @@ def digits() -> RunConfig:
             text_dropout=0.1,
             mock_latent_shapes=((1, 4, 4), (3, 4, 4)),
         ),
-        train=TrainConfig(
-            train_iters=960, output_dir="runs/digits", precision="fp32", matmul_precision="bf16", log_interval=25
-        ),
+        train=TrainConfig(train_iters=960, precision="fp32", matmul_precision="bf16", log_interval=25),
         diffusion=DiffusionConfig(p_mean=0.6, p_std=1.4, learned_uncertainty=True),
         optimizer=OptimizerConfig(
-            optimizer="muon",
-            lr=1.2e-2,
-            adam_beta2=0.99,
-            lr_warmup_iters=50,
-            lr_decay_style="linear",
+            optimizer="muon", lr=1.2e-2, adam_beta2=0.99, lr_warmup_iters=50, lr_decay_style="linear"
         ),
         ema=EmaConfig(sigma_rels=(0.05, 0.10)),
         checkpoint=CheckpointConfig(save_interval=480, keep_last=2),
@@ -75,14 +67,7 @@ def digits_flow() -> RunConfig:
     Tokens: 3,840 a step in two packs (an image is 16, a clip of 9 frames 48), 3.7 million in all.
     Memory: 0.11 GiB a rank, plus Python and torch.
     """
-    run = digits()
-    return replace(
-        run,
-        recipe="digits_flow",
-        model=replace(run.model, parameterization="flow"),
-        diffusion=replace(run.diffusion, p_mean=1.0, p_std=1.0),
-        train=replace(run.train, output_dir="runs/digits_flow"),
-    )
+    return variant(digits(), model=dict(parameterization="flow"), diffusion=dict(p_mean=1.0, p_std=1.0))
 
 
 @recipe
@@ -95,12 +80,9 @@ def digits_dreambooth() -> RunConfig:
     Tokens: 1,536 a step in two packs (32 clips), 307 thousand in all.
     Memory: 0.038 GiB a rank, plus Python and torch.
     """
-    run = digits()
-    return replace(
-        run,
-        recipe="digits_dreambooth",
-        data=replace(
-            run.data,
+    return variant(
+        digits(),
+        data=dict(
             seq_length=768,
             text_seq_length=256,
             global_batch_size=2,
@@ -110,19 +92,14 @@ def digits_dreambooth() -> RunConfig:
             prior_text_dropout=0.1,
             prior_weight=2.0,
         ),
-        train=replace(run.train, train_iters=200, output_dir="runs/digits_dreambooth", adapter=AdapterConfig(rank=4)),
-        diffusion=replace(run.diffusion, learned_uncertainty=False),
+        train=dict(train_iters=200, adapter=AdapterConfig(rank=4)),
+        diffusion=dict(learned_uncertainty=False),
         optimizer=OptimizerConfig(
-            optimizer="adamw",
-            lr=7e-3,
-            adam_beta2=0.99,
-            weight_decay=0.0,
-            lr_warmup_iters=10,
-            lr_decay_style="linear",
+            optimizer="adamw", lr=7e-3, adam_beta2=0.99, weight_decay=0.0, lr_warmup_iters=10, lr_decay_style="linear"
         ),
         ema=EmaConfig(sigma_rels=()),
-        checkpoint=replace(run.checkpoint, save_interval=100),
-        validation=replace(run.validation, interval=0),
+        checkpoint=dict(save_interval=100),
+        validation=dict(interval=0),
     )
 
 
@@ -136,13 +113,10 @@ def digits_conditioned() -> RunConfig:
     Tokens: 3,840 a step in two packs (a clip is 48, with a frame encoded as an image 64, with a clip to edit 96).
     Memory: 0.11 GiB a rank, plus Python and torch.
     """
-    run = digits()
-    return replace(
-        run,
-        recipe="digits_conditioned",
-        model=replace(run.model, conditioning_sigma=0.02),
-        data=replace(
-            run.data,
+    return variant(
+        digits(),
+        model=dict(conditioning_sigma=0.02),
+        data=dict(
             conditioning=(
                 "first_frame:0.3",
                 "last_frame:0.25",
@@ -151,13 +125,12 @@ def digits_conditioned() -> RunConfig:
                 "suffix:0.03",
                 "inpaint:0.06",
                 "edit:1.0",
-            ),
+            )
         ),
-        train=replace(run.train, train_iters=1300, output_dir="runs/digits_conditioned"),
-        optimizer=replace(run.optimizer, lr=6e-3),
+        train=dict(train_iters=1300),
+        optimizer=dict(lr=6e-3),
         ema=EmaConfig(sigma_rels=(0.05,)),
-        validation=replace(
-            run.validation,
+        validation=dict(
             interval=650,
             sampling=SamplingConfig(
                 sampler="consistency", num_steps=6, sigmas=(80.0, 8.0, 3.0, 1.0, 0.5, 0.2), guidance=2.0
@@ -175,22 +148,15 @@ def digits_tiny() -> RunConfig:
     Tokens: 192 a step in two packs, 10 steps.
     Memory: 0.0043 GiB a rank, plus Python and torch.
     """
-    run = digits()
-    return replace(
-        run,
-        recipe="digits_tiny",
-        model=replace(run.model, num_layers=2, hidden_size=48, num_attention_heads=2, learned_positions=None),
-        data=replace(run.data, seq_length=96, text_seq_length=64, packing_buffer_size=8, shuffle_buffer_size=16),
-        train=replace(
-            run.train, train_iters=10, output_dir="runs/digits_tiny", matmul_precision="ieee", log_interval=1
-        ),
-        optimizer=replace(run.optimizer, lr=8e-3, lr_warmup_iters=2),
-        checkpoint=replace(run.checkpoint, save_interval=5),
-        logger=replace(run.logger, curves=False),
-        validation=replace(
-            run.validation,
-            interval=5,
-            num_batches=1,
-            sampling=replace(run.validation.sampling, sampler="euler", num_steps=2, sigmas=(), eta=1.0, guidance=4.0),
+    return variant(
+        digits(),
+        model=dict(num_layers=2, hidden_size=48, num_attention_heads=2, learned_positions=None),
+        data=dict(seq_length=96, text_seq_length=64, packing_buffer_size=8, shuffle_buffer_size=16),
+        train=dict(train_iters=10, matmul_precision="ieee", log_interval=1),
+        optimizer=dict(lr=8e-3, lr_warmup_iters=2),
+        checkpoint=dict(save_interval=5),
+        logger=dict(curves=False),
+        validation=dict(
+            interval=5, num_batches=1, sampling=dict(sampler="euler", num_steps=2, sigmas=(), eta=1.0, guidance=4.0)
         ),
     )

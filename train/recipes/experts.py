@@ -1,11 +1,9 @@
 """Networks with experts, under the names of NeMo's factories."""
 
-from dataclasses import replace
-
 from megadit.models.configs.experts import ExpertConfig
 from megadit.train.config.schema import ParallelConfig, RunConfig
 from megadit.train.recipes.moviegen import pretrain_ditllama1b
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 
 @recipe
@@ -20,13 +18,10 @@ def pretrain_ecditllama1b() -> RunConfig:
     Tokens: 589,824 a step (2,304 packs of 256, one image each).
     Memory: 60 GiB a rank.
     """
-    run = pretrain_ditllama1b()
     experts = ExpertConfig(num_experts=64, routing="expert_choice", capacity_factor=8.0, ffn_hidden_size=1024)
-    return replace(
-        run,
-        recipe="pretrain_ecditllama1b",
-        model=replace(run.model, experts=experts),
-        data=replace(run.data, micro_batch_size=72, global_batch_size=2304, min_aesthetic_score=5.0),
-        train=replace(run.train, output_dir="runs/pretrain_ecditllama1b"),
+    return variant(
+        pretrain_ditllama1b(),
+        model=dict(experts=experts),
+        data=dict(micro_batch_size=72, global_batch_size=2304, min_aesthetic_score=5.0),
         parallel=ParallelConfig(data_parallel="fsdp", expert_model_parallel_size=8),
     )

@@ -7,8 +7,6 @@ has four times as many tokens, whose positions lie half as far apart (`model.rop
 twice as strong (`diffusion.shift_tokens`).
 """
 
-from dataclasses import replace
-
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
@@ -22,7 +20,7 @@ from megadit.train.config.schema import (
 )
 from megadit.train.config.upkeep import SamplingConfig
 from megadit.train.recipes.digits import digits
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 LONGEST_TEXT = 77
 """Tokens of CLIP."""
@@ -51,7 +49,7 @@ def image_xl_256() -> RunConfig:
             text_dropout=0.1,
             mock_latent_shapes=((1, 32, 32),),
         ),
-        train=TrainConfig(train_iters=83_000, output_dir="runs/image_xl_256"),
+        train=TrainConfig(train_iters=83_000),
         diffusion=DiffusionConfig(shift_tokens=256),
         optimizer=OptimizerConfig(
             lr=1e-4, weight_decay=0.01, adam_beta2=0.999, lr_warmup_iters=10_000, lr_decay_style="constant"
@@ -72,18 +70,11 @@ def image_xl_512() -> RunConfig:
     Tokens: 8.4 million a step (8,192 images in 1,024 packs of 8,192).
     Memory: 15 GiB a rank.
     """
-    run = image_xl_256()
-    return replace(
-        run,
-        recipe="image_xl_512",
-        model=replace(run.model, rope_interpolation=TWICE_AS_DENSE),
-        data=replace(
-            run.data,
-            text_seq_length=8 * LONGEST_TEXT,
-            global_batch_size=1024,
-            mock_latent_shapes=((1, 64, 64),),
-        ),
-        train=replace(run.train, train_iters=50_000, output_dir="runs/image_xl_512"),
+    return variant(
+        image_xl_256(),
+        model=dict(rope_interpolation=TWICE_AS_DENSE),
+        data=dict(text_seq_length=8 * LONGEST_TEXT, global_batch_size=1024, mock_latent_shapes=((1, 64, 64),)),
+        train=dict(train_iters=50_000),
     )
 
 
@@ -96,17 +87,15 @@ def image_digits() -> RunConfig:
     Tokens: 3,840 a step in two packs (240 images).
     Memory: 0.11 GiB a rank, plus Python and torch.
     """
-    run = digits()
-    return replace(
-        run,
-        recipe="image_digits",
+    return variant(
+        digits(),
         # rotary positions alone, as in `image_xl`: a second stage divides them, and would have to learn others anew
-        model=replace(run.model, learned_positions=None),
-        data=replace(run.data, text_seq_length=960, mock_latent_shapes=((1, 4, 4),)),
-        train=replace(run.train, train_iters=900, output_dir="runs/image_digits"),
-        diffusion=replace(run.diffusion, p_mean=1.0, shift_tokens=16),
-        checkpoint=replace(run.checkpoint, save_interval=450),
-        validation=replace(run.validation, interval=450),
+        model=dict(learned_positions=None),
+        data=dict(text_seq_length=960, mock_latent_shapes=((1, 4, 4),)),
+        train=dict(train_iters=900),
+        diffusion=dict(p_mean=1.0, shift_tokens=16),
+        checkpoint=dict(save_interval=450),
+        validation=dict(interval=450),
     )
 
 
@@ -120,12 +109,10 @@ def image_digits_64() -> RunConfig:
     Tokens: 3,840 a step in two packs (60 images).
     Memory: 0.11 GiB a rank, plus Python and torch.
     """
-    run = image_digits()
-    return replace(
-        run,
-        recipe="image_digits_64",
-        model=replace(run.model, rope_interpolation=TWICE_AS_DENSE),
-        data=replace(run.data, text_seq_length=240, mock_latent_shapes=((1, 8, 8),)),
-        train=replace(run.train, train_iters=450, output_dir="runs/image_digits_64"),
-        optimizer=replace(run.optimizer, lr=6e-3),
+    return variant(
+        image_digits(),
+        model=dict(rope_interpolation=TWICE_AS_DENSE),
+        data=dict(text_seq_length=240, mock_latent_shapes=((1, 8, 8),)),
+        train=dict(train_iters=450),
+        optimizer=dict(lr=6e-3),
     )

@@ -17,7 +17,7 @@ from megadit.train.config.schema import (
     ValidationConfig,
 )
 from megadit.train.recipes.pretrain import TP2, pretrain_7b
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 _FSDP = ParallelConfig(data_parallel="fsdp")
 
@@ -37,7 +37,7 @@ def mock_ditllama5b_8k() -> RunConfig:
         data=DataConfig(
             mock=True, seq_length=8192, text_seq_length=512, global_batch_size=32, mock_latent_shapes=((32, 32, 32),)
         ),
-        train=TrainConfig(train_iters=15, output_dir="runs/mock_ditllama5b_8k", log_interval=1),
+        train=TrainConfig(train_iters=15, log_interval=1),
         optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant"),
         parallel=replace(TP2, data_parallel="fsdp"),
         ema=EmaConfig(sigma_rels=()),
@@ -55,19 +55,11 @@ def train_mock() -> RunConfig:
     Tokens: 73,728 a step (one pack of 72 images).
     Memory: 32 GiB a rank.
     """
-    run = mock_ditllama5b_8k()
-    return replace(
-        run,
-        recipe="train_mock",
-        model=replace(run.model, num_layers=16, learned_positions=(1, 120, 120), head_dim=None),
-        data=replace(
-            run.data,
-            seq_length=73_728,
-            text_seq_length=4096,
-            global_batch_size=1,
-            mock_latent_shapes=((1, 64, 64),),
-        ),
-        train=replace(run.train, train_iters=1000, output_dir="runs/train_mock"),
+    return variant(
+        mock_ditllama5b_8k(),
+        model=dict(num_layers=16, learned_positions=(1, 120, 120), head_dim=None),
+        data=dict(seq_length=73_728, text_seq_length=4096, global_batch_size=1, mock_latent_shapes=((1, 64, 64),)),
+        train=dict(train_iters=1000),
         parallel=replace(_FSDP, tensor_model_parallel_size=4, sequence_parallel=True, context_parallel_size=2),
     )
 
@@ -81,14 +73,7 @@ def pretrain_ditllama5b() -> RunConfig:
     Tokens: 1.2 million a step (4,608 packs of 260, one image each).
     Memory: 52 GiB a rank.
     """
-    run = pretrain_7b()
-    return replace(
-        run,
-        recipe="pretrain_ditllama5b",
-        model=NAMED_CONFIGS["moviegen_5b"],
-        data=replace(run.data, micro_batch_size=12),
-        train=replace(run.train, output_dir="runs/pretrain_ditllama5b"),
-    )
+    return variant(pretrain_7b(), model=NAMED_CONFIGS["moviegen_5b"], data=dict(micro_batch_size=12))
 
 
 @recipe
@@ -100,14 +85,11 @@ def pretrain_ditllama3b() -> RunConfig:
     Tokens: 393,216 a step (1,536 packs of 256, one image each).
     Memory: 64 GiB a rank.
     """
-    run = pretrain_ditllama1b()
-    return replace(
-        run,
-        recipe="pretrain_ditllama3b",
+    return variant(
+        pretrain_ditllama1b(),
         model=NAMED_CONFIGS["moviegen_3b"],
-        data=replace(run.data, micro_batch_size=48),
-        train=replace(run.train, output_dir="runs/pretrain_ditllama3b"),
-        parallel=replace(run.parallel, recompute_granularity="full", recompute_num_layers=14),
+        data=dict(micro_batch_size=48),
+        parallel=dict(recompute_granularity="full", recompute_num_layers=14),
     )
 
 
@@ -120,15 +102,12 @@ def pretrain_ditllama1b() -> RunConfig:
     Tokens: 393,216 a step (1,536 packs of 256, one image each).
     Memory: 57 GiB a rank.
     """
-    run = pretrain_ditllama5b()
-    return replace(
-        run,
-        recipe="pretrain_ditllama1b",
+    return variant(
+        pretrain_ditllama5b(),
         model=NAMED_CONFIGS["moviegen_1b"],
-        data=replace(run.data, seq_length=256, micro_batch_size=96, global_batch_size=1536, min_aesthetic_score=4.0),
-        train=replace(run.train, output_dir="runs/pretrain_ditllama1b"),
-        checkpoint=replace(run.checkpoint, save_interval=3000),
-        validation=replace(run.validation, interval=3000),
+        data=dict(seq_length=256, micro_batch_size=96, global_batch_size=1536, min_aesthetic_score=4.0),
+        checkpoint=dict(save_interval=3000),
+        validation=dict(interval=3000),
     )
 
 
@@ -141,13 +120,10 @@ def pretrain_ditllama30b() -> RunConfig:
     Tokens: 2.4 million a step (9,216 packs of 256, one image each).
     Memory: 32 GiB a rank.
     """
-    run = pretrain_ditllama5b()
-    return replace(
-        run,
-        recipe="pretrain_ditllama30b",
+    return variant(
+        pretrain_ditllama5b(),
         model=NAMED_CONFIGS["moviegen_30b"],
-        data=replace(run.data, seq_length=256, micro_batch_size=6, global_batch_size=9216, min_aesthetic_score=4.0),
-        train=replace(run.train, output_dir="runs/pretrain_ditllama30b"),
+        data=dict(seq_length=256, micro_batch_size=6, global_batch_size=9216, min_aesthetic_score=4.0),
         parallel=_FSDP,
     )
 
@@ -161,14 +137,12 @@ def pretrain_ditllama30b_stage2_mock() -> RunConfig:
     Tokens: 2.1 million a step (256 packs of 8,192).
     Memory: 19 GiB a rank.
     """
-    run = mock_ditllama5b_8k()
-    return replace(
-        run,
-        recipe="pretrain_ditllama30b_stage2_mock",
+    return variant(
+        mock_ditllama5b_8k(),
         model=NAMED_CONFIGS["moviegen_30b"],
-        data=replace(run.data, global_batch_size=256),
-        train=replace(run.train, train_iters=1000, output_dir="runs/pretrain_ditllama30b_stage2_mock"),
-        parallel=replace(run.parallel, context_parallel_size=4),
+        data=dict(global_batch_size=256),
+        train=dict(train_iters=1000),
+        parallel=dict(context_parallel_size=4),
     )
 
 
@@ -181,13 +155,10 @@ def pretrain_ditllama30b_stage3_mock() -> RunConfig:
     Tokens: 18.9 million a step (256 packs of 73,728).
     Memory: 60 GiB a rank.
     """
-    run = pretrain_ditllama30b_stage2_mock()
-    return replace(
-        run,
-        recipe="pretrain_ditllama30b_stage3_mock",
-        data=replace(run.data, seq_length=73_728, mock_latent_shapes=((32, 96, 96),)),
-        train=replace(run.train, output_dir="runs/pretrain_ditllama30b_stage3_mock"),
-        parallel=replace(run.parallel, context_parallel_size=8),
+    return variant(
+        pretrain_ditllama30b_stage2_mock(),
+        data=dict(seq_length=73_728, mock_latent_shapes=((32, 96, 96),)),
+        parallel=dict(context_parallel_size=8),
     )
 
 
@@ -200,12 +171,10 @@ def pretrain_ditllama5b_stage3_mock_with_pp() -> RunConfig:
     Tokens: 8,192 a step (one pack).
     Memory: 27 GiB a rank.
     """
-    run = mock_ditllama5b_8k()
-    return replace(
-        run,
-        recipe="pretrain_ditllama5b_stage3_mock_with_pp",
-        data=replace(run.data, global_batch_size=1),
-        train=replace(run.train, train_iters=1000, output_dir="runs/pretrain_ditllama5b_stage3_mock_with_pp"),
+    return variant(
+        mock_ditllama5b_8k(),
+        data=dict(global_batch_size=1),
+        train=dict(train_iters=1000),
         parallel=replace(TP2, pipeline_model_parallel_size=2, context_parallel_size=2),
     )
 
@@ -219,11 +188,8 @@ def pretrain_ditllama30b_stage3_mock_with_pp() -> RunConfig:
     Tokens: 18.9 million a step (256 packs of 73,728).
     Memory: 55 GiB a rank.
     """
-    run = pretrain_ditllama30b_stage3_mock()
-    return replace(
-        run,
-        recipe="pretrain_ditllama30b_stage3_mock_with_pp",
-        train=replace(run.train, output_dir="runs/pretrain_ditllama30b_stage3_mock_with_pp"),
+    return variant(
+        pretrain_ditllama30b_stage3_mock(),
         parallel=replace(
             TP2,
             tensor_model_parallel_size=4,

@@ -9,21 +9,10 @@ from dataclasses import replace
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import ParallelConfig, RunConfig
 from megadit.train.recipes.pretrain import stage1_7b_256, stage2_7b_8k, stage3_7b_74k
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 FSDP = ParallelConfig(data_parallel="fsdp")
 FSDP_TP2 = replace(FSDP, tensor_model_parallel_size=2, sequence_parallel=True)
-
-
-def _stage(run: RunConfig, name: str, network: str, parallel: ParallelConfig | None = None) -> RunConfig:
-    """A stage of DiT-7B with another network."""
-    return replace(
-        run,
-        recipe=name,
-        model=NAMED_CONFIGS[network],
-        train=replace(run.train, output_dir=f"runs/{name}"),
-        parallel=parallel or run.parallel,
-    )
 
 
 @recipe
@@ -35,7 +24,7 @@ def stage1_5b_256() -> RunConfig:
     Tokens: 1.2 million a step (512 packs of 2,304).
     Memory: 47 GiB a rank.
     """
-    return _stage(stage1_7b_256(), "stage1_5b_256", "moviegen_5b")
+    return variant(stage1_7b_256(), model=NAMED_CONFIGS["moviegen_5b"])
 
 
 @recipe
@@ -48,7 +37,7 @@ def stage2_5b_8k() -> RunConfig:
     Tokens: 1.3 million a step (128 packs of 10,240).
     Memory: 45 GiB a rank.
     """
-    return _stage(stage2_7b_8k(), "stage2_5b_8k", "moviegen_5b")
+    return variant(stage2_7b_8k(), model=NAMED_CONFIGS["moviegen_5b"])
 
 
 @recipe
@@ -61,7 +50,7 @@ def stage3_5b_74k() -> RunConfig:
     Tokens: 4.7 million a step (64 packs of 73,728).
     Memory: 61 GiB a rank.
     """
-    return _stage(stage3_7b_74k(), "stage3_5b_74k", "moviegen_5b")
+    return variant(stage3_7b_74k(), model=NAMED_CONFIGS["moviegen_5b"])
 
 
 @recipe
@@ -73,7 +62,7 @@ def stage1_30b_256() -> RunConfig:
     Tokens: 1.2 million a step (512 packs of 2,304).
     Memory: 43 GiB a rank.
     """
-    return _stage(stage1_7b_256(), "stage1_30b_256", "moviegen_30b", FSDP)
+    return variant(stage1_7b_256(), model=NAMED_CONFIGS["moviegen_30b"], parallel=FSDP)
 
 
 @recipe
@@ -86,7 +75,9 @@ def stage2_30b_8k() -> RunConfig:
     Tokens: 1.3 million a step (128 packs of 10,240).
     Memory: 27 GiB a rank.
     """
-    return _stage(stage2_7b_8k(), "stage2_30b_8k", "moviegen_30b", replace(FSDP_TP2, context_parallel_size=4))
+    return variant(
+        stage2_7b_8k(), model=NAMED_CONFIGS["moviegen_30b"], parallel=replace(FSDP_TP2, context_parallel_size=4)
+    )
 
 
 @recipe
@@ -100,4 +91,4 @@ def stage3_30b_74k() -> RunConfig:
     Memory: 68 GiB a rank.
     """
     parallel = replace(FSDP_TP2, context_parallel_size=8)
-    return _stage(stage3_7b_74k(), "stage3_30b_74k", "moviegen_30b", parallel)
+    return variant(stage3_7b_74k(), model=NAMED_CONFIGS["moviegen_30b"], parallel=parallel)

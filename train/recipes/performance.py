@@ -18,7 +18,7 @@ from megadit.train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 
 @recipe
@@ -34,13 +34,9 @@ def performance_7b_8k_baseline() -> RunConfig:
         recipe="performance_7b_8k_baseline",
         model=replace(NAMED_CONFIGS["dit_7b"], family="nemo"),
         data=DataConfig(
-            mock=True,
-            seq_length=8192,
-            text_seq_length=512,
-            global_batch_size=256,
-            mock_latent_shapes=((32, 32, 32),),
+            mock=True, seq_length=8192, text_seq_length=512, global_batch_size=256, mock_latent_shapes=((32, 32, 32),)
         ),
-        train=TrainConfig(train_iters=20, output_dir="runs/performance_7b_8k_baseline", log_interval=1),
+        train=TrainConfig(train_iters=20, log_interval=1),
         optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant"),
         ema=EmaConfig(sigma_rels=()),
         checkpoint=CheckpointConfig(save_interval=1_000_000),
@@ -57,11 +53,8 @@ def performance_7b_8k() -> RunConfig:
     Tokens: 2.1 million a step (256 packs of 8,192).
     Memory: 43 GiB a rank.
     """
-    run = performance_7b_8k_baseline()
-    return replace(
-        run,
-        recipe="performance_7b_8k",
-        train=replace(run.train, output_dir="runs/performance_7b_8k"),
+    return variant(
+        performance_7b_8k_baseline(),
         parallel=ParallelConfig(
             tensor_model_parallel_size=2, sequence_parallel=True, data_parallel="distributed_optimizer"
         ),
@@ -77,13 +70,10 @@ def performance_7b_74k() -> RunConfig:
     Tokens: 18.9 million a step (256 packs of 73,728).
     Memory: 61 GiB a rank.
     """
-    run = performance_7b_8k()
-    return replace(
-        run,
-        recipe="performance_7b_74k",
-        data=replace(run.data, seq_length=73_728, mock_latent_shapes=((32, 96, 96),)),
-        train=replace(run.train, output_dir="runs/performance_7b_74k"),
-        parallel=replace(run.parallel, context_parallel_size=4),
+    return variant(
+        performance_7b_8k(),
+        data=dict(seq_length=73_728, mock_latent_shapes=((32, 96, 96),)),
+        parallel=dict(context_parallel_size=4),
     )
 
 
@@ -96,13 +86,10 @@ def performance_28b_8k() -> RunConfig:
     Tokens: 2.1 million a step (256 packs of 8,192).
     Memory: 39 GiB a rank.
     """
-    run = performance_7b_8k()
-    return replace(
-        run,
-        recipe="performance_28b_8k",
+    return variant(
+        performance_7b_8k(),
         model=replace(NAMED_CONFIGS["dit_28b"], family="nemo"),
-        train=replace(run.train, output_dir="runs/performance_28b_8k"),
-        parallel=replace(run.parallel, tensor_model_parallel_size=4, pipeline_model_parallel_size=4),
+        parallel=dict(tensor_model_parallel_size=4, pipeline_model_parallel_size=4),
     )
 
 
@@ -118,12 +105,9 @@ def performance_28b_64k() -> RunConfig:
     Tokens: 16.8 million a step (256 packs of 65,536).
     Memory: 54 GiB a rank.
     """
-    run = performance_28b_8k()
-    return replace(
-        run,
-        recipe="performance_28b_64k",
-        data=replace(run.data, seq_length=65_536, mock_latent_shapes=((16, 128, 128),)),
-        train=replace(run.train, output_dir="runs/performance_28b_64k"),
+    return variant(
+        performance_28b_8k(),
+        data=dict(seq_length=65_536, mock_latent_shapes=((16, 128, 128),)),
         parallel=ParallelConfig(data_parallel="fsdp", recompute_granularity="full"),
     )
 
@@ -137,11 +121,9 @@ def mock_dit7b_8k() -> RunConfig:
     Tokens: 262,144 a step (32 packs of 8,192).
     Memory: 26 GiB a rank.
     """
-    run = performance_7b_8k()
-    return replace(
-        run,
-        recipe="mock_dit7b_8k",
-        data=replace(run.data, global_batch_size=32),
-        train=replace(run.train, train_iters=15, output_dir="runs/mock_dit7b_8k"),
-        parallel=replace(run.parallel, data_parallel="fsdp"),
+    return variant(
+        performance_7b_8k(),
+        data=dict(global_batch_size=32),
+        train=dict(train_iters=15),
+        parallel=dict(data_parallel="fsdp"),
     )

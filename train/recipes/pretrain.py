@@ -17,7 +17,7 @@ from megadit.train.config.schema import (
     ValidationConfig,
 )
 from megadit.train.config.upkeep import SamplingConfig
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, data_parallel="distributed_optimizer")
 """Layout of NeMo's joint image and video runs."""
@@ -36,7 +36,7 @@ def pretrain_xl() -> RunConfig:
         recipe="pretrain_xl",
         model=NAMED_CONFIGS["dit_xl"],
         data=DataConfig(seq_length=2048, text_seq_length=4096, global_batch_size=32, num_workers=8, text_dropout=0.2),
-        train=TrainConfig(train_iters=500_000, output_dir="runs/pretrain_xl", log_interval=1),
+        train=TrainConfig(train_iters=500_000, log_interval=1),
         optimizer=OptimizerConfig(lr=1e-4, adam_beta2=0.999, lr_decay_style="constant"),
         checkpoint=CheckpointConfig(save_interval=1000, keep_last=3),
         # NeMo writes cond + 7 (cond - uncond), which is a guidance of 8 here.
@@ -53,13 +53,7 @@ def pretrain_l() -> RunConfig:
     Tokens: 65,536 a step (32 packs of 2,048).
     Memory: 14 GiB a rank.
     """
-    run = pretrain_xl()
-    return replace(
-        run,
-        recipe="pretrain_l",
-        model=NAMED_CONFIGS["dit_l"],
-        train=replace(run.train, output_dir="runs/pretrain_l"),
-    )
+    return variant(pretrain_xl(), model=NAMED_CONFIGS["dit_l"])
 
 
 @recipe
@@ -71,13 +65,10 @@ def pretrain_7b() -> RunConfig:
     Tokens: 1.2 million a step (4,608 packs of 260, one image each).
     Memory: 54 GiB a rank.
     """
-    run = pretrain_xl()
-    return replace(
-        run,
-        recipe="pretrain_7b",
+    return variant(
+        pretrain_xl(),
         model=NAMED_CONFIGS["dit_7b"],
-        data=replace(
-            run.data,
+        data=dict(
             seq_length=260,
             text_seq_length=512,
             micro_batch_size=9,
@@ -86,11 +77,10 @@ def pretrain_7b() -> RunConfig:
             use_train_split_for_val=True,
             mock_latent_shapes=((1, 32, 32),),
         ),
-        train=replace(run.train, output_dir="runs/pretrain_7b"),
         optimizer=OptimizerConfig(
             lr=1e-4, weight_decay=0.1, adam_beta2=0.95, lr_warmup_iters=100, lr_decay_style="constant"
         ),
-        parallel=replace(run.parallel, data_parallel="distributed_optimizer"),
+        parallel=dict(data_parallel="distributed_optimizer"),
     )
 
 
@@ -103,12 +93,9 @@ def pretrain_7b_pack() -> RunConfig:
     Tokens: 1.2 million a step (512 packs of 2,304).
     Memory: 54 GiB a rank.
     """
-    run = pretrain_7b()
-    return replace(
-        run,
-        recipe="pretrain_7b_pack",
-        data=replace(
-            run.data,
+    return variant(
+        pretrain_7b(),
+        data=dict(
             seq_length=2304,
             text_seq_length=4608,
             micro_batch_size=1,
@@ -116,7 +103,6 @@ def pretrain_7b_pack() -> RunConfig:
             packing_buffer_size=1000,
             mock_latent_shapes=((1, 32, 32), (4, 32, 32)),
         ),
-        train=replace(run.train, output_dir="runs/pretrain_7b_pack"),
     )
 
 
@@ -129,12 +115,9 @@ def pretrain_7b_256p_joint() -> RunConfig:
     Tokens: 2.1 million a step (256 packs of 8,192: one clip of 32 latent frames fills a pack).
     Memory: 45 GiB a rank.
     """
-    run = pretrain_7b()
-    return replace(
-        run,
-        recipe="pretrain_7b_256p_joint",
-        data=replace(
-            run.data,
+    return variant(
+        pretrain_7b(),
+        data=dict(
             seq_length=8192,
             text_seq_length=512,
             micro_batch_size=1,
@@ -142,8 +125,7 @@ def pretrain_7b_256p_joint() -> RunConfig:
             packing_buffer_size=1,
             mock_latent_shapes=((32, 32, 32),),
         ),
-        train=replace(run.train, output_dir="runs/pretrain_7b_256p_joint"),
-        optimizer=replace(run.optimizer, lr=6e-5),
+        optimizer=dict(lr=6e-5),
         parallel=TP2,
     )
 
@@ -157,19 +139,15 @@ def pretrain_7b_256p_joint_pack() -> RunConfig:
     Tokens: 1.3 million a step (128 packs of 10,240).
     Memory: 50 GiB a rank.
     """
-    run = pretrain_7b_256p_joint()
-    return replace(
-        run,
-        recipe="pretrain_7b_256p_joint_pack",
-        data=replace(
-            run.data,
+    return variant(
+        pretrain_7b_256p_joint(),
+        data=dict(
             seq_length=10_240,
             text_seq_length=5120,
             global_batch_size=128,
             packing_buffer_size=1000,
             mock_latent_shapes=((1, 32, 32), (8, 32, 32), (16, 32, 32)),
         ),
-        train=replace(run.train, output_dir="runs/pretrain_7b_256p_joint_pack"),
     )
 
 
@@ -185,13 +163,7 @@ def stage1_7b_256() -> RunConfig:
     Tokens: 1.2 million a step (512 packs of 2,304).
     Memory: 54 GiB a rank.
     """
-    run = pretrain_7b_pack()
-    return replace(
-        run,
-        recipe="stage1_7b_256",
-        data=replace(run.data, mock_latent_shapes=((1, 32, 32),)),
-        train=replace(run.train, train_iters=100_000, output_dir="runs/stage1_7b_256"),
-    )
+    return variant(pretrain_7b_pack(), data=dict(mock_latent_shapes=((1, 32, 32),)), train=dict(train_iters=100_000))
 
 
 @recipe
@@ -204,12 +176,10 @@ def stage2_7b_8k() -> RunConfig:
     Tokens: 1.3 million a step (128 packs of 10,240).
     Memory: 50 GiB a rank.
     """
-    run = pretrain_7b_256p_joint_pack()
-    return replace(
-        run,
-        recipe="stage2_7b_8k",
-        data=replace(run.data, mock_latent_shapes=((1, 32, 32), (4, 32, 32), (32, 32, 32))),
-        train=replace(run.train, train_iters=100_000, output_dir="runs/stage2_7b_8k"),
+    return variant(
+        pretrain_7b_256p_joint_pack(),
+        data=dict(mock_latent_shapes=((1, 32, 32), (4, 32, 32), (32, 32, 32))),
+        train=dict(train_iters=100_000),
     )
 
 
@@ -223,18 +193,15 @@ def stage3_7b_74k() -> RunConfig:
     Tokens: 4.7 million a step (64 packs of 73,728).
     Memory: 65 GiB a rank.
     """
-    run = stage2_7b_8k()
-    return replace(
-        run,
-        recipe="stage3_7b_74k",
-        data=replace(
-            run.data,
+    return variant(
+        stage2_7b_8k(),
+        data=dict(
             seq_length=73_728,
             text_seq_length=8192,
             global_batch_size=64,
             mock_latent_shapes=((32, 96, 96), (1, 96, 96), (8, 96, 96)),
         ),
-        train=replace(run.train, train_iters=50_000, output_dir="runs/stage3_7b_74k"),
+        train=dict(train_iters=50_000),
         parallel=replace(TP2, context_parallel_size=4),
     )
 
@@ -253,14 +220,12 @@ def dreambooth() -> RunConfig:
     Tokens: 65,536 a step (32 packs of 2,048), 1,000 steps.
     Memory: 0.35 GiB a rank.
     """
-    run = pretrain_xl()
-    return replace(
-        run,
-        recipe="dreambooth",
+    return variant(
+        pretrain_xl(),
         model=NAMED_CONFIGS["dit_s"],
         # without its words the subject would be what every prompt is led away from
-        data=replace(run.data, text_dropout=0.0, prior_text_dropout=0.1),
-        train=replace(run.train, train_iters=1000, output_dir="runs/dreambooth", adapter=AdapterConfig(rank=16)),
+        data=dict(text_dropout=0.0, prior_text_dropout=0.1),
+        train=dict(train_iters=1000, adapter=AdapterConfig(rank=16)),
         parallel=TP2,
     )
 
@@ -285,7 +250,7 @@ def dit_pretrain() -> RunConfig:
             packing_buffer_size=100,
             text_dropout=0.2,
         ),
-        train=TrainConfig(train_iters=10_000, output_dir="runs/dit_pretrain", log_interval=10),
+        train=TrainConfig(train_iters=10_000, log_interval=10),
         optimizer=OptimizerConfig(lr=9e-5, min_lr=9e-6, weight_decay=0.1, lr_warmup_iters=2000),
         checkpoint=CheckpointConfig(save_interval=1000, keep_last=3),
         validation=ValidationConfig(interval=1000, num_batches=32, sampling=SamplingConfig(guidance=8.0)),

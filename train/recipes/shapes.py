@@ -1,11 +1,9 @@
 """The scenes of `make demo-shapes`, on a CPU."""
 
-from dataclasses import replace
-
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes.digits import digits, digits_dreambooth
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 
 @recipe
@@ -17,23 +15,15 @@ def shapes() -> RunConfig:
     Tokens: 3,840 a step in two packs (an image is 16, a clip of 9 frames 48).
     Memory: 0.11 GiB a rank, plus Python and torch.
     """
-    run = digits()
-    return replace(
-        run,
-        recipe="shapes",
+    return variant(
+        digits(),
         model=NAMED_CONFIGS["shapes"],
-        data=replace(
-            run.data,
-            text_seq_length=768,
-            mock_latent_shapes=((1, 4, 4), (3, 4, 4)),
-            conditioning=("first_frame:0.15",),
-        ),
-        train=replace(run.train, train_iters=1200, output_dir="runs/shapes"),
-        validation=replace(
-            run.validation,
+        data=dict(text_seq_length=768, mock_latent_shapes=((1, 4, 4), (3, 4, 4)), conditioning=("first_frame:0.15",)),
+        train=dict(train_iters=1200),
+        validation=dict(
             interval=600,
             # at 4 fewer clips are right, of one thing as of two
-            sampling=replace(run.validation.sampling, guidance=2.0),
+            sampling=dict(guidance=2.0),
         ),
     )
 
@@ -48,11 +38,4 @@ def shapes_dreambooth() -> RunConfig:
     Tokens: 1,536 a step in two packs, 307 thousand in all.
     Memory: 0.038 GiB a rank, plus Python and torch.
     """
-    run = digits_dreambooth()
-    return replace(
-        run,
-        recipe="shapes_dreambooth",
-        model=NAMED_CONFIGS["shapes"],
-        data=replace(run.data, text_seq_length=320, prior_weight=1.0),
-        train=replace(run.train, output_dir="runs/shapes_dreambooth"),
-    )
+    return variant(digits_dreambooth(), model=NAMED_CONFIGS["shapes"], data=dict(text_seq_length=320, prior_weight=1.0))

@@ -10,7 +10,7 @@ from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes.performance import performance_7b_8k
 from megadit.train.recipes.pretrain import pretrain_7b_256p_joint_pack, pretrain_xl
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 
 @recipe
@@ -22,13 +22,10 @@ def pretrain_stdit_xl() -> RunConfig:
     Tokens: 1.3 million a step (128 packs of 10,240).
     Memory: 30 GiB a rank.
     """
-    run = pretrain_7b_256p_joint_pack()
-    return replace(
-        run,
-        recipe="pretrain_stdit_xl",
+    return variant(
+        pretrain_7b_256p_joint_pack(),
         model=NAMED_CONFIGS["st_dit_xl"],
-        train=replace(run.train, output_dir="runs/pretrain_stdit_xl"),
-        optimizer=replace(run.optimizer, lr=1e-4),
+        optimizer=dict(lr=1e-4),
         parallel=replace(pretrain_xl().parallel, data_parallel="distributed_optimizer"),
     )
 
@@ -42,25 +39,16 @@ def pretrain_stdit_3b() -> RunConfig:
     Tokens: 2.4 million a step (32 packs of 73,728).
     Memory: 41 GiB a rank.
     """
-    run = pretrain_stdit_xl()
-    return replace(
-        run,
-        recipe="pretrain_stdit_3b",
+    return variant(
+        pretrain_stdit_xl(),
         model=NAMED_CONFIGS["st_dit_3b"],
-        data=replace(
-            run.data,
+        data=dict(
             seq_length=73_728,
             text_seq_length=8192,
             global_batch_size=32,
             mock_latent_shapes=((32, 96, 96), (1, 96, 96), (8, 96, 96)),
         ),
-        train=replace(run.train, output_dir="runs/pretrain_stdit_3b"),
-        parallel=replace(
-            run.parallel,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            context_parallel_size=4,
-        ),
+        parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=4),
     )
 
 
@@ -73,12 +61,10 @@ def pretrain_stdit3B_mock_data() -> RunConfig:
     Tokens: 8,192 a step (8 packs of 1,024).
     Memory: 13 GiB a rank.
     """
-    run = performance_7b_8k()
-    return replace(
-        run,
-        recipe="pretrain_stdit3B_mock_data",
+    return variant(
+        performance_7b_8k(),
         model=NAMED_CONFIGS["st_dit_3b"],
-        data=replace(run.data, seq_length=1024, global_batch_size=8, mock_latent_shapes=((4, 32, 32),)),
-        train=replace(run.train, train_iters=15, output_dir="runs/pretrain_stdit3B_mock_data"),
-        parallel=replace(run.parallel, tensor_model_parallel_size=4),
+        data=dict(seq_length=1024, global_batch_size=8, mock_latent_shapes=((4, 32, 32),)),
+        train=dict(train_iters=15),
+        parallel=dict(tensor_model_parallel_size=4),
     )

@@ -4,8 +4,6 @@ The numbers are those of arXiv 2205.01580 for ImageNet-1k from scratch, but for 
 reader here makes, and for label smoothing in the place of its mixup, which is `data.mixup=0.2`.
 """
 
-from dataclasses import replace
-
 from megadit.models.configs.named import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
@@ -17,7 +15,7 @@ from megadit.train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 
 @recipe
@@ -43,7 +41,7 @@ def vit_b_16() -> RunConfig:
             encode="on_the_fly",
             mock_latent_shapes=((1, 224, 224),),
         ),
-        train=TrainConfig(train_iters=112_600, output_dir="runs/vit_b_16", label_smoothing=0.1),
+        train=TrainConfig(train_iters=112_600, label_smoothing=0.1),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, adam_beta2=0.999, lr_warmup_iters=10_000),
         ema=EmaConfig(sigma_rels=(0.05,)),
         parallel=ParallelConfig(data_parallel="distributed_optimizer"),
@@ -53,15 +51,11 @@ def vit_b_16() -> RunConfig:
 
 
 def _of_size(name: str, *, images: int, packs: int, tokens: int, rate: float) -> RunConfig:
-    run = vit_b_16()
-    data = replace(run.data, seq_length=images * tokens, text_seq_length=images, global_batch_size=packs)
-    return replace(
-        run,
-        recipe=name,
+    return variant(
+        vit_b_16(),
         model=NAMED_CONFIGS[name],
-        data=data,
-        train=replace(run.train, output_dir=f"runs/{name}"),
-        optimizer=replace(run.optimizer, lr=rate),
+        data=dict(seq_length=images * tokens, text_seq_length=images, global_batch_size=packs),
+        optimizer=dict(lr=rate),
     )
 
 
@@ -122,13 +116,10 @@ def vit_digits() -> RunConfig:
     Tokens: 8,320 a step in two packs (an image of 32 x 32 is 65).
     Memory: 0.11 GiB a rank, plus Python and torch.
     """
-    run = vit_b_16()
-    return replace(
-        run,
-        recipe="vit_digits",
+    return variant(
+        vit_b_16(),
         model=NAMED_CONFIGS["vit_digits"],
-        data=replace(
-            run.data,
+        data=dict(
             seq_length=64 * 65,
             global_batch_size=2,
             num_workers=0,
@@ -138,18 +129,11 @@ def vit_digits() -> RunConfig:
             mixup=0.2,
             mock_latent_shapes=((1, 32, 32),),
         ),
-        train=replace(
-            run.train,
-            train_iters=500,
-            output_dir="runs/vit_digits",
-            precision="fp32",
-            matmul_precision="bf16",
-            log_interval=25,
-        ),
+        train=dict(train_iters=500, precision="fp32", matmul_precision="bf16", log_interval=25),
         optimizer=OptimizerConfig(optimizer="muon", lr=5e-3, adam_beta2=0.99, lr_warmup_iters=30),
         parallel=ParallelConfig(),
-        checkpoint=replace(run.checkpoint, save_interval=250),
-        validation=replace(run.validation, interval=250, num_batches=6),
+        checkpoint=dict(save_interval=250),
+        validation=dict(interval=250, num_batches=6),
     )
 
 
@@ -162,19 +146,11 @@ def vit_digits_clips() -> RunConfig:
     Tokens: 12,544 a step in two packs (a clip of 9 frames of 32 x 32 is 49).
     Memory: 0.3 GiB a rank, plus Python and torch.
     """
-    run = vit_digits()
-    return replace(
-        run,
-        recipe="vit_digits_clips",
+    return variant(
+        vit_digits(),
         model=NAMED_CONFIGS["vit_digits_clips"],
-        data=replace(
-            run.data,
-            seq_length=128 * 49,
-            text_seq_length=128,
-            mixup=0.0,
-            mock_latent_shapes=((9, 32, 32),),
-        ),
-        train=replace(run.train, train_iters=450, output_dir="runs/vit_digits_clips"),
-        checkpoint=replace(run.checkpoint, save_interval=150),
-        validation=replace(run.validation, interval=150, num_batches=2),
+        data=dict(seq_length=128 * 49, text_seq_length=128, mixup=0.0, mock_latent_shapes=((9, 32, 32),)),
+        train=dict(train_iters=450),
+        checkpoint=dict(save_interval=150),
+        validation=dict(interval=150, num_batches=2),
     )

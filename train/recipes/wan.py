@@ -1,7 +1,6 @@
 """Fine-tuning of Wan text-to-video, whose weights `megadit convert` brings (arXiv 2503.20314)."""
 
 import math
-from dataclasses import replace
 
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.configs.named import NAMED_CONFIGS
@@ -17,7 +16,7 @@ from megadit.train.config.schema import (
     ValidationConfig,
 )
 from megadit.train.config.upkeep import SamplingConfig
-from megadit.train.recipes.registry import recipe
+from megadit.train.recipes.registry import recipe, variant
 
 SHIFT = 3.0
 """Shift of the noise levels for clips of 480 x 832, as Wan samples them."""
@@ -42,7 +41,7 @@ def wan_1_3b() -> RunConfig:
             packing_buffer_size=100,
             mock_latent_shapes=((21, 60, 104), (1, 60, 104)),
         ),
-        train=TrainConfig(train_iters=2000, output_dir="runs/wan_1_3b"),
+        train=TrainConfig(train_iters=2000),
         diffusion=DiffusionConfig(p_mean=math.log(SHIFT), p_std=1.0),
         optimizer=OptimizerConfig(lr=1e-5, adam_beta2=0.95, weight_decay=0.01, lr_warmup_iters=100),
         ema=EmaConfig(sigma_rels=(0.05,)),
@@ -68,19 +67,14 @@ def wan_14b_lora() -> RunConfig:
     Tokens: 262,144 a step (8 packs of 32,768), 131 million in all.
     Memory: 21 GiB a rank.
     """
-    run = wan_1_3b()
-    return replace(
-        run,
-        recipe="wan_14b_lora",
+    return variant(
+        wan_1_3b(),
         model=NAMED_CONFIGS["wan_14b"],
-        data=replace(run.data, global_batch_size=8),
-        train=replace(run.train, train_iters=500, output_dir="runs/wan_14b_lora", adapter=AdapterConfig(rank=32)),
-        optimizer=replace(run.optimizer, lr=1e-4, weight_decay=0.0),
+        data=dict(global_batch_size=8),
+        train=dict(train_iters=500, adapter=AdapterConfig(rank=32)),
+        optimizer=dict(lr=1e-4, weight_decay=0.0),
         ema=EmaConfig(sigma_rels=()),
         parallel=ParallelConfig(
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            context_parallel_size=2,
-            recompute_granularity="full",
+            tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2, recompute_granularity="full"
         ),
     )
