@@ -1,7 +1,6 @@
 """`megadit export`: copies a bundle, with verified ONNX graphs or TensorRT engines."""
 
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -11,8 +10,7 @@ from megadit.export.engines import add_engines, add_report, find_refittable, pre
 from megadit.export.to_tensorrt import EngineSettings
 from megadit.infer.runtimes.openvino import load_openvino
 from megadit.models.machine import enough_memory
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import remove_leftovers
@@ -55,21 +53,16 @@ EXAMPLES = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs `megadit export`; returns its exit code."""
-    return run_command(_export, sys.argv[1:] if argv is None else argv)
-
-
+@command(
+    ExportOptions,
+    groups=GROUPS,
+    examples=EXAMPLES,
+    prog="megadit export",
+    description="Exports every network of a bundle, and compares each with torch. OUT is a bundle too.",
+)
 @enough_memory("export for smaller sizes (--profile), or with more memory: it takes twice the network's weights")
-def _export(argv: list[str]) -> None:
-    options = read_options(
-        ExportOptions,
-        argv,
-        groups=GROUPS,
-        examples=EXAMPLES,
-        prog="megadit export",
-        description="Exports every network of a bundle, and compares each with torch. OUT is a bundle too.",
-    )
+def main(options: ExportOptions) -> None:
+    """Runs `megadit export`; returns its exit code."""
     settings = replace(options.export, calibration_prompts=_read_prompts(options.calibration_prompts))
     wants_engines, out = options.format == "tensorrt", Path(os.path.realpath(options.out))
     if options.refit is not None and (not wants_engines or options.engines != EngineSettings()):
@@ -106,7 +99,3 @@ def _read_prompts(path: str | None) -> tuple[str, ...]:
     if not any(line.strip() for line in lines):
         raise UserError(f"--calibration_prompts {path} holds no prompt")
     return tuple(line.strip() for line in lines if line.strip())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.diffusion.conditioning_settings import CONDITIONING, MEDIA, ConditioningOptions, split_keyframe
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options, with_rest
+from megadit.models.shared.cli.options import command, with_rest
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, record_path, write_json
@@ -60,20 +59,15 @@ EXAMPLES = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    AskOptions,
+    groups=GROUPS,
+    examples=EXAMPLES,
+    prog="megadit serve ask",
+    description="Requests videos from a running service. Options left out take the service's defaults.",
+)
+def main(options: AskOptions) -> int:
     """Sends the request and writes the videos; the exit code is 1 if the service fails, 2 for an invalid request."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(
-        AskOptions,
-        argv,
-        groups=GROUPS,
-        examples=EXAMPLES,
-        prog="megadit serve ask",
-        description="Requests videos from a running service. Options left out take the service's defaults.",
-    )
     suffix = options.output.suffix
     if suffix.lower() not in ("", ".mp4", ".png"):
         raise UserError(f"--output={options.output}: the service makes mp4, and png of one frame; not {suffix}")

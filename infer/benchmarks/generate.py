@@ -6,7 +6,6 @@ The runtimes take turns in every round, so that a slowdown of the machine affect
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +27,7 @@ from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.flops import forward_flops
 from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
 from megadit.models.packing.segments import Segment
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
@@ -238,13 +236,12 @@ class BenchmarkGenerateOptions:
     json: str = setting("", "also write the timings to this JSON file", metavar="PATH")
 
 
-def _run(argv: list[str]) -> None:
-    options = read_options(
-        BenchmarkGenerateOptions,
-        argv,
-        prog="megadit benchmark generate",
-        description="Times the networks of a bundle, and a whole video, under several runtimes in one run.",
-    )
+@command(
+    BenchmarkGenerateOptions,
+    prog="megadit benchmark generate",
+    description="Times the networks of a bundle, and a whole video, under several runtimes in one run.",
+)
+def main(options: BenchmarkGenerateOptions) -> None:
     bundle = open_bundle(options.bundle)
     sizes = {name: getattr(options, name) for name in ("num_steps", "num_frames", "height", "width")}
     settings = resolve_settings(bundle.defaults, **sizes)
@@ -283,11 +280,3 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float | None]:
     datasheet = datasheet_flops(device, dtype)
     measured = matmul_flops(device, dtype, seconds=0.5)
     return {"data sheet": None if datasheet is None else datasheet / 1e12, "matrix products": measured / 1e12}
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 `megadit check-cache` measures how well a stored plan keeps its budget on other prompts.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from megadit.infer.runtimes.chosen_dtype import print_dtype
 from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle, update_manifest
 from megadit.models.diffusion.settings import SamplingSettings
-from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.progress import Progress
 
 NUM_DISTRIBUTED = 8
@@ -199,17 +198,9 @@ def _conditioning_of(
     return conditioning, places
 
 
-def main(argv: list[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> None:
     """Runs `megadit calibrate-cache`; returns its exit code."""
-    return run_command(_calibrate, sys.argv[1:] if argv is None else argv)
-
-
-def check(argv: list[str] | None = None) -> int:
-    """Runs `megadit check-cache`; returns its exit code."""
-    return run_command(_check, sys.argv[1:] if argv is None else argv)
-
-
-def _calibrate(argv: list[str]) -> None:
     trial = open_trial(argv, "calibrate-cache", fewest_videos=FEWEST_VIDEOS)
     with Progress(NUM_ROUNDS * (trial.num_calls + trial.num_calls.bit_length()), "calibrating") as bar:  # at most
         plan = calibrate(trial, bar)
@@ -219,7 +210,9 @@ def _calibrate(argv: list[str]) -> None:
     print(f"{_saved(plan)}, largest error {plan.largest_error:.4f}")
 
 
-def _check(argv: list[str]) -> None:
+@entry_point
+def check(argv: list[str]) -> None:
+    """Runs `megadit check-cache`; returns its exit code."""
     trial = open_trial(argv, "check-cache")
     plan = find_plan(bundle_plans(trial.bundle, trial.options.cache_measure), trial.settings, trial.places)
     exact, cached = (trial.sample(trial.num_videos, skipped) for skipped in ((), plan.skipped))
@@ -239,7 +232,3 @@ def _saved(plan: CachePlan) -> str:
 
 def _name(plan: CachePlan) -> tuple[dict, float, Measure]:
     return plan.settings, plan.budget, plan.measure
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -9,7 +9,6 @@ Pictures are centre-cropped to the network's aspect ratio and resized; of a vide
 Shapes: N pictures, T/H/W frames, height, width, C colours, K classes.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,7 @@ from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.infer.runtimes.load import EXPORTED, TORCH, open_exported
 from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
@@ -109,13 +107,9 @@ class Classifier:
         return lambda x_BCTHW: networks["classifier"]({"x": x_BCTHW}, (len(x_BCTHW), self.config.num_classes))
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(ClassifyOptions, prog="megadit classify", description="Classifies images.")
+def main(options: ClassifyOptions) -> None:
     """Runs `megadit classify`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> None:
-    options = read_options(ClassifyOptions, argv, prog="megadit classify", description="Classifies images.")
     classifier = Classifier(
         open_any_bundle(options.bundle),
         labels=options.labels,
@@ -162,7 +156,3 @@ def _label(path: Path, names: Sequence[str]) -> int:
         if folder in (name.strip().lower() for name in synonyms.split(",")):
             return index
     raise UserError(f"{path}: {path.parent.name!r} is not a class of this network; --labelled needs folders of classes")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -7,7 +7,6 @@
 Without texts, each picture's own text file is read, and recall at 1, 5 and 10 is reported in both directions.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,7 @@ from megadit.infer.pictures import batches_of_pictures, picture_files
 from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.infer.runtimes.load import EXPORTED, TORCH
 from megadit.infer.runtimes.torch import use_device
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
@@ -46,15 +44,9 @@ class SimilarityOptions:
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(SimilarityOptions, prog="megadit similarity", description="Scores image-text similarity.")
+def main(options: SimilarityOptions) -> None:
     """Runs `megadit similarity`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> None:
-    options = read_options(
-        SimilarityOptions, argv, prog="megadit similarity", description="Scores image-text similarity."
-    )
     matcher = Matcher(open_any_bundle(options.bundle), runtime=options.runtime, device=use_device(options.device))
     paths = list(picture_files([options.picture]))
     own = [] if options.texts else [_text_of(path) for path in paths]
@@ -97,7 +89,3 @@ def _text_of(path: Path) -> str:
     except (OSError, UnicodeDecodeError):
         pass
     raise UserError(f"{text_file} holds no text of {path.name}: give texts, or put a .txt file next to each picture")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

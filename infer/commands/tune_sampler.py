@@ -8,7 +8,6 @@ the bundle's default, which generate, export, Triton and the demo page use.
 """
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -33,8 +32,7 @@ from megadit.infer.sampling.schedules import highest_sigma, karras_sigmas, log_l
 from megadit.models.bundle import Bundle, update_manifest
 from megadit.models.diffusion.settings import SAMPLERS as TRAITS
 from megadit.models.diffusion.settings import SamplingSettings, check_guidance
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
@@ -320,22 +318,15 @@ def write_defaults(bundle: Bundle, settings: SamplingSettings) -> None:
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    TuneOptions,
+    groups=GROUPS,
+    examples=("megadit tune-sampler runs/demo/bundle --real runs/demo/dataset --out tuned --function_evaluations 6 8",),
+    prog="megadit tune-sampler",
+    description="Finds the fewest function evaluations (NFE) that match a model's best quality, as its defaults.",
+)
+def main(options: TuneOptions) -> None:
     """Runs `megadit tune-sampler`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> None:
-    options = read_options(
-        TuneOptions,
-        argv,
-        groups=GROUPS,
-        examples=(
-            "megadit tune-sampler runs/demo/bundle --real runs/demo/dataset --out tuned --function_evaluations 6 8",
-        ),
-        prog="megadit tune-sampler",
-        description="Finds the fewest function evaluations (NFE) that match a model's best quality, as its defaults.",
-    )
     tuner = _tuner(options)
     final, chosen = tuner.tune(options.function_evaluations, options.budget, options.guidance, options.noise_scale)
     write_json(options.out / "tuned.json", report(final, chosen))
@@ -401,7 +392,3 @@ def _tuner(options: TuneOptions) -> Tuner:
         evaluation=evaluation,
         prompts=prompts,
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from megadit.infer.runtimes.ranks import Ranks, device_name, finish, is_first, s
 from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.diffusion.settings import OF_PROMPTS, PartialSettings
-from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError, choose_one, report_once
@@ -119,12 +120,9 @@ class Model:
     requests: Sequence[Request]
 
 
-def main(argv: list[str] | None = None) -> int:
+@partial(entry_point, is_run=True)
+def main(argv: list[str]) -> None:
     """Runs `megadit evaluate`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv, is_run=True)
-
-
-def _run(argv: list[str]) -> None:
     with report_once():
         options = read_options(
             EvaluateOptions,

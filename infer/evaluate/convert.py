@@ -7,7 +7,6 @@ Files are pickles (`weights_only`), TorchScript archives (whose code is not read
 """
 
 import json
-import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from megadit.infer.evaluate.extractors.files import ARGUMENTS, KIND, KINDS
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
@@ -38,14 +36,13 @@ class ConvertOptions:
     out: Path = setting(help=".safetensors file to write", positional=True, metavar="OUT")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    ConvertOptions,
+    prog="megadit evaluate convert",
+    description="Converts public weights to an extractor of `megadit evaluate`.",
+)
+def main(options: ConvertOptions) -> None:
     """Runs `megadit evaluate convert`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> None:
-    description = "Converts public weights to an extractor of `megadit evaluate`."
-    options = read_options(ConvertOptions, argv, prog="megadit evaluate convert", description=description)
     convert(options.kind, options.source, options.out)
     print(options.out)
 

@@ -5,7 +5,6 @@
 Shapes: B videos, T/H/W frames, height, width, C channels. Pixels are uint8, RGB, 0..255.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,7 @@ from megadit.infer.evaluate.metrics.lpips import LPIPS
 from megadit.infer.evaluate.report.report import shown
 from megadit.infer.evaluate.videos import VideoSet, open_videos
 from megadit.infer.evaluate.window import Window, window_of, windowed
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
@@ -47,14 +45,13 @@ class TokenizerOptions:
     lpips_weights: Path | None = setting(None, "folder of alexnet*.pth (torchvision's) and alex.pth (LPIPS')")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    TokenizerOptions,
+    prog="megadit evaluate tokenizer",
+    description="Measures a tokenizer's reconstruction error: PSNR, SSIM, LPIPS; and the scale of its latents.",
+)
+def main(options: TokenizerOptions) -> None:
     """Runs `megadit evaluate tokenizer`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> None:
-    description = "Measures a tokenizer's reconstruction error: PSNR, SSIM, LPIPS; and the scale of its latents."
-    options = read_options(TokenizerOptions, argv, prog="megadit evaluate tokenizer", description=description)
     inner = options.tokenizer / "tokenizer"  # in a bundle, or a data set
     tokenizer = load_tokenizer(inner if inner.is_dir() else options.tokenizer)
     videos = open_videos(options.clips, options.count)
@@ -135,7 +132,3 @@ def ssim(a_N3HW: Tensor, b_N3HW: Tensor) -> Tensor:
     likeness = (2 * mean_a * mean_b + SSIM_C1) * (2 * covariance + SSIM_C2)
     likeness = likeness / ((mean_a**2 + mean_b**2 + SSIM_C1) * (var_a + var_b + SSIM_C2))
     return likeness.reshape(len(a_N3HW), -1).mean(1)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

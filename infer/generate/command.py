@@ -38,7 +38,7 @@ from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import read_adapter_of
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.machine import enough_memory, free_memory
-from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.errors import report_once
 from megadit.models.shared.files import can_be_folder
 from megadit.models.shared.memory import GIB, check_memory_fits
@@ -48,16 +48,13 @@ from megadit.models.text_encoders.vocabulary import far_longer, unseen_words
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs `megadit generate`; returns its exit code."""
-    return run_command(_generate, sys.argv[1:] if argv is None else argv)
-
-
+@entry_point
 @enough_memory(
     "make smaller or shorter videos or fewer at a time (--height, --width, --num_frames, --batch_size 1), or keep less "
     "on the device (--sequential_guidance, --offload_text_encoder, --resident_blocks); --dry-run says what fits"
 )
-def _generate(argv: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    """Runs `megadit generate`; returns its exit code."""
     with report_once():
         options, bundle, grid = _plan(parse(argv))
         options = replace(options, dtype=_dtype(options, bundle))

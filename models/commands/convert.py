@@ -38,8 +38,7 @@ from megadit.models.convert.published_defaults import kind_of, published_default
 from megadit.models.convert.written import diffusers_folder, write_diffusers, write_original, write_transformers
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.lora.named import split_expert
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
@@ -103,13 +102,9 @@ class ConvertOptions:
     compression: str = setting("", "compression of a .jit tokenizer whose folder name lacks it", metavar="TxHxW")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(ConvertOptions, prog="megadit convert", description="Published weights in and out.")
+def main(options: ConvertOptions) -> int:
     """Run `megadit convert`; the exit code is 0, or 2 after a user's error, printed in one line."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(ConvertOptions, argv, prog="megadit convert", description="Published weights in and out.")
     if is_adapter(Path(split_expert(options.source)[1])):
         _convert_adapter(options)
     elif options.base is not None:
@@ -370,7 +365,3 @@ def _export_tokenizer(tokenizer: VideoTokenizer, directory: Path) -> None:
         directory.mkdir()
         write_json(directory / "config.json", {"_class_name": network.class_name, **network.config})
         write_safetensors(directory / f"{WEIGHTS}.safetensors", from_state_dict(network.tensors()))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

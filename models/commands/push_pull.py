@@ -11,7 +11,6 @@ is sent last and checked first, so that an interrupted copy is not valid.
 import glob
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from typing import Any
 from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import check_adapter, is_adapter
 from megadit.models.shared.addresses import check_no_secret
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json
@@ -44,26 +42,16 @@ class PullOptions:
     out: Path = setting(help="a bundle or adapter already there is replaced", positional=True)
 
 
-def push(argv: list[str] | None = None) -> int:
+@command(PushOptions, prog="megadit push", description="Copies a bundle or an adapter to a hub or a store.")
+def push(options: PushOptions) -> None:
     """Runs `megadit push`; returns its exit code."""
-    return run_command(_push, sys.argv[1:] if argv is None else argv)
-
-
-def pull(argv: list[str] | None = None) -> int:
-    """Runs `megadit pull`; returns its exit code."""
-    return run_command(_pull, sys.argv[1:] if argv is None else argv)
-
-
-def _push(argv: list[str]) -> None:
-    about = "Copies a bundle or an adapter to a hub or a store."
-    options = read_options(PushOptions, argv, prog="megadit push", description=about)
     push_bundle(options.bundle, options.url)
     print(options.url)
 
 
-def _pull(argv: list[str]) -> None:
-    about = "Copies a bundle or an adapter from a hub or a store."
-    options = read_options(PullOptions, argv, prog="megadit pull", description=about)
+@command(PullOptions, prog="megadit pull", description="Copies a bundle or an adapter from a hub or a store.")
+def pull(options: PullOptions) -> None:
+    """Runs `megadit pull`; returns its exit code."""
     pull_bundle(options.url, options.out)
     print(options.out)
 

@@ -11,8 +11,7 @@ from typing import Literal
 
 import uvicorn
 
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.http.app import create_app
@@ -57,20 +56,15 @@ EXAMPLES = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    GatewayOptions,
+    groups=GROUPS,
+    examples=EXAMPLES,
+    prog="megadit serve gateway",
+    description="The video API (/v1/videos) in front of one or several Triton servers.",
+)
+def main(options: GatewayOptions) -> int:
     """Serves until a signal (Ctrl-C, SIGTERM), then drains; a second signal ends it at once."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(
-        GatewayOptions,
-        argv,
-        groups=GROUPS,
-        examples=EXAMPLES,
-        prog="megadit serve gateway",
-        description="The video API (/v1/videos) in front of one or several Triton servers.",
-    )
     slots = options.gateway.slots * len(options.gateway.servers)
     door = Door(most_connections(options.max_connections, slots=slots))
     listening = _listen(options.host, options.port)
@@ -152,14 +146,9 @@ class KeysOptions:
     )
 
 
-def keys(argv: list[str] | None = None) -> int:
+@command(KeysOptions, prog="megadit serve keys", description="Adds, lists and revokes keys of the gateway.")
+def keys(options: KeysOptions) -> None:
     """Adds, lists and revokes keys; returns the exit code."""
-    return run_command(_run_keys, sys.argv[1:] if argv is None else argv)
-
-
-def _run_keys(argv: list[str]) -> None:
-    description = "Adds, lists and revokes keys of the gateway."
-    options = read_options(KeysOptions, argv, prog="megadit serve keys", description=description)
     place = options.gateway.store
     is_new = not is_there(place)
     if is_new and options.action != "add":

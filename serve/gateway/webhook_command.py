@@ -1,13 +1,11 @@
 """`megadit serve webhooks`: lists webhooks that were not delivered, and sends them again."""
 
-import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.jobs.webhooks import send
@@ -26,14 +24,13 @@ class WebhookOptions:
     gateway: GatewaySettings = group(GatewaySettings, only=("store", "private_webhooks"))
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    WebhookOptions,
+    prog="megadit serve webhooks",
+    description="Webhooks of finished and failed videos that were not delivered.",
+)
+def main(options: WebhookOptions) -> int:
     """Lists or sends webhooks; returns the exit code, 1 if a delivery fails."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    about = "Webhooks of finished and failed videos that were not delivered."
-    options = read_options(WebhookOptions, argv, prog="megadit serve webhooks", description=about)
     place = options.gateway.store
     if not is_there(place):
         raise UserError(f"there is no store at {Path(place).absolute()}; give the gateway's --store")

@@ -3,13 +3,11 @@
 import os
 import shlex
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import ANYWAY_HELP
@@ -53,13 +51,9 @@ class RunOptions:
     gpus: str = setting("all", "GPUs for --docker: all, none, or a list (default: {default})")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(RunOptions, prog="megadit serve run", description=__doc__)
+def main(options: RunOptions) -> int:
     """Runs the server until a signal (Ctrl-C, SIGTERM); returns the exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(RunOptions, argv, prog="megadit serve run", description=__doc__)
     ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.metrics_port)
     models = options.models or ("*",)
     if options.docker:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
@@ -73,12 +73,9 @@ class UpOptions:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
     """Runs both until a signal (Ctrl-C, SIGTERM); returns the exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
     options = read_options(
         UpOptions,

@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.ports import check_free
@@ -47,13 +46,9 @@ class PageOptions:
     port: int = setting(7860, "port of the page (default: {default})", metavar="PORT")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(PageOptions, prog="megadit serve demo", description=__doc__)
+def main(options: PageOptions) -> int:
     """Serves the page until a signal (Ctrl-C, SIGTERM); returns the exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(PageOptions, argv, prog="megadit serve demo", description=__doc__)
     check_free(options.host, options.port, "--port")
     signal.signal(signal.SIGTERM, _interrupt)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")

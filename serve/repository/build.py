@@ -31,8 +31,7 @@ from megadit.models.convert.adapters.files import bundle_fingerprint, open_adapt
 from megadit.models.diffusion.conditioning_settings import MediaLimits
 from megadit.models.diffusion.settings import SAMPLERS, STOCHASTIC, SamplingSettings, check_asked
 from megadit.models.lora.named import OF_A_KEY, adapters_in, find_adapter
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, partial_dataclass, setting, settings_of
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
@@ -275,20 +274,15 @@ EXAMPLES = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    RepositoryOptions,
+    groups=GROUPS,
+    examples=EXAMPLES,
+    prog="megadit serve build-repository",
+    description="Turns a bundle, or a training directory, into a Triton model repository.",
+)
+def main(options: RepositoryOptions) -> None:
     """Runs `megadit serve build-repository`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> None:
-    options = read_options(
-        RepositoryOptions,
-        argv,
-        groups=GROUPS,
-        examples=EXAMPLES,
-        prog="megadit serve build-repository",
-        description="Turns a bundle, or a training directory, into a Triton model repository.",
-    )
     bundle = open_any_bundle(options.checkpoint)
     path = _of_videos(options) if bundle.kind == "video" else _of_features(bundle, options)
     print(

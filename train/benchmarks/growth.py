@@ -18,8 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path, read_json, write_json
@@ -208,13 +207,8 @@ class GrowthOptions:
     )
 
 
-def _run(argv: list[str]) -> None:
-    options = read_options(
-        GrowthOptions,
-        argv,
-        prog="megadit benchmark growth",
-        description="How a training step's cost grows, measured.",
-    )
+@command(GrowthOptions, prog="megadit benchmark growth", description="How a training step's cost grows, measured.")
+def main(options: GrowthOptions) -> None:
     for name in options.along:
         choose_one(name, AXES, f"--along {name}: nothing grows along that")
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -232,11 +226,3 @@ def _run(argv: list[str]) -> None:
     )
     Console().print(table_of(curves))
     print(options.folder / "growth.png")
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

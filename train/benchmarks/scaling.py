@@ -19,8 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import available_cores
 from megadit.models.shared.errors import UserError
@@ -158,13 +157,12 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     plt.close(measurement)
 
 
-def _run(argv: list[str]) -> None:
-    options = read_options(
-        ScalingOptions,
-        argv,
-        prog="megadit benchmark scaling",
-        description="Samples a second by the number of ranks, measured; what cannot be measured here is said to be so.",
-    )
+@command(
+    ScalingOptions,
+    prog="megadit benchmark scaling",
+    description="Samples a second by the number of ranks, measured; what cannot be measured here is said to be so.",
+)
+def main(options: ScalingOptions) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     counts = rows_asked_for(options.ranks)
     for ranks in counts:
@@ -178,11 +176,3 @@ def _run(argv: list[str]) -> None:
     draw(rows, f"{options.recipe}, packs of a copy in a step: {options.packs}", options.folder / "scaling.svg")
     Console().print(table_of(rows))
     print(options.folder / "scaling.svg")
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -11,7 +11,6 @@ Tokenizer and text encoder are copied from the folder of the data set.
 """
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -36,8 +35,7 @@ from megadit.models.megatron.checkpoint import (
     read_network,
     read_state,
 )
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.errors import UserError
 from megadit.models.storage.manifest import is_bundle
@@ -85,15 +83,9 @@ class BundleOptions:
     defaults: DefaultOptions = group(DefaultOptions)
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(BundleOptions, prog="megadit bundle", description="Turns a training checkpoint into a bundle.")
+def main(options: BundleOptions) -> int:
     """Run the command; return 0, or 2 after printing an error."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(
-        BundleOptions, argv, prog="megadit bundle", description="Turns a training checkpoint into a bundle."
-    )
     if options.merge:
         _merge(options)
         return 0

@@ -12,7 +12,6 @@ ends and the previous student is kept.
 With a rank the students are adapters on the teacher's weights, which training holds once.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +24,8 @@ from megadit.infer.pipeline.adapters import adapted_defaults
 from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle
 from megadit.models.convert.adapters.files import is_adapter, read_adapter, write_adapter
-from megadit.models.shared.cli.command import run_command, run_module
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.command import run_module
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
@@ -134,20 +133,16 @@ EXAMPLES = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    DistillOptions,
+    groups=GROUPS,
+    examples=EXAMPLES,
+    prog="megadit distill",
+    description="Trains a student of a bundle that makes its videos in few calls.",
+    is_run=True,
+)
+def main(options: DistillOptions) -> None:
     """Runs `megadit distill`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv, is_run=True)
-
-
-def _run(argv: list[str]) -> None:
-    options = read_options(
-        DistillOptions,
-        argv,
-        groups=GROUPS,
-        examples=EXAMPLES,
-        prog="megadit distill",
-        description="Trains a student of a bundle that makes its videos in few calls.",
-    )
     with FolderLock(options.out, "distills"):
         _distill(options)
 
@@ -359,7 +354,3 @@ def _begin_with(student: Path, noise_scale: float) -> None:
     else:
         bundle = Bundle.open(student)
         write_defaults(bundle, replace(bundle.defaults, noise_scale=noise_scale))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,13 +1,12 @@
 """`megadit new FOLDER`: proposes a run for a folder of videos or images, as a commented YAML and four commands."""
 
 import shlex
-import sys
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from megadit.models.shared.cli.command import run_command, run_module
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.command import run_module
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.errors import UserError
@@ -36,13 +35,9 @@ class NewOptions:
     go: bool = setting(False, "run the four commands; repeated, continue where they stopped")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(NewOptions, prog="megadit new", description=__doc__)
+def main(options: NewOptions) -> int:
     """Run the command; return 0, or 2 after printing an error."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(NewOptions, argv, prog="megadit new", description=__doc__)
     if options.go and options.gpu:
         raise UserError("--go runs here and --gpu proposes for another machine; give one of them")
     seen = summarize(options.source, options.captions)
@@ -60,10 +55,10 @@ def _run(argv: list[str]) -> int:
         with atomic_path(path) as temporary:
             temporary.write_text(_yaml(seen, machine, proposal, commands), encoding="utf-8")
         print(f"{path}: the run, to edit")
-    for command in commands:
-        print(f"    megadit {shlex.join(command)}")
-    for command in commands if options.go else ():
-        run_module("megadit.models.shared.cli.verbs", *command)
+    for words in commands:
+        print(f"    megadit {shlex.join(words)}")
+    for words in commands if options.go else ():
+        run_module("megadit.models.shared.cli.verbs", *words)
     return 0
 
 

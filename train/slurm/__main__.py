@@ -14,12 +14,10 @@ train/slurm/chain.yaml is an example to copy.
 
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path
@@ -52,18 +50,9 @@ class SlurmOptions:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(SlurmOptions, prog="megadit slurm", description=__doc__)
+def main(options: SlurmOptions) -> int:
     """Run the command; return 0, or 2 after printing an error."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(
-        SlurmOptions,
-        argv,
-        prog="megadit slurm",
-        description=__doc__,
-    )
     verb = options.overrides[0] if options.overrides[:1] in (("status",), ("validate",)) else ""
     overrides = list(options.overrides[bool(verb) :])
     chain = change(ChainConfig(), config_file=options.config_file, overrides=overrides)

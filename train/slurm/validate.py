@@ -6,11 +6,10 @@ line of the batch script (`validate.sh`) evaluates the results with this module.
 """
 
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
@@ -83,12 +82,9 @@ def _last_failure(path: Path) -> str:
     return (failures or ["it failed"])[0][:200]
 
 
-def main(argv: list[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
     """Evaluate a folder of results, and record the nodes to exclude; return 1 if there are any."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError("give the folder of results and the file of nodes to leave out")
     results, exclude = map(Path, argv)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import functools
 import os
 import re
 import select
@@ -164,6 +165,16 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str], *,
         if debug or not (message := _system_message(error)):
             raise
         return _print_error(message)
+
+
+def entry_point(function: Callable[[list[str]], int | None], *, is_run: bool = False) -> Callable[..., int]:
+    """Turns a function of arguments into a command, which takes those of the process by default: see `run_command`."""
+
+    @functools.wraps(function)
+    def main(argv: list[str] | None = None) -> int:
+        return run_command(function, sys.argv[1:] if argv is None else argv, is_run=is_run)
+
+    return main
 
 
 @contextlib.contextmanager

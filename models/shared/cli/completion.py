@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from megadit.models.shared.cli.command import CommandParser, parser_of, run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.command import CommandParser, parser_of
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 
@@ -25,13 +25,9 @@ class CompletionOptions:
     shell: Literal["bash", "zsh", "tcsh"] = setting(help="bash, zsh or tcsh", positional=True)
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(CompletionOptions, prog="megadit completion", description=__doc__)
+def main(options: CompletionOptions) -> None:
     """Prints the script; returns the exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> None:
-    options = read_options(CompletionOptions, argv, prog="megadit completion", description=__doc__)
     import shtab
 
     print(shtab.complete(whole_parser(), options.shell))

@@ -1,8 +1,9 @@
 """Options of a command, from the settings of a dataclass (`setting.py`).
 
-Each command declares its options as a frozen dataclass:
+Each command is a function of its options, a frozen dataclass:
 
-    options = read_options(TrimOptions, argv, prog="megadit trim", description="Trims a clip.")
+    @command(TrimOptions, prog="megadit trim", description="Trims a clip.")
+    def main(options: TrimOptions) -> None: ...
 
 A command with many options also has a table of groups, the most used first, in which every option occurs once.
 """
@@ -10,11 +11,12 @@ A command with many options also has a table of groups, the most used first, in 
 from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from megadit.models.shared.cli.command import CommandParser
+from megadit.models.shared.cli.command import CommandParser, entry_point
 from megadit.models.shared.cli.setting import Setting, check_value, described, groups_of, settings_of
 from megadit.models.shared.errors import UserError, did_you_mean
 
@@ -34,6 +36,22 @@ def with_rest(groups: Groups, title: str, of: type) -> Groups:
     listed = {name for names in groups.values() for name in names}
     rest = [name for name, about in settings_of(of).items() if name not in listed and not about.positional]
     return {**groups, title: (*groups[title], *rest)}
+
+
+def command(
+    of: type[Options], *, is_run: bool = False, **parser: Any
+) -> Callable[[Callable[[Options], int | None]], Callable[..., int]]:
+    """Turns a function of its options into a command, which takes arguments (default: the process's) and returns an
+    exit code; `parser` as in `read_options`, `is_run` and errors as in `run_command`."""
+
+    def decorate(function: Callable[[Options], int | None]) -> Callable[..., int]:
+        @wraps(function)
+        def run(arguments: list[str]) -> int | None:
+            return function(read_options(of, arguments, **parser))
+
+        return entry_point(run, is_run=is_run)
+
+    return decorate
 
 
 def read_options(

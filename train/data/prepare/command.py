@@ -3,9 +3,9 @@
 megadit prepare digits runs/digits/dataset
 """
 
-import sys
+from functools import partial
 
-from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.verbs import load_function
 from megadit.models.shared.errors import choose_one
 
@@ -26,12 +26,8 @@ SOURCES: dict[str, str] = {
 """Source -> module:function, called with the source and the arguments after it."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs `megadit prepare`; returns its exit code."""
-    return run_command(_prepare, sys.argv[1:] if argv is None else argv, is_run=True)
-
-
-def _prepare(argv: list[str]) -> int:
+@partial(entry_point, is_run=True)
+def main(argv: list[str]) -> int:
     """Prepare the source that the first argument names.
 
     Raises:

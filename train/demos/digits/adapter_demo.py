@@ -6,7 +6,6 @@ The subject has ten clips and one word. The adapter is trained twice: with prior
 model generated) and without. Both learn the subject, but only the first preserves the digits.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
-from megadit.models.shared.cli.command import run_command, run_module
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.command import run_module
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_path, read_json, write_json
@@ -222,18 +221,13 @@ class AdapterDemoOptions:
     seed: int = setting(1234, "seed of training ({default})", low=0)
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    AdapterDemoOptions,
+    prog="megadit demo-adapter",
+    description="Teaches the demo's model a made-up shape from ten clips, by an adapter.",
+)
+def main(options: AdapterDemoOptions) -> int:
     """Runs `megadit demo-adapter`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(
-        AdapterDemoOptions,
-        argv,
-        prog="megadit demo-adapter",
-        description="Teaches the demo's model a made-up shape from ten clips, by an adapter.",
-    )
     check_base(options.bundle)
     demo = AdapterDemo(
         out=options.out,
@@ -262,7 +256,3 @@ def summary_table(result: dict[str, Any]) -> str:
         values += [parts["unseen"]["strict"], parts["class"]["all"], parts["class"]["every_frame"]]
         lines.append(f"{model:16}" + "".join(f"{value:>13.1%}" for value in values))
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

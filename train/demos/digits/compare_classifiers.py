@@ -5,7 +5,6 @@
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from torch import Tensor
 from megadit.infer.commands.classify import Classifier
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.pipeline.checkpoints import open_any_bundle
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import DIGITS, FPS, Attributes
@@ -89,18 +87,9 @@ def seconds_of_a_clip(right: Right, video_BTHWC: Tensor, attributes: Sequence[At
     return median(taken[1:])
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(CompareOptions, prog="compare_classifiers", description="Compares two classifiers of clips.")
+def main(options: CompareOptions) -> None:
     """Prints the accuracy of both, on clips as drawn and as the demo's latents leave them, and their times."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> None:
-    options = read_options(
-        CompareOptions,
-        argv,
-        prog="compare_classifiers",
-        description="Compares two classifiers of clips.",
-    )
     classifiers = {"vit": by_classifier(Classifier(open_any_bundle(options.bundle)))}
     round_trip = classifier.round_trip(DRAWN.fit_tokenizer(0))
     start = time.perf_counter()

@@ -3,7 +3,6 @@
 megadit demo-conditioning                # from the bundle of `megadit demo`, into runs/demo-conditioning
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from megadit.infer.conditioning.items import ConditioningItem, Media
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
-from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.progress import Progress
 from megadit.train.demos import contact_sheets as contact_sheets
@@ -178,12 +177,9 @@ STAGES = (
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
     """Runs `megadit demo-conditioning`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
     description = "Teaches the demo's model to take first and last frames, clips, masks and instructions."
     demo = following_demo(ConditioningDemo, argv, name="demo-conditioning", description=description)
     seconds = run_stages(demo, STAGES)
@@ -204,7 +200,3 @@ def summary_table(result: dict[str, Any]) -> str:
             found = "  ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in values.items())
             lines.append(f"{name.replace('_', ' '):26}{found}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

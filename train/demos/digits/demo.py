@@ -7,7 +7,6 @@ Each stage leaves its result in the folder and is skipped where that result is t
 continues where it stopped, the training in the middle of it included.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megadit.models.bundle import Bundle
-from megadit.models.shared.cli.command import run_command
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
@@ -217,19 +215,13 @@ class DemoOptions:
     all_guidances: bool = setting(False, "evaluate at guidance 1, 2 and 8, and not at 1 alone: a minute more")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    DemoOptions,
+    prog="megadit demo",
+    description="Prepares handwritten digits, trains on them, makes videos from prompts and scores them.",
+)
+def main(options: DemoOptions) -> int:
     """Runs `megadit demo`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    """Runs the stages that are not done yet."""
-    options = read_options(
-        DemoOptions,
-        argv,
-        prog="megadit demo",
-        description="Prepares handwritten digits, trains on them, makes videos from prompts and scores them.",
-    )
     size, ranks = QUICK if options.quick else FULL, options.ranks or ranks_that_gain()
     more = {"guidances": ALL_GUIDANCES} if options.all_guidances else {}
     run_demo(Demo(out=options.out, size=size, num_ranks=ranks, **more))
@@ -261,7 +253,3 @@ def summary_table(result: dict) -> str:
     for kind, values in kinds.items():
         lines.append(f"{kind:22}{values['num_clips']:>7}" + "".join(f"{values[name]:>13.1%}" for name in names))
     return "\n".join([*lines, summary_of_seconds(result["seconds"])])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -7,7 +7,6 @@ A model with conditioning frames gets only the student of four steps: the others
 which have no conditioning.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.resolve import num_function_evaluations, resolve_settings
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
-from megadit.models.shared.cli.command import run_command, run_module
+from megadit.models.shared.cli.command import entry_point, run_module
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import Progress
 from megadit.train.demos import contact_sheets as contact_sheets
@@ -228,12 +227,9 @@ SCORED: Sequence[Stage[DistillDemo]] = (
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
+@entry_point
+def main(argv: list[str]) -> int:
     """Runs `megadit demo-distill`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
     description = "Trains students of the demo's model that sample in four, two, or one step."
     demo = following_demo(DistillDemo, argv, name="demo-distill", description=description)
     seconds = run_stages(demo, [*(STUDENTS[calls] for calls in demo.calls), *SCORED])
@@ -265,7 +261,3 @@ def summary_table(found: dict[str, Any]) -> str:
             numbers += f"   {values['first_frame']['digit']:18.1%}{values['first_frame']['every_frame']:8.1%}"
         lines.append(f"{name:12}{values['function_evaluations']:12}{numbers}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

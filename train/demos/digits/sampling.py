@@ -5,7 +5,6 @@
 `runs/demo` is what `make demo` left. Writes OUT/sampling.json and OUT/score_against_calls.png.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.samplers import SAMPLERS
-from megadit.models.shared.cli.command import run_command
+from megadit.models.shared.cli.command import entry_point
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
@@ -176,7 +175,8 @@ class SamplingOptions:
     weaker: str | None = setting(None, "bundle of a weaker checkpoint, for autoguidance")
 
 
-def _run(argv: list[str]) -> None:
+@entry_point
+def main(argv: list[str]) -> None:
     prog = "python -m megadit.train.demos.digits.sampling"
     options = read_options(SamplingOptions, argv, prog=prog, description=__doc__.splitlines()[0])
     bench = load_bench(options.demo, options.clips)
@@ -192,10 +192,6 @@ def _run(argv: list[str]) -> None:
     write_json(options.out / "sampling.json", result)
     draw(options.out / "score_against_calls.png", result["solvers"])
     print(options.out / "sampling.json")
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ One model generates scenes from captions, continues first frames, edits clips (v
 from ten clips with an adapter.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from torch import Tensor
 from megadit.infer.conditioning.items import ConditioningItem
 from megadit.infer.media.video_io import write_video
 from megadit.models.bundle import Bundle
-from megadit.models.shared.cli.command import run_command, run_module
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.command import run_module
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
@@ -295,17 +294,14 @@ class ShapesOptions:
     quick: bool = setting(False, "test every stage with hardly any training")
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    ShapesOptions,
+    prog="megadit demo-shapes",
+    description="Trains on captioned scenes of moving things; makes some from captions and first frames, edits some, "
+    "learns a thing by an adapter; scores all of it.",
+)
+def main(options: ShapesOptions) -> int:
     """Runs `megadit demo-shapes`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    description = (
-        "Trains on captioned scenes of moving things; makes some from captions and first frames, edits some, learns a "
-        "thing by an adapter; scores all of it."
-    )
-    options = read_options(ShapesOptions, argv, prog="megadit demo-shapes", description=description)
     size, ranks = QUICK if options.quick else Size(), options.ranks or ranks_that_gain()
     demo = ShapesDemo(out=options.out, size=size, num_ranks=ranks)
     seconds = run_stages(demo, STAGES)
@@ -329,7 +325,3 @@ def summary_table(found: dict[str, Any]) -> str:
             name = f"{source}, {kind}".replace("_", " ")
             lines.append(f"{name:28}{values['num_clips']:>6}{numbers}{f'{low:.1%} to {high:.1%}':>18}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
