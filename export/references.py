@@ -10,9 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megadit.export.adapter_cases import SCALES, adapter_inputs, attached
 from megadit.export.compared import compared_sizes
-from megadit.export.conditioning_cases import combined_conditioning, conditioning_inputs
+from megadit.export.conditioning_cases import (
+    SCALES,
+    adapter_inputs,
+    attached,
+    combined_conditioning,
+    conditioning_inputs,
+)
 from megadit.export.layers import recorded_outputs
 from megadit.export.signatures import sample_inputs
 from megadit.infer.runtimes.exported import denoiser_inputs

@@ -30,7 +30,7 @@ IMPORTED = (
         "megadit.train.engine.loop",
         "megadit.train.recipes",
         "megadit.train.config.rules",
-        "megadit.train.engine.sharded_denoiser",
+        "megadit.train.engine.validation",
     ),
     *("megadit.train.monitoring.trackers", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
 )

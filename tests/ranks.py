@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.shared.ports import free_ports
+from megadit.models.shared.addresses import free_ports
 
 TIMEOUT = 240
 RANK_SERVER = Path(__file__).with_name("rank_server.py")

@@ -5,8 +5,10 @@ and any exception of a decoder becomes an `UnusableSourceError`.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from typing import BinaryIO
 
@@ -14,9 +16,7 @@ import av
 import numpy as np
 
 from megadit.infer.decoding import animations
-from megadit.infer.decoding.clock import NO_TIMESTAMPS, Clock
 from megadit.infer.decoding.containers import CONTAINERS, open_container, pixel_limit
-from megadit.infer.decoding.deinterlace import deinterlaced
 from megadit.infer.decoding.frame import Frame
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 
@@ -188,3 +188,137 @@ class _AlphaStream:
 def _is_picture(stream: av.VideoStream) -> bool:
     """Whether a stream is an attached picture, such as a cover."""
     return bool(stream.disposition & (av.stream.Disposition.attached_pic | av.stream.Disposition.still_image))
+
+
+# --- Presentation times of frames, corrected: decoders return frames in the order of presentation ---------------------
+
+_TS_DISCONT = 0x0200
+"""Flag in `container.format.flags`: times may restart within such a file."""
+NO_TIMESTAMPS = 0x0080
+"""A stream without a container: its times are ffmpeg's guesses."""
+_JUMP_SECONDS = 10.0
+"""Seconds; a longer gap between two frames of such a file is a restart of time, as in ffmpeg."""
+_BACK_SECONDS = 1.0
+"""Seconds; a time this far before the last one is a restart."""
+
+
+class Clock:
+    """Times of consecutive frames, in ticks, strictly increasing."""
+
+    def __init__(self, format: av.ContainerFormat, time_base: Fraction, fps: float) -> None:
+        self.is_regular = True
+        """Whether all times were the file's own, so that seeking works."""
+        self._may_jump = bool(format.flags & _TS_DISCONT)
+        self._has_no_times = bool(format.flags & NO_TIMESTAMPS)
+        self._has_decoding_times = format.name == "avi"  # which has no others
+        self._step = max(1, round(1 / (fps * time_base)))
+        self._back, self._jump = _BACK_SECONDS / time_base, _JUMP_SECONDS / time_base
+        self._last: int | None = None
+        self._offset = 0
+        self._num_wrong = {"pts": 0, "dts": 0}
+        self._before: dict[str, int] = {}
+
+    def __call__(self, frame: av.VideoFrame) -> int:
+        stated, last = self._stated(frame), self._last
+        step = frame.duration or self._step
+        if stated is None:
+            time = 0 if last is None else last + step
+            self.is_regular = False
+        else:
+            time = stated + self._offset
+            if last is not None and (last - time > self._back or (self._may_jump and time - last > self._jump)):
+                self._offset += last + step - time
+                time = last + step
+            elif last is not None and time <= last:
+                time = last + step
+            self.is_regular = self.is_regular and time == stated
+        self._last = time
+        return time
+
+    def _stated(self, frame: av.VideoFrame) -> int | None:
+        """The file's time: decoding times are used if presentation times run backwards more often."""
+        if self._has_no_times:
+            return None
+        if self._has_decoding_times and frame.dts is not None:
+            return frame.dts
+        for name, time in (("pts", frame.pts), ("dts", frame.dts)):
+            if time is not None:
+                self._num_wrong[name] += name in self._before and time <= self._before[name]
+                self._before[name] = time
+        if frame.pts is not None and (frame.dts is None or self._num_wrong["pts"] <= self._num_wrong["dts"]):
+            return frame.pts
+        return frame.dts
+
+
+# --- Deinterlacing by ffmpeg's bwdif ----------------------------------------------------------------------------------
+
+
+def deinterlaced(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """The frames; those that are marked as interlaced are deinterlaced, with their neighbours."""
+    filter, before = None, None
+    for frame in frames:
+        if filter is not None and not filter.is_interlaced(frame):
+            yield from filter.rest()
+            filter, before = None, None
+        if filter is None:
+            if not frame.pixels.interlaced_frame:
+                before = frame
+                yield frame
+                continue
+            filter = _Bwdif(frame, before if before is not None and _shape(before) == _shape(frame) else None)
+        yield from filter.put(frame)
+    if filter is not None:
+        yield from filter.rest()
+
+
+def _shape(frame: Frame) -> tuple[int, int, str]:
+    return frame.pixels.width, frame.pixels.height, frame.pixels.format.name
+
+
+class _Bwdif:
+    """Filter with one output frame for each input frame, delayed by one."""
+
+    def __init__(self, first: Frame, before: Frame | None) -> None:
+        self._shape = _shape(first)
+        width, height, format = self._shape
+        self._graph, self._waiting = av.filter.Graph(), deque()
+        try:
+            source = self._graph.add_buffer(width=width, height=height, format=format, time_base=first.pixels.time_base)
+            bwdif = self._graph.add("bwdif", "mode=send_frame:deint=interlaced")
+            self._graph.link_nodes(source, bwdif, self._graph.add("buffersink")).configure()
+        except (av.FFmpegError, ValueError) as error:
+            raise UnusableSourceError("interlaced", f"{format}: {error}") from None
+        self._count = 0
+        if before is not None:
+            self._push(before)
+            self._waiting[-1] = None
+
+    def is_interlaced(self, frame: Frame) -> bool:
+        return _shape(frame) == self._shape
+
+    def put(self, frame: Frame) -> list[Frame]:
+        self._push(frame)
+        return self._pull()
+
+    def rest(self) -> list[Frame]:
+        self._graph.push(None)
+        return self._pull()
+
+    def _push(self, frame: Frame) -> None:
+        pts = frame.pixels.pts
+        frame.pixels.pts = self._count  # bwdif needs increasing times
+        self._graph.push(frame.pixels)
+        frame.pixels.pts = pts
+        self._count += 1
+        self._waiting.append(frame)
+
+    def _pull(self) -> list[Frame]:
+        found = []
+        while True:
+            try:
+                pixels = self._graph.pull()
+            except (av.BlockingIOError, av.EOFError):
+                return found
+            frame = self._waiting.popleft()
+            if frame is not None:
+                found.append(replace(frame, pixels=pixels, is_deinterlaced=frame.pixels.interlaced_frame))

@@ -5,7 +5,7 @@ it cannot. Flags that are left out take the checkpoint's defaults.
 """
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -15,10 +15,9 @@ import numpy as np
 
 from megadit.infer.conditioning.items import ConditioningItem, Media, Target, check_conditioning, places_of
 from megadit.infer.generate.conditioning_files import ConditioningFile
-from megadit.infer.generate.long_videos import stories, write_long_videos
 from megadit.infer.generate.memory_plan import Choices, describe_plan, fitting, plan_memory
 from megadit.infer.generate.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
-from megadit.infer.generate.outputs import make_record, output_paths, read_record, repeated, save
+from megadit.infer.generate.outputs import make_record, output_paths, read_record, repeated, save, save_long
 from megadit.infer.generate.specs import Grid, VideoSpec, load_media, video_grid
 from megadit.infer.media.contact_sheet import contact_sheet, middle_frame
 from megadit.infer.media.signing import Marker, load_marker
@@ -28,7 +27,7 @@ from megadit.infer.pipeline.checkpoints import open_bundle, weaker_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.pipeline.step_cache import bundle_plans, find_plan
-from megadit.infer.pipeline.windows import later_conditioning
+from megadit.infer.pipeline.windows import later_conditioning, num_windows, stream_windows
 from megadit.infer.runtimes.chosen_dtype import chosen_dtype, print_dtype
 from megadit.infer.runtimes.load import TORCH, adapter_inputs, taken
 from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
@@ -265,6 +264,71 @@ def _write_contact_sheet(path: str, grid: Grid, videos: list[np.ndarray], mark: 
     captions = [f"{spec.prompt} · seed {spec.seed} · guidance {spec.settings.guidance:g}" for spec in grid.specs]
     fps = max(spec.settings.fps for spec in grid.specs)
     write_video(path, contact_sheet(videos, captions, grid.num_columns), fps, mark=mark)
+
+
+# --- `megadit generate --total_frames`: videos of any length, written window by window --------------------------------
+
+
+def stories(grid: Grid, options: GenerateOptions, conditionings: Collection[str]) -> Grid:
+    """The videos to generate: one for each prompt, or with --story one for all prompts.
+
+    `conditionings` are the kinds that the network was trained with.
+
+    Raises:
+        UserError: for options that do not work with windows.
+    """
+    refuse(options.format not in (None, "mp4"), f"--total_frames makes an mp4: leave out --format={options.format}")
+    refuse(options.contact_sheet, "--total_frames makes no contact sheet: leave out --contact_sheet")
+    suffix = Path(options.video_save_path).suffix.lower()
+    refuse(suffix not in ("", ".mp4"), f"--video_save_path={options.video_save_path}: --total_frames makes an mp4")
+    refuse(options.keep_first and "edit" not in conditionings, "--keep_first needs a model with edit conditioning")
+    for spec in grid.specs:
+        num_windows(options.total_frames, spec.settings.num_frames, options.keep_frames or 1)
+    if not options.story:
+        return grid
+    first, *others = grid.specs
+    alike = all(
+        (spec.settings, spec.conditioning, spec.seed) == (first.settings, first.conditioning, first.seed)
+        for spec in others
+    )
+    refuse(not alike, "--story makes one video: its prompts need the same seed, settings and conditioning files")
+    return Grid(specs=[first], num_columns=1)
+
+
+def write_long_videos(
+    pipeline: TextToVideo,
+    specs: Sequence[VideoSpec],
+    paths: Sequence[Path],
+    media: Mapping[ConditioningFile, ConditioningItem],
+    options: GenerateOptions,
+    bundle: Bundle,
+    mark: Marker | None = None,
+) -> None:
+    """Generate the videos one after another, and print the path of each."""
+    keep_frames = options.keep_frames or 1
+    per_window = [pipeline.num_denoiser_calls(1, spec.settings) for spec in specs]
+    windows = [num_windows(options.total_frames, spec.settings.num_frames, keep_frames) for spec in specs]
+    total = sum(calls * count for calls, count in zip(per_window, windows, strict=True))
+    with Progress(total, "sampling", enabled=is_first()) as bar:
+        for spec, path in zip(specs, paths, strict=True):
+            story = list(options.prompt) if options.story else [spec.prompt]
+
+            def parts(spec: VideoSpec = spec, story: list[str] = story) -> Iterator[np.ndarray]:
+                for (frames,) in stream_windows(
+                    pipeline,
+                    [story],
+                    spec.settings,
+                    total_frames=options.total_frames,
+                    keep_frames=keep_frames,
+                    keep_first=options.keep_first,
+                    seeds=[spec.seed],
+                    conditioning=[tuple(media[file] for file in spec.conditioning)],
+                    on_step=lambda step: bar.advance(),
+                ):
+                    yield frames
+
+            save_long(path, parts(), spec, story, options, bundle, mark)
+            print(f"{path}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from torch import Tensor
 from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.networks.conditioning import Conditioning
+from megadit.models.shared.addresses import free_ports
 from megadit.models.shared.cores import rank_environment
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.ports import free_ports
 
 START_SECONDS, CALL_SECONDS = 600.0, 600.0
 """Seconds of loading the network, and of one call, after which the ranks are considered lost."""

@@ -12,15 +12,23 @@
 | `blocks`                | blocks with recomputation, in FP8, or replayed as CUDA graphs                        |
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Literal
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megadit.models.lora.adapters import move_adapters
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
@@ -32,15 +40,13 @@ from megadit.models.megatron.linears.te import fp8_arithmetic, te_linear
 from megadit.models.megatron.parallelism.adapters import share_adapters
 from megadit.models.megatron.parallelism.context import shared_attention
 from megadit.models.megatron.parallelism.experts import Dispatch, shared_choice
-from megadit.models.megatron.parallelism.sequence import GatherTokens, ScatterTokens, sum_over_ranks
 from megadit.models.megatron.plan import PLAN, Axes, Row, local_shape, mark, role_of
-from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
 from megadit.models.networks.attention import SelfAttention, WidthNorm
 from megadit.models.networks.axial import move
-from megadit.models.networks.blocks import STDiTBlock
+from megadit.models.networks.blocks import BlockStack, STDiTBlock
 from megadit.models.networks.experts import ExpertMLP
 from megadit.models.networks.registry import Network, towers
-from megadit.models.ops.ledger import recomputed
+from megadit.models.ops.ledger import cheap_values_recomputed, recomputed
 
 Recompute = Literal["none", "selective", "full"]
 LinearKind = Literal["local", "fp8", "transformer_engine", "int8"]
@@ -149,3 +155,69 @@ def _share_experts(dit: Network, config: TransformerConfig, groups: Groups) -> N
 
 def _all(dit: Network, kind: type[nn.Module]) -> Iterator[nn.Module]:
     return (module for module in dit.modules() if isinstance(module, kind))
+
+
+# Sequence parallelism (arXiv 2205.05198): each rank has some tokens outside, and some heads within, the linears that
+# tensor-parallel ranks share.
+
+
+class ScatterTokens(nn.Module):
+    """Maps all tokens to this rank's slice of them."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x_SBD: Tensor) -> Tensor:
+        """This rank's slice, [S / ranks, B, D]."""
+        return scatter_to_sequence_parallel_region(x_SBD, group=self.group)
+
+
+class GatherTokens(nn.Module):
+    """Maps this rank's slice to all tokens."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x_SBD: Tensor) -> Tensor:
+        # every rank computes the loss of all tokens: each keeps its slice of the gradient, without a sum
+        """The tokens of all ranks, [S * ranks, B, D]."""
+        return gather_from_sequence_parallel_region(x_SBD, tensor_parallel_output_grad=False, group=self.group)
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of `x`, of any shape, over ranks; the gradient is summed, too."""
+    return copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(x, group=group), group=group)
+
+
+# --- Blocks with activation recomputation: they save only their inputs, and are recomputed in backward ----------------
+
+
+class RecomputedBlocks(BlockStack):
+    """Blocks, each within `arithmetic()`; the first `num_recomputed` save only their inputs."""
+
+    def __init__(
+        self, blocks: dict[str, nn.Module], num_recomputed: int, arithmetic: Callable[[], AbstractContextManager]
+    ) -> None:
+        super().__init__(blocks)
+        self.num_recomputed = num_recomputed
+        self.arithmetic = arithmetic
+
+    def forward(self, x: Tensor, *context) -> Tensor:
+        """Apply all blocks to tokens [S, B, D]."""
+        for index, block in enumerate(self.values()):
+            if index < self.num_recomputed:
+                x = recomputed(partial(self._compute, block), x, *context)
+            else:
+                with cheap_values_recomputed():
+                    x = self._compute(block, x, *context)
+        return x
+
+    def first(self, count: int) -> "RecomputedBlocks":
+        """Return the first `count` blocks, sharing their modules."""
+        return RecomputedBlocks(dict(islice(self.items(), count)), self.num_recomputed, self.arithmetic)
+
+    def _compute(self, block: nn.Module, x: Tensor, *context) -> Tensor:
+        with self.arithmetic():
+            return block(x, *context)

@@ -29,7 +29,7 @@ from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.store.clock import Heart
 from megadit.serve.gateway.store.database import Database, holds_password, in_a_line, store_url
 from megadit.serve.gateway.store.keys import KeyRing
-from megadit.serve.gateway.store.rates import Rates
+from megadit.serve.gateway.store.quotas import Rates
 from megadit.serve.gateway.store.results import Results
 from megadit.serve.gateway.store.store import JobStore
 from megadit.serve.gateway.turns import Turns

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from pathlib import Path
 
+from megadit.models.shared.addresses import check_free
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.ports import check_free
 from megadit.serve.client import VideoClient
 from megadit.serve.events import ServiceError, UnavailableError
 from megadit.serve.gateway.client import GATEWAY, GatewayClient, read_key

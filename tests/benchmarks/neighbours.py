@@ -30,10 +30,10 @@ from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.convert.adapters.adapter import Adapter
 from megadit.models.convert.adapters.files import write_adapter
 from megadit.models.lora.adapters import chosen_targets
+from megadit.models.shared.addresses import free_ports
 from megadit.models.shared.cli.command import run_command
 from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.ports import free_ports
 from megadit.serve.gateway.store.database import Database
 from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
 from megadit.serve.repository.build import build_repository

@@ -13,8 +13,8 @@ from itertools import count
 
 import pytest
 
+from megadit.models.shared.addresses import free_ports
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.ports import free_ports
 from megadit.serve.launch import up
 from megadit.serve.launch.up import _renew, ask_to_renew, noted, supervise
 from megadit.serve.supervise import Child, OwnedProcess, keep_running, responds

@@ -109,7 +109,7 @@ class TrainConfig:
     """Optimizer steps of the whole run, including those before a resume."""
     max_epochs: float | None = setting(None, above=0)
     """Epochs over the training samples, in place of `train_iters`, which is then computed from them
-    (`train/engine/epochs.py`)."""
+    (`train/__main__.py`)."""
     seed: int = setting(1234, low=0)
     """Seed of the initial weights and, together with a sample's id, of its noise, sigma and text dropout."""
     output_dir: str | None = None

@@ -26,8 +26,8 @@ from megadit.train.config.load import to_yaml
 from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import EmaConfig, MatmulPrecision, RunConfig
 from megadit.train.engine.building import TRAINED, Form, build_chunks, least_free_memory, network_of, starting_values
-from megadit.train.engine.cpu_memory import keep_freed_memory
 from megadit.train.engine.device_update import DeviceUpdate, device_update
+from megadit.train.engine.threads import keep_freed_memory
 from megadit.train.objectives.adversary import critic_loss
 from megadit.train.objectives.distillation import guided
 from megadit.train.objectives.networks import Networks, TrainingModel, denoiser_of, discriminator_of

@@ -23,10 +23,9 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path
 from megadit.train.config.load import change, to_yaml
 from megadit.train.slurm.config import ChainConfig
-from megadit.train.slurm.graph import describe, draw
 from megadit.train.slurm.kubernetes import excluded, manifests
 from megadit.train.slurm.local import run_here
-from megadit.train.slurm.scripts import scripts, validation_script
+from megadit.train.slurm.scripts import describe, draw, scripts, validation_script
 from megadit.train.slurm.state import read_tasks, status, unfinished
 
 

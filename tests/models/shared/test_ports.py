@@ -1,6 +1,6 @@
 """Ports that are asked for together are different ones."""
 
-from megadit.models.shared.ports import free_ports
+from megadit.models.shared.addresses import free_ports
 
 
 def test_ports_differ():

@@ -16,8 +16,7 @@ from megadit.serve.gateway.store.clock import Heart
 from megadit.serve.gateway.store.database import Database
 from megadit.serve.gateway.store.jobs import NewJob
 from megadit.serve.gateway.store.keys import KeyLimits, KeyRing
-from megadit.serve.gateway.store.quotas import QuotaExceededError, TooManyActiveError
-from megadit.serve.gateway.store.rates import Rates
+from megadit.serve.gateway.store.quotas import QuotaExceededError, Rates, TooManyActiveError
 from megadit.serve.gateway.store.store import JobStore
 
 NEW = NewJob(

@@ -11,8 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from megadit.models.bundle import Bundle
+from megadit.models.shared.addresses import free_ports
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.ports import free_ports
 from megadit.serve.backend.engine import Engine, OpenRequest
 from megadit.serve.client import Generation
 from megadit.serve.events import ServiceError, VideoResult

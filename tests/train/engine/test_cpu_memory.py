@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, torch
-from megadit.train.engine.cpu_memory import keep_freed_memory
+from megadit.train.engine.threads import keep_freed_memory
 keep_freed_memory()
 
 def faults():

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from megadit.models.shared.errors import UserError
+from megadit.train.__main__ import with_epochs
 from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.dataset.dataset_info import DatasetInfo
-from megadit.train.engine.epochs import with_epochs
 
 
 def run_of(path, *overrides):

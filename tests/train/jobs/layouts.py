@@ -51,8 +51,8 @@ from megadit.train.data.packs import packed_batch
 from megadit.train.engine import balance, setup
 from megadit.train.engine.schedule import evaluation  # noqa: E402
 from megadit.train.engine.setup import build_training, start_processes  # noqa: E402
-from megadit.train.engine.sharded_denoiser import ShardedDenoiser  # noqa: E402
 from megadit.train.engine.step import _forward_backward, train_step  # noqa: E402
+from megadit.train.engine.validation import ShardedDenoiser  # noqa: E402
 from megadit.train.objectives import contrast as matching
 from megadit.train.objectives import denoise as loss
 from megadit.train.objectives.networks import TrainingModel  # noqa: E402

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megadit.train.plan.calibration import PUBLISHED, fit, predict
 from megadit.train.plan.estimate import H100_CALIBRATION
+from megadit.train.plan.tune import PUBLISHED, fit, predict
 
 SHORT_7B, LONG_7B, SHORT_28B, LONG_28B = PUBLISHED
 

@@ -13,10 +13,10 @@ from megadit.models.shared.errors import UserError
 from megadit.train.__main__ import main
 from megadit.train.config.load import resolve_config
 from megadit.train.plan import tune as tuning
-from megadit.train.plan.calibration import fit_measured
 from megadit.train.plan.estimate import Calibration, estimate_step
 from megadit.train.plan.hardware import find_gpu
 from megadit.train.plan.layout import Layout
+from megadit.train.plan.tune import fit_measured
 from megadit.train.recipes import load_recipe
 
 GPU = find_gpu("h100-80gb")

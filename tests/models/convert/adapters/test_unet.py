@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.export.adapter_cases import random_state
+from megadit.export.conditioning_cases import random_state
 from megadit.infer.commands.check_adapter import problem_of
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle

@@ -20,7 +20,6 @@ from megadit.infer.decoding.pictures import UNREADABLE, read_picture
 from megadit.infer.decoding.rules import Rules, UnusableSourceError
 from megadit.infer.decoding.sampling import sampled
 from megadit.infer.decoding.video import Video, open_video
-from megadit.train.data.ingest.clips.motion import motion_between
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.pool import have_read, still_alive
 from megadit.train.data.ingest.sources.files import file_size, open_file
@@ -241,3 +240,19 @@ def _glimpse_width(shown_height: int, shown_width: int, height: int) -> int:
 def _open_video(source: Source, settings: Settings) -> Iterator[Video | WebpVideo]:
     with open_source(source) as file, open_video(file, rules_of(settings), beat=still_alive) as video:
         yield video
+
+
+# --- Amount of motion between two frames ------------------------------------------------------------------------------
+
+MOVING = 0.01
+"""Fraction of pixels by which small moving objects are detected."""
+LOUDER = 10
+"""Factor by which these must change more, because grain and compression change some pixels of still pictures."""
+
+
+def motion_between(before_HWC: np.ndarray, after_HWC: np.ndarray) -> float:
+    """Mean change of colours, 0..255, or if that is larger, a tenth of that of the pixels that change most, so that
+    small moving objects count too."""
+    change = np.abs(after_HWC.astype(np.int16) - before_HWC).mean(axis=-1).ravel()
+    count = max(1, round(MOVING * change.size))
+    return float(max(change.mean(), np.partition(change, -count)[-count:].mean() / LOUDER))
