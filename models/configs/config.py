@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from megadit.models.configs.conditioning_modes import CONDITIONING_MODES, ConditioningMode, ConditioningModeName
 from megadit.models.configs.experts import ExpertConfig
@@ -108,6 +108,13 @@ class DiTConfig:
     text_tower: TextTowerConfig = TextTowerConfig()
     """Configuration of the text tower (`clip`); none without layers."""
 
+    betas: ClassVar[BetasName] = "ddpm"
+    """DDPM noise schedule of the `vp` parameterization."""
+    pooled_size: ClassVar[None] = None
+    """None: the network reads no pooled text feature."""
+    samples_first: ClassVar[bool] = False
+    """False: layers compute [S, B, ...], with the sequence first."""
+
     def __post_init__(self) -> None:
         self._check_values()
         enforce(RULES, self)
@@ -129,24 +136,9 @@ class DiTConfig:
         return FAMILIES[self.family] if self.compat is None else COMPAT[self.family, self.compat]
 
     @property
-    def betas(self) -> BetasName:
-        """DDPM noise schedule of the `vp` parameterization."""
-        return "ddpm"
-
-    @property
-    def pooled_size(self) -> None:
-        """None: the network reads no pooled text feature."""
-        return None
-
-    @property
     def most_latent_frames(self) -> int | None:
         """Maximum number of latent frames, from the learned positions; None: any."""
         return None if self.learned_positions is None else self.learned_positions[0] * self.patch_temporal
-
-    @property
-    def samples_first(self) -> bool:
-        """False: layers compute [S, B, ...], with the sequence first."""
-        return False
 
     @property
     def conditions(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Missing settings of a checkpoint have diffusers' defaults.
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from megadit.models.configs.conditioning_modes import CONDITIONING_MODES, ConditioningMode
 from megadit.models.configs.families import Task
@@ -92,6 +92,27 @@ class UNetConfig:
     pixels_per_latent: int
     """Pixels per latent along a side; XL is conditioned on sizes in pixels."""
 
+    family: ClassVar[str] = "stable_diffusion"
+    sigma_data: ClassVar[float] = 1.0
+    """1, by the scaling factor of the autoencoder."""
+    betas: ClassVar[BetasName] = "stable_diffusion"
+    patch_temporal: ClassVar[int] = 1
+    learned_positions: ClassVar[None] = None
+    """Convolutions take any size."""
+    most_latent_frames: ClassVar[int] = 1
+    """1: the network makes images."""
+    samples_first: ClassVar[bool] = True
+    has_text: ClassVar[bool] = True
+    task: ClassVar[Task] = "denoise"
+    conditioning: ClassVar[ConditioningMode] = CONDITIONING_MODES["tokens"]
+    conditioning_sigma: ClassVar[None] = None
+    """None: the network was trained without conditioning latents."""
+    conditioning_noise: ClassVar[float] = 0.0
+    conditioning_scaled_as: ClassVar[float] = 0.0
+    guidance_embedding_range: ClassVar[None] = None
+    """None: guidance takes two function evaluations."""
+    image_size: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         choose_one(self.prediction, get_args(Prediction), f"model.prediction={self.prediction!r} is unknown")
         if differing := self.settings.keys() ^ USUAL.keys():
@@ -134,10 +155,6 @@ class UNetConfig:
         return hash((settings, self.prediction, self.pixels_per_latent))
 
     @property
-    def family(self) -> str:
-        return "stable_diffusion"
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """Channels at each level, from the finest to the coarsest; each level halves the sides."""
         return tuple(self.settings["block_out_channels"])
@@ -158,17 +175,8 @@ class UNetConfig:
         return (self.settings["projection_class_embeddings_input_dim"] or 0) - of_sizes
 
     @property
-    def sigma_data(self) -> float:
-        """1, by the scaling factor of the autoencoder."""
-        return 1.0
-
-    @property
     def parameterization(self) -> ParameterizationName:
         return "vp" if self.prediction == "noise" else "vp_velocity"
-
-    @property
-    def betas(self) -> BetasName:
-        return "stable_diffusion"
 
     @property
     def patch_spatial(self) -> int:
@@ -176,61 +184,9 @@ class UNetConfig:
         return 2 ** (len(self.widths) - 1)
 
     @property
-    def patch_temporal(self) -> int:
-        return 1
-
-    @property
-    def learned_positions(self) -> None:
-        """Convolutions take any size."""
-        return None
-
-    @property
-    def most_latent_frames(self) -> int:
-        """1: the network makes images."""
-        return 1
-
-    @property
-    def samples_first(self) -> bool:
-        return True
-
-    @property
     def conditions(self) -> tuple[str, ...]:
         """Names of the conditioning inputs: text, and XL's pooled text feature."""
         return ("text",) if self.pooled_size is None else ("text", "pooled")
-
-    @property
-    def has_text(self) -> bool:
-        return True
-
-    @property
-    def task(self) -> Task:
-        return "denoise"
-
-    @property
-    def conditioning(self) -> ConditioningMode:
-        return CONDITIONING_MODES["tokens"]
-
-    @property
-    def conditioning_sigma(self) -> None:
-        """None: the network was trained without conditioning latents."""
-        return None
-
-    @property
-    def conditioning_noise(self) -> float:
-        return 0.0
-
-    @property
-    def conditioning_scaled_as(self) -> float:
-        return 0.0
-
-    @property
-    def guidance_embedding_range(self) -> None:
-        """None: guidance takes two function evaluations."""
-        return None
-
-    @property
-    def image_size(self) -> None:
-        return None
 
     @property
     def outline(self) -> str:

@@ -5,7 +5,7 @@ Shapes: S video tokens, L text places, I image tokens, B batch, D width.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,15 +57,13 @@ class DenseLayout:
     kept: TensorCache | None = None
     """Cache of values that are the same at all noise levels, for sampling; None: no cache."""
 
+    groups: ClassVar[None] = None
+    """No length groups: attention batches over all samples."""
+
     @property
     def is_causal(self) -> bool:
         """See `PackLayout.is_causal`."""
         return self.over == "before"
-
-    @property
-    def groups(self) -> None:
-        """No length groups: attention batches over all samples."""
-        return None
 
     def seeing(self, image_IBD: Tensor) -> "DenseLayout":
         """The same batch with image tokens in place of its text; all of [I, B, D] may be attended to."""

@@ -5,6 +5,7 @@ Shapes: B batch, L = 1 text token, E = 2 digits of the class's index.
 
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -25,17 +26,12 @@ class ClassLabels:
     names: tuple[str, ...]
     """Names of each class, in order; several names of one class are separated by commas."""
 
+    dim: ClassVar[int] = 2
+    pooled_dim: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         if not self.names:
             raise UserError("class labels need at least one name")
-
-    @property
-    def dim(self) -> int:
-        return 2
-
-    @property
-    def pooled_dim(self) -> None:
-        return None
 
     def encode(self, texts: list[str]) -> TextFeatures:
         """One token each: see `class_digits`.

@@ -11,6 +11,7 @@ import re
 import unicodedata
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,15 +42,13 @@ class HashedWordEncoder:
     """Maximum number of words, to which texts are truncated; None: no limit."""
     order_scale: float = 0.5
 
+    pooled_dim: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
             raise UserError(f"dim={self.dim} must be even and at least 2")
         if self.max_length is not None and self.max_length < 1:
             raise UserError(f"max_length={self.max_length} must be at least 1, or None for no limit")
-
-    @property
-    def pooled_dim(self) -> None:
-        return None
 
     def encode(self, texts: list[str]) -> TextFeatures:
         """Features on the CPU; letter case, punctuation and spacing are ignored."""

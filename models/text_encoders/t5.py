@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,8 @@ class T5TextEncoder:
     """Directory of cached features; None: no cache."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
+    pooled_dim: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         for name, choices in (
             ("text_padding", get_args(TextPadding)),
@@ -93,10 +95,6 @@ class T5TextEncoder:
     @property
     def vocabulary_size(self) -> int:
         return self._architecture()["vocab_size"]
-
-    @property
-    def pooled_dim(self) -> None:
-        return None
 
     # -------------------------------------------------------------------------------------------------- export
 

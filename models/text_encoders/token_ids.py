@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,19 +43,14 @@ class TokenIds:
     """Maximum tokens of a text; longer texts are truncated with a warning, and keep the end token."""
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
+    dim: ClassVar[int] = 2
+    pooled_dim: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         if self.max_length < 3:
             raise UserError(f"max_length={self.max_length} must be at least 3: a beginning, a word and an end")
         if not 0 < self.num_words <= MOST_WORDS:
             raise UserError(f"{self.num_words} tokens are not between 1 and {MOST_WORDS:,}")
-
-    @property
-    def dim(self) -> int:
-        return 2
-
-    @property
-    def pooled_dim(self) -> None:
-        return None
 
     @property
     def num_words(self) -> int:

@@ -5,7 +5,7 @@ Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of it
 
 import os
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class Autoencoder:
     on a GPU, else float32."""
     tiles: Tiles = field(default_factory=Tiles)
 
+    causal: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         choose_one(self.dtype, ("auto", *DTYPES), f"dtype={self.dtype!r} is unknown")
 
@@ -49,10 +51,6 @@ class Autoencoder:
     @property
     def spatial_compression(self) -> int:
         return self.kind.spatial_compression(self.network.config)
-
-    @property
-    def causal(self) -> bool:
-        return True
 
     @property
     def streams(self) -> bool:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -77,13 +78,11 @@ class HaarTokenizer:
     reconstruction_psnr: float | None = None
     """PSNR of the videos that the PCA was fitted to, in dB; None without PCA, which is lossless."""
 
+    causal: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         for name, factors in (("temporal_compression", _TEMPORAL_FACTORS), ("spatial_compression", _SPATIAL_FACTORS)):
             choose_one(getattr(self, name), factors, f"{name}={getattr(self, name)} is not supported")
-
-    @property
-    def causal(self) -> bool:
-        return True
 
     @property
     def raw_channels(self) -> int:
