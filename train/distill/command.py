@@ -354,3 +354,7 @@ def _begin_with(student: Path, noise_scale: float) -> None:
     else:
         bundle = Bundle.open(student)
         write_defaults(bundle, replace(bundle.defaults, noise_scale=noise_scale))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -122,8 +122,7 @@ def _distill(demo: DistillDemo, calls: int, stage: str, *more: str) -> None:
     recipe, own = ("digits_conditioned", []) if demo.has_first_frame else ("digits", ["data.keep=[image:0.1]"])
     overrides = [*own, f"train.seed={demo.seed}", *steps, *more]
     run_module(
-        "megadit.models.shared.cli.verbs",
-        "distill",
+        "megadit.train.distill.command",
         *(str(demo.base), str(demo.student(calls)), *overrides, "--data", str(demo.base.parent / "dataset")),
         *("--stages", stage, "--calls", str(calls), "--recipe", recipe, "--nproc", str(demo.num_ranks)),
         *("--extractors", str(demo.classifier_file)),
