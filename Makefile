@@ -2,6 +2,7 @@
 #   make demo        prepare, train, generate and score handwritten digits on the CPU, in minutes
 #   make demo-adapter  teach that model a shape it never saw, from ten clips
 #   make demo-conditioning  teach it to take first and last frames, clips, masks and instructions
+#   make demo-reward  teach it by rewards to keep digits in the left half
 #   make demo-distill  students of that model that need four calls for a clip, two, or one
 #   make demo-shapes  a model of its own: scenes in which things move, turn, grow and change colour
 #   make serve       Triton and a page in the browser, on what `make demo` made
@@ -13,7 +14,7 @@
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo demo-adapter demo-conditioning demo-distill demo-shapes serve test test-slow fuzz docs lint format gpu-check gpu-wheels clean
+.PHONY: setup demo demo-adapter demo-conditioning demo-distill demo-reward demo-shapes serve test test-slow fuzz docs lint format gpu-check gpu-wheels clean
 
 setup: $(READY)
 
@@ -31,6 +32,10 @@ demo-conditioning: $(READY)
 demo-distill: $(READY)
 	@test -d runs/demo/bundle || $(BIN)/megadit demo
 	@$(BIN)/megadit demo-distill
+
+demo-reward: $(READY)
+	@test -d runs/demo/bundle || $(BIN)/megadit demo
+	@$(BIN)/megadit demo-reward
 
 demo-adapter: $(READY)
 	@test -d runs/demo/bundle || $(BIN)/megadit demo

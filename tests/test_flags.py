@@ -144,6 +144,7 @@ SHOWN_BY = {
         "train/data/prepare/test_rollouts.py::test_samples_have_rewards_relative_to_their_group": (
             "--scorer_dir --group_size --reward --scorer_seconds"
         ),
+        "train/data/prepare/test_rollouts.py::test_clip_and_optical_flow_are_rewarded_without_a_program": "--clip",
     },
     "prepare edits": {
         "train/data/prepare/test_edits.py::test_videos_are_cut_alike": "--fps --num_frames",
@@ -233,8 +234,8 @@ SHOWN_BY = {
     "reward": {
         "train/reward/test_command.py::test_every_option_reaches_its_part": """
             --prompts --scorer_dir --watch_dir --reward --rounds --prompts_per_round --group_size --train_steps --beta
-            --seed --scorer_seconds --recipe --config-file --nproc --check_prompts --check_interval --count --extractors
-            --real --device --even_if_too_large --sampler --num_steps --guidance
+            --seed --scorer_seconds --clip --recipe --config-file --nproc --check_prompts --check_interval --count
+            --extractors --real --device --even_if_too_large --sampler --num_steps --guidance
         """,
         "train/reward/test_command.py::test_rounds_follow_one_another_and_go_on_where_they_were": (
             "--adapter_rank --spread --moved"
@@ -387,6 +388,11 @@ SHOWN_BY = {
     "demo-adapter": {
         "train/demos/digits/test_subject.py::test_every_option_reaches_the_demo": (
             "--out --bundle --word --ranks --steps --seed"
+        )
+    },
+    "demo-reward": {
+        "train/demos/digits/test_reward_demo.py::test_every_option_reaches_the_demo": (
+            "--out --bundle --ranks --rounds --prompts_per_round --seed"
         )
     },
 }

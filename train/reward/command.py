@@ -38,7 +38,8 @@ from megadit.models.shared.folder_lock import FolderLock
 from megadit.models.shared.memory import ANYWAY_HELP
 from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.prepare.rollouts import SCORES_FILE, Scoring
+from megadit.train.data.prepare.rewards import Scoring
+from megadit.train.data.prepare.rollouts import SCORES_FILE
 from megadit.train.data.writer import is_prepared
 from megadit.train.distill.check import Bounds, Comparison, compare
 from megadit.train.distill.runs import StageRun, check_memory, open_trained, publish, stage_run, write_student
@@ -107,7 +108,7 @@ class RewardOptions:
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "most used": ("prompts", "scorer_dir", "reward", "rounds", "adapter_rank", "nproc", "recipe", "config_file"),
-    "a round": ("prompts_per_round", "group_size", "train_steps", "beta", "seed", "scorer_seconds"),
+    "a round": ("prompts_per_round", "group_size", "train_steps", "beta", "seed", "clip", "scorer_seconds"),
     "sampling of the rollouts (default: the bundle's, without guidance)": ("sampler", "num_steps", "guidance"),
     "comparison with the base": (
         *("check_interval", "check_prompts", "count", "extractors", "real", "spread", "distance", "moved"),

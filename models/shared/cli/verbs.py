@@ -94,11 +94,15 @@ VERBS: dict[str, tuple[str, str]] = {
         "megadit.train.demos.digits.adapter_demo:main",
         "train a LoRA adapter for a new shape, from ten clips",
     ),
+    "demo-reward": (
+        "megadit.train.demos.digits.reward_demo:main",
+        "post-train the demo's model by rewards for digits in the left half of the frame",
+    ),
 }
 """Verb, of one word or two -> (module:function, one line of help)."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "a first model": ("new", "prepare", "train", "bundle", "generate"),
-    "demos": ("demo", "demo-shapes", "demo-conditioning", "demo-distill", "demo-adapter"),
+    "demos": ("demo", "demo-shapes", "demo-conditioning", "demo-distill", "demo-adapter", "demo-reward"),
     "inspect and evaluate": (
         *("info", "evaluate", "evaluate tokenizer", "evaluate compare", "evaluate convert"),
         *("classify", "similarity"),

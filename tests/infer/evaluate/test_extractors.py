@@ -158,34 +158,6 @@ def test_digit_clips_see_time_and_pictures_do_not(reader_file):
 # --------------------------------------------------------------------------------------------- CLIP and VideoMAE
 
 
-@pytest.fixture(scope="module")
-def clip_folder(tmp_path_factory):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    folder = tmp_path_factory.mktemp("clip")
-    words = ["<s>", "</s>", "<unk>", *"a red seven blue three moving left right".split()]
-    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", unk_token="<unk>"
-    )
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    shared = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {"vocab_size": len(words), "max_position_embeddings": 12, "bos_token_id": 0, "eos_token_id": 1}
-    config = transformers.CLIPConfig(
-        text_config=shared | text | {"pad_token_id": 1},
-        vision_config=shared | {"image_size": 32, "patch_size": 8},
-        projection_dim=12,
-    )
-    transformers.CLIPModel(config).save_pretrained(folder)
-    return folder
-
-
 def test_clip_score_is_transformers_own_cosine(clip_folder):
     import transformers
 

@@ -80,7 +80,7 @@ class Rounds:
         monkeypatch.setattr(reward, "compare", self.compare)
         monkeypatch.setattr(reward, "open_extractors", lambda path, device: [path])
         monkeypatch.setattr(reward, "open_videos", lambda path, count: path)
-        monkeypatch.setattr("megadit.train.data.prepare.rollouts.find_scorer", lambda folder: folder)
+        monkeypatch.setattr("megadit.train.data.prepare.rewards.find_scorer", lambda folder: folder)
 
     def launch(self, module, arguments, num_processes):
         self.launched.append((arguments, num_processes))
@@ -147,6 +147,7 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch, capsys):
     more = ["--prompts", str(tmp_path / "prompts.txt"), "--scorer_dir", "one", "two", "--watch_dir", "other"]
     more += ["--reward", "bright=1", "dark=-2", "--rounds", "2", "--prompts_per_round", "2", "--group_size", "3"]
     more += ["--train_steps", "5", "--beta", "0.5", "--seed", "9", "--scorer_seconds", "7", "--recipe", "digits"]
+    more += ["--clip", "seer"]
     more += ["--config-file", str(tmp_path / "changes.yaml"), "--nproc", "2", "--check_interval", "1", "--count", "9"]
     more += ["--check_prompts", str(tmp_path / "checked.txt"), "--extractors", "seer", "--real", "clips"]
     more += ["--device", "cpu", "--even_if_too_large", "--sampler", "heun", "--num_steps", "3", "--guidance", "1.5"]
@@ -155,6 +156,7 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch, capsys):
     pairs = {(first[n], first[n + 1]) for n in range(len(first) - 1)}
     assert ranks == 2 and first[1] == str(bundle) and second[1] == str(tmp_path / "out" / "round_001" / "bundle")
     assert {("--group_size", "3"), ("--seed", "9"), ("--scorer_seconds", "7"), ("--scorer_dir", "one")} <= pairs
+    assert ("--clip", "seer") in pairs
     assert {("--watch_dir", "other"), ("--reward", "bright=1"), ("bright=1", "dark=-2"), ("one", "two")} <= pairs
     assert {"--sampler=heun", "--num_steps=3", "--guidance=1.5"} <= {*first}
     assert second[second.index("--seed") + 1] == "15", "no noise twice"
@@ -168,6 +170,7 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch, capsys):
     _, prompts, given = rounds.compared[0]
     assert prompts == ["a fish"] * 9 and given["device"] == "cpu"
     assert [str(each) for each in given["extractors"]] == ["seer"] and str(given["real"]) == "clips"
-    for missing in ("--prompts", "--scorer_dir"):
-        without = [*more[: more.index(missing)], *more[more.index(missing) + 2 + (missing == "--scorer_dir") :]]
-        assert main([str(bundle), str(tmp_path / "other"), *without]) == 2 and missing in capsys.readouterr().err
+    for missing in (["--prompts", more[1]], [*more[2:5], "--reward", "bright=1", "dark=-2"]):
+        without = [word for word in more if word not in missing]
+        assert main([str(bundle), str(tmp_path / "other"), *without]) == 2
+        assert missing[0] in capsys.readouterr().err

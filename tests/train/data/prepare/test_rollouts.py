@@ -1,6 +1,7 @@
 """`megadit prepare rollouts`: a policy's videos, their scores and rewards; scorers that fail."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from safetensors.torch import load
 from megadit.train.data.packs.samples import decode
 from megadit.train.data.prepare import command as prepare
 from megadit.train.data.prepare import prior, rollouts
-from megadit.train.data.prepare.rollouts import SCORES_FILE, rewards
+from megadit.train.data.prepare.rewards import diversity, rewards
+from megadit.train.data.prepare.rollouts import SCORES_FILE
 from megadit.train.dataset.dataset_info import DatasetInfo, iter_descriptions
 from tests.train.data.prepare.test_prior import members, shards
 
@@ -77,7 +79,7 @@ def test_a_run_in_which_all_fail_ends_and_can_be_repeated(make, tmp_path, capfd)
 def test_a_finished_folder_starts_no_scorer_and_belongs_to_its_rewards(make, tmp_path, monkeypatch, capfd):
     expected = shards(make("--reward", "bright=1"))
     with monkeypatch.context() as patched:
-        patched.setattr(rollouts, "ScorerProcess", None)
+        patched.setattr(rollouts, "VideoScores", None)
         assert shards(make("--reward", "bright=1")) == expected
     make("--reward", "bright=2", code=2)
     (tmp_path / "scorer" / "scorer.py").write_text(SCORER + "\n")
@@ -95,14 +97,33 @@ def test_a_score_that_nobody_returns_ends_the_run_at_its_first_video(make, capfd
 
 def test_diversity_rewards_what_differs_from_its_group(make):
     latents_NCTHW = torch.tensor([0.0, 0, 0, 3, 1, 1, 1, 1]).reshape(8, 1, 1, 1, 1)
-    assert rollouts.diversity(latents_NCTHW, 4) == pytest.approx([4 / 3, 4 / 3, 4 / 3, 4, 0, 0, 0, 0])
+    assert diversity(latents_NCTHW, 4) == pytest.approx([4 / 3, 4 / 3, 4 / 3, 4, 0, 0, 0, 0])
     out = make("--reward", "diversity=1")
     kept = json.loads((out / SCORES_FILE).read_text())
     assert kept["score"] == pytest.approx(1) and kept["rewarded"] == 6
     latents_NCTHW = torch.stack([load(content)["latent"] for name, content in members(out).items() if "safe" in name])
-    expected = rewards(rollouts.diversity(latents_NCTHW, 3), 3)
+    expected = rewards(diversity(latents_NCTHW, 3), 3)
     assert [each.reward for each in iter_descriptions(out, "train")] == pytest.approx(expected)
     assert len({*expected}) > 2
+
+
+def test_clip_and_optical_flow_are_rewarded_without_a_program(bundle, tmp_path, clip_folder, capfd):
+    ask = ["rollouts", str(bundle), "--prompt", "a dog", "--group_size", "3", "--num_video_frames", "5"]
+    more = ["--reward", "clip=1", "motion=2", "flicker=-1"]
+    assert prepare.main([*ask[:2], str(tmp_path / "out"), *ask[2:], *more, "--clip", str(clip_folder)]) == 0
+    told = json.loads((tmp_path / "out" / SCORES_FILE).read_text())
+    means = told["means"]
+    assert told["rewarded"] == 3 and means["motion"] > 0 and 0 <= means["flicker"] <= 1
+    assert told["score"] == pytest.approx(means["clip"] + 2 * means["motion"] - means["flicker"])
+    for wrong, said in (
+        (more, "--reward clip=... needs --clip DIR"),
+        ([], "there is nothing to reward"),
+        (["--reward", "motion=1", "--num_video_frames", "1"], "two frames or more"),
+        ([*more, "--clip", str(bundle)], "it embeds no texts"),
+    ):
+        assert prepare.main([*ask[:2], str(tmp_path / "other"), *ask[2:], *wrong]) == 2
+        assert said in capfd.readouterr().err
+        shutil.rmtree(tmp_path / "other", ignore_errors=True)
 
 
 @pytest.mark.parametrize("moment", ["before any shard is changed", "after one"])

@@ -1,0 +1,49 @@
+"""`megadit demo-reward`: what its scorer rewards, its options, and a small run to its picture."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
+from megadit.train.demos.digits import reward_demo
+from megadit.train.demos.digits.data import draw_clips
+from megadit.train.demos.digits.reward_demo import RewardDemo, pixels_left
+
+
+def test_the_scorer_sees_how_far_left_a_digit_lies(tmp_path):
+    demo = RewardDemo(out=tmp_path, bundle=tmp_path)
+    clips = draw_clips(demo.attributes[:32], "heldout", torch.Generator().manual_seed(0)) / 2 + 0.5
+    assert {each.direction for each in demo.attributes} == {"up", "down"}
+    assert pixels_left(clips).abs().max() < 3, "digits of the data set lie about the middle"
+    moved = pixels_left(clips.roll(-4, dims=4)) - pixels_left(clips)
+    assert torch.allclose(moved, torch.full_like(moved, 4.0), atol=1e-3)
+    assert pixels_left(torch.zeros(1, 3, 2, 8, 8)).tolist() == [[3.5, 3.5]], "nothing is nowhere"
+
+
+def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
+    asked = []
+
+    def stop(demo, stages):
+        asked.append(demo)
+        raise UserError("seen")
+
+    monkeypatch.setattr(reward_demo, "run_stages", stop)
+    more = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--rounds", "2", "--seed", "5"]
+    assert reward_demo.main([*more, "--prompts_per_round", "3"]) == 2
+    expected = RewardDemo(out=Path("elsewhere"), bundle=tmp_path, num_ranks=1, rounds=2, prompts_per_round=3, seed=5)
+    assert asked == [expected]
+    assert reward_demo.main(["--bundle", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.slow
+def test_the_demo_runs_to_its_picture(quick_demo, tmp_path):
+    out = tmp_path / "out"
+    more = ["--bundle", str(quick_demo / "bundle"), "--out", str(out), "--ranks", "1", "--rounds", "1"]
+    assert reward_demo.main([*more, "--prompts_per_round", "2"]) == 0
+    found = read_json(out / "score.json")
+    assert 0 <= found["after"]["left"] <= 1 and found["after"]["num_clips"] == 216 == found["before"]["num_clips"]
+    assert found["comparison"]["spread"] > 0 and (out / "rewarded.png").stat().st_size > 10_000
+    scores = read_json(out / "reward" / "round_001" / "rollouts" / "scores.json")
+    assert {"all", "left", "diversity"} <= scores["means"].keys() and scores["rewarded"] == 16
