@@ -7,7 +7,6 @@ No clip of the data set shows it: a scorer rewards clips that are right and lie 
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +21,8 @@ from torch import Tensor
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.bundle import Bundle
-from megadit.models.shared.cli.command import run_command, run_module
-from megadit.models.shared.cli.options import read_options
+from megadit.models.shared.cli.command import run_module
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_path, read_json, write_json
@@ -201,18 +200,13 @@ class RewardDemoOptions:
     seed: int = setting(1234, "seed of rollouts and training ({default})", low=0)
 
 
-def main(argv: list[str] | None = None) -> int:
+@command(
+    RewardDemoOptions,
+    prog="megadit demo-reward",
+    description="Teaches the demo's model by rewards to keep digits in the left half of the frame.",
+)
+def main(options: RewardDemoOptions) -> int:
     """Runs `megadit demo-reward`; returns its exit code."""
-    return run_command(_run, sys.argv[1:] if argv is None else argv)
-
-
-def _run(argv: list[str]) -> int:
-    options = read_options(
-        RewardDemoOptions,
-        argv,
-        prog="megadit demo-reward",
-        description="Teaches the demo's model by rewards to keep digits in the left half of the frame.",
-    )
     check_base(options.bundle)
     demo = RewardDemo(
         out=options.out,
@@ -237,7 +231,3 @@ def summary_table(found: dict[str, Any]) -> str:
         left, right, every_frame = (found[name][part] for part in ("left", "all", "every_frame"))
         lines.append(f"{name:10}{left:12.1%}{right:12.1%}{every_frame:14.1%}")
     return "\n".join([*lines, f"diversity: {found['comparison']['spread']:.2f} times that before"])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from megadit.infer.evaluate.metrics.motion import MotionClips
 from megadit.train.data.packs.samples import decode
 from megadit.train.data.prepare import command as prepare
 from megadit.train.data.prepare import prior, rollouts
+from megadit.train.data.prepare import rewards as rewards_module
 from megadit.train.data.prepare.rewards import diversity, rewards
 from megadit.train.data.prepare.rollouts import SCORES_FILE
 from megadit.train.dataset.dataset_info import DatasetInfo, iter_descriptions
@@ -107,7 +109,7 @@ def test_diversity_rewards_what_differs_from_its_group(make):
     assert len({*expected}) > 2
 
 
-def test_clip_and_optical_flow_are_rewarded_without_a_program(bundle, tmp_path, clip_folder, capfd):
+def test_clip_and_optical_flow_are_rewarded_without_a_program(bundle, tmp_path, clip_folder, monkeypatch, capfd):
     ask = ["rollouts", str(bundle), "--prompt", "a dog", "--group_size", "3", "--num_video_frames", "5"]
     more = ["--reward", "clip=1", "motion=2", "flicker=-1"]
     assert prepare.main([*ask[:2], str(tmp_path / "out"), *ask[2:], *more, "--clip", str(clip_folder)]) == 0
@@ -119,11 +121,14 @@ def test_clip_and_optical_flow_are_rewarded_without_a_program(bundle, tmp_path, 
         (more, "--reward clip=... needs --clip DIR"),
         ([], "there is nothing to reward"),
         (["--reward", "motion=1", "--num_video_frames", "1"], "two frames or more"),
-        ([*more, "--clip", str(bundle)], "it embeds no texts"),
+        ([*more, "--clip", str(bundle)], "makes videos"),
     ):
         assert prepare.main([*ask[:2], str(tmp_path / "other"), *ask[2:], *wrong]) == 2
         assert said in capfd.readouterr().err
         shutil.rmtree(tmp_path / "other", ignore_errors=True)
+    monkeypatch.setattr(rewards_module, "open_extractors", lambda *_: [MotionClips()])
+    assert prepare.main([*ask[:2], str(tmp_path / "other"), *ask[2:], *more, "--clip", "flow"]) == 2
+    assert "--clip flow: it embeds no texts" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("moment", ["before any shard is changed", "after one"])
