@@ -1,8 +1,5 @@
 """A classifier learns by the trainer of the denoisers: its loss, its start from other weights, handwritten digits."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import imageio.v3 as iio
@@ -136,24 +133,24 @@ def test_it_goes_on_at_another_size_and_with_other_classes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_handwritten_digits_that_it_never_saw(tmp_path, capsys):
-    """The recipe as it stands, on two ranks: 97 % of the held-out digits, by the run's word and by `classify`'s."""
-    assert prepare.main(["digit_classes", str(tmp_path / "data")]) == 0
+def test_handwritten_digits_that_it_never_saw(run_ranks, read_metrics, tmp_path, capsys):
+    """The recipe, with fewer pictures and steps: most held-out digits, by the run's word and by `classify`'s."""
+    assert prepare.main(["digit_classes", str(tmp_path / "data"), "--num_images", "4000"]) == 0
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "megadit.train", "--recipe", "vit_digits", "--nproc", "2"]
-    subprocess.run([*command, f"data.path={tmp_path / 'data'}", f"train.output_dir={run}"], check=True)
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    smaller = ("train.train_iters=100", "model.num_layers=2", "validation.interval=100", "validation.num_batches=2")
+    folders = f"data.path={tmp_path / 'data'}", f"train.output_dir={run}"
+    run_ranks(1, "-m", "megadit.train", "--recipe", "vit_digits", *smaller, *folders)
+    steps = read_metrics(run)
     assert steps[0]["wrong"] > 0.7
     losses = steps[-1]["validation"]  # of whole pictures: those of training are mixed
-    assert min(each["wrong"] for each in losses.values()) <= 0.03
+    assert min(each["wrong"] for each in losses.values()) <= 0.3
     assert to_bundle([str(run), str(tmp_path / "bundle")]) == 0
-    images_BCTHW, names = digits.draw_glyphs("heldout", torch.arange(355), torch.zeros(355, 2))
+    images_BCTHW, names = digits.draw_glyphs("heldout", torch.arange(200), torch.zeros(200, 2))
     for index, (image_CTHW, name) in enumerate(zip(images_BCTHW, names, strict=True)):
         (tmp_path / "digits" / name).mkdir(parents=True, exist_ok=True)
         pixels = ((image_CTHW[:, 0].permute(1, 2, 0) + 1) * 127.5).round().byte().numpy()
         iio.imwrite(tmp_path / "digits" / name / f"{index}.png", pixels)
     options = ["--labelled", "--out", str(tmp_path / "found.json")]
     assert classify([str(tmp_path / "bundle"), str(tmp_path / "digits"), *options]) == 0
-    assert read_json(tmp_path / "found.json")["accuracy"]["top-1"][0] >= 0.97
+    assert read_json(tmp_path / "found.json")["accuracy"]["top-1"][0] >= 0.7
     assert "top-1" in capsys.readouterr().out

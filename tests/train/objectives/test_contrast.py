@@ -1,8 +1,6 @@
 """Two towers learn by the trainer of the denoisers: their losses by hand, the same on any ranks, coloured digits."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -13,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from megadit.infer.commands.classify import Classifier
-from megadit.infer.evaluate.metrics.intervals import mean_estimate, resamplings
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import Matcher
 from megadit.models.bundle import Bundle
@@ -238,42 +235,31 @@ def test_what_is_left_out_would_be_noticed(folders, name):
     assert loss > 1e-3 or norm > 1e-3
 
 
-def held_out_digits(count=600):
-    """(clips by writers that training never saw, the colour and digit of each)."""
-    generator = torch.Generator().manual_seed(5)
-    attributes = digits.random_attributes(count, images=True, generator=generator)
-    images_BCTHW = digits.draw_images(attributes, "heldout", generator)
-    pixels = ((images_BCTHW.movedim(1, -1) + 1) * 127.5).round().byte().numpy()
-    labels = [f"{each.colour} {digits.DIGITS[each.digit]}" for each in attributes]
-    return [Clip(pixels_THWC, 0.0, "a digit") for pixels_THWC in pixels], labels
-
-
 def shares(bundle):
-    """Of held-out pictures: top-1 among all 60 coloured digits, and the share of (right, wrong) captions in the right
-    order; both with intervals."""
-    clips, labels = held_out_digits()
+    """Of pictures by writers that training never saw: top-1 among all 60 coloured digits, the same by labels of others,
+    and the share of (right, wrong) captions in the right order."""
+    generator = torch.Generator().manual_seed(5)
+    attributes = digits.random_attributes(300, images=True, generator=generator)
+    pixels = (digits.draw_images(attributes, "heldout", generator).movedim(1, -1) + 1) * 127.5
+    clips = [Clip(pixels_THWC, 0.0, "a digit") for pixels_THWC in pixels.round().byte().numpy()]
     every = [f"{colour} {digit}" for colour in digits.COLOURS for digit in digits.DIGITS]
-    own = torch.tensor([every.index(label) for label in labels])
-    prompts = ["a {}", "a picture of a {}", "{}"]
-    found = Classifier(Bundle.open(bundle), labels=every, prompts=prompts)(clips)
+    own = torch.tensor([every.index(f"{each.colour} {digits.DIGITS[each.digit]}") for each in attributes])
+    found = Classifier(Bundle.open(bundle), labels=every, prompts=["a {}", "a picture of a {}", "{}"])(clips).argmax(1)
     matcher = Matcher(Bundle.open(bundle))
     similarity = matcher.pictures(clips) @ matcher.texts([f"a {label}" for label in every]).T
     is_above = similarity.gather(1, own[:, None]) > similarity  # a caption is not above itself
-    weights = resamplings(range(len(clips)), "real")
-    ordered = is_above.sum(1) / (len(every) - 1)
-    return mean_estimate(found.argmax(1) == own, weights), mean_estimate(ordered, weights, bounds=(0, 1))
+    hits = [(found == label).float().mean().item() for label in (own, own.roll(1))]
+    return *hits, is_above.sum().item() / len(own) / (len(every) - 1)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_coloured_digits_that_it_never_saw(tmp_path):
-    """The recipe as it stands, on two ranks: 90 % of 60 classes, 95 % of pairs of captions."""
-    assert prepare.main(["digit_captions", str(tmp_path / "data")]) == 0
+def test_coloured_digits_that_it_never_saw(run_ranks, tmp_path):
+    """The recipe, with fewer layers, pictures and steps: of 60 classes more are right than by colour alone (10 %)."""
+    assert prepare.main(["digit_captions", str(tmp_path / "data"), "--num_images", "5000"]) == 0
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "megadit.train", "--recipe", "clip_digits", "--nproc", "2"]
-    subprocess.run([*command, f"data.path={tmp_path / 'data'}", f"train.output_dir={run}"], check=True)
+    smaller = ("model.num_layers=2", "data.seq_length=4160", "data.text_seq_length=768", "train.train_iters=100")
+    folders = f"data.path={tmp_path / 'data'}", f"train.output_dir={run}"
+    run_ranks(1, "-m", "megadit.train", "--recipe", "clip_digits", *smaller, "validation.interval=0", *folders)
     assert to_bundle([str(run), str(tmp_path / "bundle")]) == 0
-    top, ordered = shares(tmp_path / "bundle")
-    for name, found in {"top-1 of 60": top, "right caption above a wrong one": ordered}.items():
-        print(f"{name}: {found.value:.4f} (95 %: {found.interval[0]:.4f} to {found.interval[1]:.4f}), N={found.count}")
-    assert top.value >= 0.9 and ordered.value >= 0.95
+    top, of_others, ordered = shares(tmp_path / "bundle")
+    assert top > 0.16 and of_others < 0.06 and ordered > 0.92
