@@ -5,6 +5,7 @@ import json
 import re
 import types
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -256,12 +257,16 @@ def another(value, hint):
     }[hint]()
 
 
+@cache
+def digits(*overrides: str) -> RunConfig:
+    return resolve_config("digits", overrides=list(overrides))
+
+
 @pytest.mark.parametrize("key", SETTINGS)
 def test_every_key_can_be_set(key):
     needs = NEEDS.get(key, [])
-    run = resolve_config("digits", overrides=needs)
-    override = f"{key}={json.dumps(new_value(run, key))}"
-    changed = resolve_config("digits", overrides=[*needs, override])
+    run = digits(*needs)
+    changed = digits(*needs, f"{key}={json.dumps(new_value(run, key))}")
     assert [name for name in config_keys() if read_key(changed, name) != read_key(run, name)] == [key]
 
 
@@ -278,11 +283,11 @@ def read_key(run: RunConfig, key: str):
 
 # ------------------------------------------------------------------------------------------------ names of others
 
+OF_SECTION = {ours: [key for key in SETTINGS if key.startswith(f"{ours}.")] for ours in SECTIONS.values()}
 OF_SECTIONS = {
-    f"{theirs}.{key.partition('.')[2]}": key
+    f"{theirs}.{key.removeprefix(f'{ours}.')}": key
     for theirs, ours in SECTIONS.items()
-    for key in SETTINGS
-    if key.startswith(f"{ours}.")
+    for key in (OF_SECTION[ours][0], OF_SECTION[ours][-1])
 }
 OTHER_NAMES = OF_SECTIONS | KEYS
 OTHER_VALUES = {
@@ -297,12 +302,12 @@ OTHER_VALUES = {
 def test_every_other_name_means_one_of_ours(theirs):
     ours = OTHER_NAMES[theirs]
     needs = NEEDS.get(ours, [])
-    run = resolve_config("digits", overrides=needs)
+    run = digits(*needs)
     value = new_value(run, ours)
     others = [need for need in needs if not need.startswith(f"{ours}=")]
-    expected = resolve_config("digits", overrides=[*others, f"{ours}={json.dumps(value)}"])
+    expected = digits(*others, f"{ours}={json.dumps(value)}")
     written = OTHER_VALUES.get(theirs, lambda ours: ours)(value)
-    assert resolve_config("digits", overrides=[*others, f"{theirs}={json.dumps(written)}"]) == expected != run
+    assert digits(*others, f"{theirs}={json.dumps(written)}") == expected != run
 
 
 @pytest.mark.parametrize("theirs", FIXED)

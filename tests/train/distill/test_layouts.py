@@ -79,8 +79,7 @@ def teachers(tmp_path_factory):
 
     pairs = {kind: two(model, model) for kind, model in kinds.items()}
     told = {
-        kind: two(kinds[kind], replace(kinds[kind], guidance_embedding_range=tuple(SCALES)))
-        for kind in ("", "given")
+        kind: two(kinds[kind], replace(kinds[kind], guidance_embedding_range=tuple(SCALES))) for kind in ("", "given")
     }
     return pairs | {f"{kind} told".strip(): pair for kind, pair in told.items()}
 
