@@ -1,6 +1,8 @@
 """`make gpu-check`: rows come one by one and stay, whatever becomes of the measurement that told them."""
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import re
@@ -88,7 +90,16 @@ def test_every_measurement_is_a_program():
         assert measurement.needs in gpu_check.MODULES and measurement.limit <= 120
 
 
-def test_what_would_be_measured_fits_ten_minutes(capsys):
+def test_what_would_be_measured_fits_ten_minutes(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(gpu_check.PROGRAMS)
+    steps = importlib.import_module("steps")
+
+    def in_this_process(command, **_):
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            steps.main(*command[2:])
+        return subprocess.CompletedProcess(command, 0, told.getvalue(), "")
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", in_this_process)
     assert gpu_check.main(["--pretend", "h100-80gb"]) == 0
     *rows, total = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == list(gpu_check.FIRST)

@@ -36,13 +36,14 @@ CALLS = {
 
 
 def pipeline(**settings):
+    """One that has made these videos once, and so has sent what is kept."""
     config = replace(CONFIG, conditioning_sigma=0.02)
     denoisers = [TorchDenoiser(DiT(config), device=META) for _ in range(2)]
     plans = []
     if settings.get("cache_budget"):
         key = plan_key(resolve_settings(DEFAULTS, **settings))
         plans = [CachePlan(budget=0.1, skipped=(1,), num_calls=3, largest_error=0.1, num_videos=1, settings=key)]
-    return TextToVideo(
+    made = TextToVideo(
         denoiser=ExpertDenoiser(*denoisers, boundary=2.0) if "low_guidance" in settings else denoisers[0],
         tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=config.sigma_data),
         text_encoder=HashedWordEncoder(dim=config.crossattn_emb_size),
@@ -52,37 +53,31 @@ def pipeline(**settings):
         conditionings=("first_frame",),
         cache_plans=plans,
     )
+    traffic_of(made, **settings)
+    return made
 
 
 def traffic_of(make, on_step=None, **settings):
-    """Of the second of two calls: the first sends what is kept."""
-    for _ in range(2):
-        with Traffic() as traffic:
-            videos = list(make(PROMPTS, batch_size=2, on_step=on_step, **settings))
+    with Traffic() as traffic:
+        videos = list(make(PROMPTS, batch_size=2, on_step=on_step, **settings))
     assert len(videos) == len(PROMPTS)
     return traffic
 
 
-@pytest.mark.parametrize("is_watched", [False, True], ids=["alone", "watched"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_batch_is_waited_for_once_and_a_video_as_it_comes(name, is_watched):
+def test_a_batch_is_waited_for_once_and_a_video_as_it_comes(name):
     """Whether latents are finite is asked for a batch; pixels and latents come back for a video. Nothing is asked
-    between two calls of the denoiser, whoever chooses by the noise level, and whoever is told it."""
-    levels = []
-    on_step = (lambda step: levels.append(step.sigma)) if is_watched else None
-    traffic = traffic_of(pipeline(**CALLS[name]), on_step, **CALLS[name])
-    of_clean = 2 if name == "conditioning" else 0  # which places are given, to the network and to stay
-    assert traffic.asked.total() == BATCHES + 2 * len(PROMPTS) + of_clean, traffic.asked
-    assert sum(n for line, n in traffic.asked.items() if "isfinite" in line) == BATCHES
-    assert len(set(levels)) > 1 if is_watched else not levels
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_few_copies_go_there_for_a_batch_and_none_for_a_step(name):
-    """The keys of the noise, and each condition, which guidances of two networks make for each."""
-    traffic = traffic_of(pipeline(**CALLS[name]), **CALLS[name])
-    conditions = 4 if name == "two networks" else 2
-    assert traffic.sent.total() <= BATCHES * (1 + conditions) + (name == "conditioning"), traffic.sent
+    between two calls of the denoiser, whoever chooses by the noise level, and whoever is told it. What is sent are the
+    keys of the noise, and each condition, which guidances of two networks make for each."""
+    make, levels = pipeline(**CALLS[name]), []
+    for on_step in (None, lambda step: levels.append(step.sigma)):
+        traffic = traffic_of(make, on_step, **CALLS[name])
+        of_clean = 2 if name == "conditioning" else 0  # which places are given, to the network and to stay
+        assert traffic.asked.total() == BATCHES + 2 * len(PROMPTS) + of_clean, traffic.asked
+        assert sum(n for line, n in traffic.asked.items() if "isfinite" in line) == BATCHES
+        conditions = 4 if name == "two networks" else 2
+        assert traffic.sent.total() <= BATCHES * (1 + conditions) + (name == "conditioning"), traffic.sent
+    assert len(set(levels)) > 1
 
 
 def test_a_level_that_is_asked_of_the_device_is_seen(monkeypatch):

@@ -145,9 +145,9 @@ TRUTH = 0.1 + 64 * 0.04**2
 
 
 @pytest.mark.slow
-def test_the_interval_holds_the_truth_in_ninety_of_a_hundred_draws():
+def test_the_interval_holds_the_truth_in_nine_of_ten_draws():
     hits, plain_hits, widths = 0, 0, []
-    for seed in range(100):
+    for seed in range(50):
         real, made = known_pair(seed)
         found = distances.frechet_estimate(features(made, count=30), features(real, "real", 30))
         low, high = found.interval
@@ -155,8 +155,8 @@ def test_the_interval_holds_the_truth_in_ninety_of_a_hundred_draws():
         shift = found.extra["plain"] - found.value
         plain_hits += low + shift <= TRUTH <= high + shift
         widths.append((high - low) / 2)
-    assert hits >= 90
-    assert plain_hits <= 10  # the control: the distance of 2,048 says 1.0
+    assert hits >= 45
+    assert plain_hits <= 5  # the control: the distance of 2,048 says 1.0
     assert np.mean(widths) < 0.15  # and not because it holds everything
 
 
