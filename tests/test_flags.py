@@ -146,12 +146,15 @@ SHOWN_BY = {
         ),
         "train/data/prepare/test_rollouts.py::test_clip_and_optical_flow_are_rewarded_without_a_program": "--clip",
     },
-    "prepare edits": {
-        "train/data/prepare/test_edits.py::test_videos_are_cut_alike": "--fps --num_frames",
-        "train/data/prepare/test_edits.py::test_a_second_run_goes_on_and_another_is_refused": (
-            "--tokenizer --text_encoder --size --val_share --overwrite"
-        ),
-    },
+    **dict.fromkeys(
+        ("prepare edits", "prepare preferences"),
+        {
+            "train/data/prepare/test_pairs.py::test_videos_are_cut_alike": "--fps --num_frames",
+            "train/data/prepare/test_pairs.py::test_a_second_run_goes_on_and_another_is_refused": (
+                "--tokenizer --text_encoder --size --val_share --overwrite"
+            ),
+        },
+    ),
     "train": {
         "train/test_flags.py::test_options_reach_the_run": (
             "--recipe --config-file --mock --dataset-path --yes --print-config"

@@ -200,6 +200,7 @@ EFFECTS = {
     "train.distill.adversarial_weight": told("0.5", *STUDENT),
     "train.distill.critic_updates": told("1", *STUDENT),
     "train.distill.nft_beta": told("0.5", *STUDENT, "train.distill.objective=diffusion_nft"),
+    "train.distill.dpo_beta": told("5.0", *STUDENT, "train.distill.objective=dpo"),
     "optimizer.optimizer": told("adamw"),
     "optimizer.lr": told("0.01"),
     "optimizer.min_lr": told("0.01"),

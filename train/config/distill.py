@@ -16,8 +16,9 @@ ObjectiveName = Literal[
     "regression",
     "distribution_matching",
     "diffusion_nft",
+    "dpo",
 ]
-AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit", "diffusion_nft")
+AT_ALL_LEVELS = ("guidance", "continuous_consistency", "consistency_limit", "diffusion_nft", "dpo")
 """Objectives trained at noise levels drawn from `diffusion.noise_levels`, not at a list of them."""
 BY_TANGENT = ("continuous_consistency", "consistency_limit")
 """Objectives that differentiate the student along the teacher's ODE."""
@@ -38,7 +39,8 @@ class DistillConfig:
     and `consistency_limit`, the same at all levels; `regression`, the teacher's video for the same noise (2101.02388;
     data of `megadit prepare trajectories`); `distribution_matching`, videos distributed as the teacher's (DMD2,
     2405.14867); `diffusion_nft`, videos of higher reward than the teacher's own (2509.16117; data of `megadit prepare
-    rollouts`)."""
+    rollouts`); `dpo`, the chosen of two videos rather than the rejected one (2311.12908; data of `megadit prepare
+    preferences`)."""
     guidance: float = setting(1.0, low=1)
     """Classifier-free guidance scale of the teacher; 1: no guidance, or a guidance-distilled teacher. For a student
     with `model.guidance_embedding_range`, scales are drawn uniformly from that range instead."""
@@ -62,6 +64,9 @@ class DistillConfig:
     nft_beta: float = setting(1.0, above=0)
     """Guidance strength beta of `diffusion_nft` (arXiv 2509.16117, eq. 5): a lower one moves the student further from
     the policy that made the rollouts."""
+    dpo_beta: float = setting(2500.0, above=0)
+    """Strength beta of `dpo` (arXiv 2311.12908, eq. 14, with T and the factor of the weight in it): a higher one keeps
+    the student nearer to its teacher."""
 
     def __post_init__(self) -> None:
         check_settings(self, "train.distill.")
@@ -86,7 +91,9 @@ class DistillConfig:
     @property
     def extras(self) -> tuple[str, ...]:
         """Values that samples must have: names of `packs.packed_batch.EXTRAS`."""
-        return {"regression": ("seed_key",), "diffusion_nft": ("reward",)}.get(self.objective, ())
+        return {"regression": ("seed_key",), "diffusion_nft": ("reward",), "dpo": ("preference",)}.get(
+            self.objective, ()
+        )
 
     def asks_twice(self, student: NetworkConfig, teacher: NetworkConfig | None) -> bool:
         """Whether guidance takes two forward passes of the teacher (not if it is guidance-distilled; None: unknown)."""
@@ -105,7 +112,7 @@ class DistillConfig:
             "consistency": of_teacher + 1,
             **dict.fromkeys(BY_TANGENT, of_teacher + 2),
             "regression": 0,
-            "diffusion_nft": of_teacher,
+            **dict.fromkeys(("diffusion_nft", "dpo"), of_teacher),
             "distribution_matching": variant
             + of_teacher
             + 1

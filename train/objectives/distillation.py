@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -173,6 +174,34 @@ def diffusion_nft(networks: Networks, batch: PackedBatch) -> LossSums:
     return LossSums(positive.objective + negative.objective, positive.weighted + negative.weighted, error)
 
 
+def dpo(networks: Networks, batch: PackedBatch) -> LossSums:
+    """Direct preference optimization (Diffusion-DPO: Wallace et al., arXiv 2311.12908, eq. 14): softplus(beta
+    lambda(sigma) m), where m = (e_w - e_w_ref) - (e_l - e_l_ref) for the errors e = |D - x0|^2 of the chosen and of the
+    rejected video of a pair, which have the same noise, and of the teacher, the reference.
+
+    The gradient is that of the sum of errors with weights +-beta lambda sigmoid(beta lambda m); LossSums.error is 1
+    where m > 0: the student prefers the rejected video.
+    """
+    sigma_G = draw_sigma(batch.noise_key_G, networks.config.diffusion, batch.layout)
+    x_S1P, x0_S1P = _noisy(networks, batch, sigma_G), batch.tokens_S1P
+    D_S1P, sign_G = networks.model.denoise(batch, x_S1P, sigma_G), batch.extra_G["preference"]
+    with torch.no_grad():
+        reference_S1P = networks.teacher(batch, x_S1P, sigma_G)
+        more_S = ((D_S1P - x0_S1P).square() - (reference_S1P - x0_S1P).square()).mean(dim=(1, 2))
+        more_G = sign_G * _mean_of_samples(networks, batch, more_S)
+        other_G = torch.where(sign_G > 0, more_G.roll(-1), more_G.roll(1))  # pairs are adjacent, the chosen one first
+        beta_G = networks.config.train.distill.dpo_beta * _loss_weight(networks, sigma_G)
+        margin_G = more_G + other_G
+        loss_G = F.softplus(beta_G * margin_G)
+        weight_G = 2 * sign_G * beta_G * torch.sigmoid(beta_G * margin_G)  # both videos count the loss of their pair
+    of_errors = weighted_error(batch, D_S1P, x0_S1P, weight_G).objective
+    tensors = batch.layout.on(loss_G.device)
+    target_S = tensors.is_target_S
+    loss = (loss_G[tensors.segment_of_token_S] * target_S).sum()
+    error = ((margin_G > 0)[tensors.segment_of_token_S] & target_S).sum().float()
+    return LossSums(of_errors - of_errors.detach() + loss, loss, error)
+
+
 DISTILLATION: dict[ObjectiveName, Objective] = {
     "guidance": guidance,
     "progressive": progressive,
@@ -182,6 +211,7 @@ DISTILLATION: dict[ObjectiveName, Objective] = {
     "regression": regression,
     "distribution_matching": distribution_matching,
     "diffusion_nft": diffusion_nft,
+    "dpo": dpo,
 }
 """`train.distill.objective` -> its function, for packs with guidance scales (`with_scale`)."""
 

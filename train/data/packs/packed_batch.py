@@ -25,7 +25,7 @@ from megadit.train.data.packs.training_sample import TrainingSample
 
 REFUSALS = (
     "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "no_seed", "no_reward", "odd_size",
-    "too_long", "long_text", "not_finite", "too_large",
+    "too_long", "long_text", "not_finite", "too_large", "no_pair",
 )  # fmt: skip
 """Reasons for rejecting samples; `rules` has their descriptions."""
 _TENSORS = "tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "loss_weight_G"
@@ -55,6 +55,12 @@ EXTRAS = {
         dtype=torch.float32,
         refusal="no_reward",
         reason="it names no reward; train.distill.objective=diffusion_nft learns of `prepare rollouts`",
+    ),
+    "preference": Extra(
+        of=lambda sample: sample.preference,
+        dtype=torch.float32,
+        refusal="no_pair",
+        reason="it holds no rejected video; train.distill.objective=dpo learns of `prepare preferences`",
     ),
 }
 """Name in `PackedBatch.extra_G` -> value."""
@@ -208,8 +214,8 @@ class PackFormat:
     mixup: float = 0.0
     """Parameter a of mixup; 0: no mixup."""
 
-    def segment(self, sample: TrainingSample) -> Segment:
-        """The place that a sample needs, whether its text is dropped or not.
+    def segments(self, sample: TrainingSample) -> list[Segment]:
+        """The places that a sample needs, two for a pair, whether its text is dropped or not.
 
         Raises:
             UserError: if a side of the latent is not a multiple of the patch, or the network has no positions for it.
@@ -217,19 +223,20 @@ class PackFormat:
         drawn = self._draw(sample, sample_key(self.seed, sample.sample_id, sample.occurrence))
         segment = self._segment(sample, drawn, keeps_text=True)
         self.model.check_grid(segment.reach)
-        return segment
+        return [segment] * len(sample.videos)
 
     def lengths(self, sample: TrainingSample) -> tuple[int, int]:
-        """Video tokens and text tokens of `segment`."""
-        segment = self.segment(sample)
-        return segment.num_tokens, segment.text_places
+        """Video tokens and text tokens of `segments`."""
+        segments = self.segments(sample)
+        return sum(segment.num_tokens for segment in segments), sum(segment.text_places for segment in segments)
 
     def pack(self, samples: Sequence[TrainingSample]) -> PackedBatch:
-        """Concatenate samples in the given order, and pad.
+        """Concatenate samples in the given order, both videos of a pair, and pad.
 
         Text is dropped if the first uniform number of the sample's key is below `text_dropout`, which depends only on
         (seed, sample id, occurrence).
         """
+        samples = [video for sample in samples for video in sample.videos]
         keys = [sample_key(self.seed, sample.sample_id, sample.occurrence) for sample in samples]
         drawn = [self._draw(sample, key) for sample, key in zip(samples, keys, strict=True)]
         is_read = [

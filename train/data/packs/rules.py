@@ -47,7 +47,7 @@ class Rules:
         most = self.max_frames
         if most is None or max(latent.shape[1] for latent in (sample.latent_CTHW, *_others(sample)[:1])) <= most:
             return sample
-        reference, frames = sample.reference_CTHW, sample.frames
+        reference, rejected, frames = sample.reference_CTHW, sample.rejected_CTHW, sample.frames
         if frames is not None:
             kept = [index for index, time in enumerate(frames.times) if time <= most - 1]
             frames = (
@@ -57,6 +57,7 @@ class Rules:
             sample,
             latent_CTHW=sample.latent_CTHW[:, :most],
             reference_CTHW=None if reference is None else reference[:, :most],
+            rejected_CTHW=None if rejected is None else rejected[:, :most],
             frames=frames,
             seed=None,  # its noise had the shape of the whole clip
             reward=None,
@@ -116,8 +117,9 @@ class Rules:
 
 
 def _others(sample: TrainingSample) -> list[Tensor]:
-    """Extra latents of a sample: source clip of an edit, and frames encoded as images."""
-    found = (sample.reference_CTHW, None if sample.frames is None else sample.frames.latents_CTHW)
+    """Extra latents of a sample: source clip of an edit, rejected video, and frames encoded as images."""
+    frames = None if sample.frames is None else sample.frames.latents_CTHW
+    found = (sample.reference_CTHW, sample.rejected_CTHW, frames)
     return [latent for latent in found if latent is not None]
 
 

@@ -63,8 +63,11 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
     image_text_LE = tensors.get("image_text")
     if image_text_LE is not None and image_text_LE.ndim != 2:
         raise UnreadableSampleError("its image_text has not two dimensions")
+    rejected_CTHW = _rejected(tensors)
     return replace(
         sample,
+        rejected_CTHW=rejected_CTHW,
+        preference=None if rejected_CTHW is None else 1.0,
         reference_CTHW=_reference(tensors),
         image_text_LE=image_text_LE,
         frames=_frames(tensors, description),
@@ -77,6 +80,14 @@ def _drawn_text(tensors: dict[str, Tensor], description: Description, crude: dic
     if count < 2:
         return tensors.get("text")
     return tensors.get(another("text", drawn_caption(crude["__key__"], crude[OCCURRENCE], count)))
+
+
+def _rejected(tensors: dict[str, Tensor]) -> Tensor | None:
+    """Latents of the rejected video of a pair."""
+    rejected_CTHW = tensors.get("rejected")
+    if rejected_CTHW is not None and rejected_CTHW.shape != tensors["latent"].shape:
+        raise UnreadableSampleError("its rejected video is not of the latent's shape")
+    return rejected_CTHW
 
 
 def _reference(tensors: dict[str, Tensor]) -> Tensor | None:

@@ -150,15 +150,16 @@ class LatentTaskEncoder(TaskEncoder):
 
         Bin packing places large samples first, so every buffer would otherwise start with the longest clips.
         """
-        segments = [self.format.segment(sample.content) for sample in samples]
-        lengths = [(segment.num_tokens, segment.text_places) for segment in segments]
+        lengths = [self.format.lengths(sample.content) for sample in samples]
         packs, left = best_fit(lengths, (self.format.seq_length, self.format.text_seq_length)), []
         if not keeps_all and len(packs) > 1:
             left = packs.pop(min(range(len(packs)), key=lambda pack: sum(lengths[index][0] for index in packs[pack])))
         keys = [self._noise_key(samples[pack[0]].content) for pack in packs]
         work = [0] * len(packs)
         if self.balances_work:
-            work = [pack_work([segments[index] for index in pack], self.format.model) for pack in packs]
+            segments = [self.format.segments(sample.content) for sample in samples]
+            members = [[segment for index in pack for segment in segments[index]] for pack in packs]
+            work = [pack_work(each, self.format.model) for each in members]
         order = sorted(range(len(packs)), key=keys.__getitem__)
         if len(set(work)) > 1:
             order = dealt(work, keys, start=start, seed=self.format.seed, together=self.packs_together)

@@ -4,7 +4,7 @@ Shapes: C latent channels, T/H/W latent frames, height, width, K frames, L text 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,10 @@ class TrainingSample:
     """Seed of a generated video's initial noise."""
     reward: float | None = None
     """Optimality probability of a generated video, 0 to 1 (`megadit prepare rollouts`)."""
+    rejected_CTHW: Tensor | None = None
+    """Video of the same caption that was liked less (`megadit prepare preferences`), of the same shape."""
+    preference: float | None = None
+    """Of a pair: 1 for the chosen video, -1 for the rejected one."""
     reference_CTHW: Tensor | None = None
     """Source clip of an edit, whose instruction is the text (`megadit prepare edits`)."""
     image_text_LE: Tensor | None = None
@@ -84,3 +88,11 @@ class TrainingSample:
     @property
     def kind(self) -> str:
         return "video" if self.fps else "image"
+
+    @property
+    def videos(self) -> "list[TrainingSample]":
+        """The chosen and the rejected video of a pair, with the same random draws; else the sample itself."""
+        if self.rejected_CTHW is None:
+            return [self]
+        rejected = replace(self, latent_CTHW=self.rejected_CTHW, rejected_CTHW=None, preference=-1.0)
+        return [replace(self, rejected_CTHW=None), rejected]

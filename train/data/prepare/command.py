@@ -21,7 +21,8 @@ SOURCES: dict[str, str] = {
     "prior": "megadit.train.data.prepare.prior:command",
     "trajectories": "megadit.train.data.prepare.prior:command",
     "rollouts": "megadit.train.data.prepare.rollouts:command",
-    "edits": "megadit.train.data.prepare.edits:command",
+    "edits": "megadit.train.data.prepare.pairs:command",
+    "preferences": "megadit.train.data.prepare.pairs:command",
 }
 """Source -> module:function, called with the source and the arguments after it."""
 

@@ -1,14 +1,16 @@
-"""`megadit prepare edits SOURCE OUT`: clips or images before and after an edit, and the instruction between them.
+"""`megadit prepare edits` and `megadit prepare preferences`: pairs of clips or images with a text.
 
     megadit prepare edits pairs.csv data/edits --size 256 --tokenizer FOLDER --text_encoder FOLDER
     megadit prepare edits clip-filtered-dataset data/edits --size 256 ...      # InstructPix2Pix as published
+    megadit prepare preferences liked.csv data/liked --size 256 --tokenizer FOLDER --text_encoder FOLDER
 
-A table (CSV, JSONL, Parquet) has both files and the instruction in each row; InstructPix2Pix's folders (arXiv
-2211.09800) hold `prompt.json` and pairs `SEED_0.jpg`, `SEED_1.jpg`. Both clips are cropped alike and cut to equal
-lengths. Train on them with `data.conditioning=[edit:1.0]`.
+A table (CSV, JSONL, Parquet) has both files and the text in each row. Edits: the clip before and after, and the
+instruction; InstructPix2Pix's folders (arXiv 2211.09800) hold `prompt.json` and pairs `SEED_0.jpg`, `SEED_1.jpg`. Train
+on them with `data.conditioning=[edit:1.0]`. Preferences: the chosen and the rejected clip, or both and the choice; and
+their prompt. Train on them with `train.distill.objective=dpo`.
 
-Under torchrun the shards are divided among the ranks. After an interruption the same command continues, and writes the
-same bytes.
+Both clips are cropped alike and cut to equal lengths. Under torchrun the shards are divided among the ranks. After an
+interruption the same command continues, and writes the same bytes.
 """
 
 import hashlib
@@ -39,18 +41,57 @@ from megadit.train.data.writer import describe_dataset, is_prepared, sample_memb
 
 SHARD_SIZE = 64
 """Pairs per shard, which is the unit of work and of progress."""
-REQUEST_FILE = "edits.json"
-COLUMNS = {
-    "before": ("before", "source", "input_image", "original_image", "input"),
-    "after": ("after", "target", "edited_image", "output_image", "output"),
-    "instruction": ("instruction", "edit", "edit_prompt", "edit_instruction"),
-}
-"""Field of a row -> possible names of its column; the first that exists is read."""
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EditsOptions:
+class PairKind:
+    """Meaning of the two clips of a pair."""
+
+    name: str
+    description: str
+    columns: dict[str, tuple[str, ...]]
+    """"other", "latent" and "text": possible names of the column; the first that exists is read."""
+    other: str
+    """Tensor of the other clip's latents in a sample."""
+    equal: str
+    """Reason to leave out a pair of equal clips."""
+    next: str
+
+
+KINDS = {
+    "edits": PairKind(
+        name="edit",
+        description="Clips or images before and after edits, with the instruction that leads from one to the other.",
+        columns={
+            "other": ("before", "source", "input_image", "original_image", "input"),
+            "latent": ("after", "target", "edited_image", "output_image", "output"),
+            "text": ("instruction", "edit", "edit_prompt", "edit_instruction"),
+        },
+        other="reference",
+        equal="nothing was edited",
+        next="train on it with data.conditioning=[edit:1.0] and model.conditioning_sigma=0.02",
+    ),
+    "preferences": PairKind(
+        name="preference",
+        description="Pairs of clips or images of one prompt, of which one was liked better.",
+        columns={
+            "other": ("rejected", "loser", "video_lose"),
+            "latent": ("chosen", "winner", "video_win"),
+            "text": ("prompt", "caption", "text"),
+        },
+        other="rejected",
+        equal="both are equal",
+        next="train on it with train.distill.objective=dpo and train.distill.teacher=BUNDLE",
+    ),
+}
+"""Source of `megadit prepare` -> kind of pairs."""
+CHOICES = ("video_a", "video_b")
+"""Columns of two clips, one of which the column `choice` names: a or b."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairsOptions:
     source: Path = setting(
         help="a table of pairs, or a folder as InstructPix2Pix publishes its data", positional=True, metavar="SOURCE"
     )
@@ -67,32 +108,34 @@ class EditsOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Edit:
-    """One edit."""
+class Pair:
+    """Two clips, or images, and their text."""
 
     key: str
-    before: Path
-    after: Path
-    instruction: str
+    other: Path
+    latent: Path
+    text: str
 
     @property
-    def kind(self) -> Kind:
-        return "image" if self.after.suffix.lower() in IMAGES else "video"
+    def media(self) -> Kind:
+        return "image" if self.latent.suffix.lower() in IMAGES else "video"
 
 
 def command(source: str, argv: list[str]) -> int:
-    """Runs `megadit prepare edits`."""
+    """Runs `megadit prepare` for one of `KINDS`."""
+    kind = KINDS[source]
     options = read_options(
-        EditsOptions,
+        PairsOptions,
         argv,
         prog=f"megadit prepare {source}",
-        description="Clips or images before and after edits, with the instruction that leads from one to the other.",
+        description=kind.description,
     )
     tokenizer, text_encoder = load_tokenizer(options.tokenizer), load_text_encoder(options.text_encoder)
     tokenizer.latent_shape(1, *options.size)  # raises for an unsupported size before anything is written
-    pairs = list(list_edits(options.source))
+    pairs = list(list_pairs(options.source, kind))
     if not pairs:
-        raise UserError(f"{options.source} holds no pair: a table needs columns {', '.join(COLUMNS)}")
+        columns = ", ".join(each[0] for each in kind.columns.values())
+        raise UserError(f"{options.source} holds no pair: a table needs columns {columns}")
     splits = {"val": [], "train": []}
     for pair in sorted(pairs, key=lambda pair: pair.key):
         splits["val" if int(pair.key, 16) / 2**64 < options.val_share else "train"].append(pair)
@@ -101,10 +144,10 @@ def command(source: str, argv: list[str]) -> int:
     with join_workers(Shard()) as workers:
         if workers.is_first:
             request = _request(options, pairs, tokenizer, text_encoder)
-            begin(options.out, REQUEST_FILE, request, overwrite=options.overwrite)
+            begin(options.out, f"{source}.json", request, overwrite=options.overwrite)
         workers.wait()
         if not is_prepared(options.out):
-            refused = _write(options, splits, tokenizer, text_encoder, workers)
+            refused = _write(options, kind, splits, tokenizer, text_encoder, workers)
             workers.wait()
             for reason, count in refused.most_common():
                 print(f"left out {count} pairs: {reason}")
@@ -115,14 +158,14 @@ def command(source: str, argv: list[str]) -> int:
                 write_encoders(options.out, tokenizer, text_encoder)
                 describe_dataset(options.out, tokenizer, text_encoder, counts)
         if workers.is_first:
-            print(f"{options.out}: train on it with data.conditioning=[edit:1.0] and model.conditioning_sigma=0.02")
+            print(f"{options.out}: {kind.next}")
     return 0
 
 
 def _request(
-    options: EditsOptions, pairs: list[Edit], tokenizer: VideoTokenizer, text_encoder: TextEncoder
+    options: PairsOptions, pairs: list[Pair], tokenizer: VideoTokenizer, text_encoder: TextEncoder
 ) -> dict[str, Any]:
-    named = "\n".join(sorted(f"{pair.key} {pair.instruction}" for pair in pairs))
+    named = "\n".join(sorted(f"{pair.key} {pair.text}" for pair in pairs))
     return {
         "pairs": hashlib.sha256(named.encode()).hexdigest(),
         "tokenizer": tokenizer.fingerprint(),
@@ -137,28 +180,45 @@ def _request(
 # ------------------------------------------------------------------------------------------------------------- pairs
 
 
-def list_edits(source: Path) -> Iterator[Edit]:
+def list_pairs(source: Path, kind: PairKind) -> Iterator[Pair]:
     """List the pairs of a table, or of a folder in InstructPix2Pix's layout.
 
     Raises:
         UserError: if it is neither, a row lacks a column, or a path is outside the folder.
     """
-    if source.is_dir():
+    if source.is_dir() and kind is KINDS["edits"]:
         yield from _published(source)
         return
     if not source.is_file():
-        raise UserError(f"{source} is not there: give a table of pairs, or a folder")
+        raise UserError(f"{source} is not there: give a table of pairs" + ", or a folder" * (kind is KINDS["edits"]))
     for number, row in enumerate(read_table(str(source)), start=1):
+        where = f"row {number} of {source}"
+        row = _with_choice(row, where)
         found = {name: next((row[column] for column in columns if row.get(column)), None)
-                 for name, columns in COLUMNS.items()}  # fmt: skip
-        if missing := [name for name, value in found.items() if not isinstance(value, str)]:
-            columns = ", ".join(COLUMNS[missing[0]])
-            raise UserError(f"row {number} of {source} has no {missing[0]}: name the column one of {columns}")
-        paths = {name: inner_path(source.parent, found[name], follow_links=True) for name in ("before", "after")}
-        yield _edit(source.parent, paths["before"], paths["after"], found["instruction"])
+                 for name, columns in kind.columns.items()}  # fmt: skip
+        if missing := [kind.columns[name] for name, value in found.items() if not isinstance(value, str)]:
+            raise UserError(f"{where} has no {missing[0][0]}: name the column one of {', '.join(missing[0])}")
+        paths = [inner_path(source.parent, found[name], follow_links=True) for name in ("other", "latent")]
+        yield _pair(source.parent, *paths, found["text"])
 
 
-def _published(folder: Path) -> Iterator[Edit]:
+def _with_choice(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row with `chosen` and `rejected` in place of two clips and the choice.
+
+    Raises:
+        UserError: for a choice that is neither.
+    """
+    if not all(row.get(name) for name in CHOICES):
+        return row
+    names = {name[-1]: name for name in CHOICES}
+    chosen = names.get(str(row.get("choice")).lower().removeprefix("video_"))
+    if chosen is None:
+        raise UserError(f"{where}: choice={row.get('choice')!r} is neither a nor b")
+    rejected = next(name for name in CHOICES if name != chosen)
+    return row | {"chosen": row[chosen], "rejected": row[rejected]}
+
+
+def _published(folder: Path) -> Iterator[Pair]:
     for prompt_file in sorted(folder.glob("*/prompt.json")):
         prompt = read_json(prompt_file)
         instruction = prompt.get("edit") if isinstance(prompt, dict) else None
@@ -167,21 +227,22 @@ def _published(folder: Path) -> Iterator[Edit]:
         for before in sorted(prompt_file.parent.glob("*_0.*")):
             after = before.with_name(before.name.replace("_0.", "_1."))
             if after.is_file():
-                yield _edit(folder, before, after, instruction)
+                yield _pair(folder, before, after, instruction)
 
 
-def _edit(root: Path, before: Path, after: Path, instruction: str) -> Edit:
-    name = "\n".join(path.relative_to(root).as_posix() for path in (before, after)) + f"\n{instruction}"
+def _pair(root: Path, other: Path, latent: Path, text: str) -> Pair:
+    name = "\n".join(path.relative_to(root).as_posix() for path in (other, latent)) + f"\n{text}"
     key = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    return Edit(key=key, before=before, after=after, instruction=instruction)
+    return Pair(key=key, other=other, latent=latent, text=text)
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
 
 
 def _write(
-    options: EditsOptions,
-    splits: dict[str, list[Edit]],
+    options: PairsOptions,
+    kind: PairKind,
+    splits: dict[str, list[Pair]],
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder,
     workers: Workers,
@@ -195,13 +256,14 @@ def _write(
     }
     with Progress(sum(map(len, todo.values())), "encoding pairs", enabled=workers.is_first) as bar:
         for path, pairs in todo.items():
-            write_members(path, _members(pairs, options, tokenizer, text_encoder, refused, bar))
+            write_members(path, _members(pairs, options, kind, tokenizer, text_encoder, refused, bar))
     return refused
 
 
 def _members(
-    pairs: Iterable[Edit],
-    options: EditsOptions,
+    pairs: Iterable[Pair],
+    options: PairsOptions,
+    kind: PairKind,
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder,
     refused: Counter[str],
@@ -209,30 +271,30 @@ def _members(
 ) -> Iterator[tuple[str, bytes]]:
     for pair in pairs:
         try:
-            before, after, fps = _decode(pair, options, tokenizer)
-            if np.array_equal(before, after):  # a network would learn to ignore the instruction
-                raise UnusableSourceError("nothing was edited", pair.instruction)
+            other, latent, fps = _decode(pair, options, tokenizer)
+            if np.array_equal(other, latent):  # a network would learn to ignore the text, or nothing
+                raise UnusableSourceError(kind.equal, pair.text)
         except UnusableSourceError as error:
             refused[error.reason] += 1
         else:
-            text = text_encoder.encode([pair.instruction])
+            text = text_encoder.encode([pair.text])
             tensors = {
-                "latent": _encode(after, tokenizer),
-                "reference": _encode(before, tokenizer),
+                "latent": _encode(latent, tokenizer),
+                kind.other: _encode(other, tokenizer),
                 "text": text.features_BLE[0, : text.length_B[0]].cpu().half(),
             }
-            sizes = dict(zip(("num_frames", "height", "width"), after.shape, strict=False))
-            yield from sample_members(f"edit-{pair.key}", {"caption": pair.instruction, **sizes, "fps": fps}, tensors)
+            sizes = dict(zip(("num_frames", "height", "width"), latent.shape, strict=False))
+            yield from sample_members(f"{kind.name}-{pair.key}", {"caption": pair.text, **sizes, "fps": fps}, tensors)
         bar.advance()
 
 
-def _decode(pair: Edit, options: EditsOptions, tokenizer: VideoTokenizer) -> tuple[np.ndarray, np.ndarray, float]:
+def _decode(pair: Pair, options: PairsOptions, tokenizer: VideoTokenizer) -> tuple[np.ndarray, np.ndarray, float]:
     """Both clips, uint8 THWC, equally long, and their frames per second (0 for images)."""
     settings = replace(Settings(), fps=options.fps)
-    files = [Source(name=path.name, kind=pair.kind, path=str(path)) for path in (pair.before, pair.after)]
-    if pair.kind == "image":
-        before, after = (fit_image(read_image(file, settings), *options.size)[None] for file in files)
-        return before, after, 0.0
+    files = [Source(name=path.name, kind=pair.media, path=str(path)) for path in (pair.other, pair.latent)]
+    if pair.media == "image":
+        other, latent = (fit_image(read_image(file, settings), *options.size)[None] for file in files)
+        return other, latent, 0.0
     lines = [read_timeline(file, settings) for file in files]
     asked = min(options.num_frames, *(len(line.pts) for line in lines))
     count = tokenizer.frames_covering(asked)
@@ -240,11 +302,11 @@ def _decode(pair: Edit, options: EditsOptions, tokenizer: VideoTokenizer) -> tup
         count -= tokenizer.temporal_compression
     if count < 1:
         raise UnusableSourceError("too short", f"{asked} frames")
-    before, after = (
+    other, latent = (
         read_frames(file, settings, tuple(line.pts[:count]), *options.size, is_regular=line.is_regular)
         for file, line in zip(files, lines, strict=True)
     )
-    return before, after, min(line.fps for line in lines)
+    return other, latent, min(line.fps for line in lines)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""`megadit prepare edits`: pairs and instructions become samples that training edits by."""
+"""`megadit prepare edits` and `preferences`: pairs of clips and their texts become samples."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data.packs.samples import OCCURRENCE, decode
 from megadit.train.data.prepare.command import main
-from megadit.train.data.prepare.edits import list_edits
+from megadit.train.data.prepare.pairs import KINDS, list_pairs
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def samples(out, split="train"):
     return {key: decode(members) for key, members in crude.items()}
 
 
-def prepared(source, out, encoders, *more):
-    return main(["edits", str(source), str(out), *encoders, "--size", "16", "24", "--val_share", "0", *more])
+def prepared(source, out, encoders, *more, kind="edits"):
+    return main([kind, str(source), str(out), *encoders, "--size", "16", "24", "--val_share", "0", *more])
 
 
 def test_images_of_a_table(tmp_path, encoders):
@@ -82,6 +82,26 @@ def test_videos_are_cut_alike(tmp_path, encoders):
     assert sample.fps == 8
 
 
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [
+        (("rejected", "chosen", "prompt"), ("dark.png", "light.png", "a light")),
+        (("video_a", "video_b", "choice", "caption"), ("dark.png", "light.png", "B", "a light")),
+        (("video_a", "video_b", "choice", "caption"), ("light.png", "dark.png", "video_a", "a light")),
+    ],
+)
+def test_preferences_are_a_chosen_and_a_rejected_video(tmp_path, encoders, columns, row, capsys):
+    picture(tmp_path / "dark.png", 10)
+    picture(tmp_path / "light.png", 240)
+    assert prepared(table(tmp_path, [row], columns), tmp_path / "out", encoders, kind="preferences") == 0
+    assert "train.distill.objective=dpo" in capsys.readouterr().out
+    (sample,) = samples(tmp_path / "out").values()
+    chosen, rejected = sample.videos
+    assert (chosen.preference, rejected.preference) == (1, -1) and chosen.rejected_CTHW is None
+    assert chosen.latent_CTHW.float()[0].mean() > rejected.latent_CTHW.float()[0].mean()
+    assert chosen.sample_id == rejected.sample_id and len(chosen.text_LE) == 2
+
+
 def test_instruct_pix2pix_as_published(tmp_path, encoders, capsys):
     for name, seeds in (("0001", (7, 8)), ("0002", (9,))):
         folder = tmp_path / "data" / name
@@ -92,7 +112,7 @@ def test_instruct_pix2pix_as_published(tmp_path, encoders, capsys):
             picture(folder / f"{seed}_1.jpg", 200)
     picture(tmp_path / "data" / "0002" / "10_0.jpg", 10)  # its counterpart is missing
     (tmp_path / "data" / "0001" / "8_1.jpg").write_bytes(b"no picture")
-    assert len(list(list_edits(tmp_path / "data"))) == 3
+    assert len(list(list_pairs(tmp_path / "data", KINDS["edits"]))) == 3
     assert prepared(tmp_path / "data", tmp_path / "out", encoders) == 0
     assert "left out 1 pairs: broken" in capsys.readouterr().out
     info = json.loads((tmp_path / "out" / "megadit.json").read_text())
@@ -133,7 +153,7 @@ def test_a_second_run_goes_on_and_another_is_refused(tmp_path, encoders, capsys)
         ([], ("before", "after", "instruction"), "holds no pair"),
     ],
 )
-def test_mistakes(tmp_path, encoders, capsys, rows, columns, message):
+def test_mistakes_of_edits(tmp_path, encoders, capsys, rows, columns, message):
     folder = tmp_path / "inside"
     folder.mkdir()
     for name in ("a.png", "b.png"):
@@ -142,6 +162,22 @@ def test_mistakes(tmp_path, encoders, capsys, rows, columns, message):
     assert prepared(table(folder, rows, columns), tmp_path / "out", encoders) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        (("a.png", "b.png", "c", "x"), ("video_a", "video_b", "choice", "prompt"), "choice='c' is neither a nor b"),
+        (("a.png", "b.png", "x"), ("video_a", "video_b", "prompt"), "choice=None is neither a nor b"),
+        (("a.png", "b.png", "x"), ("before", "chosen", "prompt"), "row 1 of"),
+    ],
+)
+def test_mistakes_of_preferences(tmp_path, encoders, row, columns, message, capsys):
+    source = table(tmp_path, [row], columns)
+    assert prepared(source, tmp_path / "out", encoders, kind="preferences") == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert prepared(tmp_path, tmp_path / "out", encoders, kind="preferences") == 2
+    assert "give a table of pairs\n" in capsys.readouterr().err
 
 
 def test_a_network_can_train_on_it(tmp_path, encoders):
