@@ -32,6 +32,7 @@ OBJECTIVES = {
     "limit": {"objective": "consistency_limit"},
     "regression": {"objective": "regression", "sigmas": SIGMAS},
     "nft": {"objective": "diffusion_nft", "nft_beta": 0.3},
+    "dpo": {"objective": "dpo", "dpo_beta": 0.5},
     "matching": MATCHING,
     "adversarial": {**MATCHING, "adversarial_weight": 0.3},
 }
@@ -43,11 +44,11 @@ FSDP = {"data_parallel": "fsdp"}
 COVERED = {
     "sp": (SP, ("guidance", "consistency", "regression", "matching told")),
     "recomputed sp": ({**SP, "recompute_granularity": "full"}, ("continuous", "adversarial given")),
-    "cp": (CP, ("guidance told given", "progressive", "limit", "nft", "matching", "continuous of axes")),
+    "cp": (CP, ("guidance told given", "progressive", "limit", "nft", "dpo", "matching", "continuous of axes")),
     "ring": ({**CP, "context_parallel_comm": "ring"}, ("continuous given", "matching given")),
     "fsdp": (FSDP, ("guidance told", "progressive", "continuous", "regression", "matching", "adversarial")),
     "two readers": ({}, ("guidance told", "consistency", "limit", "matching")),
-    "distributed optimizer": ({"data_parallel": "distributed_optimizer"}, ("continuous", "nft", "adversarial")),
+    "distributed optimizer": ({"data_parallel": "distributed_optimizer"}, ("continuous", "nft", "dpo", "adversarial")),
     "experts": ({"expert_model_parallel_size": 2}, ("progressive", "continuous", "matching")),
 }
 """Layout -> who learns in it: every objective with its samples on several ranks, and with its weights or readers."""
@@ -105,6 +106,8 @@ def case_of(name, teachers):
     case = {"distill": {**OBJECTIVES[objective], "teacher": teacher}, "init_from": start, "steps": 3}
     case |= {"model": {"in_channels": CHANNELS}, "data": {"global_batch_size": 2}}
     case["diffusion"] = {"learned_uncertainty": objective == "continuous"}
+    if objective == "dpo":  # room for two videos
+        case["data"] |= {"seq_length": 128, "text_seq_length": 96}
     if "given" in kinds:
         case["conditioning"] = ["first_frame:0.3", "prefix:0.2", "edit:1.0"]
     if "experts" in kinds:

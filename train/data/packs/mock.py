@@ -111,7 +111,15 @@ class MockLoader:
                 seed=number + index,
                 reward=(number + index) % 5 / 4,
             )
+            if "preference" in self.format.extras:
+                sample = self._with_rejected(sample)
             yield self._with_conditioning(sample, number + index) if self.format.conditioning else sample
+
+    def _with_rejected(self, sample: TrainingSample) -> TrainingSample:
+        """Make it a pair, whose rejected video is drawn by its own key."""
+        generator = torch.Generator().manual_seed(sample_key(self.format.seed, sample.sample_id, 2))
+        rejected_CTHW = self.format.model.sigma_data * torch.randn(sample.latent_CTHW.shape, generator=generator)
+        return replace(sample, rejected_CTHW=rejected_CTHW, preference=1.0)
 
     def _with_conditioning(self, sample: TrainingSample, number: int) -> TrainingSample:
         """Add the last frame as an image to a clip, and a source clip to every third one; drawn by its own key."""
