@@ -77,7 +77,7 @@ class TrainingSample:
     rejected_CTHW: Tensor | None = None
     """Video of the same caption that was liked less (`megadit prepare preferences`), of the same shape."""
     preference: float | None = None
-    """Of a pair: 1 for the chosen video, -1 for the rejected one."""
+    """Place in a pair: 1 for the chosen video, -1 for the rejected one."""
     reference_CTHW: Tensor | None = None
     """Source clip of an edit, whose instruction is the text (`megadit prepare edits`)."""
     image_text_LE: Tensor | None = None
