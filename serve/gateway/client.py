@@ -22,6 +22,7 @@ import httpx
 
 from megadit.models.diffusion.conditioning_settings import split_keyframe
 from megadit.models.diffusion.settings import SERVED
+from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.serve.client import Generation
 from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
@@ -233,8 +234,9 @@ class GatewayClient:
                     if name == "event":
                         kind = value
                     elif name == "data":
-                        events.put((kind, json.loads(value)))
-        except (httpx.HTTPError, ValueError, _AwayError, _NotThereError):  # ValueError: half a line
+                        with contextlib.suppress(UserError):  # half a line
+                            events.put((kind, parse_json(value, "an event")))
+        except (httpx.HTTPError, _AwayError, _NotThereError):
             pass
         except (ServiceError, UserError) as error:
             end = error
@@ -272,8 +274,8 @@ class GatewayClient:
     def _ask(self, method: str, path: str, **settings: Any) -> dict[str, Any]:
         answer = self._answer(method, path, **settings)
         try:
-            return answer.json()
-        except ValueError as error:
+            return parse_json(answer.content, "an answer")
+        except UserError as error:
             raise _AwayError(f"{self.url} does not respond in JSON; is it a gateway?") from error
 
     def _answer(self, method: str, path: str, **settings: Any) -> httpx.Response:
@@ -288,9 +290,9 @@ class GatewayClient:
         if answer.is_success:
             return
         try:
-            error = json.loads(answer.read())["error"]
+            error = parse_json(answer.read(), "an error")["error"]
             code, message = error["code"], error["message"]
-        except (ValueError, KeyError, TypeError):
+        except (UserError, KeyError, TypeError):
             code, message = "", f"{self.url} responds with {answer.status_code}; is it a gateway?"
         if answer.status_code == 401:
             raise UserError(message)

@@ -7,11 +7,12 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import VideoRequest
-from megadit.serve.events import CancelledError, InvalidRequestError, StepDone
+from megadit.serve.events import CancelledError, InvalidRequestError, ServiceError, StepDone
 from megadit.serve.gateway import command
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.gateway.process import gateway_process
@@ -130,3 +131,13 @@ def test_a_client_that_is_gone_without_a_word_is_noticed(monkeypatch):
         with socket.create_connection(listening.getsockname()), listening.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7500
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b'{"id": NaN}', b"<html>", b'{"error": ' + b"[" * 100_000])
+def test_an_answer_that_is_no_gateways_is_a_line(answer):
+    transport = httpx.MockTransport(lambda request: httpx.Response(200 + 300 * (b"error" in answer), content=answer))
+    client = object.__new__(GatewayClient)
+    client.url, client._patience = "http://nobody", 0.01
+    client._http = httpx.Client(transport=transport, base_url=client.url)
+    with pytest.raises(ServiceError, match="is it a gateway|does not respond in JSON"):
+        client._until_answered(lambda: client._ask("GET", "/v1/videos/1"), threading.Event())
