@@ -114,12 +114,9 @@ def test_both_buffers_change_the_order(make_config, setting):
 @pytest.mark.parametrize(
     ("num_workers", "num_before", "storage"),
     [
-        (0, 0, "json"),
         (0, 1, "json"),
-        (0, 23, "torch"),
-        (0, 70, "json"),
+        (0, 70, "torch"),
         (1, 0, "json"),
-        (1, 23, "torch"),
         (2, 31, "json"),
     ],
 )
@@ -130,11 +127,11 @@ def test_resume_repeats_the_next_batches_exactly(make_config, num_workers, num_b
     for _ in range(num_before):
         next(batches)
     state = store_and_read(loader.save_state(), storage)
-    expected = list(islice(batches, 50))
+    expected = list(islice(batches, 20))
 
     resumed = build_train_loader(config, rank=0, world_size=1)
     resumed.restore_state(state)
-    for batch, reference in zip(islice(resumed, 50), expected, strict=True):
+    for batch, reference in zip(islice(resumed, 20), expected, strict=True):
         assert_same(batch, reference)
 
 
