@@ -28,7 +28,7 @@ PREDICT2 = {
 }
 WAN = {"model": {"family": "wan", "parameterization": "flow"}}
 IN_INT8 = {"train": {"base_precision": "int8"}}
-LONG, SHORT = {"steps": 20}, {"steps": 3}
+LONG, SHORT = {"steps": 6}, {"steps": 3}
 
 TP = {"tensor_model_parallel_size": 2}
 SP = {**TP, "sequence_parallel": True}
@@ -54,12 +54,10 @@ ONE_RANK = {
 LAYOUTS = {
     "lora sp": SP,
     "lora cp": CP,
-    "lora pp": PP,
     "lora fsdp": FSDP,
     "lora distributed optimizer": {"data_parallel": "distributed_optimizer"},
     "deep vpp": VPP,
     "experts ep": {"expert_model_parallel_size": 2},
-    "dora tp": TP,
     "dora sp": SP,
     "dora fsdp, recomputed": {**FSDP, "recompute_granularity": "full"},
     "dropped sp, attention recomputed": {**SP, "recompute_granularity": "selective"},
@@ -67,8 +65,6 @@ LAYOUTS = {
     "predict2 sp": SP,
     "wan sp": SP,
     "int8 sp": SP,
-    "int8 tp": TP,
-    "int8 cp": CP,
     "int8 pp": PP,
     "int8 distributed optimizer": {"data_parallel": "distributed_optimizer"},
     "int8-dora sp, recomputed": {**SP, "recompute_granularity": "full"},

@@ -29,26 +29,17 @@ ONE_RANK = {
 }
 LAYOUTS = {
     "plain sp": SP,
-    "plain cp": CP,
     "plain ring": {**CP, "context_parallel_comm": "ring"},
     "plain pp": {"pipeline_model_parallel_size": 2},
     "plain fsdp, recomputed": {"data_parallel": "fsdp", "recompute_granularity": "full"},
     "experts ep": {"expert_model_parallel_size": 2},
-    "axial sp": SP,
     "axial cp": CP,
     "augmented sp": SP,
-    "augmented cp": CP,
-    "augmented pp": {"pipeline_model_parallel_size": 2},
     "augmented fsdp": {"data_parallel": "fsdp"},
     "predict2 sp": SP,
-    "predict2 cp": CP,
-    "predict2 pp": {"pipeline_model_parallel_size": 2},
-    "predict2 fsdp": {"data_parallel": "fsdp"},
-    "predict2_5 sp": SP,
-    "wan sp": SP,
+    "predict2_5 fsdp": {"data_parallel": "fsdp"},
     "wan cp": CP,
     "wan pp": {"pipeline_model_parallel_size": 2},
-    "wan fsdp": {"data_parallel": "fsdp"},
 }
 """The first word is that of the counterpart on one rank."""
 BROKEN = ("no loss on what is given", "a noise level of its own")

@@ -52,14 +52,11 @@ def test_sampling_has_sixteen(found):
 
 
 BF16 = {"precision": "bf16"}
-BY_TORCH = {**BF16, "train": {"fp8": "hybrid"}}
+BY_TORCH = {**BF16, "train": {"fp8": "hybrid"}, "data": {"global_batch_size": 2}}
 TP = {"tensor_model_parallel_size": 2}
 LAYOUTS = {
-    "ddp": {},
     "distributed optimizer": {"data_parallel": "distributed_optimizer"},
-    "fsdp": {"data_parallel": "fsdp"},
     "fsdp, recomputed": {"data_parallel": "fsdp", "recompute_granularity": "full"},
-    "tp": TP,
     "sp": {**TP, "sequence_parallel": True},
     "cp": {"context_parallel_size": 2},
     "pp": {"pipeline_model_parallel_size": 2},
@@ -74,7 +71,7 @@ def by_torch(folders_of):
     layouts = {name: {"parallel": parallel} for name, parallel in LAYOUTS.items()}
     cases = {1: {"eight": {}, "recomputed": again}, 2: layouts | {"without": broken}}
     cases = {ranks: {name: BY_TORCH | case for name, case in of.items()} for ranks, of in cases.items()}
-    cases[1]["sixteen"] = BF16
+    cases[1]["sixteen"] = {**BY_TORCH, "train": {}}
 
     folder = folders_of(cases.__getitem__, LAYOUTS_JOB, timeout=240)
     return lambda ranks: {name: json.loads((folder(ranks) / f"{name}.json").read_text()) for name in cases[ranks]}

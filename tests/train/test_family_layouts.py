@@ -60,20 +60,19 @@ WIDE = {
         **LAYOUTS["pp"],
         "data_parallel": "distributed_optimizer",
     },
-    "ring4 + sp": {**LAYOUTS["sp"], "context_parallel_size": 4, "context_parallel_comm": "ring"},
     "cp + sp + fsdp": {**LAYOUTS["cp"], **LAYOUTS["sp"], **LAYOUTS["fsdp"]},
 }
 ON_TWO = {
     "sp": FAMILIES,
-    "cp": ("cosmos", "dit", "moviegen", "st_dit", "wan"),
+    "cp": ("cosmos", "st_dit", "wan"),
     "ring": ("st_dit",),
-    "pp": ("cosmos", "dit", "dfm", "moviegen", "st_dit", "wan"),
-    "fsdp": ("cosmos", "moviegen", "st_dit", "wan"),
+    "pp": ("dit", "dfm", "moviegen", "wan"),
+    "fsdp": ("cosmos", "st_dit", "wan"),
 }
 """Each family's own parameters have marks; each kind of positions, of copies and of blocks is divided once."""
 ON_EIGHT = {
     "moviegen": ("cp + sp + pp + distributed optimizer", "cp + sp + fsdp"),
-    "st_dit": ("cp + sp + pp + distributed optimizer", "ring4 + sp"),
+    "st_dit": ("cp + sp + pp + distributed optimizer",),
 }
 PAIRS = [(2, family, name) for name, families in ON_TWO.items() for family in families]
 PAIRS += [(8, family, name) for family, names in ON_EIGHT.items() for name in names]

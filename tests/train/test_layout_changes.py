@@ -32,10 +32,9 @@ LAYOUTS = {
 
 
 def pairs_of(ranks):
-    """Each with the next in a circle, and on two ranks with the one after that."""
+    """Each with the next in a circle."""
     names = list(PAIRED[ranks])
-    ahead = (1, 2) if ranks == 2 else (1,)
-    return [(one, names[(place + step) % len(names)]) for step in ahead for place, one in enumerate(names)]
+    return list(zip(names, [*names[1:], names[0]], strict=True))
 
 
 PAIRED = {

@@ -56,7 +56,6 @@ EXACT = {
         "fsdp, by oneDNN": case(**FSDP) | BY_ONEDNN,
         "fsdp, recomputed": case(**FSDP, recompute_granularity="full"),
         "tp": case(**TP),
-        "tp, by oneDNN": case(**TP) | BY_ONEDNN,
         "sp": case(**SP),
         "sp, by oneDNN": case(**SP) | BY_ONEDNN,
         "cp": case(**CP),
@@ -69,17 +68,12 @@ EXACT = {
     4: {
         "cp4": case(context_parallel_size=4),
         "ring4": case(context_parallel_size=4, context_parallel_comm="ring"),
-        "ring + tp + sp": case(**RING, **SP),
         "ring + dp + distributed optimizer": case(**RING, **DISTRIBUTED),
-        "sp + fsdp": case(**SP, **FSDP),
         "pp4": DEEP | case(pipeline_model_parallel_size=4),
-        "vpp + distributed optimizer": DEEP | case(**VPP, **DISTRIBUTED),
-        "vpp + cp": DEEP | case(**VPP, **CP),
-        "vpp + sp": DEEP | case(**VPP, **SP),
     },
     8: {
         "cp4 + sp, heads and ring": case(context_parallel_size=4, context_parallel_comm="both", **SP),
-        "cp + sp + pp + distributed optimizer": case(**CP, **SP, **PP, **DISTRIBUTED),
+        "cp + sp + vpp + distributed optimizer": DEEP | case(**CP, **SP, **VPP, **DISTRIBUTED),
         "cp + sp + fsdp": case(**CP, **SP, **FSDP),
         "fsdp8": EIGHT_PACKS | case(**FSDP),
     },
@@ -93,7 +87,6 @@ HALF = {
     "bf16 vpp": DEEP | case(**VPP),
 }
 MUONS = {
-    "ddp": MUON,
     "distributed optimizer": MUON | case(**DISTRIBUTED),
     "tp": MUON | case(**TP),
     "pp": MUON | case(**PP),

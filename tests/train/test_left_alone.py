@@ -48,7 +48,7 @@ def wait_for_steps(out, rank, steps=1) -> None:
 LONG = f"train.train_iters={10**6}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_and_is_the_exit_code(
     number, command, start_until, run_ranks, tmp_path, read_metrics, same, expected
 ):

@@ -14,7 +14,6 @@ FSDP = {"parallel": {"data_parallel": "fsdp"}}
 EXPERTS = {"model": {"experts": {"num_experts": 2}}, "parallel": {"expert_model_parallel_size": 2}}
 FOLDED = {
     "two copies": PASSES,
-    "two copies, bf16": PASSES | {"precision": "bf16"},
     "distributed optimizer, bf16": PASSES | DISTRIBUTED,
     "two halves of each matrix": PASSES | TP,
     "two stages": PASSES | {"parallel": {"pipeline_model_parallel_size": 2}},
@@ -24,15 +23,11 @@ FOLDED = {
 }
 """AdamW with moments in halves, which multiplies the gradients itself."""
 SAME = {
-    "float32 moments": {},
-    "float32 moments, bf16": {"precision": "bf16"},
     "float32 moments, distributed optimizer, bf16": DISTRIBUTED,
     "float32 moments, two halves of each matrix": TP,
-    "float32 moments, two stages": {"parallel": {"pipeline_model_parallel_size": 2}},
     "float32 moments, experts": EXPERTS,
     "float32 moments, fully sharded": FSDP,
     "float32 moments, not clipped": {"optimizer": {"clip_grad": 0.0}},
-    "muon": MUON,
     "muon, two halves of each matrix": MUON | TP,
 }
 """Others, for which Megatron's functions do."""

@@ -67,13 +67,36 @@ DEEP = with_model(CLIP, {"num_layers": 4}, num_layers=4)
 DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 # four packs a step: all at once, whoever has them
 LAYOUTS = {
-    1: {"one": {}},
-    2: {"dp": {}, "distributed": DISTRIBUTED, "fsdp": FSDP, "tp": TP, "sp": SP, "pp": PP},
-    4: {"dp": {}, "tp + fsdp": TP | FSDP, "sp + pp": SP | PP, "pp + distributed": PP | DISTRIBUTED},
+    1: {"one": ({}, LOSSES)},
+    2: {
+        "dp": ({}, LOSSES),
+        "distributed": (DISTRIBUTED, ("clip",)),
+        "fsdp": (FSDP, ("siglip",)),
+        "tp": (TP, ("chunks",)),
+        "sp": (SP, ("clip", "siglip")),
+        "pp": (PP, ("chunks", "siglip")),
+    },
+    4: {
+        "dp": ({}, ("chunks",)),
+        "tp + fsdp": (TP | FSDP, ("clip",)),
+        "sp + pp": (SP | PP, ("siglip",)),
+        "pp + distributed": (PP | DISTRIBUTED, ("chunks",)),
+    },
 }
-IN_TURNS = {1: {"one": {}}, 2: {"pp": PP, "vpp": PP | {"virtual_pipeline_model_parallel_size": 2}}, 4: {}}
-CASES = [(ranks, layout, loss) for ranks in (2, 4) for layout in LAYOUTS[ranks] for loss in LOSSES]
-CASES += [(2, layout, "deep") for layout in IN_TURNS[2]]
+"""Ranks -> layout -> the losses that it is tried with: each is divided in every way."""
+DEEP_IN = ("deep",)
+IN_TURNS = {
+    1: {"one": ({}, DEEP_IN)},
+    2: {"pp": (PP, DEEP_IN), "vpp": (PP | {"virtual_pipeline_model_parallel_size": 2}, DEEP_IN)},
+    4: {},
+}
+CASES = [
+    (ranks, layout, loss)
+    for layouts in (LAYOUTS, IN_TURNS)
+    for ranks in (2, 4)
+    for layout, (_, losses) in layouts[ranks].items()
+    for loss in losses
+]
 
 
 def random_network(model):
@@ -126,10 +149,11 @@ def test_the_loss_is_that_of_each_pair_by_hand(model, rows):
 
 def cases(ranks):
     found = {}
-    for layouts, losses, packs in ((LAYOUTS, LOSSES, 4), (IN_TURNS, {"deep": DEEP}, 2)):
-        for layout, parallel in layouts[ranks].items():
+    for layouts, packs in ((LAYOUTS, 4), (IN_TURNS, 2)):
+        for layout, (parallel, losses) in layouts[ranks].items():
             copies = ranks // prod(parallel.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline"))
-            for loss, case in losses.items():
+            for loss in losses:
+                case = DEEP if loss == "deep" else LOSSES[loss]
                 data = case["data"] | {"micro_batch_size": packs // copies}
                 found[f"{loss} {layout}"] = case | {"parallel": parallel, "data": data, "gradients": ranks == 1}
     if ranks == 2:
