@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from . import budget, ranks, workers
+from . import budget, exports, ranks, workers
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not Path("/dev/nvidiactl").exists():  # Triton reads it where it is imported, and its kernels then run on CPUs
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    plugins = [ranks, budget.Meter()]
+    plugins = [ranks, exports, budget.Meter()]
     plugins += [workers.Worker()] if hasattr(config, "workerinput") else [workers.Dealer(), budget.Table()]
     for plugin in plugins:
         config.pluginmanager.register(plugin)

@@ -49,8 +49,9 @@ SMALLER = (
     ),
     (
         r"^(megadit train (?!.*--(?:dry-run|plan|print-config)).*)$",
-        r"\1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 train.num_threads=1",
-        "two steps, and no videos between, on a core",
+        r"\1 model.num_layers=1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 "
+        "train.num_threads=1",
+        "two steps of a single block, and no videos between, on a core",
     ),
     (r"--sizes 224x224", "--sizes 32x32", "pictures of the size that the shelf has"),
     (r"--num_steps 35", "--num_steps 4", "few steps"),
@@ -64,14 +65,14 @@ SMALLER = (
     (r"^(megadit prepare rollouts .*)$", r"\1 --group_size 2", "few videos"),
     (
         r"^(megadit distill .*)$",
-        r"\1 --spread 0.001 1000 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 "
+        r"\1 --count 8 --spread 0.001 1000 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0 "
         "train.num_threads=1",
-        "two steps, after which a student may be of any kind",
+        "two steps, after which a student may be of any kind, and a small check",
     ),
     (r"^megadit benchmark train --recipe digits\b", "megadit benchmark train --recipe digits_tiny --steps 1", "a step"),
     (r"^(megadit benchmark growth .*)$", r"\1 --along tokens --points 2", "two points of one curve"),
     (r"^(megadit benchmark generate .*)$", r"\1 --rounds 1", "a video"),
-    (r"(megadit prepare (?:videos|images) )", r"\1--num_workers 0 ", "no processes of its own"),
+    (r"(megadit prepare (?:videos|images|webdataset) )", r"\1--num_workers 0 ", "no processes of its own"),
 )
 """(what a page says, what runs here instead, why): the only changes."""
 

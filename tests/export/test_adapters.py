@@ -10,7 +10,7 @@ import torch
 
 from megadit.export import signatures as contract
 from megadit.export import verify
-from megadit.export.build import ExportSettings, export_bundle, export_network
+from megadit.export.build import ExportSettings, export_network
 from megadit.export.command import main as export
 from megadit.export.networks import build_network
 from megadit.export.references import Case, reference_cases
@@ -20,25 +20,15 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import ExportedDenoiser
 from megadit.infer.runtimes.load import adapter_inputs, open_exported
 from megadit.infer.runtimes.onnx import tensorrt_options
-from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.convert.adapters.files import bundle_fingerprint
 from megadit.models.lora.inputs import AdapterInputs
 from megadit.models.shared.errors import UserError
 from tests.bundles import CONFIG, write_tiny_bundle
+from tests.exports import RANK, TARGETS
 from tests.infer.conftest import make_adapter
 
-TARGETS = ("blocks.*", "final_layer.*")
-RANK = 5
 PROMPTS, SEEDS = ["a red seven", "a blue two", "waves"], [3, 4, 5]
-SETTINGS = ExportSettings(profiles=("text=1,4,9", "batch=1,1,5"), adapter_rank=RANK, adapter_targets=TARGETS)
-
-
-@pytest.fixture(scope="module")
-def slotted(tiny_bundle, tmp_path_factory) -> Bundle:
-    out = tmp_path_factory.mktemp("slotted") / "exported"
-    export_bundle(tiny_bundle.path, out, SETTINGS)
-    return Bundle.open(out)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +188,8 @@ def test_precisions_and_given_parts(tmp_path, precision, conditionings):
     config = replace(CONFIG, num_layers=1, conditioning_sigma=0.02) if conditionings else replace(CONFIG, num_layers=1)
     training = {"conditioning": dict.fromkeys(conditionings, 0.5)} if conditionings else None
     bundle = write_tiny_bundle(tmp_path / "bundle", config, training=training)
-    tokenizer, settings = bundle.load_tokenizer(), replace(SETTINGS, precision=precision)
+    tokenizer = bundle.load_tokenizer()
+    settings = ExportSettings(adapter_rank=RANK, adapter_targets=TARGETS, precision=precision)
     sizes = contract.default_profiles(bundle, tokenizer, bundle.load_text_encoder())
     profiles = contract.parse_profiles(["text=1,4,9", "batch=1,1,2"], sizes)
     slots = settings.adapter_inputs(config)

@@ -11,15 +11,15 @@ from torch import nn
 
 from megadit.export import build, compared
 from megadit.export import signatures as contract
-from megadit.export.build import ExportSettings, check_memory, export_bundle
+from megadit.export.build import ExportSettings, check_memory
 from megadit.export.compared import compared_defaults, compared_sizes, fitted_defaults
 from megadit.export.graph_checks import opened_by, where_it_runs
 from megadit.export.networks import DecoderGraph, EncoderGraph, in_float32
-from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.tokenizers import Autoencoder
 from tests.export.test_quantize import write_product
+from tests.exports import export_denoiser
 
 LARGE = {"num_frames": 81, "height": 480, "width": 832}
 
@@ -68,8 +68,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_exported(tiny_bun
 
 @pytest.mark.slow
 def test_a_profile_may_leave_out_the_default_size(tiny_bundle, tmp_path, capsys):
-    export_bundle(tiny_bundle.path, tmp_path / "out", ExportSettings(profiles=("height=32", "width=32"), video_steps=1))
-    out = Bundle.open(tmp_path / "out", verify=True)
+    out = export_denoiser(tiny_bundle.path, tmp_path / "out", profiles=("height=32", "width=32"), video_steps=1)
     assert size(out.defaults) == (5, 32, 32) and size(tiny_bundle.defaults) == (5, 16, 24)
     video = read_json(out.path / "megadit.json")["export"]["onnx"]["report"]["video"]
     assert (video["num_frames"], video["height"], video["width"]) == (5, 32, 32)

@@ -8,7 +8,6 @@ import torch
 
 from megadit.export import signatures as contract
 from megadit.export import verify
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.conditioning_cases import conditioning_inputs, random_medium
 from megadit.export.networks import build_network
 from megadit.export.quantize import calibrate
@@ -20,11 +19,11 @@ from megadit.infer.media.video_io import read_video
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.load import open_exported, taken
 from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
-from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders.image_encoder import ImageEncoder
 from megadit.train.data.packs.conditioning import KINDS
 from tests.bundles import CONFIG, DEFAULTS, write_tiny_bundle
+from tests.exports import export_denoiser
 from tests.models.convert.test_conditioning import image_parts
 
 SETTINGS = {"num_frames": 9, "seeds": [1, 2]}
@@ -32,18 +31,11 @@ SETTINGS = {"num_frames": 9, "seeds": [1, 2]}
 
 
 @pytest.fixture(scope="module")
-def able(tmp_path_factory) -> Bundle:
-    """A bundle as if it had been trained for every use, exported."""
-    folder = tmp_path_factory.mktemp("able")
-    training = {"conditioning": dict.fromkeys(KINDS, 0.1)}
-    bundle = write_tiny_bundle(folder / "bundle", replace(CONFIG, conditioning_sigma=0.02), training=training)
-    export_bundle(bundle.path, folder / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
-    return Bundle.open(folder / "exported")
-
-
-@pytest.fixture(scope="module")
-def pipelines(able) -> dict[str, TextToVideo]:
-    return {runtime: TextToVideo.from_pretrained(able, device="cpu", runtime=runtime) for runtime in ("torch", "onnx")}
+def pipelines(exported_able) -> dict[str, TextToVideo]:
+    return {
+        runtime: TextToVideo.from_pretrained(exported_able, device="cpu", runtime=runtime)
+        for runtime in ("torch", "onnx")
+    }
 
 
 def medium(kind: str) -> ConditioningItem:
@@ -116,8 +108,7 @@ def test_networks_that_read_images_beside_their_latents(tmp_path, name):
     bundle = write_tiny_bundle(
         tmp_path / "bundle", replace(config, **changes), training={"conditioning": uses}, image_encoder=clip
     )
-    export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
-    exported = Bundle.open(tmp_path / "exported")
+    exported = export_denoiser(bundle.path, tmp_path / "exported", profiles=("text=1,4,9", "batch=1,1,2"))
     report = exported.manifest["export"]["onnx"]["report"]
     cases = report["denoiser"]["cases"]
     assert (
@@ -150,8 +141,7 @@ def test_networks_that_are_told_by_marks(tmp_path, form):
     )
     uses = ("first_frame", "prefix")
     bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"conditioning": dict.fromkeys(uses, 0.5)})
-    export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
-    exported = Bundle.open(tmp_path / "exported")
+    exported = export_denoiser(bundle.path, tmp_path / "exported", profiles=("text=1,4,9", "batch=1,1,2"))
     report = exported.manifest["export"]["onnx"]["report"]["denoiser"]
     assert report["worst"] <= 1e-4 and {f"conditioning {kind}" for kind in uses} <= report["cases"].keys()
     assert len([name for name in report["cases"] if name.startswith("sigma")]) == 7
@@ -180,22 +170,22 @@ def test_every_use_is_torchs(pipelines):
 
 
 @pytest.mark.slow
-def test_the_gate_compares_every_use(able):
-    report = able.manifest["export"]["onnx"]["report"]["denoiser"]
+def test_the_gate_compares_every_use(exported_able):
+    report = exported_able.manifest["export"]["onnx"]["report"]["denoiser"]
     assert report["worst"] <= 1e-4 and {f"conditioning {kind}" for kind in KINDS} <= report["cases"].keys()
-    assert taken(able, "onnx") == taken(able, "torch") == tuple(KINDS)
+    assert taken(exported_able, "onnx") == taken(exported_able, "torch") == tuple(KINDS)
 
 
 @pytest.mark.slow
-def test_a_graph_with_another_noise_level_of_given_tokens_is_refused(able):
+def test_a_graph_with_another_noise_level_of_given_tokens_is_refused(exported_able):
     """The graph is compared with a network that differs in nothing else."""
-    spec, path = open_exported(able, "onnx").network("denoiser"), able.path / "onnx/denoiser.onnx"
-    network = build_network("denoiser", able, able.load_tokenizer(), torch.float32)
-    network.denoiser.dit.config = replace(able.config, conditioning_sigma=0.5)
-    cases = {case.name: case for case in reference_cases(network, spec, able)}
+    spec, path = open_exported(exported_able, "onnx").network("denoiser"), exported_able.path / "onnx/denoiser.onnx"
+    network = build_network("denoiser", exported_able, exported_able.load_tokenizer(), torch.float32)
+    network.denoiser.dit.config = replace(exported_able.config, conditioning_sigma=0.5)
+    cases = {case.name: case for case in reference_cases(network, spec, exported_able)}
 
     def compare(name: str) -> None:
-        verify.verify_network(path, spec, [cases[name]], able.config, "fp32", {}, lambda: network)
+        verify.verify_network(path, spec, [cases[name]], exported_able.config, "fp32", {}, lambda: network)
 
     compare("sigma 5.0")
     for kind in KINDS:
@@ -211,22 +201,23 @@ def test_more_than_was_exported_for_is_refused(pipelines):
 
 
 @pytest.mark.slow
-def test_profiles_have_room_for_what_is_given(able):
-    spec = open_exported(able, "onnx").network("denoiser")
+def test_profiles_have_room_for_what_is_given(exported_able):
+    spec = open_exported(exported_able, "onnx").network("denoiser")
     options = tensorrt_options(spec)
     assert options["trt_profile_min_shapes"].endswith("clean:1x48x1x2x2,is_clean:1x2x2,times:1")
     assert options["trt_profile_max_shapes"].endswith("clean:4x48x16x16x24,is_clean:16x16x24,times:16")
-    assert OnnxNetwork(able.path / "onnx/denoiser.onnx", spec, device=torch.device("cpu")).spec == spec
+    assert OnnxNetwork(exported_able.path / "onnx/denoiser.onnx", spec, device=torch.device("cpu")).spec == spec
 
 
 @pytest.mark.slow
-def test_generate_takes_files(able, tmp_path):
+def test_generate_takes_files(exported_able, tmp_path):
     picture = encode_image(medium("first_frame").frames[0], ".png")
     (tmp_path / "a.png").write_bytes(picture)
     videos = []
     for runtime in ("torch", "onnx"):
         out = tmp_path / f"{runtime}.mp4"
-        arguments = ["--checkpoint_path", str(able.path), "--prompt", "a cat", "--last_image", str(tmp_path / "a.png")]
+        arguments = ["--checkpoint_path", str(exported_able.path), "--prompt", "a cat"]
+        arguments += ["--last_image", str(tmp_path / "a.png")]
         arguments += ["--device", "cpu", "--runtime", runtime, "--video_save_path", str(out)]
         assert generate.main(arguments) == 0
         videos.append(read_video(out)[0])

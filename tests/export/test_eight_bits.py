@@ -20,19 +20,27 @@ NOT_QUANTISED = "denoiser.dit.final_layer.linear"
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def eight_bit(request, tiny_bundle, specs, tmp_path_factory):
-    """(precision, graph, ranges, cases without and with roundings, hashes, what builds the network once more)."""
-    precision, path = request.param, tmp_path_factory.mktemp(request.param) / "denoiser.onnx"
-    spec = specs["denoiser"]
+@pytest.fixture(scope="module")
+def build(tiny_bundle):
+    """What builds the network once more."""
+    return lambda: build_network("denoiser", tiny_bundle, tiny_bundle.load_tokenizer(), torch.float16)
 
-    def build():
-        return build_network("denoiser", tiny_bundle, tiny_bundle.load_tokenizer(), torch.float16)
 
-    network = build()
+@pytest.fixture(scope="module")
+def in_halves(build, specs, tmp_path_factory):
+    """The graph in which products are to be of 8 bits."""
+    spec, path = specs["denoiser"], tmp_path_factory.mktemp("in_halves") / "denoiser.onnx"
     inputs = contract.sample_inputs(spec, contract.trace_sizes(spec))
     about = {"megadit_version": "0", "source": ""}
-    to_onnx.export_onnx(network, spec, inputs, path, opset=to_onnx.EIGHT_BIT_OPSET, metadata=about)
+    to_onnx.export_onnx(build(), spec, inputs, path, opset=to_onnx.EIGHT_BIT_OPSET, metadata=about)
+    return path
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def eight_bit(request, tiny_bundle, specs, build, in_halves, tmp_path_factory):
+    """(precision, graph, ranges, cases without and with roundings, hashes, what builds the network once more)."""
+    precision, spec, network = request.param, specs["denoiser"], build()
+    path = shutil.copy(in_halves, tmp_path_factory.mktemp(precision) / "denoiser.onnx")
     ranges = calibrate(tiny_bundle, ["a red seven moving left"])
     quantise(path, ranges, precision)
     plain = reference_cases(network, spec, tiny_bundle)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megadit.export import engines
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.engines import add_engines
 from megadit.export.operators import check_operators
 from megadit.export.to_tensorrt import EngineSettings, Libraries
@@ -14,27 +13,16 @@ from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.onnx import OnnxNetworks
 from megadit.models.bundle import Bundle
 from megadit.models.shared.errors import UserError
-from megadit.models.storage.manifest import write_manifest
-from tests.bundles import write_classifier_bundle, write_clip_bundle
 from tests.export.test_to_tensorrt import FakePolygraphy, fake_tensorrt
 
 NETWORKS = {"clip": ["image_tower", "text_tower"], "classifier": ["classifier"]}
 
 
-@pytest.fixture(scope="module", params=[write_clip_bundle, write_classifier_bundle], ids=list(NETWORKS))
-def graphs(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("graphs")
-    request.param(folder / "bundle")
-    record = {"export": {"tensorrt": "engines of an export that it was copied from, without them"}}
-    write_manifest(folder / "bundle", Bundle.open(folder / "bundle").manifest | record)
-    export_bundle(folder / "bundle", folder / "exported", ExportSettings(profiles=("batch=1,2,3",)))
-    return folder / "exported"
-
-
-@pytest.fixture
-def exported(graphs, tmp_path):
+@pytest.fixture(params=NETWORKS)
+def exported(request, tmp_path):
     """A bundle with its graphs, to which engines may be added."""
-    return Bundle.open(shutil.copytree(graphs, tmp_path / "exported"))
+    graphs = request.getfixturevalue(f"exported_{request.param}")
+    return Bundle.open(shutil.copytree(graphs.path, tmp_path / "exported"))
 
 
 @pytest.fixture

@@ -20,13 +20,6 @@ def bundle(tmp_path_factory):
     return write_classifier_bundle(tmp_path_factory.mktemp("classifier") / "bundle").path
 
 
-@pytest.fixture(scope="module")
-def exported(bundle, tmp_path_factory):
-    out = tmp_path_factory.mktemp("exported") / "bundle"
-    report = export_bundle(bundle, out, ExportSettings(profiles=("batch=1,2,3",)))
-    return out, report
-
-
 @pytest.fixture
 def pictures(tmp_path):
     """Pictures of several sizes, in folders that the network itself names them after, but for the last."""
@@ -52,21 +45,21 @@ def test_probabilities_are_those_of_the_network(bundle):
     torch.testing.assert_close(found, expected)
 
 
-def test_a_graph_names_what_torch_names(bundle, exported):
-    out, report = exported
+def test_a_graph_names_what_torch_names(bundle, exported_classifier):
+    report = exported_classifier.manifest["export"]["onnx"]["report"]
     assert report["classifier"]["worst"] < 1e-4 and list(report) == ["classifier"]
     clips = [clip(), clip(24)]
     torch.testing.assert_close(
-        Classifier(Bundle.open(out), runtime="onnx")(clips),
+        Classifier(exported_classifier, runtime="onnx")(clips),
         Classifier(Bundle.open(bundle))(clips),
         rtol=1e-4,
         atol=1e-5,
     )
 
 
-def test_every_option_reaches_what_is_named(exported, pictures, tmp_path, capsys):
+def test_every_option_reaches_what_is_named(exported_classifier, pictures, tmp_path, capsys):
     options = ["--labelled", "--top", "2", "--out", str(tmp_path / "out.json"), "--device", "cpu", "--batch_size", "2"]
-    out = exported[0]
+    out = exported_classifier.path
     assert main([str(out), str(pictures), *options, "--runtime", "onnx"]) == 0
     told, found = capsys.readouterr().out.splitlines(), read_json(tmp_path / "out.json")
     assert len(told) == 5 + 2 and told[-2].startswith("top-1: ") and told[-1].startswith("top-2: ")

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.commands.classify import Classifier
 from megadit.infer.commands.classify import main as classify
 from megadit.infer.commands.similarity import main
@@ -21,13 +20,6 @@ TEXTS = ["a red seven", "a green three on a table", "the number nine"]
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     return write_clip_bundle(tmp_path_factory.mktemp("clip") / "bundle").path
-
-
-@pytest.fixture(scope="module")
-def exported(bundle, tmp_path_factory):
-    out = tmp_path_factory.mktemp("exported") / "bundle"
-    report = export_bundle(bundle, out, ExportSettings(profiles=("batch=1,2,3",)))
-    return out, report
 
 
 @pytest.fixture
@@ -62,22 +54,22 @@ def test_similarities_and_labels_are_those_of_the_network(bundle):
     assert not torch.allclose(found, Classifier(opened, labels=TEXTS, prompts=["{}"])(clips()), atol=1e-3)
 
 
-def test_graphs_of_both_towers_are_torch(bundle, exported):
-    out, report = exported
+def test_graphs_of_both_towers_are_torch(bundle, exported_clip):
+    report = exported_clip.manifest["export"]["onnx"]["report"]
     assert list(report) == ["image_tower", "text_tower"] and max(each["worst"] for each in report.values()) < 1e-4
-    graphs, torchs = Matcher(Bundle.open(out), runtime="onnx"), Matcher(Bundle.open(bundle))
+    graphs, torchs = Matcher(exported_clip, runtime="onnx"), Matcher(Bundle.open(bundle))
     assert graphs.most == 3
     torch.testing.assert_close(graphs.pictures(clips(3)), torchs.pictures(clips(3)), rtol=1e-4, atol=1e-5)
     texts = [*TEXTS, "a three", "seven"]
     torch.testing.assert_close(graphs.texts(texts), torchs.texts(texts), rtol=1e-4, atol=1e-5)
 
 
-def test_every_option_reaches_what_is_told(exported, pictures, tmp_path, capsys):
-    out, told = exported[0], tmp_path / "out.json"
+def test_every_option_reaches_what_is_told(exported_clip, pictures, tmp_path, capsys):
+    out, told = exported_clip.path, tmp_path / "out.json"
     options = ["--out", str(told), "--batch_size", "2", "--device", "cpu"]
     assert main([str(out), str(pictures / "0.png"), *TEXTS, *options]) == 0
     (row,) = read_json(told)["pictures"]
-    expected = Matcher(Bundle.open(out)).texts(TEXTS)
+    expected = Matcher(exported_clip).texts(TEXTS)
     assert list(row["texts"]) == TEXTS and len(expected) == 3 and all(-1 <= x <= 1 for x in row["texts"].values())
     assert "a red seven" in capsys.readouterr().out
     assert main([str(out), str(pictures), *options, "--runtime", "onnx"]) == 0
@@ -86,8 +78,8 @@ def test_every_option_reaches_what_is_told(exported, pictures, tmp_path, capsys)
     assert "recall@1: " in capsys.readouterr().out
 
 
-def test_labels_and_prompts_name_pictures(exported, pictures, capsys):
-    arguments = [str(exported[0]), str(pictures / "0.png"), "--labels", *TEXTS, "--prompts", "a {}", "one {}"]
+def test_labels_and_prompts_name_pictures(exported_clip, pictures, capsys):
+    arguments = [str(exported_clip.path), str(pictures / "0.png"), "--labels", *TEXTS, "--prompts", "a {}", "one {}"]
     assert classify([*arguments, "--runtime", "onnx"]) == 0
     assert capsys.readouterr().out.count("%") == 3
 

@@ -182,31 +182,6 @@ def test_the_openai_client_works(gateway, wait_until, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_gateway_loses_no_job(gateway, triton, wait_until, eventually):
-    client = gateway.client()
-    done = create(client)
-    wait_until(client, done, "completed")
-    data = client.get(f"/v1/videos/{done}/content").content
-    running = [create(client, num_steps=800, seed=seed) for seed in range(4)]
-    waiting = [create(client, seed=seed) for seed in range(3)]
-    for video_id in running:
-        wait_until(client, video_id, "in_progress", "completed")
-    gateway.process.kill()
-    gateway.process.wait()
-    began = time.monotonic()
-    again = gateway.restart()
-    try:
-        eventually(again.is_ready)
-        print(f"ready again after {time.monotonic() - began:.1f} s")
-        assert client.get(f"/v1/videos/{done}/content").content == data
-        for video_id in running + waiting:
-            assert wait_until(client, video_id, "completed", "failed")["status"] == "completed"
-    finally:
-        again.process.kill()
-        again.process.wait()
-
-
-@pytest.mark.slow
 def test_a_drain_finishes_what_runs_and_keeps_the_rest(start_gateway, triton, wait_until):
     gateway = start_gateway(triton, arguments=("--slots=1", "--drain_seconds=300"))
     client = gateway.client()

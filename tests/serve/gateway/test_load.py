@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import threading
 import time
@@ -49,7 +48,7 @@ def make(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
 @pytest.mark.timeout(900)
 def test_many_requests_of_sixteen_clients(start_gateway, server, in_group, request, eventually):
     """None lost, none mixed up, every key its turn, memory flat."""
-    count = request.config.getoption("--cases") or 64
+    count = request.config.getoption("--cases") or 32
     gateway = start_gateway(f"grpc://{server.grpc_url}")
     pids = [gateway.process.pid, *in_group(server.process.pid)]
     clients = [gateway.client() for _ in range(NUM_CLIENTS)]
@@ -57,7 +56,6 @@ def test_many_requests_of_sixteen_clients(start_gateway, server, in_group, reque
         {"prompt": f"number {index}", "seed": index, "priority": 1 + index % 3, **SHAPES[index % len(SHAPES)]}
         for index in range(count)
     ]
-    alone = [make(clients[0], body)[2] for body in bodies[:12]]
     done, memory = itertools.count(1), {}
 
     def work(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
@@ -79,7 +77,6 @@ def test_many_requests_of_sixteen_clients(start_gateway, server, in_group, reque
     print(
         f"\n{count} requests of {NUM_CLIENTS} clients: {count / seconds:.1f} videos/s, p50 {p50:.2f} s, p95 {p95:.2f} s"
     )
-    print(f"one client alone: {1 / statistics.mean(alone):.1f} videos/s, median {statistics.median(alone):.2f} s")
     first, last = memory[min(50, count // 2)], memory[count]
     print(f"memory: {first / 2**20:.0f} MiB after {min(50, count // 2)}, {last / 2**20:.0f} MiB in the end")
     assert last < 1.1 * first + 2**26, "memory grows with every request"

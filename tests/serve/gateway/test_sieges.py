@@ -81,8 +81,8 @@ def test_connections_that_ask_for_nothing_end_no_job(start_gateway, server, requ
             return list(threads.map(make, range(count)))
 
     make_all()  # the first ones are slower
-    quiet, under_siege = [], []
-    for _ in range(2):  # in turn: the machine may be busy with something else for a while
+    quiet, under_siege, rounds = [], [], 2 if idle >= 2000 else 1
+    for _ in range(rounds):  # in turn: the machine may be busy with something else for a while
         quiet += make_all()
         with besieged(gateway.port, idle, idle // 10):
             under_siege += make_all()
@@ -92,7 +92,7 @@ def test_connections_that_ask_for_nothing_end_no_job(start_gateway, server, requ
     assert idle < 2000 or p95[1] <= 2 * p95[0], "of so many jobs, in turns with the quiet ones"
     with contextlib.closing(Database(gateway.store)) as database, database.reading() as connection:
         attempts = list(connection.execute(select(JOBS.c.attempts)).scalars())
-    assert attempts == [1] * 5 * count, "none was interrupted"
+    assert attempts == [1] * (1 + 2 * rounds) * count, "none was interrupted"
     assert gateway.process.poll() is None
 
 
@@ -112,7 +112,7 @@ def test_a_gateway_that_stands_still_at_any_moment_loses_and_doubles_no_video(
             ids.append(clients[1].post("/v1/videos", json=RUNNING | {"seed": 100 * case + seed}).json()["id"])
         time.sleep(3 * chance.random())
         gateways[0].process.send_signal(signal.SIGSTOP)
-        time.sleep(chance.choice((1, 17)))  # dead to the other after 15
+        time.sleep((17, 1)[case % 2])  # dead to the other after 15
         gateways[0].process.send_signal(signal.SIGCONT)
     videos = {video_id: clients[1].get(f"/v1/videos/{video_id}").json() for video_id in ids}
     for video_id in ids:
