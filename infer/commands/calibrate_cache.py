@@ -12,17 +12,19 @@ from torch import Tensor
 
 from megadit.infer.conditioning.items import Media, Target, check_conditioning, places_of
 from megadit.infer.evaluate.metrics.lpips import LPIPS
-from megadit.infer.generate.options import DEFAULT_DTYPE, GenerateOptions, parse, refuse
+from megadit.infer.generate.options import GenerateOptions, parse, refuse
 from megadit.infer.generate.specs import VideoSpec, load_media, video_grid
 from megadit.infer.media.signing import SigningOptions
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.pipeline.step_cache import CachePlan, Measure, bundle_plans, find_plan, plan_key
-from megadit.infer.runtimes.chosen_dtype import print_dtype
+from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, find_plan, plan_key
+from megadit.infer.runtimes.chosen_dtype import AUTO, print_dtype
+from megadit.infer.runtimes.options import Measure, RuntimeOptions
 from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle, update_manifest
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.cli.command import entry_point
+from megadit.models.shared.cli.setting import settings_of
 from megadit.models.shared.progress import Progress
 
 NUM_DISTRIBUTED = 8
@@ -31,12 +33,9 @@ NUM_ROUNDS = 3
 MARGIN = 0.85
 """Fraction of the budget that calibration may use, which leaves a margin for other videos."""
 FEWEST_VIDEOS = 16
-_OF_GENERATING = (
-    *("runtime", "sequential_guidance", "offload_text_encoder", "cuda_graphs", "resident_blocks", "overlap_decoding"),
-    *("dry_run", "device_memory", "even_if_too_large"),
-    *("tokenizer_model", "t5_cache_dir", "tp_size", "cp_size", "cfg_parallel", "guardrail_dir"),
-)
-"""Options that would use other components, or other processes."""
+_OF_GENERATING = "dry_run", "device_memory", "even_if_too_large", "tokenizer_model", "t5_cache_dir", "cfg_parallel"
+_OF_MEASURING = "device", "dtype", "compile", "cache_measure"
+"""Options that would use other components, or other processes; those of `RuntimeOptions` that would not."""
 
 Sample = Callable[[int, Sequence[int]], Tensor]
 """(number of videos, calls to skip) -> the latents, or the frames, of the first of them."""
@@ -94,7 +93,7 @@ def calibrate(trial: Trial, bar: Progress) -> CachePlan:
         largest_error=largest_error,
         num_videos=trial.num_videos,
         settings=plan_key(trial.settings, trial.places),
-        measure=trial.options.cache_measure,
+        measure=trial.options.running.cache_measure,
     )
 
 
@@ -124,17 +123,21 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
         UserError: for different settings, options that do not apply, and too few videos.
     """
     options = parse(argv, verb)
+    running = options.running
     refuse(
         not options.settings.cache_budget,
         "give --cache_budget: the largest relative error of latents, such as 0.02",
     )
     refuse(
-        (options.cache_measure == "lpips") != bool(options.lpips_weights),
+        (running.cache_measure == "lpips") != bool(options.lpips_weights),
         "--cache_measure lpips and --lpips_weights FOLDER go together: give both, or neither",
     )
-    for name in _OF_GENERATING:
-        is_set = getattr(options, name) != getattr(GenerateOptions(), name)
-        refuse(is_set, f"--{name} is for `megadit generate`: the bundle's own components are measured; leave it out")
+    changed = [name for name in _OF_GENERATING if getattr(options, name) != getattr(GenerateOptions(), name)]
+    for name, about in settings_of(RuntimeOptions).items():
+        if name not in _OF_MEASURING and getattr(running, name) != about.default:
+            changed.append((about.names or (name,))[0].removeprefix("--"))
+    for name in changed:
+        refuse(True, f"--{name} is for `megadit generate`: the bundle's own components are measured; leave it out")
     refuse(
         options.signing != SigningOptions(),
         "--c2pa_certificate signs files, and this command writes none: leave it out",
@@ -151,13 +154,13 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
         f"{len(specs)} videos are too few to calibrate with: give {fewest_videos} or more prompts, or several --seeds",
     )
     conditioning, places = _conditioning_of(specs, bundle, settings)
-    network = LPIPS.load(options.lpips_weights) if options.cache_measure == "lpips" else None
-    device = use_device(options.device)
+    network = LPIPS.load(options.lpips_weights) if running.cache_measure == "lpips" else None
+    device = use_device(running.device)
     pipeline = TextToVideo.from_pretrained(
         bundle,
         device=str(device),
-        dtype=print_dtype(options.dtype or DEFAULT_DTYPE, bundle, device),
-        compile=options.compile,
+        dtype=print_dtype(running.dtype or AUTO, bundle, device),
+        compile=running.compile,
     )
 
     def sample(count: int, skipped: Sequence[int]) -> Tensor:
@@ -214,7 +217,7 @@ def main(argv: list[str]) -> None:
 def check(argv: list[str]) -> None:
     """Runs `megadit check-cache`; returns its exit code."""
     trial = open_trial(argv, "check-cache")
-    plan = find_plan(bundle_plans(trial.bundle, trial.options.cache_measure), trial.settings, trial.places)
+    plan = find_plan(bundle_plans(trial.bundle, trial.options.running.cache_measure), trial.settings, trial.places)
     exact, cached = (trial.sample(trial.num_videos, skipped) for skipped in ((), plan.skipped))
     errors = trial.errors(cached, exact)
     within = int((errors <= trial.settings.cache_budget).sum())

@@ -22,9 +22,9 @@ from megadit.infer.evaluate.metrics.scorer import ProgramScorer
 from megadit.infer.evaluate.metrics.table import ADHERENCE, METRICS
 from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.evaluate.window import window_of
-from megadit.infer.generate.options import DEFAULT_DTYPE, refuse
+from megadit.infer.generate.options import refuse
 from megadit.infer.pipeline.checkpoints import open_bundle
-from megadit.infer.runtimes.chosen_dtype import print_dtype
+from megadit.infer.runtimes.chosen_dtype import AUTO, print_dtype
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import num_function_evaluations, resolve_settings
@@ -95,7 +95,7 @@ class TuneOptions:
     )
     count: int | None = setting(None, "videos of each candidate (default: one for each prompt)", above=1)
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
-    dtype: str = setting(DEFAULT_DTYPE, "dtype of the network (default: {default})", metavar="NAME")
+    dtype: str = setting(AUTO, "dtype of the network (default: {default})", metavar="NAME")
     dry_run: bool = setting(False, "print the best settings and leave the bundle as it is")
 
 

@@ -33,10 +33,10 @@ from megadit.infer.evaluate.metrics.table import ADHERENCE, METRICS
 from megadit.infer.evaluate.report.show import write_report
 from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos, prompts_of
 from megadit.infer.evaluate.window import MOST_FRAMES, Window, window_of
-from megadit.infer.generate.options import DEFAULT_DTYPE, refuse
+from megadit.infer.generate.options import refuse
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.results import checkpoint_fingerprint
-from megadit.infer.runtimes.chosen_dtype import print_dtype
+from megadit.infer.runtimes.chosen_dtype import AUTO, print_dtype
 from megadit.infer.runtimes.ranks import Ranks, device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import resolve_settings
@@ -91,7 +91,7 @@ class EvaluateOptions:
     )
     key_file: Path | None = setting(None, "file with the API key of a service, as `megadit serve keys add` prints it")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
-    dtype: str = setting(DEFAULT_DTYPE, "dtype of the models' networks (default: {default})", metavar="NAME")
+    dtype: str = setting(AUTO, "dtype of the models' networks (default: {default})", metavar="NAME")
     settings: PartialSettings = group(
         PartialSettings, "settings of sampling (default: those of the checkpoint)", only=OF_PROMPTS
     )

@@ -6,7 +6,7 @@ it cannot. Flags that are left out take the checkpoint's defaults.
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from megadit.infer.conditioning.items import ConditioningItem, Media, Target, check_conditioning, places_of
 from megadit.infer.generate.conditioning_files import ConditioningFile
 from megadit.infer.generate.memory_plan import Choices, describe_plan, fitting, plan_memory
-from megadit.infer.generate.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
+from megadit.infer.generate.options import GenerateOptions, parse, refuse
 from megadit.infer.generate.outputs import make_record, output_paths, read_record, repeated, save, save_long
 from megadit.infer.generate.specs import Grid, VideoSpec, load_media, video_grid
 from megadit.infer.media.contact_sheet import contact_sheet, middle_frame
@@ -28,8 +28,8 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.pipeline.step_cache import bundle_plans, find_plan
 from megadit.infer.pipeline.windows import later_conditioning, num_windows, stream_windows
-from megadit.infer.runtimes.chosen_dtype import chosen_dtype, print_dtype
-from megadit.infer.runtimes.load import TORCH, adapter_inputs, taken
+from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype, print_dtype
+from megadit.infer.runtimes.load import adapter_inputs, taken
 from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import find_device, find_dtype, use_device
 from megadit.infer.sampling.resolve import far_from_training, latent_size, video_work
@@ -56,42 +56,32 @@ def main(argv: list[str]) -> None:
     """Runs `megadit generate`; returns its exit code."""
     with report_once():
         options, bundle, grid = _plan(parse(argv))
-        options = replace(options, dtype=_dtype(options, bundle))
+        options = replace(options, running=replace(options.running, dtype=_dtype(options, bundle)))
+        running = options.running
         tokenizer = _tokenizer(options, bundle)
         if options.total_frames:
-            grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
+            grid = stories(grid, options, taken(bundle, running.name))
         media = _check_videos(grid.specs, options, bundle, tokenizer)
         asked, free = _asked_of_memory(grid.specs, options, bundle, tokenizer)
         if options.dry_run:
             print(describe_plan(plan_memory(*asked), free, fitting(*asked, free)))
             return
-        device = device_name(options.device)
+        device = device_name(running.device)
         use_device(device)
         if not options.even_if_too_large and world_size() == 1:
             _check_memory(asked, free)
         mark = load_marker(options.signing)
         paths = output_paths(options.video_save_path, grid.specs, options.format)
-        ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
-        if options.compile and is_first():
+        sizes = {"tensor": running.tensor_parallel, "context": running.context_parallel}
+        ranks = start(**sizes, split_guidance=options.cfg_parallel)
+        if running.compile and is_first():
             print("the network is compiled at its first call, which may take minutes", file=sys.stderr)
         pipeline = TextToVideo.from_pretrained(
             bundle,
-            device=device,
-            dtype=options.dtype,
             tokenizer=tokenizer,
             text_encoder=load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else None,
-            batch_guidance=not options.sequential_guidance,
-            offload_text_encoder=options.offload_text_encoder,
-            compile=options.compile,
-            cuda_graphs=options.cuda_graphs,
-            resident_blocks=options.resident_blocks,
-            overlap_decoding=options.overlap_decoding,
-            cache_measure=options.cache_measure,
-            guardrail_dir=options.guardrail_dir,
-            runtime=options.runtime or DEFAULT_RUNTIME,
-            tensor_parallel=options.tp_size,
-            context_parallel=options.cp_size,
             split_guidance=ranks.passes,
+            **asdict(replace(running, device=device)),
         )
     work = [video_work(spec.settings, bundle.config, tokenizer) for spec in grid.specs]
     specs, paths, videos = ranks.mine(grid.specs, work), ranks.mine(paths, work), []
@@ -147,8 +137,8 @@ def _check_videos(
         if warning and is_first():
             print(f"warning: {warning}", file=sys.stderr)
     media = load_media(specs)
-    conditionings = taken(bundle, options.runtime or DEFAULT_RUNTIME)
-    plans, total_frames = bundle_plans(bundle, options.cache_measure), options.total_frames or 0
+    conditionings = taken(bundle, options.running.name)
+    plans, total_frames = bundle_plans(bundle, options.running.cache_measure), options.total_frames or 0
     for conditioning, settings in dict.fromkeys((spec.conditioning, spec.settings) for spec in specs):
         conditioning_media, target = (
             tuple(media[file] for file in conditioning),
@@ -180,9 +170,9 @@ def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle
         if is_first():
             print(f"{path}: {adapter.reading}", file=sys.stderr)
     states = {path: adapter.to_state() for path, adapter in adapters.items()}
-    if not paths or options.runtime in (None, TORCH):
+    if not paths or options.running.is_torch:
         return
-    slots = adapter_inputs(bundle, options.runtime)
+    slots = adapter_inputs(bundle, options.running.name)
     refuse(slots is None, f"{bundle.path} was {NO_ADAPTER_INPUTS}")
     ranks = {path: slots.packed(*state).ranks for path, state in states.items()}
     for scaled_adapters in dict.fromkeys(spec.adapters for spec in specs):
@@ -192,27 +182,26 @@ def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle
 def _dtype(options: GenerateOptions, bundle: Bundle) -> str:
     """Return the dtype in the options, or else one chosen for this bundle; the first rank prints it."""
     choose_dtype = print_dtype if is_first() else chosen_dtype
-    runtime = options.runtime or DEFAULT_RUNTIME
-    return choose_dtype(options.dtype or DEFAULT_DTYPE, bundle, device_name(options.device), runtime)
+    running = options.running
+    return choose_dtype(running.dtype or AUTO, bundle, device_name(running.device), running.name)
 
 
 def _asked_of_memory(
     specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
 ) -> tuple[tuple[Any, ...], int]:
     """Return the arguments of `plan_memory` for the largest video, and the bytes that the device has for it."""
+    running = options.running
     choices = Choices(
-        dtype=find_dtype(options.dtype),
-        resident_blocks=options.resident_blocks,
-        offload_text_encoder=options.offload_text_encoder,
-        sequential_guidance=options.sequential_guidance,
+        dtype=find_dtype(running.dtype),
+        running=running,
         batch_size=options.batch_size,
         num_videos=len(specs),
-        slots=None if options.runtime in (None, TORCH) else adapter_inputs(bundle, options.runtime),
+        slots=None if running.is_torch else adapter_inputs(bundle, running.name),
     )
     largest = max((spec.settings for spec in specs), key=lambda each: each.num_frames * each.height * each.width)
     text_encoder = load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else bundle.load_text_encoder()
     in_gib = options.device_memory
-    free = free_memory(find_device(options.device)) if in_gib is None else int(in_gib * GIB)
+    free = free_memory(find_device(running.device)) if in_gib is None else int(in_gib * GIB)
     return (bundle, largest, tokenizer, text_encoder, choices), free
 
 

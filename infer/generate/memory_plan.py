@@ -15,6 +15,7 @@ import torch
 
 from megadit.infer.pipeline.batches import batch_size
 from megadit.infer.pipeline.checkpoints import weaker_bundle
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.runtimes.torch import CACHE_BYTES
 from megadit.infer.sampling.resolve import latent_size
 from megadit.models.bundle import Bundle
@@ -47,9 +48,7 @@ class Choices:
     """Options of a generation that decide its memory, in addition to its size."""
 
     dtype: torch.dtype
-    resident_blocks: int | None = None
-    offload_text_encoder: bool = False
-    sequential_guidance: bool = False
+    running: RuntimeOptions = RuntimeOptions()
     batch_size: int | None = None
     num_videos: int | None = None
     """Videos of the request: no batch is larger; None: any number."""
@@ -59,8 +58,10 @@ class Choices:
     @property
     def flags(self) -> str:
         """Memory-saving options as flags of `megadit generate`."""
-        kept = "" if self.resident_blocks is None else f"--resident_blocks {self.resident_blocks}"
-        named = {"--offload_text_encoder": self.offload_text_encoder, "--sequential_guidance": self.sequential_guidance}
+        running = self.running
+        kept = "" if running.resident_blocks is None else f"--resident_blocks {running.resident_blocks}"
+        is_sequential = not running.batch_guidance
+        named = {"--offload_text_encoder": running.offload_text_encoder, "--sequential_guidance": is_sequential}
         return " ".join(filter(None, [*(name for name, is_on in named.items() if is_on), kept]))
 
 
@@ -109,7 +110,7 @@ def plan_memory(
         network=sum(here for here, _ in networks),
         autoencoder=_file_bytes(bundle.path / "tokenizer"),
         text_encoder=_text_encoder_bytes(bundle, text_encoder),
-        keeps_text_encoder=not choices.offload_text_encoder,
+        keeps_text_encoder=not choices.running.offload_text_encoder,
         sampling=_sampling_bytes(bundle.config, settings, tokenizer, choices),
         decoding=_decoding_bytes(settings, tokenizer),
         host=sum(host for _, host in networks),
@@ -127,13 +128,13 @@ def fitting(
     """The fastest choices that fit in `free` bytes; None where none do."""
     for offload, in_turn in ((False, False), (True, False), (True, True)):
         kept = {
-            "offload_text_encoder": offload or choices.offload_text_encoder,
-            "sequential_guidance": in_turn or choices.sequential_guidance,
+            "offload_text_encoder": offload or choices.running.offload_text_encoder,
+            "batch_guidance": choices.running.batch_guidance and not in_turn,
         }
         is_last = in_turn
         numbers = [None, *(range(num_blocks(bundle.config) - 2, 0, -1) if is_last else ())]
         for resident in numbers:
-            tried = replace(choices, resident_blocks=resident, **kept)
+            tried = replace(choices, running=replace(choices.running, resident_blocks=resident, **kept))
             if plan_memory(bundle, settings, tokenizer, text_encoder, tried).peak <= free:
                 return tried
     return None
@@ -166,7 +167,7 @@ def _network_bytes(config: NetworkConfig, choices: Choices) -> tuple[int, int]:
     shapes, size = network_shapes(config), choices.dtype.itemsize
     blocks = size * sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
     around = size * sum(map(prod, shapes.values())) - blocks
-    resident, count = choices.resident_blocks, num_blocks(config)
+    resident, count = choices.running.resident_blocks, num_blocks(config)
     if resident is None or resident + 1 >= count:
         return blocks + around, 0
     return blocks * (resident + 1) // count + around, blocks
@@ -191,7 +192,7 @@ def _sampling_bytes(
     state = 8 * SAMPLER_STATES * prod(shape) * videos
     numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))
     sets = 2 if settings.adapter_interval else 1  # adapters at the noise levels within, zeros at the others
-    rows = videos * (1 if choices.sequential_guidance else _rows(settings, config))
+    rows = videos * (_rows(settings, config) if choices.running.batch_guidance else 1)
     activations = _ACTIVATIONS[type(config)](config, shape, rows, choices.dtype.itemsize)
     return activations + state + 4 * rows * sets * numbers
 

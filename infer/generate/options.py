@@ -8,8 +8,8 @@ from typing import Any
 from megadit.infer.media.signing import SigningOptions
 from megadit.infer.pipeline.adapters import MERGE_FIRST
 from megadit.infer.pipeline.batches import TOKENS_PER_BATCH
-from megadit.infer.pipeline.step_cache import Measure
 from megadit.infer.runtimes.load import check_runtime
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.runtimes.ranks import world_size
 from megadit.infer.sampling.guidance import GuidanceConvention
 from megadit.models.diffusion.conditioning_settings import NEEDED, ConditioningOptions
@@ -19,8 +19,6 @@ from megadit.models.shared.cli.setting import check_text, group, setting, settin
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.memory import ANYWAY_HELP
 
-DEFAULT_DTYPE = "auto"
-DEFAULT_RUNTIME = "torch"
 FORMATS = ("mp4", "gif", "webp", "png", "jpg", "safetensors")
 
 
@@ -84,11 +82,6 @@ class GenerateOptions(ConditioningOptions):
         "condition every window of --total_frames on the first one too, as a clip to edit, so that subjects "
         "stay consistent (needs a model with edit conditioning)",
     )
-    cache_measure: Measure = setting(
-        "latents",
-        "error that --cache_budget bounds: latents, the relative error of the latents (default), or lpips, the "
-        "LPIPS distance of the frames",
-    )
     lpips_weights: str = _path(
         "for calibrate-cache with lpips: the folder of alexnet*.pth (torchvision's) and alex.pth (LPIPS')"
     )
@@ -115,30 +108,6 @@ class GenerateOptions(ConditioningOptions):
     batch_size: int | None = setting(
         None, f"videos per batch (default: as many as make {TOKENS_PER_BATCH:,} video tokens)", above=0
     )
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
-    dtype: str | None = setting(
-        None,
-        "dtype of the network: float32, bfloat16, float16, or auto (default): as stored, where the device "
-        "supports that",
-        metavar="NAME",
-    )
-    runtime: str | None = setting(
-        None,
-        "torch; onnx, onnx_tensorrt, openvino or tensorrt for a bundle of `megadit export` (default: torch)",
-        metavar="NAME",
-    )
-    sequential_guidance: bool = setting(
-        False, "run the conditional and unconditional pass in turn: less memory, a little slower"
-    )
-    offload_text_encoder: bool = setting(False, "free the text encoder's memory while sampling")
-    compile: bool = setting(False, "compile the network (torch.compile) for any sizes")
-    cuda_graphs: bool = setting(False, "record the network's kernels as a CUDA graph, once for each size (GPU)")
-    resident_blocks: int | None = setting(
-        None,
-        "block offloading: keep this many blocks of the network and one more on the device, and copy each other one "
-        "in before use: much less memory, slower (default: keep all)",
-        above=0,
-    )
     dry_run: bool = setting(
         False,
         "print the memory that the videos need and what fits; load and generate nothing",
@@ -151,7 +120,6 @@ class GenerateOptions(ConditioningOptions):
         metavar="GIB",
     )
     even_if_too_large: bool = setting(False, ANYWAY_HELP)
-    overlap_decoding: bool = setting(False, "decode a batch while the next one is sampled")
     tokenizer_model: str = _path(
         "directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one"
     )
@@ -160,15 +128,13 @@ class GenerateOptions(ConditioningOptions):
         "directory of the text encoder to load instead of the checkpoint's copy; must be the same one"
     )
     num_devices: int | None = setting(None, "processes that torchrun has started; any other number is refused")
-    tp_size: int = setting(1, "processes that share the network's matrices (tensor parallelism)")
-    cp_size: int = setting(1, "processes that share the tokens of a video (context parallelism)")
     cfg_parallel: bool = setting(
         False,
         "run the conditional and unconditional pass on two processes; processes beyond --tp_size and this share the "
         "prompts",
     )
-    guardrail_dir: str = _path("directory with guardrail.py, a content filter for prompts and videos")
 
+    running: RuntimeOptions = group(RuntimeOptions)
     signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in output files")
     settings: PartialSettings = group(PartialSettings, "settings of sampling (default: those of the checkpoint)")
 
@@ -201,10 +167,10 @@ _GROUPS = {
     "output": ("contact_sheet",),
     "speed and memory": (
         *("device", "dtype", "runtime", "batch_size", "compile", "cuda_graphs", "overlap_decoding"),
-        *("cache_budget", "cache_measure", "lpips_weights", "sequential_guidance", "offload_text_encoder"),
+        *("cache_budget", "cache_measure", "lpips_weights", "batch_guidance", "offload_text_encoder"),
         *("resident_blocks", "dry_run", "device_memory", "even_if_too_large"),
     ),
-    "several devices, under torchrun": ("tp_size", "cp_size", "cfg_parallel", "num_devices"),
+    "several devices, under torchrun": ("tensor_parallel", "context_parallel", "cfg_parallel", "num_devices"),
     "components from other directories": ("tokenizer_model", "tokenizer_cache_dir", "t5_cache_dir"),
     "safety": ("guardrail_dir", "c2pa_certificate", "c2pa_key"),
 }
@@ -271,7 +237,7 @@ def check(options: GenerateOptions) -> None:
         )
         refuse(missing, f"--{name}={value} needs --{' or --'.join(needed)}")
     refuse(options.instruction and options.prompt, "--instruction replaces the prompt: give one of them")
-    for one in (options, options.settings):
+    for one in (options, options.running, options.settings):
         for name, about in settings_of(type(one)).items():
             if about.metavar == "PATH":
                 check_path(name, getattr(one, name) or "")
@@ -279,27 +245,27 @@ def check(options: GenerateOptions) -> None:
 
 
 def _check_machine(options: GenerateOptions) -> None:
-    on_one_rank = options.tp_size == options.cp_size == 1
+    running = options.running
     refuse(
-        options.adapter and (options.compile or options.cuda_graphs or options.resident_blocks),
+        options.adapter and (running.compile or running.cuda_graphs or running.resident_blocks),
         f"--adapter needs a network with all blocks, neither compiled nor recorded; {MERGE_FIRST}",
     )
-    is_torch = options.runtime in (None, "torch")
+    is_whole = running.is_torch and running.tensor_parallel == running.context_parallel == 1
     refuse(
-        options.resident_blocks and (not (is_torch and on_one_rank) or options.compile or options.cuda_graphs),
-        f"--resident_blocks={options.resident_blocks} needs the torch runtime on one rank, neither compiled nor "
+        running.resident_blocks and (not is_whole or running.compile or running.cuda_graphs),
+        f"--resident_blocks={running.resident_blocks} needs the torch runtime on one rank, neither compiled nor "
         "recorded: leave it out",
     )
-    for name in ("tp_size", "cp_size"):
-        value = getattr(options, name)
+    for name, value in (("tp_size", running.tensor_parallel), ("cp_size", running.context_parallel)):
         refuse(
-            value > 1 and options.runtime not in (None, "torch"),
-            f"--{name}={value} divides torch's network: leave out --runtime={options.runtime}",
+            value > 1 and not running.is_torch,
+            f"--{name}={value} divides torch's network: leave out --runtime={running.runtime}",
         )
     refuse(
-        options.cp_size > 1 and options.compile, f"--cp_size={options.cp_size} cannot be compiled: leave out --compile"
+        running.context_parallel > 1 and running.compile,
+        f"--cp_size={running.context_parallel} cannot be compiled: leave out --compile",
     )
-    check_runtime(options.runtime or DEFAULT_RUNTIME, dtype=options.dtype, compile=options.compile)
+    check_runtime(RuntimeOptions(runtime=running.runtime, dtype=running.dtype, compile=running.compile))
     refuse(
         options.num_devices not in (None, world_size()),
         f"--num_devices={options.num_devices}, but {world_size()} were started: use torchrun --nproc-per-node "

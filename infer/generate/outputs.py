@@ -14,13 +14,14 @@ import numpy as np
 from safetensors.torch import save_file
 
 from megadit.infer.generate.conditioning_files import MEDIA, as_record, options_of
-from megadit.infer.generate.options import DEFAULT_RUNTIME, GenerateOptions, check, refuse
+from megadit.infer.generate.options import GenerateOptions, check, refuse
 from megadit.infer.generate.specs import VideoSpec, adapters_of
 from megadit.infer.media.animations import encode_image
 from megadit.infer.media.signing import Marker
 from megadit.infer.media.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, stream_mp4
 from megadit.infer.pipeline.adapters import ScaledAdapter
 from megadit.infer.pipeline.results import GeneratedVideo, origin_of
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
 from megadit.models.shared.documents import parse_json
@@ -148,9 +149,9 @@ def save_long(
     record = {
         **origin_of(
             bundle,
-            dtype=options.dtype,
-            runtime=options.runtime or DEFAULT_RUNTIME,
-            cache_measure=options.cache_measure,
+            dtype=options.running.dtype,
+            runtime=options.running.name,
+            cache_measure=options.running.cache_measure,
         ),
         **_files_of(spec),
         "prompt": story[0],
@@ -214,10 +215,11 @@ def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[Gener
             filled["prompt"] = (record["prompt"],)
         if options.seed is None and not options.seeds:
             filled["seed"] = record["seed"]
-        filled["dtype"] = options.dtype or record["dtype"]
-        filled["runtime"] = options.runtime or record["runtime"]
-        if options.cache_measure == GenerateOptions().cache_measure:
-            filled["cache_measure"] = record.get("cache_measure", options.cache_measure)
+        running = options.running
+        running = replace(running, dtype=running.dtype or record["dtype"], runtime=running.runtime or record["runtime"])
+        if running.cache_measure == RuntimeOptions().cache_measure:
+            running = replace(running, cache_measure=record.get("cache_measure", running.cache_measure))
+        filled["running"] = running
         if "total_frames" in record and options.total_frames is None:
             filled |= _repeated_length(options, record)
         if not any(getattr(options, name) for name in (*MEDIA, "keyframe")):

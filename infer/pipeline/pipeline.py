@@ -38,13 +38,12 @@ from megadit.infer.pipeline.batches import Batch, Videos, cuts_of, read_prompts
 from megadit.infer.pipeline.checkpoints import WeakerDenoisers, check_component, open_bundle
 from megadit.infer.pipeline.one_batch import sample
 from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
-from megadit.infer.pipeline.step_cache import CachePlan, Measure, bundle_plans, cached_calls
+from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, cached_calls
 from megadit.infer.pipeline.text_features import TextFeaturesCache
 from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype, warn_of_cost
 from megadit.infer.runtimes.distributed import DevicePlacement
 from megadit.infer.runtimes.experts import ExpertDenoiser
 from megadit.infer.runtimes.load import (
-    TORCH,
     check_runtime,
     load_denoiser,
     load_text_encoder,
@@ -52,6 +51,7 @@ from megadit.infer.runtimes.load import (
     with_exported_networks,
     with_exported_text_network,
 )
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.runtimes.ranks import split_over_ranks
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.sampling.callbacks import DECODE, DENOISE, Around, StepCallback, StepProgress, nothing_around
@@ -146,75 +146,49 @@ class TextToVideo:
         cls,
         path: str | Path | Bundle,
         *,
-        device: str = "auto",
-        dtype: str = AUTO,
         tokenizer: VideoTokenizer | None = None,
         text_encoder: TextEncoder | None = None,
-        batch_guidance: bool = True,
-        offload_text_encoder: bool = False,
-        compile: bool = False,
-        cuda_graphs: bool = False,
-        resident_blocks: int | None = None,
-        overlap_decoding: bool = False,
-        cache_measure: Measure = "latents",
-        guardrail_dir: str | None = None,
         adapter_bytes: int = CACHE_BYTES,
         opens_paths: bool = True,
-        runtime: str = "torch",
-        tensor_parallel: int = 1,
-        context_parallel: int = 1,
         split_guidance: ProcessGroup | None = None,
         ranks: DevicePlacement | None = None,
+        **options: Any,
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not, or by its name in a hub's cache), or of a training directory.
 
         Args:
-            dtype: of the network (auto: `runtimes/chosen_dtype.py`). The parameterization is always computed in
-                float32, the sampler's state in float64.
             tokenizer, text_encoder: used instead of loading the bundle's copy; must be the same.
-            batch_guidance: runs the conditional and unconditional pass in one call; without it, in two.
-            offload_text_encoder: frees the text encoder's memory while sampling.
-            compile: compiles the network (torch.compile) with dynamic sizes.
-            cuda_graphs: records the network's kernels for each size (on a GPU).
-            resident_blocks: with K, at most K + 1 blocks are on the device (`runtimes/offloaded.py`).
-            overlap_decoding: decodes a batch (in tiles where `tokenizers/tiling.py` needs it) while the next one is
-                sampled.
-            cache_measure: error that `cache_budget` bounds (`step_cache.py`).
-            guardrail_dir: directory of a content filter (`hooks/guardrail.py`).
             adapter_bytes: limit of the unused adapters that stay in memory.
             opens_paths: without it, no setting may open another checkpoint.
-            runtime: torch, or onnx, openvino or tensorrt for a bundle that `megadit export` made.
-            tensor_parallel, context_parallel, split_guidance: processes of torchrun that share the network's matrices,
-                the tokens of a video, and the passes of guidance; all of them generate the same prompts.
-            ranks: without torchrun, processes that this one starts to share all these (`runtimes/distributed.py`).
+            split_guidance: processes of torchrun that share the passes of guidance.
+            ranks: without torchrun, processes that this one starts to share the network's matrices, the tokens of a
+                video, and the passes (`runtimes/distributed.py`).
+            options: fields of `RuntimeOptions`: device, dtype, runtime, compile, ...
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a component is not the one trained with.
         """
-        asked = {name: value for name, value in locals().items() if name != "cls"}
-        place = find_device(device)
-        num_ranks = tensor_parallel * context_parallel if ranks is None else ranks.per_share
-        of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
-        runtime = check_runtime(runtime, dtype=dtype, num_ranks=num_ranks, device=place, **of_torch)
+        asked = {name: value for name, value in locals().items() if name not in ("cls", "options")} | options
+        running = RuntimeOptions(**options)
+        place = find_device(running.device)
+        check_runtime(running, num_ranks=running.num_ranks if ranks is None else ranks.per_share, device=place)
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
-        dtype = chosen_dtype(dtype, bundle, place, runtime)
+        runtime, dtype = running.name, chosen_dtype(running.dtype or AUTO, bundle, place, running.name)
         number_type = find_dtype(dtype)
         warn_of_cost(place, number_type)
-        guardrail = load_guardrail(guardrail_dir, bundle)
+        guardrail = load_guardrail(running.guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
         text_encoder = text_encoder or bundle.load_text_encoder()
         check_component(bundle, "tokenizer", tokenizer)
         check_component(bundle, "text_encoder", text_encoder)
 
-        shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel, "ranks": ranks}
-        load = partial(load_denoiser, runtime=runtime, device=place, dtype=number_type, **of_torch, **shared)
-
-        evaluate = in_one_batch if batch_guidance else in_turn
+        load = partial(load_denoiser, options=running, device=place, dtype=number_type, ranks=ranks)
+        evaluate = in_one_batch if running.batch_guidance else in_turn
         if split_guidance is not None:
             evaluate = split_over_ranks(split_guidance)
         denoiser = load(bundle)
-        has_plain_blocks = not (compile or resident_blocks)
-        is_plain = runtime == TORCH and not (resident_blocks or cuda_graphs or ranks)
+        reload = partial(load_text_encoder, bundle, runtime, place)
+        is_plain = running.is_torch and not (running.resident_blocks or running.cuda_graphs or ranks)
         return cls(
             denoiser=denoiser,
             adapters=adapter_cache(
@@ -222,7 +196,7 @@ class TextToVideo:
                 bundle,
                 runtime,
                 adapter_bytes,
-                has_plain_blocks=has_plain_blocks,
+                has_plain_blocks=not (running.compile or running.resident_blocks),
                 is_distributed=ranks is not None,
             ),
             tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
@@ -232,14 +206,14 @@ class TextToVideo:
             device=place,
             evaluate=evaluate,
             load_weaker=WeakerDenoisers(bundle, load) if opens_paths else None,
-            reload_text_encoder=partial(load_text_encoder, bundle, runtime, place) if offload_text_encoder else None,
+            reload_text_encoder=reload if running.offload_text_encoder else None,
             reopen=None if is_plain else partial(cls.from_pretrained, **asked),
             guardrail=guardrail,
             conditionings=taken(bundle, runtime),
             image_encoder=on_device(bundle.load_image_encoder(), place),
-            cache_plans=bundle_plans(bundle, cache_measure),
-            overlap_decoding=overlap_decoding,
-            origin=origin_of(bundle, dtype=dtype, runtime=runtime, cache_measure=cache_measure),
+            cache_plans=bundle_plans(bundle, running.cache_measure),
+            overlap_decoding=running.overlap_decoding,
+            origin=origin_of(bundle, dtype=dtype, runtime=runtime, cache_measure=running.cache_measure),
         )
 
     def __reduce_ex__(self, protocol: int) -> Any:

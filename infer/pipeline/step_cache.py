@@ -8,18 +8,18 @@ same calls, so that no video depends on the others of its batch.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from megadit.infer.conditioning.items import Media, Target, places_of
 from megadit.infer.pipeline.adapters import Scales
+from megadit.infer.runtimes.options import Measure
 from megadit.infer.sampling.samplers import Denoise
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import UNCHANGED, SamplingSettings
 from megadit.models.shared.errors import UserError
 
-Measure = Literal["latents", "lpips"]
 """Error that a budget bounds: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""
 _IRRELEVANT = ("negative_prompt", "fps", "cache_budget", "adapter_interval")
 """Settings that a plan does not depend on: like prompts, they are covered by its margin; adapters have no plan."""

@@ -5,14 +5,12 @@ import warnings
 
 import torch
 
+from megadit.infer.runtimes.options import AUTO
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.models.bundle import Bundle
 from megadit.models.machine import auto_dtype, cost_in_words
 from megadit.models.storage.components import TENSOR_FILE
 from megadit.models.storage.tensor_source import open_safetensors
-
-AUTO = "auto"
-"""The default of every command and of a pipeline."""
 
 
 def chosen_dtype(name: str, bundle: Bundle, device: torch.device | str, runtime: str = "torch") -> str:

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.models.bundle import Bundle
 from megadit.models.configs.adapter import AdapterConfig
 from megadit.models.networks.conditioning import Conditioning
@@ -86,12 +87,12 @@ class DistributedDenoiser:
         self,
         bundle: Bundle,
         placement: DevicePlacement,
+        options: RuntimeOptions,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        **options: Any,
     ) -> None:
-        """The denoiser of `bundle` with results on `device`; `options` are those of `load_denoiser`.
+        """The denoiser of `bundle` with results on `device`, by ranks with these options.
 
         Raises:
             UserError: if the network cannot be divided this way, or cannot be loaded.
@@ -177,23 +178,12 @@ class DistributedDenoiser:
             raise
 
     def _started(self) -> "_Group":
-        group, options = _Group(self._device_placement), self._options
-        sizes = {"tensor_parallel": self._device_placement.tensor, "context_parallel": self._device_placement.context}
-        dtype = str(self.dtype).removeprefix("torch.")
+        placement, path = self._device_placement, str(self._bundle.path)
+        group, dtype = _Group(placement), str(self.dtype).removeprefix("torch.")
+        sizes = {"tensor_parallel": placement.tensor, "context_parallel": placement.context}
+        options = [replace(self._options, device=device, dtype=dtype, **sizes) for device in placement.devices]
         try:
-            loads = [
-                (
-                    "load",
-                    (
-                        str(self._bundle.path),
-                        not rank % self._device_placement.per_share,
-                        device,
-                        dtype,
-                        options | sizes,
-                    ),
-                )
-                for rank, device in enumerate(self._device_placement.devices)
-            ]
+            loads = [("load", (path, not rank % placement.per_share, own)) for rank, own in enumerate(options)]
             group.ask(loads, START_SECONDS)
             for name, adapter in self._adapters.items():
                 group.ask([("load_adapter", (name, *adapter))] * len(loads), CALL_SECONDS)

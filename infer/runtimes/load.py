@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -12,6 +11,7 @@ from megadit.infer.runtimes.experts import as_one
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import DENOISERS, ExportedNetworks
 from megadit.infer.runtimes.offloaded import load_offloaded_dit
+from megadit.infer.runtimes.options import AUTO, TORCH, RuntimeOptions
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.sampling.guidance import Denoiser
@@ -22,8 +22,6 @@ from megadit.models.storage.weights import load_config, load_network
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.text_encoders.base import on_device
 from megadit.models.tokenizers import VideoTokenizer
-
-TORCH = "torch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,35 +70,23 @@ EXPORTED: dict[str, ExportedRuntime] = {
 """Name of a runtime -> its `ExportedRuntime`; `torch` needs no export."""
 
 
-def check_runtime(
-    name: str,
-    *,
-    dtype: str | None = None,
-    compile: bool = False,
-    cuda_graphs: bool = False,
-    resident_blocks: int | None = None,
-    num_ranks: int = 1,
-    device: torch.device | None = None,
-) -> str:
-    """The runtime of this name.
-
-    Raises:
-        UserError: for an unknown name, settings that only torch has (an export has its own precision), and settings
-            that need the whole network on one rank.
-    """
+def check_runtime(options: RuntimeOptions, *, num_ranks: int = 1, device: torch.device | None = None) -> None:
+    """Raises UserError for an unknown runtime, options that only torch has (an export has its own precision), and
+    options that need the whole network on one rank."""
+    name = options.name
     choose_one(name, (TORCH, *EXPORTED), f"runtime {name!r} is unknown")
-    if name != TORCH and compile:
+    if name != TORCH and options.compile:
         raise UserError(f"compile is for the torch runtime, not for {name}: leave it out")
-    if name != TORCH and dtype not in (None, "auto", "float32", "fp32"):
+    if name != TORCH and options.dtype not in (None, AUTO, "float32", "fp32"):
         raise UserError(
-            f"dtype {dtype} is for the torch runtime: for {name}, choose the precision when exporting (--precision)"
+            f"dtype {options.dtype} is for the torch runtime: for {name}, choose the precision when exporting "
+            "(--precision)"
         )
     is_whole = name == TORCH and num_ranks == 1
-    if cuda_graphs and not (is_whole and device is not None and device.type == "cuda"):
+    if options.cuda_graphs and not (is_whole and device is not None and device.type == "cuda"):
         raise UserError("cuda_graphs needs a GPU with the whole of torch's network: leave it out")
-    if resident_blocks and (not is_whole or compile or cuda_graphs):
+    if options.resident_blocks and (not is_whole or options.compile or options.cuda_graphs):
         raise UserError("resident_blocks needs the torch runtime on one rank, neither compiled nor recorded")
-    return name
 
 
 def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
@@ -144,63 +130,43 @@ def weights_checksum(bundle: Bundle) -> str:
 
 def load_denoiser(
     bundle: Bundle,
-    runtime: str,
+    options: RuntimeOptions,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    compile: bool = False,
-    resident_blocks: int | None = None,
-    cuda_graphs: bool = False,
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
     ranks: DevicePlacement | None = None,
 ) -> Denoiser:
     """Load the denoiser of a bundle, with options that passed `check_runtime`.
 
-    `resident_blocks` K keeps K + 1 blocks on the device and offloads the others; with `ranks`, these processes hold the
-    weights instead of this one.
+    With `ranks`, these processes hold the weights instead of this one.
 
     Raises:
-        UserError: if it was not exported for `runtime`, `runtime` does not run here, or ranks cannot share it.
+        UserError: if it was not exported for the runtime, this does not run here, or ranks cannot share it.
     """
     if ranks is not None:
-        of_ranks = {"runtime": runtime, "compile": compile, "resident_blocks": resident_blocks}
-        distributed = DistributedDenoiser(
-            bundle, ranks, device=device, dtype=dtype, cuda_graphs=cuda_graphs, **of_ranks
-        )
+        distributed = DistributedDenoiser(bundle, ranks, options, device=device, dtype=dtype)
         return as_one([distributed] * len(bundle.networks), bundle.boundary)
-    if runtime != TORCH:
-        networks, slots = _open(bundle, runtime, device), adapter_inputs(bundle, runtime)
+    if not options.is_torch:
+        networks, slots = _open(bundle, options.name, device), adapter_inputs(bundle, options.name)
         names = DENOISERS[: len(bundle.networks)]
         return as_one([ExportedDenoiser(networks, slots, name) for name in names], bundle.boundary)
-    if cuda_graphs or resident_blocks is not None or tensor_parallel * context_parallel > 1:
+    if options.cuda_graphs or options.resident_blocks is not None or options.num_ranks > 1:
         check_transformer(bundle, "it does not support CUDA graphs, block offloading and several ranks")
-    options = {"device": device, "dtype": dtype, "compile": compile}
-    sizes = {"tensor": tensor_parallel, "context": context_parallel}
+    sizes = {"tensor": options.tensor_parallel, "context": options.context_parallel}
+    shared = {"device": device, "dtype": dtype, "compile": options.compile}
 
     def of_torch(part: str) -> Denoiser:
-        if tensor_parallel * context_parallel > 1:
-            return load_shared_denoiser(bundle.path / part, **sizes, **options)
-        return _load_whole(bundle.path / part, resident_blocks, cuda_graphs, **options)
+        directory, resident = bundle.path / part, options.resident_blocks
+        if options.num_ranks > 1:
+            return load_shared_denoiser(directory, **sizes, **shared)
+        if resident is None or resident + 1 >= load_config(directory).num_layers:
+            dit = load_network(directory, device=device, dtype=dtype)
+        else:
+            dit = load_offloaded_dit(directory, device=device, dtype=dtype, resident=resident)
+        denoiser = TorchDenoiser(dit, **shared)
+        return RecordedDenoiser(denoiser, device) if options.cuda_graphs else denoiser
 
     return as_one(list(map(of_torch, bundle.networks)), bundle.boundary)
-
-
-def _load_whole(
-    directory: Path,
-    resident_blocks: int | None,
-    cuda_graphs: bool,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    compile: bool,
-) -> Denoiser:
-    if resident_blocks is None or resident_blocks + 1 >= load_config(directory).num_layers:
-        dit = load_network(directory, device=device, dtype=dtype)
-    else:
-        dit = load_offloaded_dit(directory, device=device, dtype=dtype, resident=resident_blocks)
-    denoiser = TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
-    return RecordedDenoiser(denoiser, device) if cuda_graphs else denoiser
 
 
 def with_exported_networks(

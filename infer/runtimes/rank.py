@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 from torch import Tensor
 
 from megadit.infer.runtimes.distributed import PING, PONG
 from megadit.infer.runtimes.load import load_denoiser
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.runtimes.torch import find_dtype, use_device
 from megadit.infer.sampling.guidance import Denoiser
 from megadit.models.bundle import Bundle
@@ -40,16 +40,15 @@ class Rank:
     conditions: dict[int, Conditioning] = field(default_factory=dict)
     """Number of conditions -> the conditions; what denoisers cache for conditions lives as long as these."""
 
-    def load(self, bundle: str, reports: bool, device: str, dtype: str, options: Mapping[str, Any]) -> None:
+    def load(self, bundle: str, reports: bool, options: RuntimeOptions) -> None:
         """Loads the denoiser of a bundle (`load_denoiser`).
 
         Raises:
             UserError: if there is none that runs here, or ranks cannot share it this way.
         """
         self.reports = reports
-        self.denoiser = load_denoiser(
-            Bundle.open(bundle), **options, device=use_device(device), dtype=find_dtype(dtype)
-        )
+        device, dtype = use_device(options.device), find_dtype(options.dtype)
+        self.denoiser = load_denoiser(Bundle.open(bundle), options, device=device, dtype=dtype)
 
     def denoise(
         self, x_BCTHW: Tensor, sigma_B: Tensor, number: int, condition: Conditioning | None, living: set[int]

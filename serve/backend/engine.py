@@ -26,6 +26,7 @@ from megadit.infer.pipeline.adapters import Scales
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo
 from megadit.infer.runtimes.load import check_runtime, open_exported
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.sampling.callbacks import DENOISE, Cancelled, Step
 from megadit.infer.sampling.resolve import latent_size, resolve_settings
 from megadit.models.bundle import Bundle
@@ -324,7 +325,8 @@ def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
     """
     if runtime == "torch":
         return None
-    rows = open_exported(bundle, check_runtime(runtime)).network("denoiser").axes["batch"].max
+    check_runtime(RuntimeOptions(runtime=runtime))
+    rows = open_exported(bundle, runtime).network("denoiser").axes["batch"].max
     return rows if bundle.config.guidance_embedding_range is not None else max(1, rows // 2)
 
 

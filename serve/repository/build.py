@@ -24,6 +24,7 @@ from megadit.infer.pipeline.adapters import CACHE_BYTES, NO_ADAPTER_INPUTS
 from megadit.infer.pipeline.checkpoints import open_any_bundle, open_bundle
 from megadit.infer.runtimes.chosen_dtype import AUTO, warn_of_cost
 from megadit.infer.runtimes.load import TORCH, adapter_inputs, check_runtime, open_exported, taken
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.sampling.resolve import DefaultOptions, with_changed_defaults
 from megadit.models.bundle import USED_BY, Bundle, check_transformer, update_manifest
@@ -83,7 +84,7 @@ def build_repository(
     """
     if dtype != AUTO:
         find_dtype(dtype)
-    check_runtime(runtime, dtype=dtype)
+    check_runtime(RuntimeOptions(runtime=runtime, dtype=dtype))
     bundle = with_changed_defaults(open_bundle(checkpoint), defaults)
     if runtime != "torch":
         open_exported(bundle, runtime)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megadit.infer.runtimes.load import TORCH, check_runtime, open_exported
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.conditioning_settings import MediaLimits
 from megadit.models.shared.cli.setting import settings_of
@@ -44,7 +45,7 @@ def build_feature_repository(
         UserError: for a network without classes, one that was not exported for `runtime`, and a directory that holds
             something else.
     """
-    check_runtime(runtime)
+    check_runtime(RuntimeOptions(runtime=runtime))
     scheduling, path, models = scheduling or Scheduling(), Path(repository), MODELS[bundle.kind]
     if scheduling.ranks > 1:
         raise UserError(f"--ranks={scheduling.ranks} is for models of videos: leave it out")

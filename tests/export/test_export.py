@@ -26,6 +26,7 @@ from megadit.infer.runtimes import load
 from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
 from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.sampling.resolve import with_changed_defaults
 from megadit.models.bundle import Bundle
 from megadit.models.networks.conditioning import Conditioning
@@ -56,7 +57,9 @@ def test_result_is_a_bundle_that_reports_how_near_it_is(exported):
 def test_denoiser_is_torchs_at_other_sizes(exported, size, lengths):
     torch.manual_seed(0)
     options = {"device": CPU, "dtype": torch.float32}
-    onnx, reference = (load_denoiser(exported, runtime, **options) for runtime in ("onnx", "torch"))
+    onnx, reference = (
+        load_denoiser(exported, RuntimeOptions(runtime=runtime), **options) for runtime in ("onnx", "torch")
+    )
     x, sigma = torch.randn(len(lengths), exported.config.in_channels, *size), torch.rand(len(lengths)) + 0.1
     given = conditioning(exported.config, lengths)
     torch.testing.assert_close(onnx(x, sigma, given), reference(x, sigma, given), atol=2e-5, rtol=1e-4)
@@ -184,7 +187,7 @@ def test_attention_in_halves_is_scaled_as_in_torch(tmp_path, dtype):
 
 
 def test_sizes_beyond_the_profile_say_so(exported):
-    denoiser = load_denoiser(exported, "onnx", device=CPU, dtype=torch.float32)
+    denoiser = load_denoiser(exported, RuntimeOptions(runtime="onnx"), device=CPU, dtype=torch.float32)
     x = torch.zeros(1, exported.config.in_channels, 1, 4, 400)
     with pytest.raises(ValueError, match="width is 400 in x, but was exported for 2 to 24 in steps of 2"):
         denoiser(x, torch.ones(1), conditioning(exported.config, [1]))

@@ -18,6 +18,7 @@ from megadit.infer.commands import calibrate_cache
 from megadit.infer.generate import command as generate
 from megadit.infer.generate.options import GenerateOptions
 from megadit.infer.media.video_io import write_video
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.models.diffusion.settings import SERVED, PartialSettings
 from megadit.models.networks.dit import DiT
 from megadit.models.shared.cli.setting import other_names, settings_of
@@ -149,7 +150,8 @@ EFFECTS = {second: BY_OWN_NAMES[name] for second, name in SECOND_NAMES.items()} 
 
 
 def test_every_option_has_an_entry():
-    known = [*settings_of(GenerateOptions).values(), *settings_of(PartialSettings).values()]
+    parts = GenerateOptions, RuntimeOptions, PartialSettings
+    known = [option for part in parts for option in settings_of(part).values()]
     assert EFFECTS.keys() == {name for option in known for name in option.names or (f"--{option.name}",)}
 
 
@@ -317,7 +319,9 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
             raise NotLoadedError
 
     def calibrate(trial, bar):
-        notes.append((trial.num_videos, trial.settings.cache_budget, trial.settings, trial.options.cache_measure))
+        notes.append(
+            (trial.num_videos, trial.settings.cache_budget, trial.settings, trial.options.running.cache_measure)
+        )
         trial.sample(trial.num_videos, ())
 
     monkeypatch.setattr(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from megadit.infer.generate.command import main
 from megadit.infer.generate.options import GenerateOptions
 from megadit.infer.media.video_io import read_video
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import PartialSettings
 from megadit.models.shared.cli.setting import settings_of
@@ -127,6 +128,8 @@ OPTIONS = {
 def test_every_option_is_drawn():
     # the first two are part of every command; compiling a network takes too long to do it hundreds of times
     known = settings_of(GenerateOptions).keys() | settings_of(PartialSettings).keys()
+    running = settings_of(RuntimeOptions).items()
+    known |= {(about.names or (name,))[0].removeprefix("--") for name, about in running}
     assert known - OPTIONS.keys() == {"checkpoint_path", "device", "compile"}
 
 

@@ -121,9 +121,10 @@ def test_14b_fits_24_gib_with_blocks_that_come_for_their_turn():
     assert whole.network == pytest.approx(2 * 14_288_491_584) and whole.host == 0
     found = fitting(*asked, BF16, 24 * GIB)
     plan = plan_memory(*asked, found)
-    assert found.resident_blocks and plan.peak <= 24 * GIB < whole.peak
+    assert found.running.resident_blocks and plan.peak <= 24 * GIB < whole.peak
     assert plan.host > 0.95 * whole.network and "--resident_blocks" in found.flags
-    more = plan_memory(*asked, replace(found, resident_blocks=found.resident_blocks + 1))
+    fuller = replace(found.running, resident_blocks=found.running.resident_blocks + 1)
+    more = plan_memory(*asked, replace(found, running=fuller))
     assert more.peak > 24 * GIB, "the most blocks that fit"
     assert "too much: use" in describe_plan(whole, 24 * GIB, found)
     assert fitting(*asked, BF16, GIB // 4) is None

@@ -17,6 +17,7 @@ from megadit.infer.inspect import info
 from megadit.infer.pipeline.batches import batch_size
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.runtimes.load import load_denoiser
+from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.models.bundle import Bundle
 from megadit.models.commands.convert import main
 from megadit.models.configs.unet import FIXED, USUAL
@@ -262,7 +263,9 @@ def test_a_network_needs_its_pipeline(made, tmp_path, capsys):
         pipeline([PROMPT], adapters={str(next((folder / "unet").glob("*.safetensors"))): 1.0})
     for options in ({"resident_blocks": 1}, {"tensor_parallel": 2}, {"cuda_graphs": True}):
         with pytest.raises(UserError, match="it does not support CUDA graphs, block offloading and several ranks"):
-            load_denoiser(Bundle.open(bundle), "torch", device=torch.device("cpu"), dtype=torch.float32, **options)
+            load_denoiser(
+                Bundle.open(bundle), RuntimeOptions(**options), device=torch.device("cpu"), dtype=torch.float32
+            )
     assert main([str(bundle), str(tmp_path / "published"), "--to", "original"]) == 2
     assert "no other form of the family stable_diffusion is written" in capsys.readouterr().err
     save_file({"lora_unet_x.lora_down.weight": torch.ones(2, 2)}, tmp_path / "lora.safetensors")

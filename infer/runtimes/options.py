@@ -1,0 +1,76 @@
+"""How the networks of a bundle run: options of `TextToVideo.from_pretrained`, of `megadit generate`, and of ranks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megadit.models.shared.cli.setting import setting
+
+TORCH = "torch"
+AUTO = "auto"
+"""The default dtype: that of the stored weights, where the device supports it (`chosen_dtype.py`)."""
+Measure = Literal["latents", "lpips"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeOptions:
+    """How a bundle's networks run; the parameterization is always computed in float32, the sampler's state in float64.
+
+    Runtimes except torch have networks of `megadit export`. Under torchrun, ranks that share a video's network or
+    passes generate the same prompts.
+    """
+
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
+    dtype: str | None = setting(
+        None,
+        "dtype of the network: float32, bfloat16, float16, or auto (default): as stored, where the device "
+        "supports that",
+        metavar="NAME",
+    )
+    runtime: str | None = setting(
+        None,
+        "torch; onnx, onnx_tensorrt, openvino or tensorrt for a bundle of `megadit export` (default: torch)",
+        metavar="NAME",
+    )
+    batch_guidance: bool = setting(
+        True,
+        "run the conditional and unconditional pass in turn: less memory, a little slower",
+        names=("--sequential_guidance",),
+    )
+    offload_text_encoder: bool = setting(False, "free the text encoder's memory while sampling")
+    compile: bool = setting(False, "compile the network (torch.compile) for any sizes")
+    cuda_graphs: bool = setting(False, "record the network's kernels as a CUDA graph, once for each size (GPU)")
+    resident_blocks: int | None = setting(
+        None,
+        "block offloading: keep this many blocks of the network and one more on the device, and copy each other one "
+        "in before use: much less memory, slower (default: keep all)",
+        above=0,
+    )
+    overlap_decoding: bool = setting(False, "decode a batch while the next one is sampled")
+    cache_measure: Measure = setting(
+        "latents",
+        "error that --cache_budget bounds: latents, the relative error of the latents (default), or lpips, the "
+        "LPIPS distance of the frames",
+    )
+    guardrail_dir: str | None = setting(
+        "", "directory with guardrail.py, a content filter for prompts and videos", metavar="PATH"
+    )
+    tensor_parallel: int = setting(
+        1, "processes that share the network's matrices (tensor parallelism)", names=("--tp_size",)
+    )
+    context_parallel: int = setting(
+        1, "processes that share the tokens of a video (context parallelism)", names=("--cp_size",)
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share a network."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
+    def name(self) -> str:
+        """The runtime, torch by default."""
+        return self.runtime or TORCH
+
+    @property
+    def is_torch(self) -> bool:
+        return self.name == TORCH
