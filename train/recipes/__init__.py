@@ -5,40 +5,15 @@ single values of it. A `variant` changes values of another recipe. Its docstring
 hardware, tokens, and the memory of a rank as the planner estimates it (`--dry-run`).
 """
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from megadit.models.shared.errors import choose_one
 from megadit.train.config.schema import RunConfig
-from megadit.train.recipes import (
-    clip,
-    digits,
-    experts,
-    images,
-    moviegen,
-    moviegen_stages,
-    performance,
-    pretrain,
-    shapes,
-    st_dit,
-    vit,
-    wan,
-)  # they register themselves
 from megadit.train.recipes.registry import RECIPES
 
-__all__ = [
-    "RECIPES",
-    "clip",
-    "digits",
-    "experts",
-    "images",
-    "load_recipe",
-    "moviegen",
-    "moviegen_stages",
-    "performance",
-    "pretrain",
-    "shapes",
-    "st_dit",
-    "vit",
-    "wan",
-]
+for _file in iter_modules(__path__):  # they register themselves
+    import_module(f"{__name__}.{_file.name}")
 
 
 def load_recipe(name: str) -> RunConfig:
