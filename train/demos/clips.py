@@ -49,7 +49,22 @@ def make_clips(
 
 def read_clips(path: Path) -> Tensor:
     """BCTHW in [-1, 1]."""
-    return load_file(path)["video_BCTHW"].float() / 127.5 - 1
+    return as_float(load_file(path)["video_BCTHW"])
+
+
+def as_float(video: Tensor) -> Tensor:
+    """Video in [-1, 1] of uint8, of any shape."""
+    return video.float() / 127.5 - 1
+
+
+def as_uint8(video: Tensor) -> Tensor:
+    """uint8 of video in [-1, 1], of any shape."""
+    return ((video.clamp(-1, 1) + 1) * 127.5).round().byte()
+
+
+def pixels(video_BCTHW: Tensor) -> np.ndarray:
+    """uint8 BTHWC of video in [-1, 1]."""
+    return as_uint8(video_BCTHW).permute(0, 2, 3, 4, 1).contiguous().numpy()
 
 
 def write_clips(folder: Path, clips_BCTHW: Tensor, captions: Sequence[str], *, fps: float, zoom: int) -> None:

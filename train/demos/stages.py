@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import yaml
 
 from megadit.models.shared.cli.command import run_module
-from megadit.models.shared.cli.options import read_options
 from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.errors import UserError
@@ -70,6 +69,12 @@ class FollowingDemo(TrainingDemo):
     """Score every `stride`-th of the demo's 432 combinations."""
     seed: int = 1234
 
+    @property
+    def training_overrides(self) -> list[str]:
+        """What a run that starts from the base model changes in its recipe."""
+        steps = [] if self.steps is None else [f"train.train_iters={self.steps}"]
+        return [f"checkpoint.init_from={self.base}", f"train.seed={self.seed}", *steps]
+
 
 Following = TypeVar("Following", bound=FollowingDemo)
 
@@ -84,14 +89,14 @@ class FollowingOptions:
     seed: int = setting(1234, "seed of training ({default})", low=0)
 
 
-def following_demo(kind: type[Following], argv: list[str], *, name: str, description: str) -> Following:
-    """The demo that a command line of `megadit NAME` asks for.
+def following_demo(kind: type[Following], options: FollowingOptions, name: str, **more: Any) -> Following:
+    """The demo that the options of `megadit NAME` ask for, with `more` fields of its own.
 
     Raises:
         UserError: where the model that it starts from is not there.
     """
-    options = read_options(FollowingOptions, argv, prog=f"megadit {name}", description=description)
-    check_base(options.bundle)
+    if not options.bundle.is_dir():
+        raise UserError(f"there is no bundle {options.bundle}; run `megadit demo` first, or name one with --bundle")
     return kind(
         out=options.out or Path("runs") / name,
         base=options.bundle,
@@ -99,6 +104,7 @@ def following_demo(kind: type[Following], argv: list[str], *, name: str, descrip
         steps=options.steps,
         stride=options.stride,
         seed=options.seed,
+        **more,
     )
 
 
@@ -213,12 +219,6 @@ def write_blend(path: Path, parts: Sequence[Path], validation: Path) -> None:
     blend = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
     with atomic_path(path) as temporary:
         temporary.write_text(yaml.safe_dump(blend, sort_keys=False))
-
-
-def check_base(bundle: Path) -> None:
-    """Raises UserError where the model that a demo starts from is not there."""
-    if not bundle.is_dir():
-        raise UserError(f"there is no bundle {bundle}; run `megadit demo` first, or name one with --bundle")
 
 
 def summary_of_seconds(seconds: dict[str, float]) -> str:

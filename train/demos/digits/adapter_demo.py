@@ -18,15 +18,23 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.command import run_module
 from megadit.models.shared.cli.options import command
-from megadit.models.shared.cli.setting import setting
-from megadit.models.shared.cores import ranks_that_gain
+from megadit.models.shared.cli.setting import group, setting
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import Progress
-from megadit.train.demos import contact_sheets as contact_sheets
+from megadit.train.demos import contact_sheets
+from megadit.train.demos.clips import as_float
 from megadit.train.demos.contact_sheets import spread
 from megadit.train.demos.digits import classifier, score, subject
 from megadit.train.demos.digits.data import Attributes, random_attributes, random_captions
-from megadit.train.demos.stages import Stage, check_base, run_stages, summary_of_seconds, write_blend
+from megadit.train.demos.stages import (
+    FollowingDemo,
+    FollowingOptions,
+    Stage,
+    following_demo,
+    run_stages,
+    summary_of_seconds,
+    write_blend,
+)
 
 NUM_PRIOR = 256
 CLASS_STRIDE = 3
@@ -41,15 +49,10 @@ MODELS = ("before", *ADAPTERS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterDemo:
+class AdapterDemo(FollowingDemo):
     """The folder of this demo, the model it starts from, and what the subject is called."""
 
-    out: Path
-    bundle: Path
     word: str = "zog"
-    num_ranks: int = 2
-    steps: int = 200
-    seed: int = 1234
 
     @property
     def subject(self) -> Path:
@@ -80,7 +83,7 @@ class AdapterDemo:
 
 
 def _subject(demo: AdapterDemo) -> None:
-    subject.write_subject(demo.subject, Bundle.open(demo.bundle), demo.word)
+    subject.write_subject(demo.subject, Bundle.open(demo.base), demo.word)
 
 
 def _prior(demo: AdapterDemo) -> None:
@@ -91,7 +94,7 @@ def _prior(demo: AdapterDemo) -> None:
         temporary.write_text("\n".join(random_captions(attributes, "train", generator)))
     # guidance would make clips brighter than those that the model was trained on
     arguments = ["--prompt_file", str(prompts), "--count", str(NUM_PRIOR), "--guidance", "1"]
-    run_module("megadit.train.data.prepare.command", "prior", str(demo.bundle), str(demo.prior), *arguments)
+    run_module("megadit.train.data.prepare.command", "prior", str(demo.base), str(demo.prior), *arguments)
 
 
 def _train(demo: AdapterDemo, name: str) -> None:
@@ -101,10 +104,8 @@ def _train(demo: AdapterDemo, name: str) -> None:
         "megadit.train",
         *("--recipe", "digits_dreambooth", "--nproc", str(demo.num_ranks)),
         f"data.path={data}",
-        f"checkpoint.init_from={demo.bundle}",
         f"train.output_dir={run}",
-        f"train.train_iters={demo.steps}",
-        f"train.seed={demo.seed}",
+        *demo.training_overrides,
     )
     run_module("megadit.train.checkpoints.to_bundle", str(run), str(demo.adapter(name)))
 
@@ -118,7 +119,7 @@ def _blend(demo: AdapterDemo) -> Path:
 
 def _generate(demo: AdapterDemo) -> None:
     """The subject's and the class's clips of every model, uint8 BCTHW."""
-    pipeline = TextToVideo.from_pretrained(demo.bundle, device="cpu")
+    pipeline = TextToVideo.from_pretrained(demo.base, device="cpu")
     words = [subject.caption(each, demo.word) for each in demo.subject_attributes]
     captions = score.heldout_captions(demo.class_attributes)
     runs = [(f"subject_{name}", words, guidance) for name, guidance in GUIDANCE.items()]
@@ -138,14 +139,14 @@ def _generate(demo: AdapterDemo) -> None:
 
 
 def _score(demo: AdapterDemo) -> None:
-    tokenizer = Bundle.open(demo.bundle).load_tokenizer()
+    tokenizer = Bundle.open(demo.base).load_tokenizer()
     round_trip = classifier.round_trip(tokenizer)
     reader = classifier.load_or_train_reader(demo.out / classifier.FILE, round_trip, tokenizer.fingerprint())
     knows_subject = subject.train_subject_reader(round_trip)
     result: dict[str, Any] = {"word": demo.word, "guidance": GUIDANCE}
     num_shown = SUBJECT_CLIPS * subject.NUM_CLIPS
     for model in MODELS:
-        clips = {name: video.float() / 127.5 - 1 for name, video in load_file(demo.clips(model)).items()}
+        clips = {name: as_float(video) for name, video in load_file(demo.clips(model)).items()}
         result[model] = {"class": score.score(reader, clips["class"], demo.class_attributes)}
         for part, chosen in (("shown", slice(num_shown)), ("unseen", slice(num_shown, None))):
             attributes = demo.subject_attributes[chosen]
@@ -166,7 +167,7 @@ def _draw(demo: AdapterDemo) -> None:
     for name, prompts, count in (("subject_right", words, 5), ("class", captions, 4)):
         for place in spread(range(len(prompts)), count):
             for model in MODELS:
-                rows.append((prompts[place], model, clips[model][name][place].float() / 127.5 - 1))
+                rows.append((prompts[place], model, as_float(clips[model][name][place])))
     before, kept, lost = (result[model]["class"]["all"] for model in MODELS)
     title = (
         f'ten clips of a "{demo.word}": {result["with prior"]["unseen"]["right"]:.0%} right in colours and directions '
@@ -213,12 +214,8 @@ STAGES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterDemoOptions:
-    out: Path = setting(Path("runs/demo-adapter"), "folder for everything ({default})")
-    bundle: Path = setting(Path("runs/demo/bundle"), "bundle that the adapters are trained on ({default})")
+    following: FollowingOptions = group(FollowingOptions, only=("out", "bundle", "ranks", "steps", "seed"))
     word: str = setting("zog", "name of the subject ({default})")
-    ranks: int | None = setting(None, "training processes (default: one a core, two at most)", low=1)
-    steps: int = setting(200, "training steps ({default})", low=1)
-    seed: int = setting(1234, "seed of training ({default})", low=0)
 
 
 @command(
@@ -226,24 +223,15 @@ class AdapterDemoOptions:
     prog="megadit demo-adapter",
     description="Teaches the demo's model a made-up shape from ten clips, by an adapter.",
 )
-def main(options: AdapterDemoOptions) -> int:
+def main(options: AdapterDemoOptions) -> None:
     """Runs `megadit demo-adapter`; returns its exit code."""
-    check_base(options.bundle)
-    demo = AdapterDemo(
-        out=options.out,
-        bundle=options.bundle,
-        word=options.word,
-        num_ranks=options.ranks or ranks_that_gain(),
-        steps=options.steps,
-        seed=options.seed,
-    )
+    demo = following_demo(AdapterDemo, options.following, "demo-adapter", word=options.word)
     seconds = run_stages(demo, STAGES)
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'before_and_after.png'}.")
     prompt = f"a red {demo.word} moving left"
     adapter = demo.adapter("with prior")
-    print(f'Make your own: megadit generate --checkpoint_path {demo.bundle} --adapter {adapter} --prompt "{prompt}"')
-    return 0
+    print(f'Make your own: megadit generate --checkpoint_path {demo.base} --adapter {adapter} --prompt "{prompt}"')
 
 
 def summary_table(result: dict[str, Any]) -> str:

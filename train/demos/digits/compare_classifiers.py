@@ -18,6 +18,7 @@ from megadit.infer.evaluate.videos import Clip
 from megadit.infer.pipeline.checkpoints import open_any_bundle
 from megadit.models.shared.cli.options import command
 from megadit.models.shared.cli.setting import setting
+from megadit.train.demos.clips import as_float, as_uint8
 from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import DIGITS, FPS, Attributes
 from megadit.train.demos.digits.samples import DIGITS as DRAWN
@@ -46,7 +47,7 @@ def by_reader(reader: classifier.DigitReader) -> Right:
     """Digit and colour by the majority of frames."""
 
     def right(video_BTHWC: Tensor, attributes: Sequence[Attributes]) -> dict[str, Tensor]:
-        verdicts = classifier.classify(reader, video_BTHWC.permute(0, 4, 1, 2, 3).float() / 127.5 - 1)
+        verdicts = classifier.classify(reader, as_float(video_BTHWC.permute(0, 4, 1, 2, 3)))
         found = score.frames_and_clips_right(verdicts, attributes)
         most = {name: found[name].float().mean(1) > 0.5 for name in ("digit", "colour")}
         return most | {"direction": found["direction"]}
@@ -99,7 +100,7 @@ def main(options: CompareOptions) -> None:
     attributes = [each for some in score.scored_attributes() for each in some]
     drawn_BCTHW = score.real_clips(attributes)
     for name, video_BCTHW in {"as drawn": drawn_BCTHW, "round trip": round_trip(drawn_BCTHW)}.items():
-        video_BTHWC = ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1).contiguous()
+        video_BTHWC = as_uint8(video_BCTHW).permute(0, 2, 3, 4, 1).contiguous()
         for of, right in classifiers.items():
             found = shares(right, video_BTHWC, attributes)
             rows = ", ".join(f"{part} {share:.1%}" for part, share in found.items())

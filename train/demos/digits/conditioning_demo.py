@@ -12,17 +12,17 @@ from torch import Tensor
 from megadit.infer.conditioning.items import ConditioningItem, Media
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.bundle import Bundle
-from megadit.models.shared.cli.command import entry_point
+from megadit.models.shared.cli.options import command
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.progress import Progress
-from megadit.train.demos import contact_sheets as contact_sheets
-from megadit.train.demos.digits import classifier, score
-from megadit.train.demos.digits import conditioning_data as given_data
-from megadit.train.demos.digits import conditioning_score as given_score
-from megadit.train.demos.digits.conditioning_score import generate, neutral_captions, pixels, video_of
+from megadit.train.demos import contact_sheets
+from megadit.train.demos.clips import pixels
+from megadit.train.demos.digits import classifier, conditioning_data, conditioning_score, score
+from megadit.train.demos.digits.conditioning_score import generate, neutral_captions, video_of
 from megadit.train.demos.digits.data import Attributes
 from megadit.train.demos.stages import (
     FollowingDemo,
+    FollowingOptions,
     Stage,
     following_demo,
     run_stages,
@@ -47,12 +47,7 @@ class ConditioningDemo(FollowingDemo):
 
 
 def _prepare(demo: ConditioningDemo) -> None:
-    given_data.write_conditioning(demo.dataset, Bundle.open(demo.base))
-
-
-def _settings(demo: ConditioningDemo) -> list[str]:
-    steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
-    return [f"checkpoint.init_from={demo.base}", f"train.seed={demo.seed}", *steps]
+    conditioning_data.write_conditioning(demo.dataset, Bundle.open(demo.base))
 
 
 def _score(demo: ConditioningDemo) -> None:
@@ -61,21 +56,21 @@ def _score(demo: ConditioningDemo) -> None:
     base, clips = TextToVideo.from_pretrained(demo.base, device="cpu"), score.real_clips(demo.attributes)
     reader = classifier.load_reader(classifier.classifier_file(demo.base, demo.out, pipeline.tokenizer))
     measures = {
-        "first_frame": lambda: given_score.first_frame(pipeline, reader, attributes, clips),
-        "first_frame_overwritten": lambda: given_score.first_frame(base, reader, attributes, clips),
-        "first_frame_centred": lambda: given_score.first_frame(
-            pipeline, reader, attributes, given_score.centred_starts(attributes)
+        "first_frame": lambda: conditioning_score.first_frame(pipeline, reader, attributes, clips),
+        "first_frame_overwritten": lambda: conditioning_score.first_frame(base, reader, attributes, clips),
+        "first_frame_centred": lambda: conditioning_score.first_frame(
+            pipeline, reader, attributes, conditioning_score.centred_starts(attributes)
         ),
-        "last_frame": lambda: given_score.last_frame(pipeline, reader, attributes),
-        "continuation": lambda: given_score.continuation(pipeline, reader, attributes[::2]),
-        "continuation_by_windows_alone": lambda: given_score.continuation(
+        "last_frame": lambda: conditioning_score.last_frame(pipeline, reader, attributes),
+        "continuation": lambda: conditioning_score.continuation(pipeline, reader, attributes[::2]),
+        "continuation_by_windows_alone": lambda: conditioning_score.continuation(
             pipeline, reader, attributes[::2], keep_first=False
         ),
-        "inpainting": lambda: given_score.inpainting(pipeline, reader, attributes),
-        "edits": lambda: given_score.edits(pipeline, reader, attributes),
-        "edit_scales": lambda: given_score.edit_scales(pipeline, reader, attributes[::2], GRID_SCALES),
-        "text": lambda: given_score.text_to_video(pipeline, reader, attributes, base.defaults.guidance),
-        "text_before": lambda: given_score.text_to_video(base, reader, attributes, base.defaults.guidance),
+        "inpainting": lambda: conditioning_score.inpainting(pipeline, reader, attributes),
+        "edits": lambda: conditioning_score.edits(pipeline, reader, attributes),
+        "edit_scales": lambda: conditioning_score.edit_scales(pipeline, reader, attributes[::2], GRID_SCALES),
+        "text": lambda: conditioning_score.text_to_video(pipeline, reader, attributes, base.defaults.guidance),
+        "text_before": lambda: conditioning_score.text_to_video(base, reader, attributes, base.defaults.guidance),
     }
     result = {"num_clips": len(attributes)}
     with Progress(len(measures), "measuring") as bar:
@@ -103,9 +98,9 @@ def _draw(demo: ConditioningDemo) -> None:
 def _rows(pipeline: TextToVideo, attributes: Attributes, seed: int) -> list[contact_sheets.SheetRow]:
     (clip,) = pixels(score.real_clips([attributes], seed))
     (caption,) = neutral_captions([attributes], seed)
-    after, (instruction,), source = given_score.draw_edits([attributes], seed)
+    after, (instruction,), source = conditioning_score.draw_edits([attributes], seed)
     mask = np.zeros((1, *clip.shape[1:3]), dtype=bool)
-    mask[:, :, given_score.MIDDLE :] = True
+    mask[:, :, conditioning_score.MIDDLE :] = True
     hidden = np.where(mask[..., None], np.uint8(60), clip)
     still = np.zeros_like(clip)
     cases: list[tuple[str, str, Media, np.ndarray]] = [
@@ -141,7 +136,7 @@ def _only(clip: np.ndarray, still: np.ndarray, shown: slice) -> np.ndarray:
 
 def _draw_scales(demo: ConditioningDemo, pipeline: TextToVideo) -> None:
     """One edit at every pair of scales: text from left to right, the clip from top to bottom."""
-    _, (instruction,), source = given_score.draw_edits([demo.attributes[len(demo.attributes) // 3]])
+    _, (instruction,), source = conditioning_score.draw_edits([demo.attributes[len(demo.attributes) // 3]])
     rows = [
         contact_sheets.SheetRow(
             caption=instruction,
@@ -158,12 +153,12 @@ def _draw_scales(demo: ConditioningDemo, pipeline: TextToVideo) -> None:
 
 def _edited(pipeline: TextToVideo, instruction: str, source: Tensor, by_text: float, by_clip: float) -> Tensor:
     scales = {"guidance": by_text, "image_guidance": by_clip}
-    return given_score.make_edits(pipeline, [instruction], source, **scales)[0]
+    return conditioning_score.make_edits(pipeline, [instruction], source, **scales)[0]
 
 
 STAGES = (
     Stage("prepare", "draw clips with frames to give, and clips to edit", _prepare, lambda demo: [demo.dataset]),
-    *training_stages("digits_conditioned", "from the demo's model", _settings),
+    *training_stages("digits_conditioned", "from the demo's model", lambda demo: demo.training_overrides),
     Stage("score", "give it frames, clips, masks and instructions", _score, lambda demo: [demo.out / "score.json"]),
     Stage(
         "figures",
@@ -177,11 +172,14 @@ STAGES = (
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-@entry_point
-def main(argv: list[str]) -> int:
+@command(
+    FollowingOptions,
+    prog="megadit demo-conditioning",
+    description="Teaches the demo's model to take first and last frames, clips, masks and instructions.",
+)
+def main(options: FollowingOptions) -> None:
     """Runs `megadit demo-conditioning`; returns its exit code."""
-    description = "Teaches the demo's model to take first and last frames, clips, masks and instructions."
-    demo = following_demo(ConditioningDemo, argv, name="demo-conditioning", description=description)
+    demo = following_demo(ConditioningDemo, options, "demo-conditioning")
     seconds = run_stages(demo, STAGES)
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'given.png'} and {demo.out / 'edit_scales.png'}.")
@@ -189,7 +187,6 @@ def main(argv: list[str]) -> int:
         f"Make your own: megadit generate --checkpoint_path {demo.bundle} --image first.png "
         '--prompt "a digit moving left" --guidance 2'
     )
-    return 0
 
 
 def summary_table(result: dict[str, Any]) -> str:

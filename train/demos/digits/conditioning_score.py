@@ -14,6 +14,7 @@ from torch import Tensor
 from megadit.infer.conditioning.items import ConditioningItem, Media
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.windows import stream_windows
+from megadit.train.demos.clips import as_float, pixels
 from megadit.train.demos.digits import data as digits
 from megadit.train.demos.digits.classifier import DigitReader, Verdicts, centres_of_mass, classify, strokes
 from megadit.train.demos.digits.conditioning_data import INSTRUCTIONS, change, draw_edit_pairs, neutral_caption
@@ -28,11 +29,6 @@ LONG, BACK = 65, {"left": "right", "right": "left", "up": "down", "down": "up"}
 MIDDLE = digits.FRAME_SIZE // 2
 
 
-def pixels(video_BCTHW: Tensor) -> np.ndarray:
-    """uint8 BTHWC of video in [-1, 1]."""
-    return ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1).numpy()
-
-
 def generate(pipeline: TextToVideo, prompts: Sequence[str], conditioning: Sequence[Media], **settings) -> Tensor:
     """Clips, BCTHW in [-1, 1], of the seeds 0, 1, ..."""
     settings = {"guidance": GUIDANCE} | settings
@@ -43,7 +39,7 @@ def generate(pipeline: TextToVideo, prompts: Sequence[str], conditioning: Sequen
 
 def video_of(videos: Sequence[np.ndarray]) -> Tensor:
     """BCTHW in [-1, 1] of uint8 THWC."""
-    return torch.from_numpy(np.stack(videos)).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+    return as_float(torch.from_numpy(np.stack(videos)).permute(0, 4, 1, 2, 3))
 
 
 def centred_starts(attributes: Sequence[Attributes], seed: int = 0) -> Tensor:

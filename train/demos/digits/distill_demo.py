@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megadit.infer.evaluate.extractors import open_extractors
@@ -23,15 +23,22 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.sampling.resolve import num_function_evaluations, resolve_settings
 from megadit.models.bundle import Bundle
 from megadit.models.diffusion.settings import SamplingSettings
-from megadit.models.shared.cli.command import entry_point, run_module
-from megadit.models.shared.files import atomic_path, read_json, write_json
-from megadit.models.shared.progress import Progress
-from megadit.train.demos import contact_sheets as contact_sheets
+from megadit.models.shared.cli.command import run_module
+from megadit.models.shared.cli.options import command
+from megadit.models.shared.files import read_json, write_json
+from megadit.train.demos import contact_sheets
+from megadit.train.demos.clips import as_float, as_uint8, make_clips, read_clips
 from megadit.train.demos.digits import classifier as classifier_file
-from megadit.train.demos.digits import conditioning_score as given_score
-from megadit.train.demos.digits import score
+from megadit.train.demos.digits import conditioning_score, score
 from megadit.train.demos.digits.data import Attributes
-from megadit.train.demos.stages import FollowingDemo, Stage, following_demo, run_stages, summary_of_seconds
+from megadit.train.demos.stages import (
+    FollowingDemo,
+    FollowingOptions,
+    Stage,
+    following_demo,
+    run_stages,
+    summary_of_seconds,
+)
 from megadit.train.distill.check import spread, spread_within
 
 TEACHER = "teacher"
@@ -133,21 +140,15 @@ def _generate(demo: DistillDemo) -> None:
     """Every scored clip by every model, then a second one of some captions; uint8 BCTHW."""
     captions = score.heldout_captions(demo.seen + demo.unseen)
     prompts = [*captions, *captions[: len(demo.seen) : TWICE]]
-    with Progress(len(demo.models) * len(prompts), "generating clips") as bar:
-        for name, bundle in demo.models.items():
-            pipeline, clips = TextToVideo.from_pretrained(bundle, device="cpu"), []
-            for video in pipeline.stream(prompts, demo.settings(name), seeds=list(range(len(prompts))), batch_size=48):
-                clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
-                bar.advance()
-            with atomic_path(demo.clips(name)) as temporary:
-                save_file({"video_BCTHW": torch.stack(clips).contiguous()}, temporary)
+    for name, bundle in demo.models.items():
+        make_clips(demo.clips(name), bundle, prompts, **demo.settings(name).to_dict())
 
 
 def _score(demo: DistillDemo) -> None:
     extractors = open_extractors(demo.classifier_file, torch.device("cpu"))
     reader, seer = extractors[0].reader, next(each for each in extractors if each.sees == "clips")
     round_trip = classifier_file.round_trip(Bundle.open(demo.base).load_tokenizer())
-    real = _features(seer, _as_uint8(round_trip(score.real_clips(demo.seen))))
+    real = _features(seer, as_uint8(round_trip(score.real_clips(demo.seen))))
     found, count, digit_N = {}, len(demo.seen), torch.tensor([each.digit for each in demo.seen])
     of_real = spread_within(real[:, None], digit_N)
     for name, bundle in demo.models.items():
@@ -156,8 +157,8 @@ def _score(demo: DistillDemo) -> None:
         made, again = _features(seer, first), _features(seer, second)
         found[name] = {
             "function_evaluations": num_function_evaluations(demo.settings(name), Bundle.open(bundle).config),
-            "seen": score.score(reader, _as_float(first), demo.seen),
-            "unseen": score.score(reader, _as_float(unseen), demo.unseen),
+            "seen": score.score(reader, as_float(first), demo.seen),
+            "unseen": score.score(reader, as_float(unseen), demo.unseen),
             "distance": frechet(moments(made[:, None]), moments(real[:, None])),
             "spread": spread(torch.cat([made[::TWICE], again])[:, None]),
             "spread_of_a_digit": spread_within(made[:, None], digit_N) / of_real if of_real else None,
@@ -172,7 +173,9 @@ def _first_frame_scores(demo: DistillDemo, name: str, reader: classifier_file.Di
         return {}
     pipeline, settings = TextToVideo.from_pretrained(demo.models[name], device="cpu"), demo.settings(name).to_dict()
     return {
-        "first_frame": given_score.first_frame(pipeline, reader, demo.seen, score.real_clips(demo.seen), **settings)
+        "first_frame": conditioning_score.first_frame(
+            pipeline, reader, demo.seen, score.real_clips(demo.seen), **settings
+        )
     }
 
 
@@ -181,20 +184,12 @@ def _features(seer: Any, video_BCTHW: Tensor) -> Tensor:
     return torch.cat([seer(part.permute(0, 2, 3, 4, 1)) for part in video_BCTHW.split(64)])
 
 
-def _as_uint8(video_BCTHW: Tensor) -> Tensor:
-    return ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte()
-
-
-def _as_float(video_BCTHW: Tensor) -> Tensor:
-    return video_BCTHW.float() / 127.5 - 1
-
-
 def _draw(demo: DistillDemo) -> None:
     """Draw clips of the same prompts and noise, a column for each model."""
     found, chosen = read_json(demo.out / "score.json"), contact_sheets.spread(range(len(demo.seen)), SHOWN)
     captions, rows = score.heldout_captions(demo.seen), []
     for name in demo.models:
-        video_BCTHW = _as_float(load_file(demo.clips(name))["video_BCTHW"])
+        video_BCTHW = read_clips(demo.clips(name))
         count = found[name]["function_evaluations"]
         note = f"{count} evaluation{'s' * (count > 1)}"
         rows += [
@@ -227,11 +222,14 @@ SCORED: Sequence[Stage[DistillDemo]] = (
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-@entry_point
-def main(argv: list[str]) -> int:
+@command(
+    FollowingOptions,
+    prog="megadit demo-distill",
+    description="Trains students of the demo's model that sample in four, two, or one step.",
+)
+def main(options: FollowingOptions) -> None:
     """Runs `megadit demo-distill`; returns its exit code."""
-    description = "Trains students of the demo's model that sample in four, two, or one step."
-    demo = following_demo(DistillDemo, argv, name="demo-distill", description=description)
+    demo = following_demo(DistillDemo, options, "demo-distill")
     seconds = run_stages(demo, [*(STUDENTS[calls] for calls in demo.calls), *SCORED])
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'distilled.png'}.")
@@ -239,7 +237,6 @@ def main(argv: list[str]) -> int:
         f"Make your own: megadit generate --checkpoint_path {demo.student(4) / 'bundle'} "
         '--prompt "a red seven moving left"'
     )
-    return 0
 
 
 def summary_table(found: dict[str, Any]) -> str:

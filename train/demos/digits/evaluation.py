@@ -22,6 +22,7 @@ from megadit.infer.evaluate.window import Window
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.infer.sampling.resolve import resolve_settings
 from megadit.models.bundle import Bundle
+from megadit.train.demos.clips import as_uint8
 from megadit.train.demos.digits import score
 from megadit.train.demos.digits.classifier import round_trip
 from megadit.train.demos.digits.data import FPS, FRAME_SIZE, NUM_FRAMES, Attributes
@@ -34,7 +35,7 @@ ALL_GUIDANCES = (1.0, 2.0, 8.0)
 def clip_set(label: str, video_BCTHW: Tensor, captions: Sequence[str]) -> VideoSet:
     """Clips in memory, BCTHW in [-1, 1] (or uint8), as a set that is evaluated."""
     if video_BCTHW.dtype != torch.uint8:
-        video_BCTHW = ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte()
+        video_BCTHW = as_uint8(video_BCTHW)
     return videos_in_memory(label, video_BCTHW.permute(0, 2, 3, 4, 1).contiguous().numpy(), captions, FPS)
 
 

@@ -22,6 +22,7 @@ from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
 from megadit.models.shared.progress import Progress
+from megadit.train.demos.clips import as_float
 from megadit.train.demos.digits import classifier, score
 from megadit.train.demos.digits.data import COLOURS, Attributes
 from megadit.train.monitoring.curves import BACKGROUND, FAINT, GRID, TEXT
@@ -49,7 +50,7 @@ class Bench:
         """BCTHW in [-1, 1], one clip of each caption."""
         results = self.pipeline(captions, seeds=list(range(len(captions))), **settings)
         videos = torch.stack([torch.from_numpy(result.video) for result in results])
-        return videos.permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+        return as_float(videos.permute(0, 4, 1, 2, 3))
 
     def share_right(self, **settings: Any) -> dict[str, float]:
         """Shares of frames and clips that show what their caption says; `score.score`."""

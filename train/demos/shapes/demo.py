@@ -24,8 +24,8 @@ from megadit.models.shared.cli.setting import setting
 from megadit.models.shared.cores import ranks_that_gain
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.train.data.prepare.drawn import prepare_drawn
-from megadit.train.demos import contact_sheets as contact_sheets
-from megadit.train.demos.clips import make_clips, read_clips, wall, watchable, write_clips
+from megadit.train.demos import contact_sheets
+from megadit.train.demos.clips import make_clips, pixels, read_clips, wall, watchable, write_clips
 from megadit.train.demos.digits.classifier import round_trip
 from megadit.train.demos.shapes import edits, score, subject
 from megadit.train.demos.shapes.classifier import classify
@@ -123,7 +123,7 @@ def _generate(demo: ShapesDemo) -> None:
 def _continue(demo: ShapesDemo) -> None:
     """Generate clips from first frames of real ones, and captions that name neither things nor colours."""
     scenes = _all(demo.scenes)
-    frames = _pixels(real_clips(scenes)[:, :, :1])
+    frames = pixels(real_clips(scenes)[:, :, :1])
     conditioning = [ConditioningItem(frames=frame, kind="first_frame") for frame in frames]
     make_clips(demo.clips("first_frame"), demo.bundle, neutral_captions(scenes), conditioning)
 
@@ -131,7 +131,7 @@ def _continue(demo: ShapesDemo) -> None:
 def _edit(demo: ShapesDemo) -> None:
     """Edit real clips by other captions (video-to-video)."""
     before, after = zip(*_all(demo.edited), strict=True)
-    conditioning = [ConditioningItem(frames=clip, strength=edits.STRENGTH) for clip in _pixels(real_clips(before))]
+    conditioning = [ConditioningItem(frames=clip, strength=edits.STRENGTH) for clip in pixels(real_clips(before))]
     levels = {"sigmas": edits.SIGMAS, "num_steps": len(edits.SIGMAS)}
     captions = [edits.full_caption(scene) for scene in after]
     make_clips(demo.clips("edited"), demo.bundle, captions, conditioning, **levels)
@@ -277,11 +277,6 @@ def _row(scene: Scene, caption: str, video_CTHW: Tensor) -> contact_sheets.Sheet
         is_right=wrong or {"as told": True},
         note="unseen" if scene.is_unseen else "",
     )
-
-
-def _pixels(video_BCTHW: Tensor):
-    """uint8 BTHWC of video in [-1, 1]."""
-    return ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1).numpy()
 
 
 # --- the command --------------------------------------------------------------------------------------------------

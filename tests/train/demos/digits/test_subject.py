@@ -50,7 +50,7 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--word", "vex", "--ranks", "1", "--steps", "7"]
     assert adapter_demo.main([*options, "--seed", "5"]) == 2
     assert asked == [
-        adapter_demo.AdapterDemo(out=Path("elsewhere"), bundle=tmp_path, word="vex", num_ranks=1, steps=7, seed=5)
+        adapter_demo.AdapterDemo(out=Path("elsewhere"), base=tmp_path, word="vex", num_ranks=1, steps=7, seed=5)
     ]
 
 
