@@ -71,7 +71,7 @@ class FollowingDemo(TrainingDemo):
 
     @property
     def training_overrides(self) -> list[str]:
-        """What a run that starts from the base model changes in its recipe."""
+        """Overrides of a recipe for a run that starts from the base model."""
         steps = [] if self.steps is None else [f"train.train_iters={self.steps}"]
         return [f"checkpoint.init_from={self.base}", f"train.seed={self.seed}", *steps]
 

@@ -254,6 +254,11 @@ def finding_from_json(values: dict[str, Any]) -> Finding:
     return Finding(**{**values, "clips": clips, "skips": tuple(map(skip_from_json, values["skips"]))})
 
 
+def _inside(name: str) -> property:
+    """Path of a file or folder in `prepare/`."""
+    return property(lambda notes: notes.folder / name)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notes:
     """The files under `prepare/` of a data set's folder."""
@@ -264,62 +269,27 @@ class Notes:
     def folder(self) -> Path:
         return self.root / NOTES
 
-    @property
-    def settings(self) -> Path:
-        return self.folder / "settings.json"
-
-    @property
-    def sources(self) -> Path:
-        return self.folder / "sources.jsonl"
-
-    @property
-    def fetched(self) -> Path:
-        """Images and videos from tables or downloads."""
-        return self.folder / "fetched"
-
-    @property
-    def skipped(self) -> Path:
-        """Sources dropped by the listing, before they were read."""
-        return self.folder / "skipped_sources.jsonl"
-
-    @property
-    def not_used(self) -> Path:
-        """Files in the folder, or named by a table, that are not sources."""
-        return self.folder / "not_used.jsonl"
-
-    @property
-    def previous(self) -> Path:
-        """Findings of sources that are unchanged by an update."""
-        return self.folder / "previous.jsonl"
-
-    @property
-    def remarks(self) -> Path:
-        """Changes made to used sources, such as cut captions."""
-        return self.folder / "remarks.jsonl"
-
-    @property
-    def captions(self) -> Path:
-        """Captions of the caption server."""
-        return self.folder / "captions.jsonl"
-
-    @property
-    def scores(self) -> Path:
-        """Scores of the scorer."""
-        return self.folder / "scores.jsonl"
-
-    @property
-    def channels(self) -> Path:
-        """PSNR in dB of fitted tokenizers with other numbers of channels."""
-        return self.folder / "channels.json"
-
-    @property
-    def left_out(self) -> Path:
-        """Pictures of a few left out sources for each reason."""
-        return self.folder / "left_out"
-
-    @property
-    def scans(self) -> Path:
-        return self.folder / "scan"
+    settings = _inside("settings.json")
+    sources = _inside("sources.jsonl")
+    fetched = _inside("fetched")
+    """Images and videos from tables or downloads."""
+    skipped = _inside("skipped_sources.jsonl")
+    """Sources dropped by the listing, before they were read."""
+    not_used = _inside("not_used.jsonl")
+    """Files in the folder, or named by a table, that are not sources."""
+    previous = _inside("previous.jsonl")
+    """Findings of sources that are unchanged by an update."""
+    remarks = _inside("remarks.jsonl")
+    """Changes made to used sources, such as cut captions."""
+    captions = _inside("captions.jsonl")
+    """Captions of the caption server."""
+    scores = _inside("scores.jsonl")
+    """Scores of the scorer."""
+    channels = _inside("channels.json")
+    """PSNR in dB of fitted tokenizers with other numbers of channels."""
+    left_out = _inside("left_out")
+    """Pictures of a few left out sources for each reason."""
+    scans = _inside("scan")
 
     def scan(self, unit: int) -> Path:
         return self.scans / f"{unit:06d}.jsonl"
@@ -328,15 +298,10 @@ class Notes:
         """The clips of a split, in the order of its shards."""
         return self.folder / f"{split}.jsonl"
 
-    @property
-    def skips(self) -> Path:
-        """Clips and sources left out of the data set, with reasons."""
-        return self.folder / "skips.jsonl"
-
-    @property
-    def selection(self) -> Path:
-        """Counts of the selection; its existence marks complete plans."""
-        return self.folder / "selection.json"
+    skips = _inside("skips.jsonl")
+    """Clips and sources left out of the data set, with reasons."""
+    selection = _inside("selection.json")
+    """Counts of the selection; its existence marks complete plans."""
 
     def begin(self, settings: Settings, request: dict[str, Any], *, is_alone: bool = True) -> None:
         """Record the request, or check that it equals the recorded one; remove leftovers of a killed process if
