@@ -15,20 +15,29 @@ DARKEST_WHITE = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Medium:
+class ConditioningFile:
     """Conditioning file of a request or a command; see `ConditioningItem`."""
 
     source: Any
     """A path, or the bytes of a file."""
-    kind: str
+    sha256: str = ""
+    """Checksum of a path's file, for records."""
+    kind: str = ""
     strength: float | None = None
     keep_frames: int | None = None
     frame: int | None = None
-    mask: Any = None
+    mask: Any = ""
     """Mask file: a path or bytes, like `source`."""
+    mask_sha256: str = ""
+
+    def load(self, read: Callable[[Any], np.ndarray]) -> ConditioningItem:
+        """Decode it; `read` turns a path or bytes into frames, uint8 THWC."""
+        settings = {name: getattr(self, name) for name in ("kind", "strength", "keep_frames", "frame")}
+        mask_THW = white_of(read(self.mask)) if self.mask else None
+        return ConditioningItem(frames=read(self.source), mask=mask_THW, **settings)
 
 
-def named_media(values: Mapping[str, Any], num_frames: int) -> list[Medium]:
+def named_media(values: Mapping[str, Any], num_frames: int) -> list[ConditioningFile]:
     """Return the conditioning files that the values of `ConditioningOptions` name for a video of `num_frames`.
 
     Raises:
@@ -38,10 +47,10 @@ def named_media(values: Mapping[str, Any], num_frames: int) -> list[Medium]:
     named = [(name, kind) for name, kind in KINDS.items() if values[name] and name != "keyframe"]
     keyframes = map(split_keyframe, values["keyframe"] or ())
     parts = [_medium(name, kind, values, num_frames) for name, kind in named]
-    return [*parts, *(Medium(source=source, kind="keyframe", frame=frame) for frame, source in keyframes)]
+    return [*parts, *(ConditioningFile(source=source, kind="keyframe", frame=frame) for frame, source in keyframes)]
 
 
-def _medium(name: str, kind: str, values: Mapping[str, Any], num_frames: int) -> Medium:
+def _medium(name: str, kind: str, values: Mapping[str, Any], num_frames: int) -> ConditioningFile:
     settings: dict[str, Any] = {}
     if kind == VIDEO_TO_VIDEO:
         settings["strength"] = DEFAULT_STRENGTH if values["strength"] is None else values["strength"]
@@ -50,7 +59,7 @@ def _medium(name: str, kind: str, values: Mapping[str, Any], num_frames: int) ->
         settings["keep_frames"] = max(1, num_frames // 2) if keep_frames is None else keep_frames
     if name == "video" and values["mask"]:
         kind, settings = "inpaint", {"mask": values["mask"]}
-    return Medium(source=values[name], kind=kind, **settings)
+    return ConditioningFile(source=values[name], kind=kind, **settings)
 
 
 def white_of(frames_THWC: np.ndarray) -> np.ndarray:
@@ -64,14 +73,4 @@ def decoded(values: Mapping[str, Any], num_frames: int, decode: Callable[[bytes]
     Raises:
         UserError: as `named_media`, and what `decode` raises.
     """
-    return tuple(
-        ConditioningItem(
-            frames=decode(part.source),
-            kind=part.kind,
-            strength=part.strength,
-            keep_frames=part.keep_frames,
-            frame=part.frame,
-            mask=None if part.mask is None else white_of(decode(part.mask)),
-        )
-        for part in named_media(values, num_frames)
-    )
+    return tuple(file.load(decode) for file in named_media(values, num_frames))

@@ -1,13 +1,13 @@
 """Conditioning files of a generation: read from options, written to a record, and read back from it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from megadit.infer.conditioning.items import VIDEO_TO_VIDEO, ConditioningItem
-from megadit.infer.conditioning.named import Medium, named_media, white_of
+from megadit.infer.conditioning.named import ConditioningFile, named_media
 from megadit.infer.generate.options import GenerateOptions
 from megadit.infer.media.video_io import read_video
 from megadit.models.diffusion.conditioning_settings import KINDS
@@ -20,31 +20,9 @@ OPTIONS = (*MEDIA, "keyframe", "mask", "strength", "keep_frames")
 """All options of conditioning files, and the keys of a .jsonl prompt file's lines."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConditioningFile:
-    """Conditioning file; see `ConditioningItem`."""
-
-    path: str
-    sha256: str
-    kind: str = ""
-    strength: float | None = None
-    keep_frames: int | None = None
-    frame: int | None = None
-    mask: str = ""
-    mask_sha256: str = ""
-
-    def load(self) -> ConditioningItem:
-        """Decode the file."""
-        frames, _ = read_video(self.path)
-        mask_THW = white_of(read_video(self.mask)[0]) if self.mask else None
-        return ConditioningItem(
-            frames=np.ascontiguousarray(frames),
-            kind=self.kind,
-            strength=self.strength,
-            keep_frames=self.keep_frames,
-            frame=self.frame,
-            mask=mask_THW,
-        )
+def load_file(file: ConditioningFile) -> ConditioningItem:
+    """Decode a file of a command."""
+    return file.load(lambda path: np.ascontiguousarray(read_video(path)[0]))
 
 
 def conditioning_files(
@@ -58,25 +36,16 @@ def conditioning_files(
     named = {name: getattr(options, name) for name in OPTIONS}
     has_own = any(name in line for name in (*MEDIA, "keyframe"))
     values = {**dict.fromkeys(OPTIONS), **line} if has_own else {**named, **line}
-    return tuple(map(_conditioning_file, named_media(values, num_frames)))
-
-
-def _conditioning_file(part: Medium) -> ConditioningFile:
-    return ConditioningFile(
-        path=part.source,
-        sha256=sha256_of(part.source),
-        kind=part.kind,
-        strength=part.strength,
-        keep_frames=part.keep_frames,
-        frame=part.frame,
-        mask=part.mask or "",
-        mask_sha256=sha256_of(part.mask) if part.mask else "",
+    return tuple(
+        replace(file, sha256=sha256_of(file.source), mask_sha256=sha256_of(file.mask) if file.mask else "")
+        for file in named_media(values, num_frames)
     )
 
 
 def as_record(files: Sequence[ConditioningFile]) -> list[dict[str, Any]]:
     """Return files in the form of a video's record."""
-    return [{name: value for name, value in asdict(file).items() if value not in (None, "")} for file in files]
+    rows = ({"path" if name == "source" else name: value for name, value in asdict(file).items()} for file in files)
+    return [{name: value for name, value in row.items() if value not in (None, "")} for row in rows]
 
 
 def options_of(recorded: Any) -> dict[str, Any]:
@@ -90,18 +59,21 @@ def options_of(recorded: Any) -> dict[str, Any]:
     kinds = ", ".join(values["kind"] for values in recorded if "path" not in values)
     if kinds:
         raise UserError(f"its {kinds} came from Python and is in no file; pass it as an option, such as --image FILE")
-    files = [ConditioningFile(**values) for values in recorded]
+    files = [
+        ConditioningFile(source=values["path"], **{name: values[name] for name in values.keys() - {"path"}})
+        for values in recorded
+    ]
     found: dict[str, Any] = {}
     names = {kind: name for name, kind in MEDIA.items()} | {"inpaint": "video"}
     for file in files:
-        for path, known in ((file.path, file.sha256), (file.mask, file.mask_sha256)):
+        for path, known in ((file.source, file.sha256), (file.mask, file.mask_sha256)):
             if path and sha256_of(path) != known:
                 raise UserError(f"{path}, one of its conditioning files, has changed")
         kind = file.kind or ("prefix" if file.strength is None else VIDEO_TO_VIDEO)
         if kind == "keyframe":
-            found["keyframe"] = (*found.get("keyframe", ()), f"{file.frame}:{file.path}")
+            found["keyframe"] = (*found.get("keyframe", ()), f"{file.frame}:{file.source}")
             continue
-        found[names[kind]] = file.path
+        found[names[kind]] = file.source
         settings = {"strength": file.strength, "keep_frames": file.keep_frames, "mask": file.mask or None}
         found |= {name: value for name, value in settings.items() if value is not None}
     return found

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megadit.infer.conditioning.items import ConditioningItem
+from megadit.infer.conditioning.named import ConditioningFile
 from megadit.infer.generate.conditioning_files import OPTIONS as GIVEN
-from megadit.infer.generate.conditioning_files import ConditioningFile, conditioning_files
+from megadit.infer.generate.conditioning_files import conditioning_files, load_file
 from megadit.infer.generate.options import GenerateOptions, check_path, refuse
 from megadit.infer.media.contact_sheet import grid_columns
 from megadit.infer.pipeline.adapters import ScaledAdapter, adapted_defaults, scaled_adapters
@@ -102,7 +103,7 @@ def adapters_of(texts: Sequence[str]) -> tuple[ScaledAdapter, ...]:
 
 def load_media(specs: Iterable[VideoSpec]) -> dict[ConditioningFile, ConditioningItem]:
     """Load the conditioning media of the videos, each file once."""
-    return {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.conditioning)}
+    return {file: load_file(file) for file in dict.fromkeys(file for spec in specs for file in spec.conditioning)}
 
 
 def _check_subject(prompts: list[str], subject: str) -> None:
