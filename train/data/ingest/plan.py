@@ -322,7 +322,6 @@ class Notes:
             write_json(path, values)
             return
         before = read_json(path)
-        before["settings"] = asdict(Settings()) | before.get("settings", {})  # begun by a version with fewer of them
         for name, saved, asked in differences(json.loads(json.dumps(before)), values):
             raise UserError(
                 f"{self.root} was begun with {name.removeprefix('settings.')}={saved}, and this command has "
