@@ -18,8 +18,7 @@ from megadit.infer.media.signing import SigningOptions
 from megadit.infer.pipeline.checkpoints import open_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, find_plan, plan_key
-from megadit.infer.runtimes.chosen_dtype import AUTO, print_dtype
-from megadit.infer.runtimes.options import Measure, RuntimeOptions
+from megadit.infer.runtimes.options import AUTO, Measure, RuntimeOptions, print_dtype
 from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle, update_manifest
 from megadit.models.diffusion.settings import SamplingSettings

@@ -24,7 +24,7 @@ from megadit.infer.evaluate.videos import open_videos, prompts_of
 from megadit.infer.evaluate.window import window_of
 from megadit.infer.generate.options import refuse
 from megadit.infer.pipeline.checkpoints import open_bundle
-from megadit.infer.runtimes.chosen_dtype import AUTO, print_dtype
+from megadit.infer.runtimes.options import AUTO, print_dtype
 from megadit.infer.runtimes.ranks import ALONE
 from megadit.infer.runtimes.torch import use_device
 from megadit.infer.sampling.resolve import num_function_evaluations, resolve_settings

@@ -28,8 +28,8 @@ from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.infer.pipeline.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.pipeline.step_cache import bundle_plans, find_plan
 from megadit.infer.pipeline.windows import later_conditioning, num_windows, stream_windows
-from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype, print_dtype
 from megadit.infer.runtimes.load import adapter_inputs, taken
+from megadit.infer.runtimes.options import AUTO, chosen_dtype, print_dtype
 from megadit.infer.runtimes.ranks import device_name, finish, is_first, start, world_size
 from megadit.infer.runtimes.torch import find_device, find_dtype, use_device
 from megadit.infer.sampling.resolve import far_from_training, latent_size, video_work

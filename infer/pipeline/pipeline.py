@@ -40,7 +40,6 @@ from megadit.infer.pipeline.one_batch import sample
 from megadit.infer.pipeline.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.pipeline.step_cache import CachePlan, bundle_plans, cached_calls
 from megadit.infer.pipeline.text_features import TextFeaturesCache
-from megadit.infer.runtimes.chosen_dtype import AUTO, chosen_dtype, warn_of_cost
 from megadit.infer.runtimes.distributed import DevicePlacement
 from megadit.infer.runtimes.experts import ExpertDenoiser
 from megadit.infer.runtimes.load import (
@@ -51,7 +50,7 @@ from megadit.infer.runtimes.load import (
     with_exported_networks,
     with_exported_text_network,
 )
-from megadit.infer.runtimes.options import RuntimeOptions
+from megadit.infer.runtimes.options import AUTO, RuntimeOptions, chosen_dtype, warn_of_cost
 from megadit.infer.runtimes.ranks import split_over_ranks
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.sampling.callbacks import DECODE, DENOISE, Around, StepCallback, StepProgress, nothing_around

@@ -17,8 +17,8 @@ from megadit.infer.hooks.scorer import Scorer
 from megadit.infer.media.reader import MediaReader
 from megadit.infer.media.signing import SigningOptions, load_marker
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.runtimes.chosen_dtype import print_dtype
 from megadit.infer.runtimes.distributed import DevicePlacement
+from megadit.infer.runtimes.options import print_dtype
 from megadit.infer.runtimes.torch import use_device
 from megadit.models.bundle import Bundle
 from megadit.models.shared.cli.setting import settings_of

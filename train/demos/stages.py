@@ -95,8 +95,7 @@ def following_demo(kind: type[Following], options: FollowingOptions, name: str, 
     Raises:
         UserError: where the model that it starts from is not there.
     """
-    if not options.bundle.is_dir():
-        raise UserError(f"there is no bundle {options.bundle}; run `megadit demo` first, or name one with --bundle")
+    check_base(options.bundle)
     return kind(
         out=options.out or Path("runs") / name,
         base=options.bundle,
@@ -219,6 +218,12 @@ def write_blend(path: Path, parts: Sequence[Path], validation: Path) -> None:
     blend = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
     with atomic_path(path) as temporary:
         temporary.write_text(yaml.safe_dump(blend, sort_keys=False))
+
+
+def check_base(bundle: Path) -> None:
+    """Raises UserError where the model that a demo starts from is not there."""
+    if not bundle.is_dir():
+        raise UserError(f"there is no bundle {bundle}; run `megadit demo` first, or name one with --bundle")
 
 
 def summary_of_seconds(seconds: dict[str, float]) -> str:

@@ -11,8 +11,8 @@ from megadit.infer.evaluate.generated import BundleMaker
 from megadit.infer.generate.command import main
 from megadit.infer.generate.outputs import read_record
 from megadit.infer.pipeline.pipeline import TextToVideo
-from megadit.infer.runtimes import chosen_dtype as chosen
-from megadit.infer.runtimes.chosen_dtype import chosen_dtype, print_dtype, stored_dtype
+from megadit.infer.runtimes import options as chosen
+from megadit.infer.runtimes.options import chosen_dtype, print_dtype, stored_dtype
 from megadit.models import machine
 from megadit.models.machine import auto_dtype
 from megadit.models.shared.errors import UserError
