@@ -83,6 +83,21 @@ def exported_able(once):
 
 
 @pytest.fixture(scope="session")
+def exported_pair(once):
+    """Two networks split by noise level, exported with room for adapters."""
+    from megadit.models.bundle import Bundle
+
+    from .bundles import write_pair_bundle, write_tiny_bundle
+
+    def write(folder: Path) -> None:
+        write_pair_bundle(write_tiny_bundle(folder / "tiny").path, folder / "pair")
+        room = {"adapter_rank": 4, "adapter_targets": TARGETS}
+        export_denoiser(folder / "pair", folder / "exported", profiles=("batch=1,1,2", "text=1,4,9"), **room)
+
+    return Bundle.open(once("pair", write) / "exported")
+
+
+@pytest.fixture(scope="session")
 def exported_clip(once):
     """Both towers of a random CLIP, of pictures of 32 x 32, for up to three at once."""
     return _exported_judge(once, "clip")

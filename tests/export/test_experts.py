@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.layers import changed_weight, weight_hashes
 from megadit.export.networks import build_network
 from megadit.export.quantize import calibrate
@@ -17,23 +16,6 @@ from megadit.models.bundle import Bundle, update_manifest
 from megadit.models.shared.errors import UserError
 from tests.bundles import write_pair_bundle
 from tests.infer.conftest import make_adapter
-
-TARGETS = ("blocks.*", "final_layer.*")
-SETTINGS = ExportSettings(profiles=("batch=1,1,2", "text=1,4,9"), adapter_rank=4, adapter_targets=TARGETS)
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_bundle, tmp_path_factory):
-    path = tmp_path_factory.mktemp("pair") / "bundle"
-    write_pair_bundle(tiny_bundle.path, path)
-    return Bundle.open(path)
-
-
-@pytest.fixture(scope="module")
-def exported_pair(pair, tmp_path_factory):
-    out = tmp_path_factory.mktemp("exported_pair") / "bundle"
-    export_bundle(pair.path, out, SETTINGS)
-    return Bundle.open(out, verify=True)
 
 
 def latents(bundle, runtime="torch", **settings):
@@ -94,7 +76,9 @@ def test_graphs_of_other_weights_are_refused(exported_pair, tmp_path):
             TextToVideo.from_pretrained(path, device="cpu", runtime="onnx")
 
 
-def test_ranges_of_8_bits_are_those_that_a_network_meets(pair):
+def test_ranges_of_8_bits_are_those_that_a_network_meets(tiny_bundle, tmp_path):
+    write_pair_bundle(tiny_bundle.path, tmp_path / "pair")
+    pair = Bundle.open(tmp_path / "pair")
     ranges = [calibrate(pair, ["a red seven"], name) for name in DENOISERS]
     assert ranges[0].keys() == ranges[1].keys() and all(ranges[0][layer] != ranges[1][layer] for layer in ranges[0])
     low, high = (sampled_levels(name, pair) for name in reversed(DENOISERS))

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megadit.export import build, command
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.networks import build_network
 from megadit.export.signatures import sample_inputs, trace_sizes
 from megadit.export.to_onnx import ATTENTION_OPSET, export_onnx
@@ -30,6 +29,7 @@ from megadit.infer.runtimes.options import RuntimeOptions
 from megadit.infer.sampling.resolve import with_changed_defaults
 from megadit.models.bundle import Bundle
 from megadit.models.networks.conditioning import Conditioning
+from tests.exports import export_denoiser
 
 NETWORKS = ("denoiser", "video_decoder", "video_encoder")
 CPU = torch.device("cpu")
@@ -122,14 +122,13 @@ def test_generate_gives_torchs_video(exported, tmp_path):
 
 @pytest.mark.slow
 def test_same_bytes_for_the_same_network_and_none_of_this_machine(exported, specs, tmp_path):
-    for name in ("video_decoder", "denoiser"):
-        network = build_network(name, exported, exported.load_tokenizer(), torch.float32)
-        path, spec = tmp_path / f"{name}.onnx", specs[name]
-        about = {"megadit_version": "0.1.0", "source": open_exported(exported, "onnx").settings["source"]}
-        export_onnx(network, spec, sample_inputs(spec, trace_sizes(spec), seed=5), path, metadata=about)
-        content = path.read_bytes()
-        assert content == (exported.path / f"onnx/{name}.onnx").read_bytes()
-        assert b"/home" not in content and b"site-packages" not in content and b"forward" not in content
+    network = build_network("denoiser", exported, exported.load_tokenizer(), torch.float32)
+    path, spec = tmp_path / "denoiser.onnx", specs["denoiser"]
+    about = {"megadit_version": "0.1.0", "source": open_exported(exported, "onnx").settings["source"]}
+    export_onnx(network, spec, sample_inputs(spec, trace_sizes(spec), seed=5), path, metadata=about)
+    content = path.read_bytes()
+    assert content == (exported.path / "onnx/denoiser.onnx").read_bytes()
+    assert b"/home" not in content and b"site-packages" not in content and b"forward" not in content
 
 
 def test_graphs_are_sound_and_named(exported):
@@ -390,8 +389,8 @@ def test_an_export_has_its_folder_alone_and_what_a_killed_one_left_goes(tmp_path
 def test_previews_are_fitted_within_the_exported_sizes(tiny_bundle, tmp_path):
     """Which are fewer frames, and wider ones, than those that previews prefer."""
     profiles = ("frames=1,5,5", "height=16,16,16", "width=20,24,32", "batch=1,1,1", "text=1,2,8")
-    export_bundle(tiny_bundle.path, tmp_path / "out", ExportSettings(profiles=profiles, video_steps=1))
-    pipeline = TextToVideo.from_pretrained(tmp_path / "out", device="cpu", runtime="onnx")
+    exported = export_denoiser(tiny_bundle.path, tmp_path / "out", profiles=profiles, video_steps=1)
+    pipeline = TextToVideo.from_pretrained(exported, device="cpu", runtime="onnx")
     (made,) = pipeline(["a"], num_steps=1)
     shown = pipeline.preview(made.latents_CTHW[None]).astype(int)
     of_torch = TextToVideo.from_pretrained(tiny_bundle, device="cpu").preview(made.latents_CTHW[None])

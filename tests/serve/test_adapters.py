@@ -1,8 +1,6 @@
 """Adapters that requests name: each video gets its own, whatever shares its batch, and the base stays the base."""
 
-import io
 import itertools
-import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -374,41 +371,3 @@ def test_requests_of_different_numbers_of_adapters_share_a_batch(tritonserver, b
             made = list(threads.map(VideoClient(f"grpc://{server.grpc_url}").generate, asked))
     assert [videos[0].batch_size for videos in made] == [3] * 3
     assert [len(videos[0].settings.get("adapters", ())) for videos in made] == [0, 1, 2]
-
-
-@pytest.mark.slow
-def test_five_hundred_loads_lose_no_request(tritonserver, bundle_dir, kept_running, tmp_path, in_group):
-    """16 clients with 8 adapters, none of which stays in memory; memory does not grow."""
-    folder = tmp_path / "adapters"
-    folder.mkdir()
-    for number in range(8):
-        make_adapter(folder / f"a{number}.safetensors", bundle_dir, number)
-    repository = build_repository(
-        bundle_dir, tmp_path / "models", scheduling=Scheduling(device="cpu"), adapters=folder, adapter_bytes=0
-    )
-    with kept_running(LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=3, hang_seconds=1e6)) as server:
-        client = VideoClient(f"grpc://{server.grpc_url}")
-
-        def make(number: int) -> bytes:
-            adapters = (f"a{number % 8}",) if number % 9 else ()
-            small = {"num_frames": 1, "num_steps": 1}
-            return client.generate(replace(REQUEST, adapters=adapters, **small), timeout=300)[0].data
-
-        def round_of(numbers: range) -> tuple[list[bytes], int]:
-            with ThreadPoolExecutor(16) as threads:
-                made = list(threads.map(make, numbers))
-            return made, sum(_memory(each) for each in in_group(server.process.pid))
-
-        first, before = round_of(range(144))
-        rest, after = round_of(range(144, 592))
-        made = first + rest
-        assert len(made) == 592 and all(made)
-        print(f"{before >> 20} MiB after 144 requests, {after >> 20} MiB after 592")
-        assert after < before * 1.1 + (16 << 20)
-    bases = {np.asarray(Image.open(io.BytesIO(data))).tobytes() for data in made[::9]}
-    assert len(bases) == 1, "no adapter is the base, whatever was loaded before"
-
-
-def _memory(process: int) -> int:
-    """Bytes that a process has to itself and of others."""
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()

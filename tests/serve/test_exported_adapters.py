@@ -1,6 +1,7 @@
 """Adapters as inputs of exported graphs, through a real tritonserver: the base, one after another, three at once."""
 
 import io
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,48 +12,39 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.pipeline.pipeline import TextToVideo
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
+from megadit.models.storage.manifest import write_manifest
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
 from megadit.serve.events import InvalidRequestError
 from megadit.serve.launch.local_server import LocalServer
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.model_config import Scheduling
+from tests.exports import RANK, TARGETS
 from tests.infer.conftest import make_adapter
 
-PATTERNS = ("blocks.*", "final_layer.*")
 REQUEST = VideoRequest(prompt="a red seven", seed=5, num_frames=1)
 """Images, which are sent without loss."""
 CASES = {"none": (), "one": ("one",), "two": ("two:0.5",), "both": ("one:0.7", "two:-1"), "less": ("one:0.4",)}
 
 
 @pytest.fixture(scope="module")
-def folder(bundle_dir, tmp_path_factory):
+def folder(slotted, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    make_adapter(folder / "one", bundle_dir, 1)
-    make_adapter(folder / "two.safetensors", bundle_dir, 2)
-    make_adapter(folder / "dora.safetensors", bundle_dir, 3, kind="dora")
-    make_adapter(folder / "large.safetensors", bundle_dir, 4, rank=5)
+    make_adapter(folder / "one", slotted.path, 1)
+    make_adapter(folder / "two.safetensors", slotted.path, 2)
+    make_adapter(folder / "dora.safetensors", slotted.path, 3, kind="dora")
+    make_adapter(folder / "large.safetensors", slotted.path, 4, rank=RANK + 1)
     return folder
 
 
 @pytest.fixture(scope="module")
-def plain_dir(bundle_dir, tmp_path_factory):
-    """Exported without inputs for adapters."""
-    out = tmp_path_factory.mktemp("plain") / "exported"
-    export_bundle(bundle_dir, out, ExportSettings(profiles=("batch=1,1,3",), video_steps=1))
-    return out
-
-
-@pytest.fixture(scope="module")
-def server(tritonserver, bundle_dir, folder, tmp_path_factory):
+def server(tritonserver, slotted, folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("service")
-    room = {"adapter_rank": 4, "adapter_targets": PATTERNS}
-    export_bundle(bundle_dir, path / "exported", ExportSettings(profiles=("batch=1,1,3",), video_steps=1, **room))
     repository = build_repository(
-        path / "exported",
+        slotted.path,
         path / "models",
         scheduling=Scheduling(device="cpu"),
         runtime="onnx",
@@ -64,7 +56,7 @@ def server(tritonserver, bundle_dir, folder, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_requests_get_their_adapters_and_no_other(server, bundle_dir, plain_dir, folder):
+def test_requests_get_their_adapters_and_no_other(server, slotted, folder):
     client = VideoClient(f"grpc://{server.grpc_url}")
 
     def ask(name: str):
@@ -72,10 +64,7 @@ def test_requests_get_their_adapters_and_no_other(server, bundle_dir, plain_dir,
 
     alone = {name: ask(name).data for name in CASES}
     assert (alone["one"], alone["none"]) == (ask("one").data, ask("none").data), "A, B, A"
-    plain = TextToVideo.from_pretrained(plain_dir, device="cpu", runtime="onnx")
-    base = plain(["a red seven"], seeds=5, num_frames=1)[0].video
-    assert np.array_equal(image_of(alone["none"]), base[0]), "the base, bit for bit"
-    torch = TextToVideo.from_pretrained(bundle_dir, device="cpu")
+    torch = TextToVideo.from_pretrained(slotted, device="cpu")
     paths = {"one": str(folder / "one"), "two": str(folder / "two.safetensors")}
     for name, texts in CASES.items():
         scales = VideoRequest(prompt="", adapters=texts).adapter_scales()
@@ -93,11 +82,11 @@ def test_requests_get_their_adapters_and_no_other(server, bundle_dir, plain_dir,
 
     for name, reason in {
         "dora": "a DoRA scales the output of its base",
-        "large": "rank 5 together, the exported networks at most 4",
+        "large": f"rank {RANK + 1} together, the exported networks at most {RANK}",
     }.items():
         with pytest.raises(InvalidRequestError, match=f"the adapter '{name}' cannot be used: .*{reason}"):
             client.generate(replace(REQUEST, adapters=(name,)), timeout=300)
-    assert client.info().adapters.slots == {"rank": 4, "targets": list(PATTERNS)}
+    assert client.info().adapters.slots == {"rank": RANK, "targets": list(TARGETS)}
     assert ask("none").data == alone["none"]
 
 
@@ -126,7 +115,11 @@ def _in_one_batch(client: VideoClient, names):
 
 
 @pytest.mark.slow
-def test_a_repository_of_graphs_without_such_inputs_is_refused(plain_dir, folder, tmp_path):
+def test_a_repository_of_graphs_without_such_inputs_is_refused(slotted, folder, tmp_path):
+    plain = shutil.copytree(slotted.path, tmp_path / "plain")
+    settings = read_json(plain / "onnx/settings.json")
+    write_json(plain / "onnx/settings.json", settings | {"adapters": None})
+    write_manifest(plain, slotted.manifest)
     with pytest.raises(UserError, match="exported without inputs for adapters: export again with --adapter_rank"):
-        build_repository(plain_dir, tmp_path / "models", runtime="onnx", adapters=folder)
+        build_repository(plain, tmp_path / "models", runtime="onnx", adapters=folder)
     assert not (tmp_path / "models").exists()

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.export.build import ExportSettings, export_bundle
 from megadit.infer.commands.classify import Classifier
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import Matcher
-from megadit.models.bundle import Bundle
 from megadit.models.shared.cli import verbs
 from megadit.models.shared.errors import UserError
 from megadit.serve.backend.features import MODELS, Features
@@ -23,7 +21,7 @@ from megadit.serve.launch.local_server import LocalServer
 from megadit.serve.repository.build import build_repository
 from megadit.serve.repository.features import LIMITS, build_feature_repository
 from megadit.serve.repository.model_config import Scheduling
-from tests.bundles import write_classifier_bundle, write_clip_bundle
+from tests.bundles import write_clip_bundle
 from tests.serve.repository.test_build import parse
 
 grpc = pytest.importorskip("tritonclient.grpc")
@@ -39,12 +37,8 @@ def clip(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    """A classifier with its graph, for up to two pictures at once."""
-    folder = tmp_path_factory.mktemp("classifier")
-    write_classifier_bundle(folder / "bundle")
-    export_bundle(folder / "bundle", folder / "exported", ExportSettings(profiles=("batch=1,2,2",)))
-    return Bundle.open(folder / "exported")
+def classifier(exported_classifier):
+    return exported_classifier
 
 
 def picture(number, size=(40, 48)):
@@ -88,10 +82,11 @@ def test_requests_are_answered_together_and_refused_apart(opened, clip, classifi
     torch.testing.assert_close(torch.from_numpy(np.concatenate([first, second])), expected, rtol=1e-5, atol=1e-5)
     assert "is not UTF-8" in str(bad) and "has 21 characters" in str(long)
     images = opened("image_to_classes", max_media_side=100)
-    files = [[png(picture(0))], [b"no picture"], [png(picture(1)), png(picture(2))], [png(picture(3, (8, 101)))]]
-    first, bad, second, large = images.answer(files)  # three, of a graph that takes two
+    three = [png(picture(number)) for number in (1, 2, 3)]
+    files = [[png(picture(0))], [b"no picture"], three, [png(picture(4, (8, 101)))]]
+    first, bad, second, large = images.answer(files)  # four, of a graph that takes three
     found = torch.from_numpy(np.concatenate([first, second]))
-    torch.testing.assert_close(found, Classifier(classifier)(clips(range(3))), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, Classifier(classifier)(clips(range(4))), rtol=1e-4, atol=1e-5)
     assert isinstance(bad, UserError) and "sides of 1 to 100 pixels" in str(large)
 
 
@@ -100,10 +95,9 @@ def test_a_request_of_none_that_can_be_read_computes_nothing(opened):
     assert isinstance(answer, UserError)
 
 
-def test_plain_networks_say_what_they_give(clip, classifier, tmp_path):
-    export_bundle(clip.path, tmp_path / "exported", ExportSettings(profiles=("batch=1,2,2", "text=2,4,8")))
+def test_plain_networks_say_what_they_give(exported_clip, classifier, tmp_path):
     for bundle, dims in (
-        (Bundle.open(tmp_path / "exported"), {"image_tower": [-1, 64], "text_tower": [-1, 64]}),
+        (exported_clip, {"image_tower": [-1, 64], "text_tower": [-1, 64]}),
         (classifier, {"classifier": [-1, 3]}),
     ):
         out = build_feature_repository(bundle, tmp_path / bundle.kind, runtime="onnx", with_networks=True)

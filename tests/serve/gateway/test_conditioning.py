@@ -33,23 +33,23 @@ REFUSED_BY_THE_MODEL = [
 """Files that are sound, of a video of 9 frames that they do not fit."""
 
 
-@pytest.fixture(params=["torch", "onnx"])
-def service(request, able_dir, tmp_path, tritonserver, start_gateway):
-    """The runtime, and a gateway in front of a tritonserver of its own."""
-    from megadit.export.build import ExportSettings, export_bundle
+@pytest.fixture
+def exported_server(tritonserver, exported_able, tmp_path):
     from megadit.serve.launch.local_server import LocalServer
     from megadit.serve.repository.build import build_repository
     from megadit.serve.repository.model_config import Scheduling
 
-    source = able_dir
-    if request.param == "onnx":
-        source = tmp_path / "exported"
-        export_bundle(able_dir, source, ExportSettings(profiles=("batch=1,1,2",)))
-    options = {"scheduling": Scheduling(device="cpu"), "runtime": request.param}
-    repository = build_repository(source, tmp_path / "repository", **options)
+    options = {"scheduling": Scheduling(device="cpu"), "runtime": "onnx"}
+    repository = build_repository(exported_able.path, tmp_path / "repository", **options)
     with LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=3) as triton:
-        gateway = start_gateway(f"grpc://{triton.grpc_url}")
-        yield request.param, gateway
+        yield triton
+
+
+@pytest.fixture(params=["torch", "onnx"])
+def service(request, start_gateway):
+    """The runtime, and a gateway in front of a tritonserver."""
+    triton = request.getfixturevalue({"torch": "able_server", "onnx": "exported_server"}[request.param])
+    return request.param, start_gateway(f"grpc://{triton.grpc_url}")
 
 
 def test_every_use_is_what_generate_makes_of_it(service, able):

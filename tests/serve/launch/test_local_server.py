@@ -105,40 +105,28 @@ def control(server: LocalServer, action: str, model: str) -> int:
     return httpx.post(url, json={}, headers={SECRET_HEADER: SECRET}, timeout=60).status_code
 
 
-@pytest.fixture
-def lonely(tritonserver, repository, tmp_path):
-    """A server of the test's own, not yet started."""
-    return LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=5)
-
-
 @pytest.mark.slow
-def test_start_load_unload_reload_stop_leave_nothing(tritonserver, repository, tmp_path, request):
+def test_start_load_unload_reload_crash_stop_leave_nothing(tritonserver, repository, tmp_path, request):
     before = set(os.listdir(SHARED_MEMORY))
     for cycle in range(request.config.getoption("--cases") or 1):
         started = {"models": ("text_to_image",), "control_secret": SECRET, "log": tmp_path / f"{cycle}.log"}
+        started["stop_seconds"] = 5
         with LocalServer(repository, **started) as server:
             client = VideoClient(f"grpc://{server.grpc_url}")
             assert not client.is_ready()
             for action in ("load", "unload", "load", "load"):
                 assert control(server, action, "text_to_video") == 200
             assert len(client.generate(VideoRequest(prompt="a"))) == 1
+            generation = client.stream(VideoRequest(prompt="a", num_steps=2500), timeout=30)
+            next(iter(generation))
+            stubs = [pid for pid in processes_of(server.process.pid) if pid != server.process.pid]
+            assert stubs
+            for pid in stubs:
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(ServiceError):
+                list(generation)
         assert leftovers(server) == NOTHING
     assert set(os.listdir(SHARED_MEMORY)) <= before
-
-
-@pytest.mark.slow
-def test_a_crashed_stub_is_an_error_and_stopping_still_leaves_nothing(lonely):
-    with lonely as server:
-        client = VideoClient(f"grpc://{server.grpc_url}")
-        generation = client.stream(VideoRequest(prompt="a", num_steps=2500), timeout=30)
-        next(iter(generation))
-        stubs = [pid for pid in processes_of(server.process.pid) if pid != server.process.pid]
-        assert stubs
-        for pid in stubs:
-            os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ServiceError):
-            list(generation)
-    assert leftovers(server) == NOTHING
 
 
 @pytest.mark.slow
