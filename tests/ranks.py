@@ -15,7 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -159,6 +162,33 @@ def run_ranks(start_ranks) -> Callable[..., list[str]]:
         return _wait(start_ranks(count, *command, **settings), code, timeout)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def forked(rank_servers) -> Callable[[], AbstractContextManager[None]]:
+    """with forked(): processes of `run_module` are forked, too, one rank without a launcher; what they print is printed
+    once they end."""
+
+    def start(words: list[str]) -> SimpleNamespace:
+        _, *words = words
+        if "--nproc" in words and words[words.index("--nproc") + 1] == "1":
+            del words[words.index("--nproc") : words.index("--nproc") + 2]
+        process = _start_rank(rank_servers(0), 0, 1, 0, tuple(words), None)
+
+        def wait() -> int:
+            print(process.communicate()[0], end="", flush=True)
+            return process.returncode
+
+        return SimpleNamespace(wait=wait, send_signal=process.send_signal)
+
+    return lambda: mock.patch("megadit.models.shared.cli.command.start_with_us", start)
+
+
+@pytest.fixture
+def forked_modules(forked) -> Iterator[None]:
+    """`forked` for a whole test."""
+    with forked():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from megadit.train.engine.step import train_step  # noqa: E402
 from megadit.train.engine.validation import _losses, _validation_batches  # noqa: E402
 from megadit.train.monitoring.metrics import METRICS_FILE  # noqa: E402
 
-STEPS_BY_HEART = 90
+STEPS_BY_HEART = 60
 TOKENS_BY_HEART = {"seq_length": 96, "text_seq_length": 64}
 
 

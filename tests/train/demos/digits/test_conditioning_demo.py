@@ -117,13 +117,14 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_modules")
 def test_the_demo_runs_to_its_pictures(quick_demo, tmp_path, monkeypatch):
     """From a base that was hardly trained: every stage works, whatever the figures."""
     monkeypatch.setattr(given_data, "NUM_CLIPS", 60)
     monkeypatch.setattr(
         given_data.write_conditioning, "__kwdefaults__", {"num_clips": 60, "num_edits": 30, "num_val": 8, "seed": 0}
     )
-    options = ["--bundle", str(quick_demo / "bundle"), "--steps", "2", "--stride", "48"]
+    options = ["--bundle", str(quick_demo / "bundle"), "--steps", "2", "--stride", "48", "--ranks", "1"]
     assert given_demo.main(["--out", str(tmp_path / "given"), *options]) == 0
     assert (tmp_path / "given" / "given.png").stat().st_size > 10_000
     assert (tmp_path / "given" / "edit_scales.png").stat().st_size > 10_000
